@@ -168,7 +168,7 @@ class Config:
     data_parallel: str = "ddp"  # ddp (full copies, one reduction a step) | fsdp (FSDP2 shards)
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
-    eval_prompts: int = 64  # held-out prompts of one evaluation
+    eval_prompts: int = 70  # held-out prompts of one evaluation
     save_every: int = 0  # steps between checkpoints; 0: only the last step
     keep: int = 2  # newest checkpoints kept
     log_every: int = 5  # steps between lines of the table and samples
@@ -194,7 +194,7 @@ class Config:
         "seed", "demos", "fork_turns", "dual_clip", "kl_coef", "entropy_coef", "importance_cap",
         "lr_warmup", "weight_decay", "save_every", "target",
     )  # fmt: skip
-    # What a resumed run may change: none of it enters a metric of the steps that follow.
+    # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every", "target",
         "tensorboard", "timeout", "threads", "micro_tokens", "device",
@@ -289,6 +289,8 @@ def parse_config(argv) -> Config:
             f"{_flag(k)} {v!r} (the run has {stored[k]!r})"
             for k, v in given.items() if k not in Config.FREE and k in stored and stored[k] != v
         ]  # fmt: skip
+        if given.get("steps", stored["steps"]) != stored["steps"] and stored["lr_decay"] != "constant":
+            changed.append(f"--steps, since --lr-decay {stored['lr_decay']} depends on it")
         if changed:
             raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
         unknown = stored.keys() - {f.name for f in dataclasses.fields(Config)}
@@ -546,7 +548,8 @@ class Jsonl(Task):
             raise ValueError(f"--task jsonl needs {path}")
         self.tokenizer = Tokenizer.from_file(str(path))
         self.vocab_size = self.tokenizer.get_vocab_size()
-        self.end = ModelConfig.from_hf(config.model).eos_token_id
+        shape = ModelConfig.from_hf(config.model)
+        self.end, self.room = shape.eos_token_id, shape.max_position_embeddings - config.max_new_tokens
         if not self.end:
             raise ValueError(f"{config.model}/config.json has no eos_token_id, so no answer could end")
         chat = self.tokenizer.token_to_id("<|im_start|>") is not None
@@ -558,8 +561,8 @@ class Jsonl(Task):
         self.rows = {False: [], True: []}
         for number, line in enumerate(Path(config.data).read_text().splitlines(), 1):
             if line.strip():
-                row = self._parse(line, f"{config.data} line {number}")
-                self.rows[zlib.crc32(row["question"].encode()) % 10 == 0].append(row)
+                question, answer = self._parse(line, f"{config.data} line {number}")
+                self.rows[zlib.crc32(question.encode()) % 10 == 0].append((answer, self._encode(question, number)))
         if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
 
@@ -571,13 +574,21 @@ class Jsonl(Task):
             raise ValueError(f"{where} is not JSON: {error}") from error
         if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("question", "answer")):
             raise ValueError(f"{where} must be an object with strings question and answer")
-        return row
+        return row["question"], row["answer"]
+
+    def _encode(self, question, number):
+        text = self.template.replace("{question}", question)
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if len(tokens) > self.room:
+            raise ValueError(
+                f"line {number}: a prompt of {len(tokens)} tokens leaves no room for --max-new-tokens within "
+                f"the model's positions ({self.room} tokens at most)"
+            )
+        return tokens
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
-        row = rows[index % len(rows)] if held_out else rows[int(rng.integers(len(rows)))]
-        text = self.template.replace("{question}", row["question"])
-        return row["answer"], self.tokenizer.encode(text, add_special_tokens=False).ids
+        return rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
 
     def reply(self, state, answer):
         text = self.tokenizer.decode([t for t in answer if t not in self.end])
@@ -622,7 +633,10 @@ def make_task(config) -> Task:
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{file} has no class {name!r}")
-    return getattr(module, name)(config)
+    task = getattr(module, name)(config)
+    if not task.end or not all(0 <= t < task.vocab_size for t in task.end):
+        raise ValueError(f"{name}.end must be token ids under its vocab_size {task.vocab_size}, got {task.end}")
+    return task
 
 
 # 4. Rollouts ---------------------------------------------------------------------------------
@@ -1213,6 +1227,22 @@ class Clock:
         return self.phases | {"seconds/total": time.perf_counter() - self.start}
 
 
+@contextlib.contextmanager
+def naming_lost_ranks(where, out):
+    """Turn a collective that fails because a rank is gone into an error that says what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error))
+        if dist.get_world_size() == 1 or not lost:
+            raise
+        # No save here: it would need the ranks that are gone. The last checkpoint is whole.
+        raise ConnectionError(
+            f"{where()}: another rank is gone or silent for too long ({str(error).splitlines()[0][:160]}); "
+            f"this rank leaves without saving; go on with --resume --out {out}"
+        ) from error
+
+
 def collect(config, task, generator, step):
     """The rollouts of a step: {group index: trajectories} of this rank, the kept groups of all ranks
     in order, and metrics. Group g is played by rank g % world."""
@@ -1358,43 +1388,55 @@ def build(config, task, device):
     return model, generator, frozen(config.dtype) if config.kl_coef else None
 
 
-def train(config, out, task, device) -> bool:
-    """The run. Returns whether the target was met; every line of the loop is one phase."""
-    rank, term = dist.get_rank(), Signal()
+def train(config, device) -> float:
+    """The run: set up, loop, save. Returns the last eval/solved."""
+    task = make_task(config)
     model, generator, reference = build(config, task, device)
-    trainer = Trainer(config, model, generator=generator, reference=reference)
-    log, start, solved = Log(config, out, task), 0, None
-    found = agree(lambda: newest_checkpoint(out) if config.resume else None)
-    if found:
-        start = trainer.load_checkpoint(found)["step"]
-    else:
-        warm_start(config, task, trainer)
-    keep_reference(out, trainer, resumed=bool(found))
-    trainer.push_weights()
-    log.begin(start, sum(p.numel() for p in generator.parameters()))
+    out = agree(lambda: prepare_out(config))  # claimed only now that everything else was found good
+    trainer, log = Trainer(config, model, generator=generator, reference=reference), Log(config, out, task)
+    step = 0
+    with naming_lost_ranks(lambda: f"step {step}", out):
+        found = agree(lambda: newest_checkpoint(out) if config.resume else None)
+        if found:
+            step = trainer.load_checkpoint(found)["step"]
+        else:
+            warm_start(config, task, trainer)
+        keep_reference(out, trainer, resumed=bool(found))
+        trainer.push_weights()
+        term, solved = Signal(), None
+        log.begin(step, sum(p.numel() for p in generator.parameters()))
+        while step < config.steps:
+            solved = train_step(config, task, trainer, log, step)
+            step += 1
+            stop = torch.tensor(float(term.seen), device=device)
+            dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # one rank's SIGTERM stops all at one step
+            last = step == config.steps
+            if last or stop or (config.save_every and step % config.save_every == 0):
+                save(config, trainer, out, step)
+            if stop and not last:
+                log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
+                raise SystemExit(143)
+        if solved is None:  # resumed at its last step
+            solved = evaluate(config, task, generator)[0]
+    log.end(solved)
+    return solved
 
-    for step in range(start, config.steps):
-        clock = Clock()
-        with clock("rollout"):
-            mine, kept, metrics = collect(config, task, generator, step)
-        with clock("train"):
-            prepare(config, trainer, [mine[g] for g in kept if g in mine])
-            metrics |= update(config, trainer, mine, kept, step)
-        last = step + 1 == config.steps
-        if last or (step + 1) % config.eval_every == 0:
-            with clock("eval"):
-                solved, shown = evaluate(config, task, generator)
-            metrics["eval/solved"] = solved
-            log.sample(step, shown)
-        log.step(step, metrics | clock.metrics())
-        stop = torch.tensor(float(term.seen), device=device)
-        dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # one rank's SIGTERM stops all, at the same step
-        if last or stop or (config.save_every and (step + 1) % config.save_every == 0):
-            save(config, trainer, out, step + 1)
-        if stop and not last:
-            log.say(f"SIGTERM: saved after step {step + 1}; go on with --resume --out {out}")
-            raise SystemExit(143)
-    return log.end(solved if solved is not None else evaluate(config, task, generator)[0])
+
+def train_step(config, task, trainer, log, step):
+    """One turn of the loop; the held-out fraction solved if this step evaluates, else None."""
+    clock, solved = Clock(), None
+    with clock("rollout"):
+        mine, kept, metrics = collect(config, task, trainer.generator, step)
+    with clock("train"):
+        prepare(config, trainer, [mine[g] for g in kept if g in mine])
+        metrics |= update(config, trainer, mine, kept, step)
+    if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
+        with clock("eval"):
+            solved, shown = evaluate(config, task, trainer.generator)
+        metrics["eval/solved"] = solved
+        log.sample(step, shown)
+    log.step(step, metrics | clock.metrics())
+    return solved
 
 
 def save(config, trainer, out, step):
@@ -1467,19 +1509,17 @@ class Log:
                 file.write(json.dumps({"step": step, "reward": trajectory.reward, "text": text}) + "\n")
 
     def end(self, solved):
-        met = solved >= self.config.target
         if self.on:
             self.bar.close()
             self.file.close()
             samples = self.out / "samples.jsonl"
             if samples.exists():
                 self.say(f"sample: {json.loads(samples.read_text().splitlines()[-1])['text']}")
-        verb = "met" if met else "MISSED"
+        verb = "met" if solved >= self.config.target else "MISSED"
         self.say(
             f"eval/solved {solved:.3f}: target {self.config.target} {verb} after {self.config.steps} steps, "
             f"{time.perf_counter() - self.started:.0f} s"
         )
-        return met
 
 
 def _tensorboard(out):
@@ -1607,7 +1647,8 @@ def prepare_out(config) -> str:
         for path in (*(out / n for n in RUN_FILES), *out.glob("step-????????*"), *out.glob("events.out.tfevents.*")):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False, "out": str(out)}
+    (out / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
     return str(out)
 
 
@@ -1626,14 +1667,12 @@ def connect(config) -> str:
 
 
 def run(argv) -> int:
-    """Train; 0 if the target was met, 1 if it was missed, 2 for a mistake in the flags."""
+    """Train to the end, whether or not the target was met: 0. (Errors: 2; stopped by SIGTERM: 143.)"""
     config = parse_config(argv).check(int(os.environ.get("WORLD_SIZE", 1)))
-    device = connect(config)
-    task = make_task(config)
-    met = train(config, agree(lambda: prepare_out(config)), task, device)
+    train(config, connect(config))
     dist.barrier()
     dist.destroy_process_group()
-    return 0 if met else 1
+    return 0
 
 
 def main(argv) -> int:
@@ -1646,8 +1685,9 @@ def main(argv) -> int:
             return 0 if check() else 1
         return run(argv)
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        # The same mistake is found by every rank; one line says it, unless it is this rank's alone.
         print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            os._exit(2)  # a clean teardown would wait for ranks that may be gone or stuck
         return 2
 
 
