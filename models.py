@@ -530,6 +530,25 @@ def packed_positions(lengths, /):
     return torch.cat([torch.arange(int(n)) for n in lengths])[None]
 
 
+def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
+    """Log-probs and entropies of many sequences' targets in one packed forward.
+
+    sequences: B lists of token ids; sequence b's targets are its tokens 1.., T = the longest of
+    them. mask_BT (B, T) bool: which targets to score; the head is applied to those alone. Returns
+    two (B, T) tensors, 0 where mask is off, differentiable.
+    """
+    device, lengths = mask_BT.device, [len(s) for s in sequences]
+    tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    length_B = torch.tensor(lengths, device=device)
+    at_N = (length_B.cumsum(0) - length_B)[row_N] + column_N  # the token that predicts the target
+    x_1SM = model.hidden(
+        tokens_S[None], positions=packed_positions(lengths).to(device), attention=packed_attention(lengths)
+    )
+    scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
+    return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
+
+
 class KVCache:
     """Keys and values of the tokens so far; row b holds `lengths_B[b]` of them, left-aligned.
 
@@ -619,6 +638,16 @@ def extend(model, cache, tokens_BS, /, counts=None):
 
 
 @torch.no_grad()
+def prefill(model, prompts, /):
+    """A cache with one row a prompt (lists of token ids, any lengths) and the logits (B, V) after each."""
+    device = model.head_weight.device
+    counts = torch.tensor([len(p) for p in prompts], device=device)
+    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = KVCache(len(prompts), device=device)
+    return cache, extend(model, cache, tokens_BS.to(device), counts)
+
+
+@torch.no_grad()
 def sample(logits_BV, uniform_B, /, *, temperature: float):
     """Draw one token a row by inverting the cumulative distribution at uniform_B (B,) in [0, 1).
 
@@ -649,6 +678,18 @@ def _safetensors():
     except ImportError as error:
         raise ImportError("checkpoints need safetensors: pip install safetensors") from error
     return module
+
+
+def load_tokenizer(directory):
+    """The `tokenizers` Tokenizer of a checkpoint directory."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError("text needs tokenizers: pip install tokenizers") from error
+    path = Path(directory) / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{directory} has no tokenizer.json")
+    return Tokenizer.from_file(str(path))
 
 
 def _checkpoint_files(directory):

@@ -71,16 +71,13 @@ every ratio unless scored under the same cut), tensor, context and pipeline para
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.util
 import inspect
 import json
 import math
 import os
-import pickle
 import re
 import shutil
-import signal
 import sys
 import time
 import zlib
@@ -91,13 +88,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 
 import models
-from models import KVCache, ModelConfig, Transformer, extend, sample
+from models import ModelConfig, Transformer, extend, prefill, sample
+from parallel import (
+    Stop, agree, checkpoints, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
+    newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, write_checkpoint,
+)  # fmt: skip
 
 
 # 1. Configuration ----------------------------------------------------------------------------
@@ -113,7 +111,7 @@ class Config:
     resume: bool = False  # go on from the newest complete checkpoint in --out
     overwrite: bool = False  # delete the run that --out holds
     seed: int = 0  # of weights, data and sampling
-    steps: int = 60  # rollout batches
+    steps: int = 150  # rollout batches
     target: float = 0.95  # eval/solved that the run says it met or missed
     # the task
     size: int = 7  # guess: numbers; sort: symbols; lookup: keys, and values
@@ -133,10 +131,10 @@ class Config:
     # rollouts
     prompts: int = 28  # groups a step, over all ranks
     group: int = 16  # rollouts of one prompt
-    max_new_tokens: int = 16  # a trajectory's limit after its prompt, replies of the task included
+    max_new_tokens: int = 16  # a trajectory's limit after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
-    fork_turns: int = 0  # number of turn boundaries that fork; group must divide by forks ** fork_turns
+    fork_turns: int = 0  # turn boundaries that fork; group must divide by forks ** fork_turns
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
     max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
     overlong: str = "keep"  # truncated trajectories: keep | filter (out of the loss)
@@ -152,13 +150,13 @@ class Config:
     kl: str = "k3"  # k1 | k2 | k3
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: str = "loss"  # loss | reward
-    entropy_coef: float = 0.02  # weight of the entropy bonus
+    entropy_coef: float = 0.03  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
     # the optimiser
-    lr: float = 1.5e-3  # AdamW
-    lr_warmup: int = 0  # steps of linear warm-up
-    lr_decay: str = "linear"  # from the end of the warm-up to the last step: constant | linear | cosine
+    lr: float = 1e-3  # AdamW
+    lr_warmup: int = 5  # steps of linear warm-up
+    lr_decay: str = "linear"  # from there to the last step: constant | linear | cosine
     weight_decay: float = 0.0  # AdamW, decoupled
     beta2: float = 0.99  # AdamW
     minibatches: int = 2  # optimiser steps a rollout batch
@@ -171,28 +169,17 @@ class Config:
     eval_prompts: int = 70  # held-out prompts of one evaluation
     save_every: int = 0  # steps between checkpoints; 0: only the last step
     keep: int = 2  # newest checkpoints kept
-    log_every: int = 5  # steps between lines of the table and samples
+    log_every: int = 5  # steps between lines of the table
     tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     threads: int = 1  # CPU threads of each rank
 
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), kl=("k1", "k2", "k3"),
-        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"),
+        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"), ratio=("token", "sequence"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
-        ratio=("token", "sequence"), kl_in=("loss", "reward"), data_parallel=("ddp", "fsdp"),
-        lr_decay=("constant", "linear", "cosine"), device=("", "cpu", "cuda"),
-        generator_dtype=("", "float32", "float64", "bfloat16"),
-    )  # fmt: skip
-    POSITIVE = (
-        "steps", "size", "turns", "length", "layers", "hidden", "heads", "prompts", "group", "forks",
-        "max_new_tokens", "temperature", "max_rounds", "cispo_bound", "lr", "minibatches",
-        "max_grad_norm", "max_skipped", "micro_tokens", "eval_every", "eval_prompts", "keep",
-        "log_every", "timeout", "threads", "clip_low", "clip_high",
-    )  # fmt: skip
-    NONNEGATIVE = (
-        "seed", "demos", "fork_turns", "dual_clip", "kl_coef", "entropy_coef", "importance_cap",
-        "lr_warmup", "weight_decay", "save_every", "target",
+        kl_in=("loss", "reward"), lr_decay=("constant", "linear", "cosine"), device=("", "cpu", "cuda"),
+        data_parallel=("ddp", "fsdp"), generator_dtype=("", "float32", "float64", "bfloat16"),
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
@@ -200,68 +187,59 @@ class Config:
         "tensorboard", "timeout", "threads", "micro_tokens", "device",
     )  # fmt: skip
 
-    def check(self, world: int = 1) -> "Config":
+    def check(self) -> "Config":
         """Raise ValueError for anything that cannot run, before anything is built or written."""
         wrong = []
         for f in dataclasses.fields(self):
-            value, kind = getattr(self, f.name), f.type if isinstance(f.type, type) else type(f.default)
-            if kind is float and type(value) is int:
-                setattr(self, f.name, value := float(value))
-            if type(value) is not kind:
-                wrong.append(f"{_flag(f.name)} must be {kind.__name__}, got {value!r}")
-            elif kind is float and not math.isfinite(value):
-                wrong.append(f"{_flag(f.name)} must be finite, got {value}")
-        if wrong:
-            raise ValueError("; ".join(wrong))
-        say = wrong.append
-        for name, allowed in self.CHOICES.items():
-            if getattr(self, name) not in allowed:
-                say(f"{_flag(name)} must be one of {', '.join(filter(None, allowed))}, got {getattr(self, name)!r}")
-        for names, bound, word in ((self.POSITIVE, 0, "positive"), (self.NONNEGATIVE, -1e-300, "at least 0")):
-            wrong += [f"{_flag(n)} must be {word}, got {getattr(self, n)}" for n in names if getattr(self, n) <= bound]
-        self._check_combinations(say, world)
+            flag, value = _flag(f.name), getattr(self, f.name)
+            if f.type is float and type(value) is int:
+                setattr(self, f.name, float(value))
+            elif type(value) is not f.type:
+                wrong.append(f"{flag} must be {f.type.__name__}, got {value!r}")
+            elif f.name in self.CHOICES and value not in self.CHOICES[f.name]:
+                allowed = ", ".join(filter(None, self.CHOICES[f.name]))
+                wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
+            elif f.type in (int, float) and not 0 <= value < math.inf:
+                wrong.append(f"{flag} must be finite and at least 0, got {value}")
+            elif value == 0 and f.default and f.name not in ("target", "entropy_coef", "lr_warmup"):
+                wrong.append(f"{flag} must be positive, got 0")
+        wrong = wrong or [text for bad, text in self._combinations() if bad]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
-    def _check_combinations(self, say, world):
-        if self.group == 1 and self.advantage != "per_branch":
-            say(f"--group 1 has no baseline for --advantage {self.advantage}: its advantages are all 0; use --group 2 or more")
-        if self.group == 1 and self.advantage == "per_branch":
-            say("--advantage per_branch needs --group 2 or more")
-        leaves = self.forks**self.fork_turns if self.forks > 0 and self.fork_turns < 64 else 0
-        if leaves < 1 or self.group % leaves:
-            say(f"--group {self.group} must divide by forks ** fork_turns = {leaves}")
-        if (self.forks > 1) != (self.fork_turns > 0):
-            say("--forks and --fork-turns go together: --forks 2 --fork-turns 2, or neither")
-        if self.clip_low >= 1:
-            say(f"--clip-low must be under 1, got {self.clip_low}")
-        if 0 < self.dual_clip <= 1 + self.clip_high:
-            say(f"--dual-clip {self.dual_clip} must be over 1 + clip_high = {1 + self.clip_high:.3g}; papers use 3")
-        if self.objective == "cispo" and (self.dual_clip or self.ratio == "sequence"):
-            say("--objective cispo has its own bound: drop --dual-clip and --ratio sequence")
-        if self.dynamic_sampling and (self.entropy_coef or (self.kl_coef and self.kl_in == "loss")):
-            say("--dynamic-sampling drops groups of advantage 0, which still have entropy and KL terms: set --entropy-coef 0 and --kl-coef 0")
-        if self.max_rounds > 1 and not self.dynamic_sampling:
-            say("--max-rounds is for --dynamic-sampling")
-        if self.importance_cap and self.minibatches > 1 and not self.proximal:
-            say("--importance-cap with --minibatches over 1 needs --proximal: without it old is the sampler and the weight is 1")
-        if self.minibatches > self.prompts:
-            say(f"--minibatches {self.minibatches} is more than --prompts {self.prompts}: some would be empty")
-        if self.resume and self.overwrite:
-            say("--resume goes on with a run and --overwrite deletes it: choose one")
-        if self.resume and not self.out:
-            say("--resume needs --out DIR, the run to go on with")
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            say(f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim")
-        if self.heads % 2 and self.heads > 1:
-            say(f"--heads must be 1 or even (half as many key heads), got {self.heads}")
-        if self.task == "jsonl" and not (self.data and self.model):
-            say("--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json")
-        if self.task == "sort" and self.length > self.size:
-            say(f"--length {self.length} distinct symbols need --size of at least as many, got {self.size}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            say("--device cuda: torch sees no CUDA device here")
+    def _combinations(self):
+        leaves = self.forks ** min(self.fork_turns, 64)
+        kl_in_loss = self.kl_coef and self.kl_in == "loss"
+        yield self.group == 1, f"--group 1 gives --advantage {self.advantage} no baseline: use 2 or more"
+        yield self.group % leaves, f"--group {self.group} must divide by forks ** fork_turns = {leaves}"
+        yield (self.forks > 1) != (self.fork_turns > 0), "--forks 2 needs --fork-turns 1, and the reverse"
+        yield self.clip_low >= 1, f"--clip-low must be under 1, got {self.clip_low}"
+        yield 0 < self.dual_clip <= 1 + self.clip_high, (
+            f"--dual-clip must be over 1 + clip_high = {1 + self.clip_high:.3g} (papers: 3), got {self.dual_clip}")
+        yield self.objective == "cispo" and (self.dual_clip or self.ratio == "sequence"), (
+            "--objective cispo has its own bound: drop --dual-clip and --ratio sequence")
+        yield self.dynamic_sampling and (self.entropy_coef or kl_in_loss), (
+            "--dynamic-sampling drops groups of advantage 0, which still have entropy and KL terms: "
+            "set --entropy-coef 0 and --kl-coef 0")
+        yield self.max_rounds > 1 and not self.dynamic_sampling, "--max-rounds is for --dynamic-sampling"
+        yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
+            "--importance-cap needs --proximal (or --minibatches 1): else old is the sampler, the weight 1")
+        yield self.minibatches > self.prompts, (
+            f"--minibatches {self.minibatches} is more than --prompts {self.prompts}: some would be empty")
+        yield self.beta2 >= 1, f"--beta2 must be under 1, got {self.beta2}"
+        yield self.lr_warmup >= self.steps, (
+            f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; --lr-warmup 0 has none")
+        yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it: choose"
+        yield self.resume and not self.out, "--resume needs --out DIR, the run to go on with"
+        yield not self.model and (self.hidden % self.heads or self.hidden // self.heads % 2), (
+            f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim")
+        yield self.heads > 1 and self.heads % 2, f"--heads must be 1 or even, got {self.heads}"
+        yield self.task == "jsonl" and not (self.data and self.model), (
+            "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json")
+        yield self.task == "sort" and self.length > self.size, (
+            f"--length {self.length} distinct symbols need --size of as many, got {self.size}")
+        yield self.device == "cuda" and not torch.cuda.is_available(), "--device cuda: torch sees none here"
 
 
 def _flag(name):
@@ -276,28 +254,24 @@ def parse_config(argv) -> Config:
         epilog="also: train_grpo.py check | plot RUN [RUN ...]",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
-        comment = re.search(rf"^    {f.name}: .*?#\s*(.*)$", source, re.M).group(1).replace("%", "%%")
-        kind = type(f.default)
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else dict(type=kind, metavar=kind.__name__)
-        text = comment if kind is bool else f"{comment} [{f.default!r}]"
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
+        text = re.search(rf"^    {f.name}: .*?  # (.*)$", source, re.M)[1].replace("%", "%%")
+        how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{f.default!r}]")
+        if f.type is bool:
+            how = dict(action=argparse.BooleanOptionalAction, help=text)
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
     given = vars(parser.parse_args(argv))
-    stored_at = Path(given.get("out", "")) / "config.json"
-    if given.get("resume") and given.get("out") and stored_at.exists():
-        stored = json.loads(stored_at.read_text())
-        changed = [
-            f"{_flag(k)} {v!r} (the run has {stored[k]!r})"
-            for k, v in given.items() if k not in Config.FREE and k in stored and stored[k] != v
-        ]  # fmt: skip
-        if given.get("steps", stored["steps"]) != stored["steps"] and stored["lr_decay"] != "constant":
-            changed.append(f"--steps, since --lr-decay {stored['lr_decay']} depends on it")
-        if changed:
-            raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
-        unknown = stored.keys() - {f.name for f in dataclasses.fields(Config)}
-        if unknown:
-            raise ValueError(f"{stored_at} has fields that this version does not know: {sorted(unknown)}")
-        given = stored | {"overwrite": False} | given
-    return Config(**given)
+    path = Path(given.get("out", "")) / "config.json"
+    if not (given.get("resume") and given.get("out") and path.exists()):
+        return Config(**given)
+    stored = json.loads(path.read_text())
+    unknown = sorted(stored.keys() - {f.name for f in dataclasses.fields(Config)})
+    if unknown:
+        raise ValueError(f"{path} has fields that this version does not know: {unknown}")
+    fixed = [k for k in given if k not in Config.FREE or (k == "steps" and stored["lr_decay"] != "constant")]
+    changed = [f"{_flag(k)} {given[k]!r} (the run has {stored[k]!r})" for k in fixed if given[k] != stored[k]]
+    if changed:
+        raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
+    return Config(**(stored | given))
 
 
 # 2. Advantages and the loss: pure functions --------------------------------------------------
@@ -389,17 +363,6 @@ def policy_loss(lp_BT, old_BT, advantage_BT, mask_BT, /, config, *, entropy_BT=N
     return torch.where(mask_BT, l_BT, zero), stats
 
 
-def lr_factor(step, /, *, warmup, total, decay):
-    """The multiple of lr that step 0..total-1 uses: never 0, 1 at the end of the warm-up.
-
-    warmup 2, total 10, linear: .5 1 1 .875 .75 .625 .5 .375 .25 .125
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / (total - warmup)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[decay]
-
-
 # 3. Tasks ------------------------------------------------------------------------------------
 
 
@@ -418,7 +381,7 @@ class Task:
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """answer: the tokens of one turn, its end token last. -> (state, reply tokens or None, reward)."""
+        """answer: the tokens of a turn, its end token last -> (state, reply tokens or None, reward)."""
         raise NotImplementedError
 
     def demo(self, state, rng) -> list[int]:
@@ -433,61 +396,65 @@ class Symbols(Task):
     """A task over a few named symbols; the last one ends a turn."""
 
     def __init__(self, names):
-        self.names = names
-        self.vocab_size, self.end = len(names), (len(names) - 1,)
+        self.names, self.vocab_size, self.end = names, len(names), (len(names) - 1,)
 
     def show(self, tokens):
         return " ".join(self.names[t] for t in tokens)
 
 
-def is_held_out(tokens):
+def is_held_out(data: bytes) -> bool:
     """One prompt in ten is kept for evaluation, by a hash, so that training never draws it."""
-    return zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes()) % 10 == 0
+    return zlib.crc32(data) % 10 == 0
 
 
 class Guess(Symbols):
     """Find a hidden number: answer `number .`, hear `higher` or `lower`, up to `turns` answers.
 
-        ? 3 . higher 5 . lower 4 .          reward 1; all answers well-formed but wrong: 0.1; else 0
+        ? 3 . higher 5 . lower 4 .
 
+    Reward 1 for finding it. An attempt that used all its turns well-formed but in vain gets 0.2
+    times the share of its answers that agreed with what it had heard; anything malformed gets 0.
     Secrets come from a shuffled deck, so that each batch holds each number equally often. Every
     secret has the same prompt, so evaluation asks for all of them instead of unseen ones.
     """
 
     def __init__(self, config):
-        self.size, self.turns = config.size, config.turns
-        self.seed = config.seed
+        self.size, self.turns, self.seed = config.size, config.turns, config.seed
         super().__init__([str(n) for n in range(self.size)] + ["?", "higher", "lower", "."])
 
     def prompt(self, rng, index, held_out):
         deck, place = divmod(index, self.size)
-        order = np.random.default_rng([self.seed, 7, deck]).permutation(self.size)
+        order = np.random.default_rng([self.seed, 5, deck]).permutation(self.size)
         secret = place if held_out else int(order[place])
-        return (secret, 1), [self.size]
+        return (secret, 1, 0, self.size - 1, 0), [self.size]  # secret, turn, possible range, agreeing
 
     def reply(self, state, answer):
-        secret, turn = state
+        secret, turn, low, high, agreeing = state
         if len(answer) != 2 or answer[0] >= self.size:
             return state, None, 0.0
-        if answer[0] == secret:
+        number = answer[0]
+        agreeing += low <= number <= high
+        if number == secret:
             return state, None, 1.0
         if turn == self.turns:
-            return state, None, 0.1
-        return (secret, turn + 1), [self.size + 1 if answer[0] < secret else self.size + 2], 0.0
+            return state, None, 0.2 * agreeing / self.turns
+        if number < secret:
+            return (secret, turn + 1, max(low, number + 1), high, agreeing), [self.size + 1], 0.0
+        return (secret, turn + 1, low, min(high, number - 1), agreeing), [self.size + 2], 0.0
 
 
 class Sort(Symbols):
-    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .` Reward: the share of
-    right places if the answer has the right length, doubled in weight by being all right."""
+    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .` Reward 1 for the right
+    answer, half the share of right places for another one of the right length."""
 
     def __init__(self, config):
         self.size, self.length = config.size, config.length
-        super().__init__([chr(97 + n) if n < 26 else f"s{n}" for n in range(self.size)] + ["?", "."])
+        super().__init__([f"s{n}" for n in range(self.size)] + ["?", "."])
 
     def prompt(self, rng, index, held_out):
         while True:
             items = rng.permutation(self.size)[: self.length].tolist()
-            if is_held_out(items) == held_out:
+            if is_held_out(repr(items).encode()) == held_out:
                 return tuple(sorted(items)), items + [self.size]
 
     def reply(self, state, answer):
@@ -503,88 +470,72 @@ class Sort(Symbols):
 class Lookup(Symbols):
     """Use a tool: `? key`, answer `key .`, the table replies `= value`, answer `value .`
 
-    The value is drawn anew for each prompt, so only asking for the right key finds it. Demonstrations
-    are valid play with random content: they teach the form, not the answer.
+    Half the reward for asking for the right key, half for passing on the value. The table is drawn
+    anew for each prompt, so only asking finds it. Demonstrations are valid play with random
+    content: they teach the form, not the answer.
     """
 
     def __init__(self, config):
-        self.size = config.size
-        keys = [f"k{n}" for n in range(self.size)]
-        super().__init__(keys + [f"v{n}" for n in range(self.size)] + ["?", "=", "."])
+        self.size, names = config.size, range(config.size)
+        super().__init__([f"k{n}" for n in names] + [f"v{n}" for n in names] + ["?", "=", "."])
 
     def prompt(self, rng, index, held_out):
-        key, table = int(rng.integers(self.size)), tuple(rng.integers(self.size, size=self.size).tolist())
-        return (key, table, None), [2 * self.size, key]
+        key, table = int(rng.integers(self.size)), rng.integers(self.size, size=self.size)
+        return (key, tuple(table.tolist()), None), [2 * self.size, key]
 
     def reply(self, state, answer):
         key, table, value = state
-        query = value is None
-        if len(answer) != 2 or not (answer[0] < self.size if query else self.size <= answer[0] < 2 * self.size):
+        first = 0 if value is None else self.size
+        if len(answer) != 2 or not first <= answer[0] < first + self.size:
             return state, None, 0.0
-        if query:
+        if value is None:
             value = self.size + table[answer[0]]
             return (key, table, value), [2 * self.size + 1, value], 0.5 * (answer[0] == key)
         return state, None, 0.5 * (answer[0] == value)
 
     def demo(self, state, rng):
-        offset = 0 if state[2] is None else self.size
-        return [offset + int(rng.integers(self.size)), *self.end]
+        return [int(rng.integers(self.size)) + (0 if state[2] is None else self.size), *self.end]
 
 
 class Jsonl(Task):
     """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is what
     follows `####` (the whole answer, if nothing does). Reward 1 for an equal number or equal text.
-
-    Every tenth line, by a hash of the question, is held out. Needs the checkpoint's tokenizer.json.
-    """
+    Every tenth question, by its hash, is held out. Needs the checkpoint's tokenizer.json."""
 
     def __init__(self, config):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ImportError("--task jsonl needs tokenizers: pip install tokenizers") from error
-        path = Path(config.model) / "tokenizer.json"
-        if not path.exists():
-            raise ValueError(f"--task jsonl needs {path}")
-        self.tokenizer = Tokenizer.from_file(str(path))
-        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.tokenizer = models.load_tokenizer(config.model)
         shape = ModelConfig.from_hf(config.model)
-        self.end, self.room = shape.eos_token_id, shape.max_position_embeddings - config.max_new_tokens
+        self.vocab_size, self.end = self.tokenizer.get_vocab_size(), shape.eos_token_id
         if not self.end:
             raise ValueError(f"{config.model}/config.json has no eos_token_id, so no answer could end")
-        chat = self.tokenizer.token_to_id("<|im_start|>") is not None
-        self.template = (
-            "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" if chat else config.template
-        )
-        if "{question}" not in self.template:
-            raise ValueError(f"--template must contain {{question}}, got {self.template!r}")
-        self.rows = {False: [], True: []}
+        template = config.template
+        if self.tokenizer.token_to_id("<|im_start|>") is not None:  # ChatML
+            template = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        if "{question}" not in template:
+            raise ValueError(f"--template must contain {{question}}, got {template!r}")
+        room, self.rows = shape.max_position_embeddings - config.max_new_tokens, {False: [], True: []}
         for number, line in enumerate(Path(config.data).read_text().splitlines(), 1):
-            if line.strip():
-                question, answer = self._parse(line, f"{config.data} line {number}")
-                self.rows[zlib.crc32(question.encode()) % 10 == 0].append((answer, self._encode(question, number)))
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                question, answer = row["question"], row["answer"]
+                tokens = self._encode(template.replace("{question}", question))
+                self.rows[is_held_out(question.encode())].append((str(answer), tokens))
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f'{config.data} line {number} is no {{"question": "..", "answer": ".."}}: {error!r}'
+                ) from error
+            if len(tokens) > room:
+                raise ValueError(
+                    f"{config.data} line {number}: a prompt of {len(tokens)} tokens; the model's positions "
+                    f"less --max-new-tokens leave {room}"
+                )
         if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
 
-    @staticmethod
-    def _parse(line, where):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not all(isinstance(row.get(k), str) for k in ("question", "answer")):
-            raise ValueError(f"{where} must be an object with strings question and answer")
-        return row["question"], row["answer"]
-
-    def _encode(self, question, number):
-        text = self.template.replace("{question}", question)
-        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if len(tokens) > self.room:
-            raise ValueError(
-                f"line {number}: a prompt of {len(tokens)} tokens leaves no room for --max-new-tokens within "
-                f"the model's positions ({self.room} tokens at most)"
-            )
-        return tokens
+    def _encode(self, text):
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
@@ -595,7 +546,7 @@ class Jsonl(Task):
         return state, None, float(same_answer(final_answer(text), final_answer(state) or state))
 
     def demo(self, state, rng):
-        return self.tokenizer.encode(state, add_special_tokens=False).ids + [self.end[0]]
+        return self._encode(state) + [self.end[0]]
 
     def show(self, tokens):
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -609,6 +560,7 @@ def final_answer(text):
 
 def same_answer(a, b):
     """Equal as numbers (1,000 = 1000.0 = $1000) or, where one is no number, as stripped text."""
+
     def number(text):
         plain = re.sub(r"[,$%\s]", "", text).rstrip(".")
         return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
@@ -635,7 +587,7 @@ def make_task(config) -> Task:
         raise ValueError(f"{file} has no class {name!r}")
     task = getattr(module, name)(config)
     if not task.end or not all(0 <= t < task.vocab_size for t in task.end):
-        raise ValueError(f"{name}.end must be token ids under its vocab_size {task.vocab_size}, got {task.end}")
+        raise ValueError(f"{name}.end must be token ids under vocab_size {task.vocab_size}, got {task.end}")
     return task
 
 
@@ -652,23 +604,27 @@ class Trajectory:
     sampler_logprobs: np.ndarray  # float64, 0 where not sampled
     reward: float = 0.0
     truncated: bool = False
-    path: list = field(default_factory=list)  # branch_advantages' path
+    path: list = field(default_factory=list)  # see branch_advantages
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
     ref_logprobs: np.ndarray | None = None
 
 
 class Row:
-    """A trajectory under way: the token queue, the turn, and the rollouts it stands for."""
+    """A trajectory under way: it takes its next queued token, or else the sampled one.
 
-    def __init__(self, group, state, prompt, first, count, forks_left):
-        self.group, self.state, self.first, self.count, self.forks_left = group, state, first, count, forks_left
-        self.tokens, self.mask, self.logprobs = list(prompt), [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
+    Until its forks are used up a row stands for `count` rollouts, first, first + 1, ...
+    """
+
+    def __init__(self, group, state, prompt, first=0, count=1, forks_left=0):
+        self.group, self.state, self.tokens = group, state, list(prompt)
+        self.first, self.count, self.forks_left = first, count, forks_left
+        self.mask, self.logprobs = [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
         self.queue, self.turn, self.reward, self.new = deque(), [], 0.0, 0
         self.path = [(len(prompt), first, count)]
 
     def append(self, token, logprob):
-        """Take the next queued token, or else the sampled one. True if that one was sampled."""
+        """Take one token; True if it was the sampled one."""
         sampled = not self.queue
         self.tokens.append(token if sampled else self.queue.popleft())
         self.mask.append(sampled)
@@ -678,21 +634,30 @@ class Row:
             self.turn.append(token)
         return sampled
 
+    def end_turn(self, task, forks):
+        """Give the finished turn to the task: the rows that go on, none at the end."""
+        self.state, reply, reward = task.reply(self.state, self.turn)
+        if not math.isfinite(reward):
+            raise ValueError(
+                f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout {self.first}, "
+                f"for the answer {task.show(self.turn)!r}: rewards must be finite"
+            )
+        self.turn, self.reward = [], self.reward + reward
+        if reply is None:
+            return []
+        self.queue.extend(reply)
+        return self.fork(forks) if self.forks_left else [self]
+
     def fork(self, forks):
-        """The rows that go on from a turn boundary: this one, and copies that share its past."""
-        if not self.forks_left:
-            return [self]
+        """Rows that share this one's past, and its rollouts among them."""
         share, children = self.count // forks, []
-        for child in range(forks):
-            row = Row.__new__(Row)
-            row.__dict__ = self.__dict__ | {
-                "tokens": list(self.tokens), "mask": list(self.mask), "logprobs": list(self.logprobs),
-                "queue": deque(self.queue), "turn": [], "forks_left": self.forks_left - 1,
-                "first": self.first + child * share, "count": share,
-            }  # fmt: skip
-            start = len(self.tokens) + len(self.queue)  # the reply belongs to the parent segment
-            row.path = self.path + [(start, row.first, share)]
-            children.append(row)
+        for first in range(self.first, self.first + self.count, share):
+            child = Row(self.group, self.state, self.tokens, first, share, self.forks_left - 1)
+            child.mask, child.logprobs, child.queue = self.mask[:], self.logprobs[:], self.queue.copy()
+            child.reward, child.new = self.reward, self.new
+            # The reply belongs to the parent's segment: the child's own begins behind it.
+            child.path = self.path + [(len(self.tokens) + len(self.queue), first, share)]
+            children.append(child)
         return children
 
     def finish(self, truncated):
@@ -700,12 +665,10 @@ class Row:
         logprobs = np.array(self.logprobs)
         # NUMERICS: a token whose sampler log-prob is not finite has no ratio; it leaves the loss and Z.
         # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_loss_and_denominator.
-        mask = np.array(self.mask) & np.isfinite(logprobs)
-        made = dict(tokens=self.tokens, mask=mask, sampler_logprobs=np.where(mask, logprobs, 0.0))
-        return [
-            Trajectory(self.group, reward=self.reward, truncated=truncated, path=self.path, **made)
-            for _ in range(self.count)
-        ]
+        mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
+        logprobs = np.where(mask, logprobs, 0.0)
+        made = (self.group, self.tokens, mask, logprobs, self.reward, truncated, self.path)
+        return [Trajectory(*made) for _ in range(self.count)]
 
 
 def uniforms(key, count):
@@ -719,36 +682,28 @@ def rollout(model, task, starts, /, *, group, max_new_tokens, temperature, key, 
 
     starts: list of (group index, state, prompt tokens). key: (seed, step); draw t of rollout r of
     group g is uniforms((seed, step, g, r))[t]. A distinct prompt is computed once, whatever the
-    number of rollouts; a finished row leaves the batch.
+    number of rollouts; a finished row leaves the batch. temperature 0 is greedy.
     """
     if not starts:
         return []
-    _check_prompts(model.config, task, starts, max_new_tokens)
-    device = model.head_weight.device
-    distinct = {}  # prompt -> its row in the prompt batch
-    for _, _, prompt in starts:
-        distinct.setdefault(tuple(prompt), len(distinct))
-    counts = torch.tensor([len(p) for p in distinct], device=device)
-    padded = torch.zeros(len(distinct), int(counts.max()), dtype=torch.long, device=device)
-    for b, prompt in enumerate(distinct):
-        padded[b, : len(prompt)] = torch.tensor(prompt)
-    cache = KVCache(len(distinct), device=device)
-    logits = extend(model, cache, padded, counts)
-
+    check_prompts(model.config, starts, max_new_tokens)
+    distinct = {tuple(prompt): None for _, _, prompt in starts}
+    distinct = {prompt: row for row, prompt in enumerate(distinct)}
+    cache, logits = prefill(model, list(distinct))
     share = forks**fork_turns
     rows = [
         Row(g, state, prompt, first, share, fork_turns)
         for g, state, prompt in starts for first in range(0, group, share)
     ]  # fmt: skip
-    at = [distinct[tuple(row.tokens)] for row in rows]
-    cache.select(at)
-    logits, draws, done = logits[at], {}, {g: {} for g, _, _ in starts}
+    batch = [distinct[tuple(row.tokens)] for row in rows]
+    cache.select(batch)
+    logits, draws, done = logits[batch], {}, {g: {} for g, _, _ in starts}
     while rows:
-        tokens, logprobs = _draw(logits, rows, draws, key, max_new_tokens, temperature)
-        going = []  # (batch row, row after this token)
+        tokens, logprobs = draw(logits, rows, draws, key, max_new_tokens, temperature)
+        going = []  # (place in the batch, row after this token)
         for b, row in enumerate(rows):
             ended = row.append(tokens[b], logprobs[b]) and tokens[b] in task.end
-            after = _turn(row, task, forks) if ended else [row]
+            after = row.end_turn(task, forks) if ended else [row]
             if not after:
                 done[row.group][row.first] = row.finish(truncated=False)
             for next_row in after:
@@ -756,18 +711,17 @@ def rollout(model, task, starts, /, *, group, max_new_tokens, temperature, key, 
                     done[row.group][next_row.first] = next_row.finish(truncated=True)
                 else:
                     going.append((b, next_row))
-        keep, everyone = [b for b, _ in going], list(range(len(rows)))
-        rows = [row for _, row in going]
-        if rows:
-            if keep != everyone:
-                cache.select(keep)
-            last = torch.tensor([[row.tokens[-1]] for row in rows], device=device)
+        if going:
+            if len(going) != len(rows) or len({b for b, _ in going}) != len(rows):
+                cache.select([b for b, _ in going])
+            last = torch.tensor([[row.tokens[-1]] for _, row in going], device=logits.device)
             logits = extend(model, cache, last)
+        rows = [row for _, row in going]
     return [[t for first in sorted(done[g]) for t in done[g][first]] for g, _, _ in starts]
 
 
-def _draw(logits, rows, draws, key, max_new_tokens, temperature):
-    """One token and log-prob for each row, as lists; a row with a queue ignores its own."""
+def draw(logits, rows, draws, key, max_new_tokens, temperature):
+    """A token and its log-prob for each row, as lists; a row with a queue will ignore its own."""
     uniform = None
     if temperature > 0:
         for row in rows:
@@ -778,51 +732,29 @@ def _draw(logits, rows, draws, key, max_new_tokens, temperature):
     return tokens.tolist(), logprobs.tolist()
 
 
-def _turn(row, task, forks):
-    """Give a finished turn to the task: the rows that go on, none at the end."""
-    state, reply, reward = task.reply(row.state, row.turn)
-    if not math.isfinite(reward):
-        raise ValueError(
-            f"task {type(task).__name__} gave reward {reward} in group {row.group}, rollout {row.first}, "
-            f"for the answer {task.show(row.turn)!r}: rewards must be finite"
-        )
-    row.state, row.turn, row.reward = state, [], row.reward + reward
-    if reply is None:
-        return []
-    row.queue.extend(reply)
-    return row.fork(forks)
-
-
-def _check_prompts(model_config, task, starts, max_new_tokens):
-    limit = model_config.max_position_embeddings
+def check_prompts(shape, starts, max_new_tokens):
     for g, _, prompt in starts:
-        if not prompt:
-            raise ValueError(f"group {g}: the task gave an empty prompt; it needs at least one token")
-        if len(prompt) + max_new_tokens > limit:
+        if not prompt or min(prompt) < 0 or max(prompt) >= shape.vocab_size:
+            raise ValueError(f"group {g}: a prompt needs at least one token, all of 0..{shape.vocab_size - 1}")
+        if len(prompt) + max_new_tokens > shape.max_position_embeddings:
             raise ValueError(
-                f"group {g}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed "
-                f"the model's {limit} positions; shorten one of them"
+                f"group {g}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the "
+                f"model's {shape.max_position_embeddings} positions; shorten one of them"
             )
-        if min(prompt) < 0 or max(prompt) >= model_config.vocab_size:
-            raise ValueError(f"group {g}: prompt token outside 0..{model_config.vocab_size - 1}")
 
 
 def demonstrations(task, starts, key):
-    """Valid play by `task.demo`, as trajectories of reward 1: the policy gradient of a reward of 1
-    on somebody else's tokens is the gradient of supervised learning."""
+    """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke."""
     out = []
     for g, state, prompt in starts:
-        rng = np.random.default_rng([*key, g])
-        row, going = Row(g, state, prompt, 0, 1, 0), [True]
+        rng, row, going = np.random.default_rng([*key, g]), Row(g, state, prompt), True
         while going:
             for token in task.demo(row.state, rng):
                 row.append(token, 0.0)
-            going = _turn(row, task, 1)
+            going = row.end_turn(task, 1)
             while row.queue:
-                row.append(0, 0.0)
-        trajectory = row.finish(truncated=False)[0]
-        trajectory.advantages = np.where(trajectory.mask, 1.0, 0.0)
-        out.append(trajectory)
+                row.append(None, 0.0)
+        out += row.finish(truncated=False)
     return out
 
 
@@ -834,8 +766,8 @@ def loss_weight(trajectory, aggregation):
     return 1.0 / max(1, trajectory.mask.sum()) if aggregation == "sequence_mean" else 1.0
 
 
-def denominator(batch, config):
-    """This rank's share of Z of (6), a float; summed over ranks it is `num_global_valid_tokens`."""
+def denominator(batch, config) -> float:
+    """This rank's share of Z of (6); summed over ranks it is `num_global_valid_tokens`."""
     if config.aggregation == "token_mean":
         return float(sum(t.mask.sum() for t in batch))
     scored = sum(bool(t.mask.any()) for t in batch)
@@ -873,86 +805,68 @@ class Trainer:
 
     def __init__(self, config: Config, model: Transformer, *, generator=None, reference=None):
         self.config, self.model, self.generator, self.reference = config, model, generator, reference
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.policy_version = self.skipped = self.skipped_in_a_row = 0
-        self.sharded = config.data_parallel == "fsdp"
-        if self.sharded:
-            self._shard()
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=(0.9, config.beta2), eps=1e-8,
-            weight_decay=config.weight_decay, fused=True,
-        )  # fmt: skip
         self.device = next(model.parameters()).device
-
-    def _shard(self):
-        for module in (*self.model.model.layers, self.model):
-            fully_shard(module)
-            # NUMERICS: FSDP2 averages gradients by default; the losses here are parts of a sum.
-            # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        register_fsdp_forward_method(self.model, "hidden")
+        if config.data_parallel == "fsdp":
+            shard(model)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay,
+            fused=True,
+        )  # fmt: skip
 
     def micro_batches(self, batch):
         micros = pack(batch, self.config.micro_tokens)
-        if self.sharded:  # COMM: each forward gathers parameters, so ranks must agree on their number.
-            # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
+        if sharded(self.model):
+            # COMM: a sharded forward gathers weights from all, so ranks agree on their number and
+            # fill up with empty ones. Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
             count = torch.tensor(len(micros), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
-            filler = Trajectory(-1, [0], np.zeros(0, dtype=bool), np.zeros(0), advantages=np.zeros(0))
+            nothing = np.zeros(0)
+            filler = Trajectory(-1, [0], nothing.astype(bool), nothing, advantages=nothing)
             micros += [[filler]] * (int(count) - len(micros))
         return micros
 
     def score(self, model, micro):
         """Log-probs and entropy (B, T) of a micro-batch's sampled tokens, 0 elsewhere, and the mask."""
-        lengths = [len(t.tokens) for t in micro]
-        tokens_1S = torch.tensor([x for t in micro for x in t.tokens], device=self.device)[None]
-        positions_1S = models.packed_positions(lengths).to(self.device)
-        mask_BT = padded([t.mask for t in micro], tokens_1S).bool()
-        row_N, column_N = mask_BT.nonzero(as_tuple=True)
-        ends = torch.tensor(lengths, device=self.device).cumsum(0)
-        index_N = (ends - torch.tensor(lengths, device=self.device))[row_N] + column_N
-        x_1SM = model.hidden(tokens_1S, positions=positions_1S, attention=models.packed_attention(lengths))
-        lp_N, entropy_N = model.logprobs(
-            x_1SM[0, index_N], tokens_1S[0, index_N + 1], temperature=self.config.temperature
-        )
-        at = row_N, column_N
-        lp_BT = lp_N.new_zeros(mask_BT.shape).index_put(at, lp_N)
-        return lp_BT, entropy_N.new_zeros(mask_BT.shape).index_put(at, entropy_N), mask_BT
+        mask_BT = padded([t.mask for t in micro], torch.ones((), dtype=torch.bool, device=self.device))
+        temperature = self.config.temperature
+        return *models.packed_logprobs(model, [t.tokens for t in micro], mask_BT, temperature=temperature), mask_BT
 
-    def forward_backward(self, batch, num_global_valid_tokens: float) -> dict:
+    def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
         """Add the gradient of (6) for this rank's trajectories; metrics of the whole batch, all ranks'.
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
-        precede one `optim_step`.
+        precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(5).
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be positive, got {num_global_valid_tokens}")
         sums = torch.zeros(8, dtype=torch.float64, device=self.device)
-        largest_gap = torch.zeros((), dtype=torch.float64, device=self.device)
+        worst = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in self.micro_batches(batch):
             lp_BT, entropy_BT, mask_BT = self.score(self.model, micro)
             sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
-            l_BT, stats = self._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
+            if supervised:
+                l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
+            else:
+                l_BT, stats = self._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
             w_B1 = padded([[loss_weight(t, self.config.aggregation)] for t in micro], lp_BT)
             loss = (w_B1 * l_BT).sum() / num_global_valid_tokens  # (6)
             loss.backward()
-            gap_BT = torch.where(mask_BT, lp_BT.detach() - sampler_BT, 0).abs()
-            largest_gap = torch.maximum(largest_gap, gap_BT.max().double() if gap_BT.numel() else largest_gap)
+            gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
+            worst = torch.cat([gap_N, worst[None]]).max()
             parts = (
-                loss.detach(), mask_BT.sum(), stats["clipped"].sum(), stats["entropy"].sum(),
-                stats["kl"].sum() if "kl" in stats else loss.new_zeros(()), gap_BT.sum(),
-                (mask_BT & (gap_BT == 0)).sum(), torch.tensor(sum(len(t.tokens) for t in micro)),
+                loss.detach(), mask_BT.sum(), *(stats[k].sum() if k in stats else 0 for k in ("clipped", "entropy", "kl")),
+                gap_N.sum(), (gap_N == 0).sum(), sum(len(t.tokens) for t in micro),
             )  # fmt: skip
-            sums += torch.stack([x.double().to(self.device) for x in parts])
+            sums += torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in parts])
         dist.all_reduce(sums)
-        dist.all_reduce(largest_gap, op=dist.ReduceOp.MAX)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         loss, n, clipped, entropy, kl, gap, identical, trained = sums.tolist()
         n = max(n, 1.0)
         metrics = {
             "loss/token_mean": loss, "entropy/token_mean": entropy / n, "ratio/clipped_fraction": clipped / n,
-            "logprob_gap/max": largest_gap.item(), "logprob_gap/mean": gap / n,
-            "logprob_gap/identical": identical / n, "tokens/trained": int(trained),
+            "logprob_gap/max": worst.item(), "logprob_gap/mean": gap / n, "logprob_gap/identical": identical / n,
+            "tokens/trained": int(trained),
         }  # fmt: skip
         return metrics | ({"kl/token_mean": kl / n} if self.reference is not None else {})
 
@@ -960,78 +874,51 @@ class Trainer:
         def column(name):
             return padded([getattr(t, name) for t in micro], lp_BT)
 
-        own = micro[0].old_logprobs is None
-        old_BT = lp_BT.detach() if own else column("old_logprobs")
+        old_BT = lp_BT.detach() if micro[0].old_logprobs is None else column("old_logprobs")
         cap = self.config.importance_cap
         return policy_loss(
             lp_BT, old_BT, column("advantages"), mask_BT, self.config, entropy_BT=entropy_BT,
-            ref_BT=column("ref_logprobs") if micro[0].ref_logprobs is not None else None,
+            ref_BT=None if micro[0].ref_logprobs is None else column("ref_logprobs"),
             importance_BT=(old_BT - sampler_BT).exp().clamp(max=cap) if cap else None,
         )  # fmt: skip
 
     @torch.no_grad()
     def forward_only(self, batch, model=None) -> list:
         """Log-probs of each trajectory's sampled tokens: numpy vectors of L - 1, 0 where not sampled."""
-        model, out = model or self.model, []
+        out = []
         for micro in self.micro_batches(batch):
-            lp_BT, _, _ = self.score(model, micro)
-            out += [lp[: len(t.mask)].double().cpu().numpy() for lp, t in zip(lp_BT, micro)]
-        if self.sharded:
+            lp_BT = self.score(model or self.model, micro)[0].double().cpu().numpy()
+            out += [lp_T[: len(t.mask)] for lp_T, t in zip(lp_BT, micro)]
+        if sharded(self.model):
             self.model.reshard()
         return out[: len(batch)]
 
     def optim_step(self, lr: float | None = None) -> dict:
-        """Reduce (ddp), clip by the global norm, step, zero the gradients, version + 1.
+        """Reduce, clip by the global norm, step, zero the gradients, version + 1.
 
         A non-finite norm skips the step on every rank, since every rank has the same norm, and
         `max_skipped` of those in a row raise FloatingPointError.
         """
-        suspect = self._reduce_gradients()
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        suspect = reduce_gradients(self.model)
+        norm = clip_grad_norm(self.model, self.config.max_grad_norm)
         lr = self.config.lr if lr is None else lr
-        finite = bool(norm.isfinite())
-        if finite:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
+        metrics = {"grad_norm": norm.item(), "lr": lr}
+        if norm.isfinite():
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.policy_version += 1
             self.skipped_in_a_row = 0
+        else:
+            metrics["nonfinite"] = self._skip(suspect)
         self.optimizer.zero_grad()
-        metrics = {"grad_norm": norm.item(), "lr": lr, "policy_version": self.policy_version}
-        return metrics if finite else metrics | {"nonfinite": self._skip(suspect)}
-
-    def _reduce_gradients(self):
-        """Sum gradients over ranks (FSDP has done it in backward). Returns the index, in the order in
-        which backward reaches them, of this rank's first non-finite parameter gradient, or -1."""
-        suspect, backwards = -1, list(self.model.parameters())[::-1]
-        for n, p in enumerate(backwards):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            local = p.grad.to_local() if self.sharded else p.grad
-            if suspect < 0 and not local.isfinite().all():
-                suspect = n
-        if not self.sharded and self.world > 1:
-            for n in range(0, len(backwards), 64):  # one message for 64 tensors
-                grads = [p.grad for p in backwards[n : n + 64]]
-                flat = torch.cat([g.reshape(-1) for g in grads])
-                dist.all_reduce(flat)
-                for g, part in zip(grads, flat.split([g.numel() for g in grads])):
-                    g.copy_(part.view_as(g))
-        return suspect
+        return metrics | {"policy_version": self.policy_version}
 
     def _skip(self, suspect):
-        """Count a skipped step; which rank and parameter had it first, the same text on every rank."""
+        """Count a skipped step; the rank and parameter that had it first, the same text on all ranks."""
         self.skipped += 1
         self.skipped_in_a_row += 1
-        found = torch.full((self.world,), -1, dtype=torch.long, device=self.device)
-        found[self.rank] = suspect
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        names = [name for name, _ in self.model.named_parameters()][::-1]
-        text = ", ".join(f"{names[n]} on rank {r}" for r, n in enumerate(found.tolist()) if n >= 0)
-        text = text or "no single gradient: the norm itself overflowed"
+        text = name_suspects(self.model, suspect, self.device)
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, first in {text}; "
@@ -1039,13 +926,12 @@ class Trainer:
             )
         return text
 
-    @torch.no_grad()
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
         copy_weights(self.model, self.generator)
         return self.policy_version
 
-    def _state(self):
+    def _tensors(self):
         """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
         tensors = {}
         for name, p in self.model.named_parameters():
@@ -1059,225 +945,61 @@ class Trainer:
     def save_checkpoint(self, path, **extra) -> None:
         """Write weights, optimiser and `extra` (JSON values) to the directory `path`, all or nothing."""
         counts = dict(policy_version=self.policy_version, skipped=self.skipped, in_a_row=self.skipped_in_a_row)
-        write_checkpoint(path, self._state(), counts | extra)
+        write_checkpoint(path, self._tensors(), counts | extra)
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, under any number of ranks; returns its JSON values."""
-        state = read_checkpoint(path, self._state())
+        state = read_checkpoint(path, self._tensors())
         self.policy_version, self.skipped = state["policy_version"], state["skipped"]
         self.skipped_in_a_row = state["in_a_row"]
         return state
 
 
-@torch.no_grad()
-def copy_weights(source, target):
-    """target's parameters := source's, gathered if sharded, one tensor at a time."""
-    for (name, p), (other, q) in zip(source.named_parameters(), target.named_parameters(), strict=True):
-        if name != other:
-            raise ValueError(f"models differ: {name} against {other}")
-        q.copy_(p.full_tensor() if hasattr(p, "full_tensor") else p)
+# 6. The loop ---------------------------------------------------------------------------------
 
 
-# 6. Checkpoints on disk ----------------------------------------------------------------------
+def starts_of(config, task, stream, step, indices, first=0, held_out=False):
+    """(group, state, prompt) of the indices that are this rank's: index % world == rank."""
+    return [
+        (g, *task.prompt(np.random.default_rng([config.seed, stream, step, g]), first + g, held_out))
+        for g in indices if g % dist.get_world_size() == dist.get_rank()
+    ]  # fmt: skip
 
 
-def write_checkpoint(path, tensors, state):
-    """Collective. A temporary directory, renamed once every byte and its checksum are on disk."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".tmp")
-    if dist.get_rank() == 0:
-        for stale in (partial, path):
-            shutil.rmtree(stale, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
-    if dist.get_rank() == 0:
-        files = {f.name: [f.stat().st_size, _crc32(f)] for f in sorted(partial.iterdir())}
-        with (partial / "state.json").open("w") as file:
-            json.dump(state | {"files": files}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-    dist.barrier()
-
-
-def _crc32(path):
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
-
-
-def verify_checkpoint(path) -> dict:
-    """The JSON state of a checkpoint whose every file has its size and checksum; else ValueError."""
-    path = Path(path)
-    try:
-        state = json.loads((path / "state.json").read_text())
-        for name, (size, crc) in state["files"].items():
-            if (path / name).stat().st_size != size or _crc32(path / name) != crc:
-                raise ValueError(f"checkpoint {path}: {name} is damaged (size or checksum differs)")
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is incomplete or unreadable: {error}") from error
-    return state
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP pickles its table of contents; this reads that table and refuses everything else."""
-
-    ALLOWED = {
-        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath"},
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
-            "StorageMeta", "_MEM_FORMAT_ENCODING",
-        },
-    }  # fmt: skip
-
-    def find_class(self, module, name):
-        if name in self.ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise ValueError(f"checkpoint metadata asks for {module}.{name}, which is not on the allow-list")
-
-
-class SafeReader(dcp.FileSystemReader):
-    """A DCP reader that cannot run code: allow-listed metadata, tensors only (`weights_only`)."""
-
-    def read_metadata(self, *args, **kwargs):
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"checkpoint entry {name} is no tensor; refusing to unpickle it")
-        return metadata
-
-
-def read_checkpoint(path, tensors) -> dict:
-    """Collective. Fill `tensors` in place from a verified checkpoint; returns its JSON state."""
-    state = agree(lambda: verify_checkpoint(path))
-    saved = SafeReader(path).read_metadata().state_dict_metadata
-    wrong = sorted(
-        name for name in saved.keys() | tensors.keys()
-        if name not in saved or name not in tensors or saved[name].size != tensors[name].shape
-    )  # fmt: skip
-    if wrong:
-        raise ValueError(f"checkpoint {path} is of another model; first difference: {wrong[0]}")
-    dcp.load(tensors, storage_reader=SafeReader(path))
-    return state
-
-
-def newest_checkpoint(out):
-    """The newest step-N that verifies, or None; damaged ones are named and passed over."""
-    for path in sorted(Path(out).glob("step-*"), reverse=True):
-        if re.fullmatch(r"step-\d{8}", path.name):
-            try:
-                verify_checkpoint(path)
-                return str(path)
-            except ValueError as error:
-                print(f"warning: {error}; trying an older one", file=sys.stderr)
-    return None
-
-
-def agree(function):
-    """Rank 0 calls function(); every rank returns its value, or raises the ValueError it raised."""
-    box = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = function()
-        except (ValueError, OSError) as error:
-            box[1] = str(error)
-    # COMM: broadcast from global rank 0, always, whatever happened there: no rank waits for a failure.
-    # Pinned by tests/test_run.py::test_an_output_directory_that_holds_a_run_is_refused.
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise ValueError(box[1])
-    return box[0]
-
-
-# 7. The loop ---------------------------------------------------------------------------------
-
-
-class Signal:
-    """SIGTERM sets a flag; nothing is saved from inside a handler, where a collective could hang."""
-
-    def __init__(self):
-        self.seen = False
-        with contextlib.suppress(ValueError):  # only the main thread may install handlers
-            signal.signal(signal.SIGTERM, self._set)
-
-    def _set(self, number, frame):
-        self.seen = True
-
-
-class Clock:
-    """Seconds by phase of one step."""
-
-    def __init__(self):
-        self.start, self.phases = time.perf_counter(), {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase):
-        start = time.perf_counter()
-        yield
-        self.phases[f"seconds/{phase}"] = self.phases.get(f"seconds/{phase}", 0) + time.perf_counter() - start
-
-    def metrics(self):
-        return self.phases | {"seconds/total": time.perf_counter() - self.start}
-
-
-@contextlib.contextmanager
-def naming_lost_ranks(where, out):
-    """Turn a collective that fails because a rank is gone into an error that says what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error))
-        if dist.get_world_size() == 1 or not lost:
-            raise
-        # No save here: it would need the ranks that are gone. The last checkpoint is whole.
-        raise ConnectionError(
-            f"{where()}: another rank is gone or silent for too long ({str(error).splitlines()[0][:160]}); "
-            f"this rank leaves without saving; go on with --resume --out {out}"
-        ) from error
+def summed(values, device):
+    """A list of numbers, summed over ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 def collect(config, task, generator, step):
-    """The rollouts of a step: {group index: trajectories} of this rank, the kept groups of all ranks
-    in order, and metrics. Group g is played by rank g % world."""
-    rank, world, device = dist.get_rank(), dist.get_world_size(), generator.head_weight.device
-    mine, kept, tables, counts = {}, [], [], torch.zeros(3, dtype=torch.float64, device=device)
+    """The rollouts of a step: this rank's {group: trajectories}, the kept groups of all ranks in
+    order, and metrics."""
+    mine, kept, rewards, counts = {}, [], np.zeros((0, config.group)), np.zeros(2)
     for _ in range(config.max_rounds):
-        base = sum(map(len, tables))
-        indices = range(base, base + config.prompts - len(kept))
-        starts = [
-            (g, *task.prompt(np.random.default_rng([config.seed, 1, step, g]), step * config.prompts + g, False))
-            for g in indices if g % world == rank
-        ]  # fmt: skip
+        indices = range(len(rewards), len(rewards) + config.prompts - len(kept))
+        starts = starts_of(config, task, 1, step, indices, first=step * config.prompts)
         groups = rollout(
-            generator, task, starts, group=config.group, max_new_tokens=config.max_new_tokens, key=(config.seed, step),
-            temperature=config.temperature, forks=config.forks, fork_turns=config.fork_turns,
+            generator, task, starts, group=config.group, max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature, key=(config.seed, step), forks=config.forks, fork_turns=config.fork_turns,
         )  # fmt: skip
-        table = torch.zeros(len(indices), config.group, dtype=torch.float64, device=device)
+        table = np.zeros((len(indices), config.group))
         for (g, _, _), group in zip(starts, groups):
-            mine[g] = group
-            table[g - base] = torch.tensor([t.reward for t in group])
-            counts += torch.tensor([sum(sum(t.mask) for t in group), sum(t.truncated for t in group), 0], device=device)
-        dist.all_reduce(table)
-        tables.append(table.cpu().numpy())
-        for g, rewards in zip(indices, tables[-1]):
-            if not (config.dynamic_sampling and (rewards == rewards[0]).all()):
-                kept.append(g)
+            mine[g], table[g - indices[0]] = group, [t.reward for t in group]
+            counts += sum(t.mask.sum() for t in group), sum(t.truncated for t in group)
+        table = np.array(summed(table.tolist(), generator.head_weight.device))
+        dropped = (table == table[:, :1]).all(1) & config.dynamic_sampling
+        kept += [g for g, drop in zip(indices, dropped) if not drop]
+        rewards = np.concatenate([rewards, table])
         if len(kept) == config.prompts:
             break
-    dist.all_reduce(counts)
-    rewards = np.concatenate(tables)
+    sampled, truncated = summed(counts.tolist(), generator.head_weight.device)
     solved = rewards >= 1
     return mine, kept, {
         "reward/mean": rewards.mean(), "reward/solved": solved.mean(),
         "reward/groups_none": (~solved).all(1).mean(), "reward/groups_all": solved.all(1).mean(),
-        "tokens/generated": int(counts[0]), "tokens/truncated_fraction": counts[1].item() / rewards.size,
+        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards.size,
     }  # fmt: skip
 
 
@@ -1312,58 +1034,46 @@ def prepare(config, trainer, groups):
 
 
 def update(config, trainer, mine, kept, step):
-    """The optimiser steps of one rollout batch; metrics as means over them."""
+    """The optimiser steps of one rollout batch, and the push; metrics as means over the steps."""
     factor = lr_factor(step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay)
-    seen, lr = [], config.lr * factor
-    for m in range(config.minibatches):
-        part = kept[m * len(kept) // config.minibatches : (m + 1) * len(kept) // config.minibatches]
-        batch = [t for g in part if g in mine for t in mine[g]]
-        Z = torch.tensor(denominator(batch, config), dtype=torch.float64, device=trainer.device)
-        dist.all_reduce(Z)
+    seen, cuts = [], [m * len(kept) // config.minibatches for m in range(config.minibatches + 1)]
+    for first, last in zip(cuts, cuts[1:]):
+        batch = [t for g in kept[first:last] if g in mine for t in mine[g]]
+        (Z,) = summed([denominator(batch, config)], trainer.device)
         if Z > 0:  # the same on all ranks; 0 when dynamic sampling or the filter left nothing
-            metrics = trainer.forward_backward(batch, Z.item())
-            seen.append(metrics | trainer.optim_step(lr))
-            if "nonfinite" in seen[-1] and trainer.rank == 0:
+            seen.append(trainer.forward_backward(batch, Z) | trainer.optim_step(config.lr * factor))
+            if "nonfinite" in seen[-1] and dist.get_rank() == 0:
                 print(f"step {step}: skipped, non-finite gradient in {seen[-1]['nonfinite']}", file=sys.stderr)
     trainer.push_weights()
     means = ("loss/token_mean", "kl/token_mean", "entropy/token_mean", "ratio/clipped_fraction", "grad_norm")
     out = {k: float(np.mean([s[k] for s in seen])) for k in means if seen and k in seen[0]}
-    out |= {k: v for k, v in seen[0].items() if k.startswith("logprob_gap")} if seen else {}
+    out |= {k: v for k, v in (seen or [{}])[0].items() if k.startswith("logprob_gap")}
     return out | {
-        "lr": lr, "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
+        "lr": config.lr * factor, "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
         "tokens/trained": sum(s["tokens/trained"] for s in seen),
     }  # fmt: skip
 
 
 def evaluate(config, task, generator):
-    """Fraction of held-out prompts solved by greedy decoding, and one trajectory to show."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    starts = [
-        (i, *task.prompt(np.random.default_rng([config.seed, 2, i]), i, True))
-        for i in range(config.eval_prompts) if i % world == rank
-    ]  # fmt: skip
-    groups = rollout(
-        generator, task, starts, group=1, max_new_tokens=config.max_new_tokens, temperature=0, key=(config.seed,)
-    )
-    solved = torch.tensor(
-        float(sum(g[0].reward >= 1 for g in groups)), dtype=torch.float64, device=generator.head_weight.device
-    )
-    dist.all_reduce(solved)
-    return solved.item() / config.eval_prompts, groups[0][0] if groups else None
+    """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
+    starts = starts_of(config, task, 2, 0, range(config.eval_prompts), held_out=True)
+    limit = config.max_new_tokens
+    groups = rollout(generator, task, starts, group=1, max_new_tokens=limit, temperature=0, key=())
+    (solved,) = summed([sum(t.reward >= 1 for (t,) in groups)], generator.head_weight.device)
+    return solved / config.eval_prompts, groups[0][0] if groups else None
 
 
 def warm_start(config, task, trainer):
     """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
     for step in range(config.demos):
-        starts = [
-            (g, *task.prompt(np.random.default_rng([config.seed, 3, step, g]), step * config.prompts + g, False))
-            for g in range(trainer.rank, config.prompts * config.group, trainer.world)
-        ]
+        starts = starts_of(config, task, 3, step, range(config.prompts * config.group))
         batch = demonstrations(task, starts, (config.seed, 4, step))
-        Z = torch.tensor(denominator(batch, config), dtype=torch.float64, device=trainer.device)
-        dist.all_reduce(Z)
-        trainer.forward_backward(batch, Z.item())
+        (Z,) = summed([denominator(batch, config)], trainer.device)
+        trainer.forward_backward(batch, Z, supervised=True)
         trainer.optim_step()
+    # The second moments of a converged supervised fit are tiny: kept, they would make the first
+    # policy-gradient steps ten times too long.
+    trainer.optimizer.state.clear()
 
 
 def build(config, task, device):
@@ -1371,18 +1081,17 @@ def build(config, task, device):
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
         if task.vocab_size > model.config.vocab_size:
-            raise ValueError(f"the task has {task.vocab_size} tokens and {config.model} {model.config.vocab_size}")
+            raise ValueError(f"the task has {task.vocab_size} tokens, {config.model} {model.config.vocab_size}")
     else:
-        kv_heads = max(1, config.heads // 2)
         shape = ModelConfig(
             vocab_size=task.vocab_size, hidden_size=config.hidden, intermediate_size=3 * config.hidden,
-            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=kv_heads,
-            head_dim=config.hidden // config.heads, tie_word_embeddings=False, eos_token_id=tuple(task.end),
+            num_hidden_layers=config.layers, num_attention_heads=config.heads, eos_token_id=tuple(task.end),
+            num_key_value_heads=max(1, config.heads // 2), head_dim=config.hidden // config.heads,
         )  # fmt: skip
         model = Transformer(shape).to(device, getattr(torch, config.dtype)).init_weights(config.seed)
 
     def frozen(dtype):
-        return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False).eval()
+        return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
 
     generator = frozen(config.generator_dtype or config.dtype)
     return model, generator, frozen(config.dtype) if config.kl_coef else None
@@ -1394,8 +1103,8 @@ def train(config, device) -> float:
     model, generator, reference = build(config, task, device)
     out = agree(lambda: prepare_out(config))  # claimed only now that everything else was found good
     trainer, log = Trainer(config, model, generator=generator, reference=reference), Log(config, out, task)
-    step = 0
-    with naming_lost_ranks(lambda: f"step {step}", out):
+    step, stop, solved = 0, Stop(), None
+    with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             step = trainer.load_checkpoint(found)["step"]
@@ -1403,151 +1112,139 @@ def train(config, device) -> float:
             warm_start(config, task, trainer)
         keep_reference(out, trainer, resumed=bool(found))
         trainer.push_weights()
-        term, solved = Signal(), None
-        log.begin(step, sum(p.numel() for p in generator.parameters()))
+        log.begin(step, generator)
         while step < config.steps:
             solved = train_step(config, task, trainer, log, step)
             step += 1
-            stop = torch.tensor(float(term.seen), device=device)
-            dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # one rank's SIGTERM stops all at one step
-            last = step == config.steps
-            if last or stop or (config.save_every and step % config.save_every == 0):
-                save(config, trainer, out, step)
-            if stop and not last:
+            last, stopping = step == config.steps, stop.agreed(device)
+            if last or stopping or (config.save_every and step % config.save_every == 0):
+                trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
+                agree(lambda: [shutil.rmtree(old) for old in checkpoints(out)[: -config.keep]] and None)
+            if stopping and not last:
                 log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
                 raise SystemExit(143)
         if solved is None:  # resumed at its last step
-            solved = evaluate(config, task, generator)[0]
+            solved, _ = evaluate(config, task, generator)
     log.end(solved)
     return solved
 
 
 def train_step(config, task, trainer, log, step):
     """One turn of the loop; the held-out fraction solved if this step evaluates, else None."""
-    clock, solved = Clock(), None
-    with clock("rollout"):
-        mine, kept, metrics = collect(config, task, trainer.generator, step)
-    with clock("train"):
-        prepare(config, trainer, [mine[g] for g in kept if g in mine])
-        metrics |= update(config, trainer, mine, kept, step)
-    if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
-        with clock("eval"):
-            solved, shown = evaluate(config, task, trainer.generator)
-        metrics["eval/solved"] = solved
-        log.sample(step, shown)
-    log.step(step, metrics | clock.metrics())
+    seconds, solved = {}, None
+    with timed(seconds, "total"):
+        with timed(seconds, "rollout"):
+            mine, kept, metrics = collect(config, task, trainer.generator, step)
+        with timed(seconds, "train"):
+            prepare(config, trainer, [mine[g] for g in kept if g in mine])
+            metrics |= update(config, trainer, mine, kept, step)
+        if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
+            with timed(seconds, "eval"):
+                solved, shown = evaluate(config, task, trainer.generator)
+            metrics["eval/solved"] = solved
+            log.sample(step, shown)
+    log.step(step, metrics | seconds)
     return solved
 
 
-def save(config, trainer, out, step):
-    trainer.save_checkpoint(Path(out) / f"step-{step:08d}", step=step)
-    if dist.get_rank() == 0:
-        for old in sorted(Path(out).glob("step-????????"))[: -config.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+@contextlib.contextmanager
+def timed(seconds, phase):
+    start = time.perf_counter()
+    yield
+    seconds[f"seconds/{phase}"] = time.perf_counter() - start
 
 
 def keep_reference(out, trainer, resumed):
     """The frozen reference is the policy at the first step; it is stored, so that resume has it."""
-    if trainer.reference is None:
-        return
-    path = Path(out) / "reference"
-    if not resumed:
-        copy_weights(trainer.model, trainer.reference)
-        write_checkpoint(path, dict(trainer.reference.named_parameters()), {})
-    read_checkpoint(path, {k: p.data for k, p in trainer.reference.named_parameters()})
+    if trainer.reference is not None:
+        tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
+        if resumed:
+            read_checkpoint(f"{out}/reference", tensors)
+        else:
+            copy_weights(trainer.model, trainer.reference)
+            write_checkpoint(f"{out}/reference", tensors, {})
 
 
 class Log:
     """What a run prints and writes; silent on every rank but 0."""
 
-    COLUMNS = ("reward/mean", "reward/solved", "eval/solved", "entropy/token_mean", "logprob_gap/max", "grad_norm")
+    COLUMNS = dict(
+        reward="reward/mean", solved="reward/solved", eval="eval/solved", entropy="entropy/token_mean",
+        clipped="ratio/clipped_fraction", gap="logprob_gap/max", norm="grad_norm",
+    )  # fmt: skip
 
     def __init__(self, config, out, task):
         self.config, self.out, self.task, self.on = config, Path(out), task, dist.get_rank() == 0
-        self.started = time.perf_counter()
+        self.started, self.events, self.text = time.perf_counter(), None, None
+        if config.tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ImportError("--tensorboard needs tensorboard: pip install tensorboard") from error
+            self.events = SummaryWriter(out) if self.on else None
 
     def say(self, text):
         if self.on:
             tqdm.write(text)
 
-    def begin(self, start, parameters):
-        c = self.config
-        self.say(json.dumps({k: v for k, v in dataclasses.asdict(c).items() if v not in ("", 0, False)}))
-        self.say(
-            f"{c.task}: {parameters:,} parameters, {c.prompts} groups of {c.group} a step, "
-            f"{dist.get_world_size()} rank(s), out {self.out}" + (f", resumed at step {start}" if start else "")
-        )
+    def begin(self, start, model):
         if not self.on:
             return
-        cut_lines(self.out / "metrics.jsonl", start)
-        cut_lines(self.out / "samples.jsonl", start)
-        self.file = (self.out / "metrics.jsonl").open("a")
+        c, world, count = self.config, dist.get_world_size(), sum(p.numel() for p in model.parameters())
+        self.say(json.dumps(dataclasses.asdict(c)))
+        self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, {world} rank(s), "
+                 f"out {self.out}" + (f", resumed at step {start}" if start else ""))  # fmt: skip
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            cut_lines(self.out / name, start)
         self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
-        self.events = _tensorboard(self.out) if c.tensorboard else None
-        self.say("step   " + "".join(f"{name.split('/')[0] + ' ' + name.split('/')[-1]:>17.16}" for name in self.COLUMNS) + "     tokens/s")
+        self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
 
     def step(self, step, metrics):
         if not self.on:
             return
         metrics = {"step": step} | {k: v.item() if hasattr(v, "item") else v for k, v in metrics.items()}
-        self.file.write(json.dumps(metrics) + "\n")
-        self.file.flush()
+        self.write("metrics.jsonl", metrics)
         self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}", refresh=False)
         self.bar.update()
-        if self.events:
-            for name, value in metrics.items():
-                self.events.add_scalar(name, value, step)
+        for name, value in metrics.items() if self.events else ():
+            self.events.add_scalar(name, value, step)
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
-            row = "".join(f"{metrics[n]:17.4g}" if n in metrics else " " * 17 for n in self.COLUMNS)
+            cells = (f"{metrics[n]:10.3g}" if n in metrics else " " * 10 for n in self.COLUMNS.values())
             rate = (metrics["tokens/generated"] + metrics["tokens/trained"]) / metrics["seconds/total"]
-            self.say(f"{step:5d}  {row} {rate:12.0f}")
+            self.say(f"{step:6d}" + "".join(cells) + f"{rate:10.0f}")
+
+    def write(self, name, line):
+        with (self.out / name).open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
     def sample(self, step, trajectory):
         if self.on and trajectory:
-            text = self.task.show(trajectory.tokens)
-            with (self.out / "samples.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "reward": trajectory.reward, "text": text}) + "\n")
+            self.text = self.task.show(trajectory.tokens)
+            self.write("samples.jsonl", {"step": step, "reward": trajectory.reward, "text": self.text})
 
     def end(self, solved):
-        if self.on:
-            self.bar.close()
-            self.file.close()
-            samples = self.out / "samples.jsonl"
-            if samples.exists():
-                self.say(f"sample: {json.loads(samples.read_text().splitlines()[-1])['text']}")
+        if not self.on:
+            return
+        self.bar.close()
+        self.say(f"sample: {self.text}")
         verb = "met" if solved >= self.config.target else "MISSED"
-        self.say(
-            f"eval/solved {solved:.3f}: target {self.config.target} {verb} after {self.config.steps} steps, "
-            f"{time.perf_counter() - self.started:.0f} s"
-        )
-
-
-def _tensorboard(out):
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("--tensorboard needs tensorboard: pip install tensorboard") from error
-    return SummaryWriter(out)
+        seconds = time.perf_counter() - self.started
+        self.say(f"eval/solved {solved:.3f}: target {self.config.target} {verb} after {self.config.steps} "
+                 f"steps, {seconds:.0f} s")  # fmt: skip
 
 
 def cut_lines(path, step):
     """Drop the lines of `step` and later, and a line torn by a kill; the file is replaced whole."""
-    if not path.exists():
-        return
     kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] >= step:
-                break
-        except json.JSONDecodeError:
-            break
-        kept.append(line)
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            kept += [line] if json.loads(line)["step"] < step else []
     partial = path.with_suffix(".tmp")
     partial.write_text("".join(kept))
     partial.replace(path)
 
 
-# 8. check and plot ---------------------------------------------------------------------------
+# 7. check and plot ---------------------------------------------------------------------------
 
 
 def check() -> bool:
@@ -1558,11 +1255,11 @@ def check() -> bool:
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     mine, kept, _ = collect(config, task, generator, 0)
-    prepare(config, trainer, [mine[g] for g in kept])
     batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
     for t in batch:  # an old policy and advantages of their own, so that ratios and clips matter
         t.old_logprobs = np.where(t.mask, t.sampler_logprobs + 0.3 * rng.standard_normal(len(t.mask)), 0)
         t.advantages = np.full(len(t.mask), rng.standard_normal())
+    Z = denominator(batch, config)
 
     def gradient(batch, **changes):
         trainer.config = dataclasses.replace(config, **changes)
@@ -1570,21 +1267,17 @@ def check() -> bool:
         loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
         return torch.cat([torch.tensor([loss], dtype=torch.float64), *(p.grad.flatten() for p in model.parameters())])
 
-    Z = denominator(batch, config)
-    lists = [[v[t.mask].tolist() for v in (t.sampler_logprobs, t.old_logprobs)] for t in batch]
-    slow = definition(
-        [x for x, _ in lists], [x for _, x in lists], [t.advantages[0] for t in batch], [1.0] * len(batch), Z,
-        config.clip_low, config.clip_high,
-    )  # fmt: skip
+    lp, old = ([getattr(t, k)[t.mask].tolist() for t in batch] for k in ("sampler_logprobs", "old_logprobs"))
+    A, w = [t.advantages[0] for t in batch], [1.0] * len(batch)
+    slow = definition(lp, old, A, w, Z, config.clip_low, config.clip_high)
     whole = gradient(batch)
-    model.zero_grad()
-    rows = {"loss against the definition": abs(gradient(batch, entropy_coef=0.0)[0].item() - slow) / abs(slow)}
-    others = {
-        "one sequence a micro-batch": gradient(batch, micro_tokens=1),
-        "40 tokens a micro-batch": gradient(batch, micro_tokens=40),
-        "reversed order": gradient(batch[::-1]),
-    }
-    rows |= {k: ((v - whole).norm() / whole.norm()).item() for k, v in others.items()}
+    rows = {"loss against the definition": abs(gradient(batch, entropy_coef=0.0)[0].item() / slow - 1)}
+    for name, other in {
+        "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
+        "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
+        "gradient, reversed order": gradient(batch[::-1]),
+    }.items():
+        rows[name] = ((other - whole).norm() / whole.norm()).item()
     for name, error in rows.items():
         print(f"{name:40} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
     ok = all(error <= 1e-12 for error in rows.values())
@@ -1601,39 +1294,34 @@ def plot(runs) -> None:
             raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
         curves[run] = [json.loads(line) for line in path.read_text().splitlines()]
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         for run, lines in curves.items():
             print(f"{run}: reward/mean (pip install matplotlib for a PNG)")
-            for line in lines[:: max(1, len(lines) // 20)]:
-                print(f"{line['step']:6d} {line['reward/mean']:7.3f} {'#' * int(50 * max(0, line['reward/mean']))}")
+            for x in lines[:: max(1, len(lines) // 20)]:
+                print(f"{x['step']:6d} {x['reward/mean']:7.3f} {'#' * int(50 * max(0, x['reward/mean']))}")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.5), constrained_layout=True)
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
     for n, (run, lines) in enumerate(curves.items()):
-        axes.plot([x["step"] + 1 for x in lines], [x["reward/mean"] for x in lines], color=f"C{n}", label=Path(run).name)
-        evals = [x for x in lines if "eval/solved" in x]
-        axes.plot([x["step"] + 1 for x in evals], [x["eval/solved"] for x in evals], "o", color=f"C{n}", markersize=4)
+        label = Path(run).name
+        axes.plot([x["step"] + 1 for x in lines], [x["reward/mean"] for x in lines], f"C{n}", label=label)
+        evals = [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        axes.plot(*zip(*evals), f"C{n}o", markersize=4)
     axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
-    target = Path(runs[0]) / "curve.png"
-    figure.savefig(target, dpi=120)
-    print(f"wrote {target}")
+    figure.savefig(Path(runs[0]) / "curve.png", dpi=120)
+    print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# 9. main -------------------------------------------------------------------------------------
-
-RUN_FILES = ("config.json", "metrics.jsonl", "samples.jsonl", "curve.png", "reference", "reference.tmp")
+# 8. main -------------------------------------------------------------------------------------
 
 
 def prepare_out(config) -> str:
     """Rank 0: choose and claim the run's directory, or say why not. Nothing is overwritten unasked."""
-    if config.out:
-        out = Path(config.out)
-    else:
+    out = Path(config.out)
+    if not config.out:
         name = config.task if config.task in TASKS else config.task.rpartition(":")[2]
         out = next(p for n in range(10**6) if not (p := Path("runs") / f"{name}-{n}").exists())
     holds_run = (out / "config.json").exists()
@@ -1643,52 +1331,34 @@ def prepare_out(config) -> str:
         raise ValueError(f"{out} holds files that are no run; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
-    if config.overwrite and holds_run:
-        for path in (*(out / n for n in RUN_FILES), *out.glob("step-????????*"), *out.glob("events.out.tfevents.*")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    if config.overwrite:
+        names = "config.json", "*.jsonl", "curve.png", "reference*", "step-????????*", "events.out.tfevents.*"
+        for path in (path for name in names for path in out.glob(name)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
     stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False, "out": str(out)}
     (out / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
     return str(out)
 
 
-def connect(config) -> str:
-    """Join the process group (of one, without torchrun); returns this rank's device."""
-    torch.set_num_threads(config.threads)
-    cuda = config.device != "cpu" and torch.cuda.is_available()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=config.timeout), **alone
-    )
-    return device
-
-
-def run(argv) -> int:
-    """Train to the end, whether or not the target was met: 0. (Errors: 2; stopped by SIGTERM: 143.)"""
-    config = parse_config(argv).check(int(os.environ.get("WORLD_SIZE", 1)))
-    train(config, connect(config))
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
 def main(argv) -> int:
-    rank = int(os.environ.get("RANK", 0))
+    """0: done, whether or not the target was met. 2: an error, named on stderr. 143: SIGTERM, saved."""
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
         if argv == ["check"]:
-            connect(Config(device="cpu"))
+            connect("cpu")
             return 0 if check() else 1
-        return run(argv)
+        config = parse_config(argv).check()
+        train(config, connect(config.device, timeout=config.timeout, threads=config.threads))
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
-        print(f"rank {rank}: error: {error}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(2)  # a clean teardown would wait for ranks that may be gone or stuck
         return 2
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

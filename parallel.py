@@ -1,0 +1,407 @@
+"""Data parallelism that equals one process, and what ranks must agree on: stops, errors, checkpoints.
+
+Each rank computes the gradient of its part of a sum; the parts are added, nothing is averaged, so
+the number of ranks and who holds which sequence cannot change the result beyond rounding.
+
+    python parallel.py check        # 2 and 3 ranks on this CPU against one process, in float64
+
+What it must equal, for ranks r and the loss L = sum_r L_r (each already divided by a global count):
+
+    (1)  g      = sum_r dL_r / dtheta
+    (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same number on every rank
+    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           skipped everywhere if norm is not finite
+
+    | mode | what a rank holds           | forward               | backward                    | optimiser step             |
+    | ddp  | everything                  | nothing               | nothing                     | all-reduce of the gradient |
+    | fsdp | 1/W of weights, gradients,  | all-gather of weights | all-gather, reduce-scatter  | all-reduce of norm^2       |
+    |      | moments (dim 0 of each)     | per layer             | (a sum) per layer           |                            |
+
+`ddp` reduces once per optimiser step, not in backward: micro-batches cost no message, and ranks may
+run different numbers of them, none included. Under `fsdp` each forward is collective.
+
+Cost per optimiser step, N parameters, W ranks: ddp 2 N (W - 1) / W numbers sent by each rank; fsdp
+N (W - 1) / W for each forward, each backward's gather and each reduce-scatter.
+
+How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2 averages
+by default; here it is told to sum. Not here yet: tensor, context, pipeline and expert parallelism.
+
+References: FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; torch.distributed.checkpoint (DCP).
+"""
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+
+# 1. Joining, agreeing, leaving ---------------------------------------------------------------
+
+
+def connect(device="", *, timeout=60, threads=1) -> str:
+    """Join torchrun's process group, or one of a single rank without torchrun; this rank's device.
+
+    device: "cpu", "cuda" or "" (CUDA where there is one). timeout: seconds that a collective waits
+    for a rank before it fails. threads: CPU threads of this rank.
+    """
+    torch.set_num_threads(threads)
+    cuda = device != "cpu" and torch.cuda.is_available()
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
+    return device
+
+
+def agree(function):
+    """Rank 0 calls function(); every rank returns its value, or raises what it raised as ValueError."""
+    box = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = function()
+        except (ValueError, OSError) as error:
+            box[1] = str(error)
+    # COMM: rank 0 broadcasts always, whatever happened there, so no rank waits for a failure.
+    # Pinned by tests/test_run.py::test_an_output_directory_that_holds_a_run_is_refused.
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ValueError(box[1])
+    return box[0]
+
+
+class Stop:
+    """SIGTERM sets a flag; `agreed` at a step's end stops all ranks at the same step.
+
+    Nothing is saved from inside a handler: a collective there would hang.
+    """
+
+    def __init__(self):
+        self.seen = False
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "seen", True))
+
+    def agreed(self, device) -> bool:
+        flag = torch.tensor(float(self.seen), device=device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(where, advice):
+    """Turn a collective that fails because a rank is gone into a ConnectionError that says what to do.
+
+    where: called for the text that says how far this rank was. It leaves without saving, because
+    saving needs the ranks that are gone; the last checkpoint is whole.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = isinstance(error, dist.DistError) or re.search(
+            r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error)
+        )
+        if dist.get_world_size() == 1 or not lost:
+            raise
+        reason = str(error).splitlines()[0][:160]
+        raise ConnectionError(
+            f"{where()}: another rank is gone or silent for too long ({reason}); this rank leaves "
+            f"without saving; {advice}"
+        ) from error
+
+
+# 2. Gradients --------------------------------------------------------------------------------
+
+
+def shard(model) -> None:
+    """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged."""
+    for module in (*model.model.layers, model):
+        fully_shard(module)
+        # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
+        # pre-multiplied sum, hence the second call.
+        # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    register_fsdp_forward_method(model, "hidden")
+
+
+def sharded(model) -> bool:
+    return hasattr(next(model.parameters()), "full_tensor")
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def full(tensor):
+    """The whole of a possibly sharded tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def reduce_gradients(model) -> int:
+    """(1) in place; a rank without a gradient adds zeros. FSDP has done it in backward.
+
+    Returns the position, counted from the last parameter because backward reaches that first, of
+    this rank's first parameter whose own gradient is not finite; -1 if there is none.
+    """
+    suspect, backwards = -1, list(model.parameters())[::-1]
+    for n, p in enumerate(backwards):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if suspect < 0 and not local(p.grad).isfinite().all():
+            suspect = n
+    if not sharded(model) and dist.get_world_size() > 1:
+        for n in range(0, len(backwards), 64):  # one message for 64 tensors
+            grads = [p.grad for p in backwards[n : n + 64]]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat)
+            for g, part in zip(grads, flat.split([g.numel() for g in grads])):
+                g.copy_(part.view_as(g))
+    return suspect
+
+
+def clip_grad_norm(model, max_norm: float):
+    """(2) and (3): scale the reduced gradients in place; the norm before it, a 0-d tensor.
+
+    Gradients of a norm that is not finite are left alone.
+    """
+    parameters = list(model.parameters())
+    norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    if norm.isfinite():
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def name_suspects(model, suspect: int, device) -> str:
+    """Which rank had which non-finite gradient first, from every rank's `reduce_gradients`."""
+    found = torch.full((dist.get_world_size(),), -1, dtype=torch.long, device=device)
+    found[dist.get_rank()] = suspect
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    names = [name for name, _ in model.named_parameters()][::-1]
+    named = [f"{names[n]} on rank {rank}" for rank, n in enumerate(found.tolist()) if n >= 0]
+    return ", ".join(named) or "no single gradient: their norm overflowed"
+
+
+@torch.no_grad()
+def copy_weights(source, target) -> None:
+    """target's parameters := source's, gathered if sharded, one tensor at a time, in target's dtype."""
+    for (name, p), (other, q) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+        if name != other:
+            raise ValueError(f"models differ: {name} against {other}")
+        q.copy_(full(p))
+
+
+def lr_factor(step, /, *, warmup, total, decay):
+    """The multiple of lr that step 0..total-1 uses: never 0, 1 at the end of the warm-up.
+
+    warmup 2, total 10, linear: .5 1 1 .875 .75 .625 .5 .375 .25 .125
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / (total - warmup)
+    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[decay]
+
+
+# 3. Checkpoints ------------------------------------------------------------------------------
+
+
+def write_checkpoint(path, tensors, state) -> None:
+    """Collective. `tensors` by DCP and `state` as JSON in the directory `path`, all or nothing:
+    a temporary directory, renamed once every byte and its checksum are on disk."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".tmp")
+
+    def start():
+        for stale in (partial, path):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def finish():
+        files = {f.name: [f.stat().st_size, _crc32(f)] for f in sorted(partial.iterdir())}
+        with (partial / "state.json").open("w") as file:
+            json.dump(state | {"files": files}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+
+    agree(start)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
+    agree(finish)
+
+
+def _crc32(path):
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def verify_checkpoint(path) -> dict:
+    """The JSON state of a checkpoint whose every file has its size and checksum; else ValueError."""
+    path = Path(path)
+    try:
+        state = json.loads((path / "state.json").read_text())
+        for name, (size, crc) in state["files"].items():
+            if (path / name).stat().st_size != size or _crc32(path / name) != crc:
+                raise ValueError(f"checkpoint {path}: {name} is damaged (size or checksum differs)")
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"checkpoint {path} is incomplete or unreadable: {error}") from error
+    return state
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """DCP pickles its table of contents; this reads that table and refuses everything else."""
+
+    ALLOWED = {
+        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath"},
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
+            "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        },
+    }  # fmt: skip
+
+    def find_class(self, module, name):
+        if name in self.ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise ValueError(f"checkpoint metadata asks for {module}.{name}: not on the allow-list")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """A DCP reader that cannot run code: allow-listed metadata, tensors only (`weights_only`)."""
+
+    def read_metadata(self, *args, **kwargs):
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"checkpoint entry {name} is no tensor; refusing to unpickle it")
+        return metadata
+
+
+def read_checkpoint(path, tensors) -> dict:
+    """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
+    returns its JSON state. Rank 0 reads the table of contents first, so that a bad one is refused
+    by all."""
+
+    def inspect():
+        state = verify_checkpoint(path)
+        saved = SafeReader(path).read_metadata().state_dict_metadata
+        saved = {name: tuple(entry.size) for name, entry in saved.items()}
+        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
+                    f"there and {wanted.get(name, 'absent')} here"
+                )
+        return state
+
+    state = agree(inspect)
+    dcp.load(tensors, storage_reader=SafeReader(path))
+    return state
+
+
+def checkpoints(directory):
+    """The step-NNNNNNNN directories, oldest first."""
+    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
+
+
+def newest_checkpoint(directory):
+    """The newest checkpoint that verifies, or None; damaged ones are named and passed over."""
+    for path in reversed(checkpoints(directory)):
+        try:
+            verify_checkpoint(path)
+            return str(path)
+        except ValueError as error:
+            print(f"warning: {error}; trying an older one", file=sys.stderr)
+    return None
+
+
+# 4. check ------------------------------------------------------------------------------------
+
+
+class _Toy(torch.nn.Module):
+    """The shape that `shard` expects: `.model.layers` and a `.hidden`."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3))
+        self.head = torch.nn.Linear(5, 3)
+
+    def hidden(self, x_BM):
+        for layer in self.model.layers:
+            x_BM = torch.tanh(layer(x_BM))
+        return self.head(x_BM)
+
+
+def _toy_step(rank, world, mode, store, out):
+    """Two steps of a toy on rows rank, rank + world, ..; rank 0 leaves norms and weights in `out`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    model = _Toy().double()
+    if mode == "fsdp":
+        shard(model)
+    x_BM, optimizer, norms = torch.randn(7, 5).double(), torch.optim.AdamW(model.parameters()), []
+    for _ in range(2):
+        (model.hidden(x_BM[rank::world]).square().sum() / 7).backward()
+        reduce_gradients(model)
+        norms.append(clip_grad_norm(model, 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [full(p.detach()) for p in model.parameters()]
+    if rank == 0:
+        torch.save([torch.tensor(norms), *weights], out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check() -> bool:
+    """Norms and weights after two clipped steps: every mode and world against one process."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for mode, world in (("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)):
+            store, out = f"{folder}/store-{mode}-{world}", f"{folder}/out-{mode}-{world}"
+            context = torch.multiprocessing.start_processes(
+                _toy_step, (world, mode, store, out), nprocs=world, start_method="fork", join=False
+            )
+            while not context.join():
+                pass
+            tensors = torch.load(out, weights_only=True)
+            results[f"{mode}, {world} ranks"] = torch.cat([t.flatten() for t in tensors])
+    truth = results["ddp, 1 ranks"]
+    errors = {name: ((v - truth).norm() / truth.norm()).item() for name, v in results.items()}
+    for name, error in errors.items():
+        print(f"{name:20} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
+    ok = all(error <= 1e-12 for error in errors.values())
+    print(json.dumps({"check": "parallel", "ok": ok, "max_error": max(errors.values())}))
+    return ok
+
+
+def main(argv) -> int:
+    if argv == ["check"]:
+        return 0 if check() else 1
+    print("usage: python parallel.py check", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,441 @@
+"""The loss and its normalisers, advantages, and the Trainer's gradient and optimiser step.
+
+Oracles: TRL's numbers (trl_loss_golden.json), formulas per token in plain Python, finite
+differences, and each sequence alone through the whole model. Everything is float64.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd.gradcheck import GradcheckError, gradcheck
+
+from train_grpo import (
+    Config, Trainer, Trajectory, advantages, branch_advantages, build, definition, demonstrations,
+    denominator, loss_weight, lr_factor, make_task, policy_loss,
+)  # fmt: skip
+
+pytestmark = pytest.mark.quick
+GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
+COVERED = [c for c in GOLDEN["cases"] if not c["kl_times_ratio"]]  # we have no such option
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def label(options):
+    return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in ("loss", "grad"))
+
+
+# 1. The loss of given log-probs --------------------------------------------------------------
+
+# TRL's aggregation -> ours, and the Z that TRL divides by: `grpo` counts the sequence without a
+# token too, `dapo` and `cispo` are told the number of tokens of the whole batch.
+AGGREGATIONS = {
+    "grpo": ("sequence_mean", 6), "dr_grpo": ("constant", 6 * GOLDEN["max_len"]),
+    "dapo": ("token_mean", GOLDEN["num_items"]), "cispo": ("token_mean", GOLDEN["num_items"]),
+}  # fmt: skip
+
+
+def our_loss_and_gradient(case):
+    given = {k: tensor(v) for k, v in GOLDEN.items() if isinstance(v, list) and k != "cases"}
+    lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
+    aggregation, Z = AGGREGATIONS[case["aggregation"]]
+    config = Config(
+        objective="cispo" if case["aggregation"] == "cispo" else "clip", ratio=case["ratio"],
+        kl="k3", kl_coef=case["beta"], dual_clip=case["dual_clip"] or 0.0, entropy_coef=0.0,
+        clip_low=GOLDEN["clip"][0], clip_high=GOLDEN["clip"][1], cispo_bound=GOLDEN["cispo_bound"],
+    )  # fmt: skip
+    l, stats = policy_loss(
+        lp, given["old_logprobs"] if case["old"] else lp.detach(), given["advantages"][:, None],
+        mask, config, entropy_BT=given["entropy"], ref_BT=given["ref_logprobs"],
+        importance_BT=given["importance_weights"] if case["importance"] else None,
+    )  # fmt: skip
+    w = tensor([[loss_weight(Trajectory(0, [], row, row), aggregation)] for row in mask.numpy()])
+    # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
+    # in l, under w / Z. So l is made without it here, and it is added as TRL does.
+    loss = (w * l).sum() / Z - case["entropy_coef"] * stats["entropy"].sum() / mask.sum()
+    loss.backward()
+    return loss.item(), lp.grad
+
+
+@pytest.mark.parametrize("case", COVERED, ids=label)
+def test_loss_and_gradient_are_trls(case):
+    loss, grad = our_loss_and_gradient(case)
+    assert abs(loss - case["loss"]) <= 1e-12
+    assert (grad - tensor(case["grad"])).abs().max() <= 1e-12
+
+
+def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
+    assert (len(GOLDEN["cases"]), len(COVERED)) == (200, 146)
+    assert all(tensor(c["grad"]).norm() > 1e-3 for c in COVERED)
+
+
+SETTINGS = [
+    dict(), dict(dual_clip=3.0), dict(ratio="sequence", clip_low=0.03, clip_high=0.04),
+    dict(ratio="sequence", dual_clip=1.2, kl="k1", kl_coef=0.1), dict(kl="k2", kl_coef=0.2),
+    dict(kl="k3", kl_coef=0.3), dict(kl="k3", kl_coef=0.3, kl_in="reward", entropy_coef=0.0),
+    dict(objective="cispo", cispo_bound=1.3, kl_coef=0.1),
+]  # fmt: skip
+
+
+def made(seed, B=5, T=7):
+    """Random inputs of policy_loss, (B, T); row 0 has no sampled token."""
+    rng = torch.Generator().manual_seed(seed)
+    lp, old, ref, A, entropy, weight, mask = torch.randn(7, B, T, generator=rng).double()
+    return SimpleNamespace(
+        lp=lp - 2, old=lp - 2 + 0.5 * old, ref=lp - 2 + 0.5 * ref, A=A[:, :1], entropy=entropy.abs(),
+        importance=weight.exp().clamp(max=2), mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
+    )  # fmt: skip
+
+
+
+def loss_of(x, config):
+    more = dict(entropy_BT=x.entropy, ref_BT=x.ref, importance_BT=x.importance)
+    return policy_loss(x.lp, x.old, x.A, x.mask, config, **more)
+
+
+def textbook(lp, old, ref, entropy, weight, A, c):
+    """The losses of one sequence's sampled tokens, lists; the clip by the sign of A."""
+    out, cap, low, high = [], c.dual_clip or math.inf, 1 - c.clip_low, 1 + c.clip_high
+    for t, now in enumerate(lp):
+        r = math.exp(now - old[t])
+        if c.ratio == "sequence":  # the geometric mean of the tokens' ratios
+            r = math.prod(math.exp(a - b) for a, b in zip(lp, old)) ** (1 / len(lp))
+        if c.objective == "cispo":
+            gain = (c.cispo_bound if r > c.cispo_bound else r) * A * now
+        elif A >= 0:
+            gain = A * min(r, high, cap)
+        else:
+            gain = A * max(min(r, cap), min(max(r, low), high))
+        d = now - ref[t]
+        kl = {"k1": d, "k2": 0.5 * d**2, "k3": math.expm1(-d) + d}[c.kl] * (c.kl_in == "loss")
+        out.append(-gain * weight[t] + c.kl_coef * kl - c.entropy_coef * entropy[t])
+    return out
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=label)
+def test_every_token_of_the_loss_is_the_textbooks(options):
+    x, config = made(0), Config(**options)
+    l, _ = loss_of(x, config)
+    for b, on in enumerate(x.mask):
+        row = [v[b][on].tolist() for v in (x.lp, x.old, x.ref, x.entropy, x.importance)]
+        assert l[b][on].tolist() == pytest.approx(textbook(*row, x.A[b].item(), config), abs=1e-12)
+        assert not l[b][~on].any()
+
+
+def test_the_slow_definition_gives_the_loss():
+    x, c, w, Z = made(1), Config(entropy_coef=0.0), [0.0, 0.5, 1.0, 0.3, 2.0], 17.0
+    l, _ = policy_loss(x.lp, x.old, x.A, x.mask, c)
+    lp, old = ([r[on].tolist() for r, on in zip(v, x.mask)] for v in (x.lp, x.old))
+    slow = definition(lp, old, x.A[:, 0].tolist(), w, Z, c.clip_low, c.clip_high)
+    assert ((tensor(w)[:, None] * l).sum() / Z).item() == pytest.approx(slow, abs=1e-13)
+
+
+@pytest.mark.parametrize("options", SETTINGS[:-1], ids=label)  # cispo is no derivative of a value
+def test_the_gradient_is_the_finite_difference(options):
+    x, config = made(2), Config(**options)
+    inputs = x.lp.clone().requires_grad_(), x.entropy.clone().requires_grad_()
+
+    def loss(lp, entropy, scale=1.0):  # scale changes the gradient and not the value
+        x.lp, x.entropy = lp * scale + lp.detach() * (1 - scale), entropy
+        return loss_of(x, config)[0]
+
+    assert gradcheck(loss, inputs, eps=1e-6, atol=1e-8)
+    with pytest.raises(GradcheckError):
+        gradcheck(lambda *both: loss(*both, scale=0.0), inputs, eps=1e-6, atol=1e-8)
+
+
+def test_cispo_has_the_gradient_of_weighted_log_likelihood():
+    x, lp = made(3), made(3).lp.requires_grad_()
+    config = Config(objective="cispo", cispo_bound=1.3, entropy_coef=0.0)
+    policy_loss(lp, x.old, x.A, x.mask, config)[0].sum().backward()
+    weight = torch.exp(x.lp - x.old).minimum(tensor(1.3))
+    assert torch.allclose(lp.grad, -weight * x.A * x.mask, rtol=0, atol=1e-13)
+    assert ((weight == 1.3) & x.mask).any()  # and such a token keeps a gradient
+
+
+def test_a_log_ratio_is_clamped_to_ten_before_exp():
+    one, config = torch.ones(1, 2).double(), Config(clip_low=0.2, entropy_coef=0.0)
+    l, _ = policy_loss(tensor([[500.0, -500.0]]), 0 * one, -one, one.bool(), config)
+    assert l.tolist() == [[pytest.approx(math.exp(10)), pytest.approx(0.8)]]
+
+
+@pytest.mark.parametrize(
+    "A, dual, lost", [(1, 0, [0, 0, 1, 1]), (-1, 0, [1, 0, 0, 0]), (-1, 3, [1, 0, 0, 1])]
+)
+def test_a_token_counts_as_clipped_where_its_ratio_has_no_gradient(A, dual, lost):
+    lp, config = tensor([[0.5, 1.1, 1.5, 4.0]]).log().requires_grad_(), Config(dual_clip=dual)
+    l, stats = policy_loss(lp, torch.zeros_like(lp), tensor([[A]]), lp < 9, config)
+    l.sum().backward()
+    assert stats["clipped"][0].tolist() == lost == (lp.grad[0] == 0).tolist()
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=label)
+def test_masked_tokens_may_hold_anything(options):
+    def everything(junk):
+        x = made(4)
+        for v in (x.lp, x.old, x.ref, x.entropy):
+            v[~x.mask] = junk
+        x.lp.requires_grad_(), x.entropy.requires_grad_()
+        l, stats = loss_of(x, Config(**options))
+        (l.sum() + 0 * x.entropy[x.mask].sum()).backward()
+        return torch.stack([l.detach(), x.lp.grad, x.entropy.grad, *stats.values()]), ~x.mask
+
+    clean, off = everything(0.0)
+    for junk in (-math.inf, math.inf, math.nan, 1e30):
+        dirty, _ = everything(junk)
+        assert dirty.equal(clean) and dirty.isfinite().all() and not dirty[:, off].any()
+
+
+# 2. Advantages, weights, denominators --------------------------------------------------------
+
+
+def test_advantages_are_those_computed_by_hand():
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.5])  # mean .5; squares sum to 1, over 4: std .5
+    hand = {"group_mean": 1.0, "group_std": 1 / (0.5 + 1e-4), "leave_one_out": 5 / 4}
+    for kind, factor in hand.items():
+        assert advantages(rewards, kind) == pytest.approx(factor * (rewards - 0.5), abs=1e-15)
+    assert advantages(np.array([3.0, 0.0]), "leave_one_out").tolist() == [3.0, -3.0]
+    with pytest.raises(ValueError, match="median"):
+        advantages(rewards, "median")
+
+
+@pytest.mark.parametrize("kind", ["group_mean", "group_std", "leave_one_out"])
+def test_a_group_of_equal_rewards_has_no_advantage(kind):
+    for reward in (0.0, 1.0, 0.1, 1 / 3):
+        assert np.abs(advantages(np.full(7, reward), kind)).max() <= 1e-12
+
+
+TREE = [  # 0 1 | 2 3 part at token 5, 0 | 1 at token 8; 2 and 3 are one row that ended before
+    [(2, 0, 4), (5, 0, 2), (8, 0, 1)], [(2, 0, 4), (5, 0, 2), (8, 1, 1)],
+    [(2, 0, 4), (5, 2, 2)], [(2, 0, 4), (5, 2, 2)],
+]  # fmt: skip
+
+
+def test_branch_advantages_of_a_tree_are_those_computed_by_hand():
+    marks = branch_advantages(np.array([1.0, 0.0, 0.25, 0.25]), TREE)  # V .375; .5 .25; 1 0
+    assert marks[0] == [(1, 0.0), (4, 0.125), (7, 0.5)]
+    assert marks[1] == [(1, 0.0), (4, 0.125), (7, -0.5)]
+    assert marks[2] == marks[3] == [(1, 0.0), (4, -0.125)]
+
+
+def test_branch_advantages_without_forks_are_group_mean():
+    rewards = np.random.default_rng(0).standard_normal(4)
+    marks = branch_advantages(rewards, [[(2, i, 1)] for i in range(4)])
+    assert [start for [(start, _)] in marks] == [1] * 4
+    assert [a for [(_, a)] in marks] == pytest.approx(advantages(rewards, "group_mean"), abs=1e-15)
+
+
+def test_weights_and_denominators_count_sampled_tokens():
+    rows = [np.array(m, dtype=bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
+    batch = [Trajectory(0, [], mask, np.zeros(len(mask))) for mask in rows]
+    assert denominator(batch, Config(aggregation="token_mean")) == 4.0
+    assert denominator(batch, Config(aggregation="sequence_mean")) == 2.0
+    assert denominator(batch[:2], Config(aggregation="constant", max_new_tokens=10)) == 20.0
+    assert [loss_weight(t, "sequence_mean") for t in batch] == [1 / 3, 1.0, 1.0]
+    assert {loss_weight(t, a) for a in ("token_mean", "constant") for t in batch} == {1.0}
+
+
+# 3. The Trainer's gradient -------------------------------------------------------------------
+
+
+def make_trainer(**options):
+    config = Config(hidden=16, heads=2, layers=1, dtype="float64", **options)
+    model, generator, _ = build(config, make_task(config), "cpu")
+    return Trainer(config, model, generator=generator)
+
+
+def some_batch():
+    """Random trajectories of guess's tokens; the third and the last have no sampled token."""
+    rng, batch = np.random.default_rng(0), []
+    for i, L in enumerate((5, 9, 2, 7, 12, 3, 2)):
+        mask = (rng.random(L - 1) < 0.7) & (L > 2)
+        smp, old, ref = (np.where(mask, rng.standard_normal(L - 1), 0.0) for _ in range(3))
+        some = dict(old_logprobs=smp + 0.1 * old - 2 * mask, ref_logprobs=ref - 2 * mask)
+        A, tokens = np.full(L - 1, rng.standard_normal()), rng.integers(11, size=L).tolist()
+        batch.append(Trajectory(i, tokens, mask, smp - 2 * mask, advantages=A, **some))
+    return batch
+
+
+def flat_gradient(trainer):
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+
+def gradient(trainer, calls, Z, **how):
+    """Loss and gradient of forward_backward over the calls, each a list of trajectories."""
+    trainer.model.zero_grad()
+    loss = sum(trainer.forward_backward(b, Z, **how)["loss/token_mean"] for b in calls)
+    return torch.cat([tensor([loss]), flat_gradient(trainer)])
+
+
+def alone(trainer, t):
+    """(L - 1, V): log-probs of every token at each target of t, from the logits of t alone."""
+    logits = trainer.model(torch.tensor([t.tokens]))[0, :-1]
+    return (logits / trainer.config.temperature).log_softmax(-1)
+
+
+def gradient_by_definition(trainer, batch, Z):
+    trainer.model.zero_grad()
+    total, c = tensor([0.0]), trainer.config
+    for t in (t for t in batch if t.mask.any()):
+        on, every = torch.from_numpy(t.mask), alone(trainer, t)
+        lp = every.gather(-1, torch.tensor(t.tokens[1:])[:, None])[:, 0]
+        old, smp, A, ref = map(
+            torch.from_numpy, (t.old_logprobs, t.sampler_logprobs, t.advantages, t.ref_logprobs)
+        )
+        weight = (old - smp).exp().clamp(max=c.importance_cap) if c.importance_cap else None
+        H = -(every.exp() * every).sum(-1)
+        l, _ = policy_loss(lp, old, A, on, c, entropy_BT=H, ref_BT=ref, importance_BT=weight)
+        total = total + l.sum() / Z / (on.sum() if c.aggregation == "sequence_mean" else 1)
+    total.backward()
+    return torch.cat([total.detach(), flat_gradient(trainer)])
+
+
+AGGREGATED = [
+    dict(aggregation="token_mean", temperature=0.7, importance_cap=1.05),
+    dict(aggregation="sequence_mean", ratio="sequence", clip_low=0.5, clip_high=0.9, kl_coef=0.1),
+    dict(aggregation="constant", objective="cispo", entropy_coef=0.3),
+]
+
+
+@pytest.mark.parametrize("options", AGGREGATED, ids=label)
+def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(process_group, options):
+    trainer, batch = make_trainer(**options), some_batch()
+    Z = denominator(batch, trainer.config)
+    truth = gradient_by_definition(trainer, batch, Z)
+    assert truth[1:].norm() > 1e-3
+    for micro_tokens in (1, 8, 13, 10**6):
+        trainer.config = replace(trainer.config, micro_tokens=micro_tokens)
+        mixed = [batch[i] for i in np.random.default_rng(micro_tokens).permutation(len(batch))]
+        for calls in ([batch], [mixed], [mixed[:1], [], mixed[1:5], mixed[5:]]):
+            assert (gradient(trainer, calls, Z) - truth).norm() <= 1e-12 * truth.norm()
+
+
+@pytest.mark.parametrize("options", AGGREGATED[:2], ids=label)
+def test_a_denominator_per_call_would_change_the_gradient(process_group, options):
+    trainer, batch = make_trainer(**options), some_batch()
+    truth = gradient(trainer, [batch], denominator(batch, trainer.config))
+    parts = batch[:1], batch[1:]
+    mean = sum(gradient(trainer, [p], denominator(p, trainer.config)) for p in parts) / 2
+    assert (mean - truth)[1:].norm() > 0.05 * truth[1:].norm()
+
+
+def test_without_old_logprobs_the_policy_is_its_own_old_policy(process_group):
+    trainer, batch = make_trainer(), some_batch()
+    given = [replace(t, old_logprobs=lp) for t, lp in zip(batch, trainer.forward_only(batch))]
+    own = [replace(t, old_logprobs=None) for t in batch]
+    expected = gradient(trainer, [given], 10.0)
+    assert (gradient(trainer, [own], 10.0) - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_forward_only_gives_each_trajectorys_own_logprobs(process_group):
+    trainer, batch = make_trainer(temperature=0.5, micro_tokens=10), some_batch()
+    for t, lp in zip(batch, trainer.forward_only(batch), strict=True):
+        whole = alone(trainer, t)[np.arange(len(t.mask)), t.tokens[1:]].detach().numpy()
+        assert lp == pytest.approx(np.where(t.mask, whole, 0.0), abs=1e-12)
+
+
+def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(process_group):
+    trainer = make_trainer(task="lookup", importance_cap=2.0)  # the policy's loss has no part in it
+    task = make_task(trainer.config)
+    starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(4)]
+    batch = demonstrations(task, starts, (0,))
+    got = gradient(trainer, [batch], denominator(batch, trainer.config), supervised=True)
+    trainer.model.zero_grad()
+    lp = [alone(trainer, t)[np.arange(len(t.mask)), t.tokens[1:]][t.mask] for t in batch]
+    loss = -torch.cat(lp).mean()
+    loss.backward()
+    expected = torch.cat([loss.detach()[None], flat_gradient(trainer)])
+    assert (got - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_a_denominator_of_zero_is_refused(process_group):
+    with pytest.raises(ValueError, match="num_global_valid_tokens must be positive, got 0"):
+        make_trainer().forward_backward(some_batch(), 0)
+
+
+# 4. The optimiser step -----------------------------------------------------------------------
+
+
+def put_gradients(trainer, scale=1.0, seed=0, **spoilt):
+    rng = torch.Generator().manual_seed(seed)
+    for p in trainer.model.parameters():
+        p.grad = scale * torch.randn(p.shape, generator=rng, dtype=torch.float64)
+    for name, value in spoilt.items():
+        trainer.model.get_parameter(name.replace("__", ".")).grad.view(-1)[3] = value
+
+
+def gradients_are_zero(trainer):
+    return not any(p.grad is not None and p.grad.any() for p in trainer.model.parameters())
+
+
+def test_optim_step_is_clipped_adamw(process_group):
+    trainer = make_trainer(lr=0.01, weight_decay=0.1, beta2=0.8, max_grad_norm=1.0)
+    p, m, v = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), 0.0, 0.0
+    for t, (scale, lr) in enumerate([(3.0, None), (1e-4, 0.02), (1.0, 0.005)], 1):
+        put_gradients(trainer, scale, seed=t)
+        g = flat_gradient(trainer)
+        norm = g.norm().item()
+        metrics, lr = trainer.optim_step(lr), lr or 0.01
+        assert metrics == {"grad_norm": pytest.approx(norm), "lr": lr, "policy_version": t}
+        assert gradients_are_zero(trainer)
+        g = g * min(1.0, 1.0 / (norm + 1e-6))
+        m, v = 0.9 * m + 0.1 * g, 0.8 * v + 0.2 * g**2
+        p = p - lr * (0.1 * p + m / (1 - 0.9**t) / ((v / (1 - 0.8**t)).sqrt() + 1e-8))
+        now = torch.cat([q.detach().flatten() for q in trainer.model.parameters()])
+        assert (now - p).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
+    trainer = make_trainer()
+    put_gradients(trainer)
+    trainer.optim_step()
+    before = [x.clone() for x in trainer._state().values()]
+    put_gradients(trainer, model__layers__0__mlp__up_proj__weight=value)
+    metrics = trainer.optim_step()
+    assert metrics["nonfinite"] == "model.layers.0.mlp.up_proj.weight on rank 0"
+    assert all(a.equal(b) for a, b in zip(before, trainer._state().values(), strict=True))
+    assert (trainer.policy_version, trainer.skipped, trainer.skipped_in_a_row) == (1, 1, 1)
+    assert gradients_are_zero(trainer)
+
+
+def test_max_skipped_steps_in_a_row_raise_and_a_finite_one_resets_the_row(process_group):
+    trainer = make_trainer(max_skipped=2)
+    for value in (math.nan, 0.0, math.nan):
+        put_gradients(trainer, lm_head__weight=value)
+        trainer.optim_step()
+    assert (trainer.skipped, trainer.skipped_in_a_row, trainer.policy_version) == (2, 1, 1)
+    put_gradients(trainer, lm_head__weight=math.inf)
+    with pytest.raises(FloatingPointError, match="^2 .*in a row.* lm_head.weight on rank 0"):
+        trainer.optim_step()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_push_weights_copies_in_the_generators_dtype(process_group, dtype):
+    trainer = make_trainer(generator_dtype=dtype)
+    put_gradients(trainer)
+    trainer.optim_step()
+    assert trainer.push_weights() == 1
+    for p, q in zip(trainer.model.parameters(), trainer.generator.parameters(), strict=True):
+        assert q.dtype == getattr(torch, dtype) and q.equal(p.to(q.dtype))
+
+
+SCHEDULES = {
+    "linear": [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
+    "cosine": [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381],
+    "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("decay", SCHEDULES)
+def test_lr_factor_is_torchtitans_schedule_and_never_zero(decay):
+    factors = [lr_factor(step, warmup=2, total=10, decay=decay) for step in range(10)]
+    assert factors == pytest.approx(SCHEDULES[decay], abs=5e-5 if decay == "cosine" else 1e-15)

@@ -1,0 +1,353 @@
+"""Rollouts and tasks: what is sampled, what is trained, what is shared, what is refused.
+
+`Script` is a model whose every token is known beforehand; `Chat` a task in which any answer is
+heard. Where real weights are needed they are random, tiny and float64.
+"""
+
+import json
+import math
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import models
+from models import Transformer
+from train_grpo import (
+    Config, Task, Trainer, Trajectory, build, demonstrations, denominator, evaluate, final_answer,
+    is_held_out, make_task, prepare, rollout, same_answer, uniforms,
+)  # fmt: skip
+
+pytestmark = pytest.mark.quick
+END = 9
+
+
+class Chat(Task):
+    """Hears up to three answers, says `8 9` after each (its 9 ends nothing), and stops at once at an
+    answer of one token. Reward: tenths of the answer's length."""
+
+    vocab_size, end = 10, (END,)
+
+    def prompt(self, rng, index, held_out):
+        return 1, [0, index % 2]
+
+    def reply(self, turn, answer):
+        over = turn == 3 or len(answer) == 1
+        return turn + 1, None if over else [8, END], len(answer) / 10
+
+
+class Script:
+    """A model without weights: token n of a row is script[n], with probability 1/2; its logits for
+    token `broken` are NaN."""
+
+    def __init__(self, script, vocab=10, broken=-1):
+        self.broken = broken
+        self.config = SimpleNamespace(vocab_size=vocab, max_position_embeddings=99)
+        self.head_weight = torch.zeros(vocab, 99, dtype=torch.float64)
+        for n, token in enumerate(script[1:]):
+            self.head_weight[token, n] = math.log(vocab - 1)
+
+    def hidden(self, tokens, *, positions, attention):
+        return F.one_hot(positions, 99).double().masked_fill((positions == self.broken - 1)[..., None], math.nan)
+
+
+def random_model(vocab, seed=0):
+    shape = models.tiny("qwen3", vocab_size=vocab, initializer_range=0.1)
+    return Transformer(shape).double().init_weights(seed).requires_grad_(False)
+
+
+def starts_of(task, groups):
+    return [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in groups]
+
+
+def play(task, model=None, groups=range(3), **options):
+    """Lists of trajectories, one for each of the groups."""
+    options = dict(group=4, max_new_tokens=16, temperature=1.0, key=(0, 0)) | options
+    return rollout(model or random_model(task.vocab_size), task, starts_of(task, groups), **options)
+
+
+def task_of(name, **options):
+    return make_task(Config(task=name, **options))
+
+
+# 1. What is sampled and what is trained ------------------------------------------------------
+
+SMALL = {
+    "guess": task_of("guess", size=2), "sort": task_of("sort", size=4, length=3),
+    "lookup": task_of("lookup", size=2), "chat": Chat(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, forks, fork_turns", [*((n, 1, 0) for n in SMALL), ("chat", 2, 2)])
+def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks, fork_turns):
+    task, answers = SMALL[name], Counter()
+    model = random_model(task.vocab_size)
+    for group in play(task, model, group=16, temperature=0.7, forks=forks, fork_turns=fork_turns):
+        for t in group:
+            logp = (model(torch.tensor([t.tokens]))[0, :-1] / 0.7).log_softmax(-1).numpy()
+            lp = logp[np.arange(len(t.mask)), t.tokens[1:]]
+            assert np.abs(t.sampler_logprobs - np.where(t.mask, lp, 0.0)).max() <= 1e-12
+            answers[int((np.diff(t.mask.astype(int), prepend=0) == 1).sum())] += 1
+    assert max(answers) > 1 or name == "sort"  # so replies were played, and not scored
+
+
+# Where the task speaks, the script says 9 and is not heard: prompt 0 0, answers `1 2 9`, `3 9`, `9`.
+SCRIPT = [0, 0, 1, 2, 9, 9, 9, 3, 9, 9, 9, 9]
+PLAYED = [0, 0, 1, 2, 9, 8, 9, 3, 9, 8, 9, 9]
+MASK = [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+
+
+def test_replies_are_never_trained_and_sampled_tokens_always():
+    [[t]] = play(Chat(), Script(SCRIPT), groups=[0], group=1, temperature=0)
+    assert (t.tokens, t.mask.astype(int).tolist(), t.truncated) == (PLAYED, MASK, False)
+    assert t.sampler_logprobs == pytest.approx(-math.log(2) * np.array(MASK), abs=1e-15)
+    assert t.reward == pytest.approx(0.3 + 0.2 + 0.1)
+
+
+def test_truncation_keeps_what_was_played_until_then():
+    for room in range(1, 13):  # in an answer, at a turn's end, in a reply, at its end, .., at the end
+        [[t]] = play(Chat(), Script(SCRIPT), groups=[0], group=1, temperature=0, max_new_tokens=room)
+        assert (t.tokens, t.mask.tolist()) == (PLAYED[: 2 + room], MASK[: 1 + room])
+        assert t.truncated == (room < 10)
+
+
+def test_an_answer_may_be_its_end_token_alone():
+    [[t]] = play(Chat(), Script([0, 0, END]), groups=[0], group=1, temperature=0)
+    assert (t.tokens, t.mask.tolist(), t.reward) == ([0, 0, END], [False, True], 0.1)
+    for name in ("guess", "sort", "lookup"):
+        task = SMALL[name]
+        state, _ = task.prompt(np.random.default_rng(0), 0, False)
+        assert task.reply(state, list(task.end))[1:] == (None, 0.0)
+
+
+def test_non_finite_sampler_logprobs_leave_loss_and_denominator(process_group):
+    [[t]] = play(Chat(), Script(SCRIPT, broken=3), groups=[0], group=1, max_new_tokens=3, temperature=0)
+    assert (t.mask.tolist(), t.sampler_logprobs[2]) == ([False, True, False, True], 0.0)
+    for aggregation, Z in {"token_mean": 2, "sequence_mean": 1, "constant": 16}.items():
+        config = Config(aggregation=aggregation, entropy_coef=0.0)
+        assert denominator([t], config) == Z
+        t.advantages, t.old_logprobs = np.full(4, -1.0), np.where(t.mask, -99.0, 0.0)  # no clip: -A r
+        loss = Trainer(config, random_model(10).requires_grad_(True)).forward_backward([t], Z)
+        w = 1 / 2 if aggregation == "sequence_mean" else 1
+        assert loss["loss/token_mean"] == pytest.approx(2 * w * math.exp(10) / Z)
+
+
+# 2. Randomness -------------------------------------------------------------------------------
+
+
+def test_uniforms_depend_on_every_part_of_the_key_and_on_nothing_else():
+    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    draws = [uniforms(key, 5).tolist() for key in keys]
+    assert len({tuple(d) for d in draws}) == len(keys)
+    assert [uniforms(key, 5).tolist() for key in keys[::-1]] == draws[::-1]
+    assert uniforms(keys[1], 3).tolist() == draws[1][:3]  # the limit does not shift the draws
+
+
+@pytest.mark.parametrize("forks, fork_turns", [(1, 0), (2, 1)])
+def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns):
+    task, model = Chat(), random_model(10)
+
+    def tokens(*groups, key=(5, 2), group=4):
+        how = dict(key=key, group=group, forks=forks, fork_turns=fork_turns)
+        played = play(task, model, groups, **how)
+        return {g: [t.tokens for t in rows] for g, rows in zip(groups, played, strict=True)}
+
+    together = tokens(0, 3, 4, 7)
+    assert together == tokens(7, 4, 3, 0) == tokens(0) | tokens(3) | tokens(4) | tokens(7)
+    assert {g: rows[:2] for g, rows in together.items()} == tokens(0, 3, 4, 7, group=2)
+    assert tokens(0, 3, 4, 7, key=(5, 3)) != together != tokens(0, 3, 4, 7, key=(6, 2))
+    assert len({str(rows) for rows in together.values()}) == 4  # 0 and 4, 3 and 7 share a prompt
+
+
+# 3. What is shared ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, distinct", [("guess", 1), ("chat", 2), ("sort", 6)])
+def test_each_distinct_prompt_is_computed_once_and_each_token_after_it_once(monkeypatch, name, distinct):
+    task, fed = SMALL[name], []
+    model = random_model(task.vocab_size)
+    plain = model.hidden
+    count = lambda tokens, **how: fed.append(tokens.numel()) or plain(tokens, **how)  # noqa: E731
+    monkeypatch.setattr(model, "hidden", count)
+    groups = play(task, model, groups=range(6), group=5)
+    prompt = len(task.prompt(np.random.default_rng(0), 0, False)[1])
+    assert fed[0] == distinct * prompt
+    assert sum(fed[1:]) == sum(len(t.tokens) - prompt - 1 for group in groups for t in group)
+
+
+@pytest.fixture(scope="module")
+def forked():
+    """Six groups of 8 in two roots, each forked in two at its first two turn boundaries."""
+    return play(Chat(), groups=range(6), group=8, max_new_tokens=24, forks=2, fork_turns=2)
+
+
+def test_a_group_has_all_its_rollouts_even_where_a_row_ended_before_its_forks(forked):
+    assert [len(group) for group in forked] == [8] * 6
+    stood_for = Counter(t.path[-1][2] for group in forked for t in group)
+    assert set(stood_for) == {1, 2, 4}  # ended after two forks, one, none
+    for group in forked:
+        for i, t in enumerate(group):
+            _, first, count = t.path[-1]
+            assert first <= i < first + count and t.tokens == group[first].tokens
+
+
+def test_a_path_halves_at_each_fork_and_points_at_the_first_token_after_the_reply(forked):
+    for t in (t for group in forked for t in group):
+        (start, _, count), *below = t.path
+        assert (start, count) == (2, 4)
+        for start, first, now in below:
+            assert now == count / 2 and first % now == 0
+            assert t.tokens[start - 2 : start] == [8, END][: len(t.tokens[start - 2 : start])]
+            assert not t.mask[start - 3 : start - 1].any() and t.mask[start - 1 : start].all()
+            count = now
+
+
+def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
+    differ = Counter()
+    for group in forked:
+        for a in group:
+            for b in group:
+                both = [p for p, q in zip(a.path, b.path) if p == q]
+                if not both or a.path == b.path:
+                    continue
+                start = a.path[len(both)][0]
+                assert start == b.path[len(both)][0]
+                assert a.tokens[:start] == b.tokens[:start]
+                assert a.sampler_logprobs[: start - 1].tolist() == b.sampler_logprobs[: start - 1].tolist()
+                differ[a.tokens[start:] != b.tokens[start:]] += 1
+    assert differ[True] > 0.8 * differ.total() > 0
+
+
+def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked):
+    config = Config(advantage="per_branch", group=8, forks=2, fork_turns=2)
+    prepare(config, SimpleNamespace(reference=None), forked)
+    for group in forked:
+        for t in group:
+            parent, total = np.mean([u.reward for u in group]), 0.0
+            for n, (start, _, _) in enumerate(t.path):
+                value = np.mean([u.reward for u in group if u.path[: n + 1] == t.path[: n + 1]])
+                end = t.path[n + 1][0] if n + 1 < len(t.path) else len(t.tokens)
+                assert t.advantages[start - 1 : end - 1] == pytest.approx(value - parent, abs=1e-14)
+                parent, total = value, total + value - parent
+            assert total == pytest.approx(t.reward - np.mean([u.reward for u in group]), abs=1e-14)
+
+
+def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group):
+    config = Config(size=3, turns=2, eval_prompts=7, max_new_tokens=9)
+    model = Script([3, 1, 6, 6, 0, 6], vocab=7)  # always `1 .` and then `0 .`: the secret 2 is missed
+    solved, shown = evaluate(config, make_task(config), model)
+    assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
+    assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
+
+
+# 4. Tasks ------------------------------------------------------------------------------------
+
+
+def converse(task, state, *answers):
+    """What the task says to each answer, as text, and the total reward."""
+    total, heard = 0.0, []
+    for answer in answers:
+        assert None not in heard, "the task had ended"
+        tokens = [task.names.index(word) for word in answer.split()]
+        state, reply, reward = task.reply(state, tokens)
+        total, heard = total + reward, [*heard, reply and task.show(reply)]
+    return heard, pytest.approx(total)
+
+
+@pytest.mark.parametrize("answers, heard, reward", [
+    (["4 ."], [None], 1.0), (["3 .", "5 .", "4 ."], ["higher", "lower", None], 1.0),
+    (["3 .", "5 .", "6 ."], ["higher", "lower", None], 0.2 * 2 / 3),  # 6 was ruled out by 5
+    (["6 .", "3 .", "5 ."], ["lower", "higher", None], 0.2), (["."], [None], 0.0),
+    (["3 .", "4 4 ."], ["higher", None], 0.0), (["3 .", "higher ."], ["higher", None], 0.0),
+    (["4 ? ."], [None], 0.0), (["? ."], [None], 0.0),
+])  # fmt: skip
+def test_guess_rewards(answers, heard, reward):
+    task = task_of("guess", size=7, turns=3)
+    state, prompt = task.prompt(None, 4, True)  # evaluation asks for 0, 1, 2, ..
+    assert task.show(prompt) == "?" and converse(task, state, *answers) == (heard, reward)
+
+
+def test_guess_deals_each_number_equally_often_in_an_order_of_the_seed():
+    def secrets(seed, decks=6):
+        task = task_of("guess", size=5, seed=seed)
+        states = [task.prompt(None, index, False)[0] for index in range(5 * decks)]
+        found = [[n for n in range(5) if task.reply(s, [n, 8])[2] == 1] for s in states]
+        return [[n for [n] in found[5 * d : 5 * d + 5]] for d in range(decks)]
+
+    assert all(sorted(deck) == [0, 1, 2, 3, 4] for deck in secrets(0))
+    assert secrets(0) == secrets(0) != secrets(1) and len({str(deck) for deck in secrets(0)}) > 1
+
+
+@pytest.mark.parametrize("answer, reward", [
+    ("a c d .", 1.0), ("a d c .", 0.5 / 3), ("c d a .", 0.0), ("a c .", 0.0), ("a c d d .", 0.0),
+    ("a a a .", 0.5 / 3), ("a c ? .", 0.5 * 2 / 3), (".", 0.0),
+])  # fmt: skip
+def test_sort_rewards(answer, reward):
+    task, items = task_of("sort", size=4, length=3), None
+    while items != "d a c ?":
+        state, prompt = task.prompt(np.random.default_rng(), 0, False)
+        items = task.show(prompt)
+    assert converse(task, state, answer) == ([None], reward)
+
+
+def test_sort_never_trains_on_a_held_out_prompt():
+    task = task_of("sort", size=5, length=4)
+    drawn = {
+        held_out: {tuple(task.prompt(np.random.default_rng(n), n, held_out)[1]) for n in range(2000)}
+        for held_out in (False, True)
+    }
+    assert len(drawn[False]) + len(drawn[True]) == 5 * 4 * 3 * 2 and not drawn[False] & drawn[True]
+    assert all(is_held_out(prompt[:-1]) for prompt in drawn[True]) and 4 < len(drawn[True]) < 24
+
+
+@pytest.mark.parametrize("answers, heard, reward", [
+    (["k1 .", "v2 ."], ["= v2", None], 1.0), (["k1 .", "v0 ."], ["= v2", None], 0.5),
+    (["k0 .", "v1 ."], ["= v1", None], 0.5), (["k1 .", "k1 ."], ["= v2", None], 0.5),
+    (["v2 ."], [None], 0.0), (["k1 v2 ."], [None], 0.0), (["k1 .", "."], ["= v2", None], 0.5),
+])  # fmt: skip
+def test_lookup_rewards(answers, heard, reward):
+    task, heard_of = task_of("lookup", size=3), None
+    while heard_of != ("? k1", ["= v1"], ["= v2"]):  # until the table is as wanted
+        state, prompt = task.prompt(np.random.default_rng(), 0, False)
+        heard_of = task.show(prompt), converse(task, state, "k0 .")[0], converse(task, state, "k1 .")[0]
+    assert converse(task, state, *answers) == (heard, reward)
+
+
+@pytest.mark.parametrize("name, form, mask", [
+    ("lookup", r"\? k\d k(\d) \. = (v\d) v\d \.", [0, 1, 1, 0, 0, 1, 1]),
+    ("sort", r"(\w) (\w) (\w) \? \w \w \w \.", [0, 0, 0, 1, 1, 1, 1]),
+])  # fmt: skip
+def test_demonstrations_are_valid_play_and_only_answers_are_trained(name, form, mask):
+    task = task_of(name, size=4, length=3)
+    starts = starts_of(task, range(20))
+    played = demonstrations(task, starts, (0, 4, 1))
+    assert len({str(t.tokens) for t in played}) > 15
+    for t, (_, state, _) in zip(played, starts, strict=True):
+        said = re.fullmatch(form, task.show(t.tokens))
+        assert said and t.mask.astype(int).tolist() == mask and not t.sampler_logprobs.any()
+        if name == "lookup":
+            assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
+    with pytest.raises(ValueError, match="Guess has no demonstrations; use --demos 0"):
+        demonstrations(SMALL["guess"], starts_of(SMALL["guess"], [0]), (0,))
+
+
+@pytest.mark.parametrize("text, found", [
+    ("6 * 7 = 42\n#### 42", "42"), ("#### 1\nno:\n####  2 \nso", "2"), ("42", None), ("# 42", None),
+    ("####42", "42"), ("####", ""),
+])  # fmt: skip
+def test_the_final_answer_follows_the_last_mark(text, found):
+    assert final_answer(text) == found
+
+
+@pytest.mark.parametrize("a, b, same", [
+    ("1,000", "1000", True), ("$1,000.00", "1000", True), ("42.", "42", True), (".5", "0.50", True),
+    ("-3", "-3.0", True), ("-$3", "-3", True), ("3", "-3", False), ("42", "43", False),
+    ("42 apples", "42", False), ("blue", " blue ", True), ("blue", "red", False), ("", "0", False),
+    (None, "1", False), (None, None, False), ("nan", "1", False), ("1e3", "1000", False),
+])  # fmt: skip
+def test_answers_are_equal_as_numbers_or_else_as_text(a, b, same):
+    assert same_answer(a, b) is same_answer(b, a) is same
