@@ -30,17 +30,21 @@ update, ref of the frozen reference, smp of the sampler:
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
 
-Paper -> settings (the rest at its default; `--kl-coef`, clip values and lr are the papers' own):
+Paper -> settings (clip values, coefficients and lr are the papers' own; the rest stays at its default):
 
-    GRPO     arXiv:2402.03300  --aggregation sequence_mean --kl-coef 0.04 --kl k3 --clip-high 0.2
-    Dr.GRPO  arXiv:2503.20783  --aggregation constant --advantage group_mean --clip-high 0.2
+    GRPO     arXiv:2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
+                               --kl-coef 0.04 --entropy-coef 0
+    Dr.GRPO  arXiv:2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
     RLOO     arXiv:2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
-    DAPO     arXiv:2503.14476  --dynamic-sampling --max-rounds 3 --overlong filter --entropy-coef 0
-    GSPO     arXiv:2507.18071  --ratio sequence --aggregation sequence_mean --clip-low 3e-4 --clip-high 4e-4
-    CISPO    arXiv:2506.13585  --objective cispo --cispo-bound 5
-    TIS, decoupled PPO (arXiv:2110.00641)  --proximal --importance-cap 2
-    dual clip (arXiv:1912.09729)           --dual-clip 3
-    tree rollouts (arXiv:2506.11902)       --forks 2 --fork-turns 2 --advantage per_branch
+                               --minibatches 1 --entropy-coef 0
+    DAPO     arXiv:2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
+                               --overlong filter --entropy-coef 0
+    GSPO     arXiv:2507.18071  --advantage group_std --ratio sequence --aggregation sequence_mean
+                               --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
+    CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --cispo-bound 5 --entropy-coef 0
+    TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
+    dual clip (arXiv:1912.09729)             --dual-clip 3
+    tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
 
 Letters: B trajectories, T positions of their padded log-prob vectors (targets tokens[1:], so a
 trajectory of L tokens has L - 1), V vocabulary, S packed tokens, N scored tokens, M model width.
@@ -139,7 +143,7 @@ class Config:
     max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
     overlong: str = "keep"  # truncated trajectories: keep | filter (out of the loss)
     # the loss
-    advantage: str = "group_std"  # group_std | group_mean | leave_one_out | per_branch
+    advantage: str = "group_mean"  # group_std | group_mean | leave_one_out | per_branch
     aggregation: str = "token_mean"  # token_mean | sequence_mean | constant
     objective: str = "clip"  # clip | cispo
     ratio: str = "token"  # token | sequence (GSPO)
@@ -150,7 +154,7 @@ class Config:
     kl: str = "k3"  # k1 | k2 | k3
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: str = "loss"  # loss | reward
-    entropy_coef: float = 0.03  # weight of the entropy bonus
+    entropy_coef: float = 0.01  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
     # the optimiser

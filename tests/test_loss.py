@@ -86,12 +86,12 @@ SETTINGS = [
 
 
 def made(seed, B=5, T=7):
-    """Random inputs of policy_loss, (B, T); row 0 has no sampled token."""
+    """Random inputs of policy_loss; row 0 has no sampled token."""
     rng = torch.Generator().manual_seed(seed)
     lp, old, ref, A, entropy, weight, mask = torch.randn(7, B, T, generator=rng).double()
     return SimpleNamespace(
-        lp=lp - 2, old=lp - 2 + 0.5 * old, ref=lp - 2 + 0.5 * ref, A=A[:, :1], entropy=entropy.abs(),
-        importance=weight.exp().clamp(max=2), mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
+        lp=lp - 2, old=lp - 2 + 0.5 * old, ref=lp - 2 + 0.5 * ref, A=A[:, :1],
+        entropy=entropy.abs(), importance=weight.exp().clamp(max=2), mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
     )  # fmt: skip
 
 
@@ -398,11 +398,11 @@ def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
     trainer = make_trainer()
     put_gradients(trainer)
     trainer.optim_step()
-    before = [x.clone() for x in trainer._state().values()]
+    before = [x.clone() for x in trainer._tensors().values()]
     put_gradients(trainer, model__layers__0__mlp__up_proj__weight=value)
     metrics = trainer.optim_step()
     assert metrics["nonfinite"] == "model.layers.0.mlp.up_proj.weight on rank 0"
-    assert all(a.equal(b) for a, b in zip(before, trainer._state().values(), strict=True))
+    assert all(a.equal(b) for a, b in zip(before, trainer._tensors().values(), strict=True))
     assert (trainer.policy_version, trainer.skipped, trainer.skipped_in_a_row) == (1, 1, 1)
     assert gradients_are_zero(trainer)
 

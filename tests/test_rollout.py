@@ -19,7 +19,7 @@ import models
 from models import Transformer
 from train_grpo import (
     Config, Task, Trainer, Trajectory, build, demonstrations, denominator, evaluate, final_answer,
-    is_held_out, make_task, prepare, rollout, same_answer, uniforms,
+    make_task, prepare, rollout, same_answer, uniforms,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -27,8 +27,8 @@ END = 9
 
 
 class Chat(Task):
-    """Hears up to three answers, says `8 9` after each (its 9 ends nothing), and stops at once at an
-    answer of one token. Reward: tenths of the answer's length."""
+    """Hears up to three answers, says `8 9` after each (its 9 ends nothing), and stops at once at
+    an answer of one token. Reward: tenths of the answer's length."""
 
     vocab_size, end = 10, (END,)
 
@@ -41,7 +41,7 @@ class Chat(Task):
 
 
 class Script:
-    """A model without weights: token n of a row is script[n], with probability 1/2; its logits for
+    """A model without weights: token n of a row is script[n], with probability 1/2; the logits of
     token `broken` are NaN."""
 
     def __init__(self, script, vocab=10, broken=-1):
@@ -52,7 +52,8 @@ class Script:
             self.head_weight[token, n] = math.log(vocab - 1)
 
     def hidden(self, tokens, *, positions, attention):
-        return F.one_hot(positions, 99).double().masked_fill((positions == self.broken - 1)[..., None], math.nan)
+        broken = (positions == self.broken - 1)[..., None]
+        return F.one_hot(positions, 99).double().masked_fill(broken, math.nan)
 
 
 def random_model(vocab, seed=0):
@@ -60,14 +61,14 @@ def random_model(vocab, seed=0):
     return Transformer(shape).double().init_weights(seed).requires_grad_(False)
 
 
-def starts_of(task, groups):
-    return [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in groups]
+def opening(task, groups, held_out=False):
+    return [(g, *task.prompt(np.random.default_rng(g), g, held_out)) for g in groups]
 
 
 def play(task, model=None, groups=range(3), **options):
     """Lists of trajectories, one for each of the groups."""
     options = dict(group=4, max_new_tokens=16, temperature=1.0, key=(0, 0)) | options
-    return rollout(model or random_model(task.vocab_size), task, starts_of(task, groups), **options)
+    return rollout(model or random_model(task.vocab_size), task, opening(task, groups), **options)
 
 
 def task_of(name, **options):
@@ -82,17 +83,24 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, forks, fork_turns", [*((n, 1, 0) for n in SMALL), ("chat", 2, 2)])
-def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks, fork_turns):
-    task, answers = SMALL[name], Counter()
+def assert_scored_as_sampled(model, trajectories, temperature):
+    """A full forward pass gives the sampler's log-probs; returns the most answers in a trajectory."""
+    answers = []
+    for t in trajectories:
+        logp = (model(torch.tensor([t.tokens]))[0, :-1] / temperature).log_softmax(-1).numpy()
+        lp = logp[np.arange(len(t.mask)), t.tokens[1:]]
+        assert np.abs(t.sampler_logprobs - np.where(t.mask, lp, 0.0)).max() <= 1e-12
+        answers.append((np.diff(t.mask.astype(int), prepend=0) == 1).sum())
+    return max(answers)
+
+
+@pytest.mark.parametrize("name, forks", [*((name, 0) for name in SMALL), ("chat", 2)])
+def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks):
+    task, how = SMALL[name], dict(forks=2, fork_turns=forks) if forks else {}
     model = random_model(task.vocab_size)
-    for group in play(task, model, group=16, temperature=0.7, forks=forks, fork_turns=fork_turns):
-        for t in group:
-            logp = (model(torch.tensor([t.tokens]))[0, :-1] / 0.7).log_softmax(-1).numpy()
-            lp = logp[np.arange(len(t.mask)), t.tokens[1:]]
-            assert np.abs(t.sampler_logprobs - np.where(t.mask, lp, 0.0)).max() <= 1e-12
-            answers[int((np.diff(t.mask.astype(int), prepend=0) == 1).sum())] += 1
-    assert max(answers) > 1 or name == "sort"  # so replies were played, and not scored
+    played = sum(play(task, model, group=16, temperature=0.7, **how), [])
+    answers = assert_scored_as_sampled(model, played, 0.7)
+    assert answers > 1 or name == "sort"  # replies were played between answers
 
 
 # Where the task speaks, the script says 9 and is not heard: prompt 0 0, answers `1 2 9`, `3 9`, `9`.
@@ -125,12 +133,13 @@ def test_an_answer_may_be_its_end_token_alone():
 
 
 def test_non_finite_sampler_logprobs_leave_loss_and_denominator(process_group):
-    [[t]] = play(Chat(), Script(SCRIPT, broken=3), groups=[0], group=1, max_new_tokens=3, temperature=0)
+    model, how = Script(SCRIPT, broken=3), dict(group=1, temperature=0, max_new_tokens=3)
+    [[t]] = play(Chat(), model, groups=[0], **how)
     assert (t.mask.tolist(), t.sampler_logprobs[2]) == ([False, True, False, True], 0.0)
     for aggregation, Z in {"token_mean": 2, "sequence_mean": 1, "constant": 16}.items():
         config = Config(aggregation=aggregation, entropy_coef=0.0)
         assert denominator([t], config) == Z
-        t.advantages, t.old_logprobs = np.full(4, -1.0), np.where(t.mask, -99.0, 0.0)  # no clip: -A r
+        t.advantages, t.old_logprobs = np.full(4, -1.0), np.where(t.mask, -99.0, 0.0)  # r = e^10
         loss = Trainer(config, random_model(10).requires_grad_(True)).forward_backward([t], Z)
         w = 1 / 2 if aggregation == "sequence_mean" else 1
         assert loss["loss/token_mean"] == pytest.approx(2 * w * math.exp(10) / Z)
@@ -167,7 +176,7 @@ def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns)
 
 
 @pytest.mark.parametrize("name, distinct", [("guess", 1), ("chat", 2), ("sort", 6)])
-def test_each_distinct_prompt_is_computed_once_and_each_token_after_it_once(monkeypatch, name, distinct):
+def test_each_distinct_prompt_and_each_token_after_it_is_computed_once(monkeypatch, name, distinct):
     task, fed = SMALL[name], []
     model = random_model(task.vocab_size)
     plain = model.hidden
@@ -215,9 +224,9 @@ def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
                 if not both or a.path == b.path:
                     continue
                 start = a.path[len(both)][0]
-                assert start == b.path[len(both)][0]
-                assert a.tokens[:start] == b.tokens[:start]
-                assert a.sampler_logprobs[: start - 1].tolist() == b.sampler_logprobs[: start - 1].tolist()
+                assert start == b.path[len(both)][0] and a.tokens[:start] == b.tokens[:start]
+                scores = [t.sampler_logprobs[: start - 1].tolist() for t in (a, b)]
+                assert scores[0] == scores[1]
                 differ[a.tokens[start:] != b.tokens[start:]] += 1
     assert differ[True] > 0.8 * differ.total() > 0
 
@@ -238,7 +247,7 @@ def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked):
 
 def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group):
     config = Config(size=3, turns=2, eval_prompts=7, max_new_tokens=9)
-    model = Script([3, 1, 6, 6, 0, 6], vocab=7)  # always `1 .` and then `0 .`: the secret 2 is missed
+    model = Script([3, 1, 6, 6, 0, 6], vocab=7)  # always `1 .` and then `0 .`: never finds 2
     solved, shown = evaluate(config, make_task(config), model)
     assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
@@ -283,25 +292,19 @@ def test_guess_deals_each_number_equally_often_in_an_order_of_the_seed():
 
 
 @pytest.mark.parametrize("answer, reward", [
-    ("a c d .", 1.0), ("a d c .", 0.5 / 3), ("c d a .", 0.0), ("a c .", 0.0), ("a c d d .", 0.0),
-    ("a a a .", 0.5 / 3), ("a c ? .", 0.5 * 2 / 3), (".", 0.0),
+    ("s0 s2 s3 .", 1.0), ("s0 s3 s2 .", 0.5 / 3), ("s2 s3 s0 .", 0.0), ("s0 s2 .", 0.0),
+    ("s0 s2 s3 s3 .", 0.0), ("s0 s0 s0 .", 0.5 / 3), ("s0 s2 ? .", 1 / 3), (".", 0.0),
 ])  # fmt: skip
 def test_sort_rewards(answer, reward):
-    task, items = task_of("sort", size=4, length=3), None
-    while items != "d a c ?":
-        state, prompt = task.prompt(np.random.default_rng(), 0, False)
-        items = task.show(prompt)
-    assert converse(task, state, answer) == ([None], reward)
+    task = task_of("sort", size=4, length=3)
+    drawn = {task.show(prompt): state for _, state, prompt in opening(task, range(200))}
+    assert converse(task, drawn["s3 s0 s2 ?"], answer) == ([None], reward)
 
 
 def test_sort_never_trains_on_a_held_out_prompt():
     task = task_of("sort", size=5, length=4)
-    drawn = {
-        held_out: {tuple(task.prompt(np.random.default_rng(n), n, held_out)[1]) for n in range(2000)}
-        for held_out in (False, True)
-    }
-    assert len(drawn[False]) + len(drawn[True]) == 5 * 4 * 3 * 2 and not drawn[False] & drawn[True]
-    assert all(is_held_out(prompt[:-1]) for prompt in drawn[True]) and 4 < len(drawn[True]) < 24
+    train, test = ({task.show(p) for _, _, p in opening(task, range(2000), h)} for h in (False, True))
+    assert len(train) + len(test) == 5 * 4 * 3 * 2 and not train & test and 4 < len(test) < 24
 
 
 @pytest.mark.parametrize("answers, heard, reward", [
@@ -310,20 +313,20 @@ def test_sort_never_trains_on_a_held_out_prompt():
     (["v2 ."], [None], 0.0), (["k1 v2 ."], [None], 0.0), (["k1 .", "."], ["= v2", None], 0.5),
 ])  # fmt: skip
 def test_lookup_rewards(answers, heard, reward):
-    task, heard_of = task_of("lookup", size=3), None
-    while heard_of != ("? k1", ["= v1"], ["= v2"]):  # until the table is as wanted
-        state, prompt = task.prompt(np.random.default_rng(), 0, False)
-        heard_of = task.show(prompt), converse(task, state, "k0 .")[0], converse(task, state, "k1 .")[0]
-    assert converse(task, state, *answers) == (heard, reward)
+    task, drawn = task_of("lookup", size=3), {}
+    for _, state, prompt in opening(task, range(300)):
+        replies = [converse(task, state, f"k{n} .")[0][0] for n in range(3)]
+        drawn[task.show(prompt), *replies] = state
+    assert converse(task, drawn["? k1", "= v1", "= v2", "= v0"], *answers) == (heard, reward)
 
 
 @pytest.mark.parametrize("name, form, mask", [
     ("lookup", r"\? k\d k(\d) \. = (v\d) v\d \.", [0, 1, 1, 0, 0, 1, 1]),
-    ("sort", r"(\w) (\w) (\w) \? \w \w \w \.", [0, 0, 0, 1, 1, 1, 1]),
+    ("sort", r"(s\d ){3}\? (s\d ){3}\.", [0, 0, 0, 1, 1, 1, 1]),
 ])  # fmt: skip
 def test_demonstrations_are_valid_play_and_only_answers_are_trained(name, form, mask):
     task = task_of(name, size=4, length=3)
-    starts = starts_of(task, range(20))
+    starts = opening(task, range(20))
     played = demonstrations(task, starts, (0, 4, 1))
     assert len({str(t.tokens) for t in played}) > 15
     for t, (_, state, _) in zip(played, starts, strict=True):
@@ -332,7 +335,7 @@ def test_demonstrations_are_valid_play_and_only_answers_are_trained(name, form, 
         if name == "lookup":
             assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
     with pytest.raises(ValueError, match="Guess has no demonstrations; use --demos 0"):
-        demonstrations(SMALL["guess"], starts_of(SMALL["guess"], [0]), (0,))
+        demonstrations(SMALL["guess"], opening(SMALL["guess"], [0]), (0,))
 
 
 @pytest.mark.parametrize("text, found", [
@@ -351,3 +354,145 @@ def test_the_final_answer_follows_the_last_mark(text, found):
 ])  # fmt: skip
 def test_answers_are_equal_as_numbers_or_else_as_text(a, b, same):
     assert same_answer(a, b) is same_answer(b, a) is same
+
+
+# 5. Errors, files, checkpoints ---------------------------------------------------------------
+
+
+def test_a_reward_that_is_not_finite_names_group_and_answer():
+    class Broken(Chat):
+        def reply(self, turn, answer):
+            return turn, None, math.nan
+
+    with pytest.raises(ValueError, match="Broken gave reward nan in group 6, rollout 0.*'1 2 9'"):
+        play(Broken(), Script(SCRIPT), groups=[6], temperature=0)
+
+
+@pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
+def test_a_prompt_that_cannot_be_played_names_its_group(prompt):
+    with pytest.raises(ValueError, match="group 5: a prompt (needs at least one|of 84 tokens)"):
+        rollout(Script(SCRIPT), Chat(), [(4, 1, [0]), (5, 1, prompt)], group=2, max_new_tokens=16,
+                temperature=0, key=(0, 0))  # fmt: skip
+
+
+OWN_TASK = """
+from train_grpo import Task
+
+class Echo(Task):
+    vocab_size, end = 4, (3,)
+
+    def __init__(self, config):
+        self.word = config.size
+
+    def prompt(self, rng, index, held_out):
+        return None, [self.word]
+
+    def reply(self, state, answer):
+        return state, None, float(answer == [self.word, 3])
+
+class Endless(Echo):
+    end = (4,)
+"""
+
+
+def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    task = task_of(f"{tmp_path / 'mine.py'}:Echo", size=2)
+    [[t]] = play(task, Script([2, 2, 3], vocab=4), groups=[0], group=1, temperature=0)
+    assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
+
+
+@pytest.mark.parametrize("task, message", [
+    ("mine.py:Nothing", "mine.py has no class 'Nothing'"), ("mine.py:", "has no class ''"),
+    ("other.py:Echo", "none of guess, sort, lookup, jsonl and no FILE.py:Class"),
+    ("mine.py:Endless", r"Endless.end must be token ids under vocab_size 4, got \(4,\)"),
+    ("gues", "'gues' is none of guess, sort, lookup, jsonl"),
+])  # fmt: skip
+def test_a_task_that_cannot_be_had_says_what_is_missing(tmp_path, monkeypatch, task, message):
+    (tmp_path / "mine.py").write_text(OWN_TASK)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        task_of(task)
+
+
+LINES = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"} for n in range(40)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A directory with random weights and a byte-level BPE tokenizer of a few sentences."""
+    tokenizers = pytest.importorskip("tokenizers", reason="jsonl reads tokenizer.json")
+    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+    path = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text for line in LINES for text in line.values()], trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    shape = models.tiny(vocab_size=size, eos_token_id=(0,), max_position_embeddings=48)
+    models.save_hf(Transformer(shape).double().init_weights(0), path)
+    return path
+
+
+def jsonl(checkpoint, folder, *extra_lines, **options):
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in LINES) + "\n".join(extra_lines))
+    options = dict(model=str(checkpoint), max_new_tokens=16, dtype="float64") | options
+    return Config(task="jsonl", data=str(data), **options)
+
+
+def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(checkpoint, tmp_path):
+    config = jsonl(checkpoint, tmp_path, template="Q: {question} A:")
+    task = make_task(config)
+    _, model, _ = build(config, task, "cpu")
+    models.load_hf(checkpoint, model=model)
+    played = sum(play(task, model, groups=range(20), temperature=0.9), [])
+    assert_scored_as_sampled(model, played, 0.9)
+    trained, held_out = (
+        {task.show(prompt) for _, _, prompt in opening(task, range(400), h)} for h in (False, True)
+    )
+    assert trained | held_out == {f"Q: {line['question']} A:" for line in LINES}
+    assert not trained & held_out and 1 <= len(held_out) <= 8
+    assert all(task.show(t.tokens).startswith("Q: What is") for t in played)
+
+
+def test_jsonl_rewards_the_gold_answer_and_demonstrates_it(checkpoint, tmp_path):
+    task, gold = make_task(jsonl(checkpoint, tmp_path)), "so\n#### 1,234"
+    answers = {"#### 1234.0": 1.0, "1234": 0.0, "#### 12": 0.0, "#### 1\n#### 1234": 1.0, "": 0.0}
+    for text, reward in answers.items():
+        answer = [*task.tokenizer.encode(text).ids, 0]
+        assert task.reply(gold, answer)[1:] == (None, reward)
+    assert task.reply("Paris", [*task.tokenizer.encode("#### Paris ").ids, 0])[2] == 1.0
+    for t in demonstrations(task, opening(task, range(3)), (0,)):
+        assert (t.reward, t.tokens[-1], t.mask[-1]) == (1.0, 0, True)
+
+
+@pytest.mark.parametrize("line", [
+    "{", '"text"', "[1]", '{"question": "1?"}', '{"question": 1, "answer": "1"}',
+    json.dumps({"question": "word " * 40, "answer": "1"}),
+])  # fmt: skip
+def test_a_bad_line_of_jsonl_is_named_by_its_number(checkpoint, tmp_path, line):
+    with pytest.raises(ValueError, match=r"data.jsonl line 42( is no |: a prompt of \d+ tokens)"):
+        make_task(jsonl(checkpoint, tmp_path, "", line))
+
+
+def test_what_jsonl_lacks_is_named(checkpoint, tmp_path):
+    def refuses(message, **options):
+        with pytest.raises(ValueError, match=message):
+            make_task(jsonl(checkpoint, tmp_path, **options))
+
+    refuses(r"--template must contain \{question\}", template="hello")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    refuses("tokenizer.json", model=str(tmp_path))
+    raw = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
+    refuses("no eos_token_id", model=str(tmp_path))
+    (tmp_path / "few.jsonl").write_text(json.dumps(LINES[0]))
+    with pytest.raises(ValueError, match="too small to hold every tenth question out"):
+        make_task(Config(task="jsonl", data=str(tmp_path / "few.jsonl"), model=str(checkpoint)))
