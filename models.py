@@ -11,7 +11,8 @@ changes when attention does, and what it computes can be read in 100 lines.
 What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
 
     (1)  x^0_i   = embed[t_i]
-    (2)  y_i     = x_i + O [ attention(q, k, v) ]_i,  q = rope_i(norm_q(Q norm(x_i))), k likewise, v = V norm(x)
+    (2)  y_i     = x_i + O [ attention(q, k, v) ]_i
+         q_i     = rope_i(norm_q(Q norm(x_i))), k_i likewise with K, v_i = V norm(x_i)
     (3)  x'_i    = y_i + down( silu(gate norm(y_i)) * (up norm(y_i)) )
     (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)
     (5)  rope_p(x) = x cos(p f) + (-x[D/2:], x[:D/2]) sin(p f),  f_n = theta^(-2n/D), n = 0..D/2-1
@@ -53,6 +54,7 @@ import json
 import math
 import struct
 import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,17 +138,18 @@ class ModelConfig:
         rope = raw.get("rope_parameters") or {}
         fields["rope_theta"] = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
         eos = raw.get("eos_token_id")
-        fields["eos_token_id"] = tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,))
+        eos = eos if isinstance(eos, list) else [eos]
+        fields["eos_token_id"] = tuple(token for token in eos if token is not None)
         return cls(model_type=raw["model_type"], **fields)
 
     def to_hf(self) -> dict:
         """The config.json that both transformers 4 and 5 read back to this model."""
         for name, rule in FAMILIES[self.model_type].items():
             if isinstance(rule, bool) and getattr(self, name) != rule:
-                raise ValueError(f"{self.model_type} has {name}={rule}; this model has {getattr(self, name)}")
+                raise ValueError(f"{self.model_type} has {name}={rule}, this model not")
         raw = {name: getattr(self, name) for name in HF_DEFAULTS}
         raw |= {
-            "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]],
+            "architectures": [self.model_type.capitalize() + "ForCausalLM"],
             "model_type": self.model_type, "head_dim": self.head_dim, "hidden_act": "silu",
             "rope_theta": self.rope_theta, "attention_dropout": 0.0, "use_sliding_window": False,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
@@ -169,13 +172,13 @@ def _refuse_unimplemented(raw):
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     sliding = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
-    layer_types = raw.get("layer_types") or []
+    layer_types, layers = raw.get("layer_types") or [], raw.get("num_hidden_layers", 32)
     refused = {
         f"rope_type {rope_type!r}": rope_type != "default",
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "attention_dropout > 0": raw.get("attention_dropout", 0.0) > 0,
         "sliding-window layers": any(t != "full_attention" for t in layer_types)
-        or (sliding and not layer_types and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]),
+        or (sliding and not layer_types and raw.get("max_window_layers", 28) < layers),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     found = [name for name, present in refused.items() if present]
@@ -187,16 +190,20 @@ def _refuse_unimplemented(raw):
 
 
 def definition(model, tokens, /):
-    """Logits (S, V) of one document (S,), equations (1)-(6) token by token. Slow, obvious, float64."""
-    config, w = model.config, {k: v.detach().double() for k, v in model.state_dict().items()}
+    """Logits (S, V) of one document (S,), equations (1)-(6) token by token. Slow, float64."""
+    config, D = model.config, model.config.head_dim
+    w = {name: p.detach().double() for name, p in model.named_parameters()}
 
     def norm(x, weight):  # (4)
         return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
 
-    def heads(x, prefix, p):  # project, split in heads, normalise, rotate: (n_heads, D)
-        y = (w[prefix + "_proj.weight"] @ x + w.get(prefix + "_proj.bias", 0)).view(-1, config.head_dim)
+    def heads(x, prefix):  # project and split in heads: (heads, D)
+        return (w[prefix + "_proj.weight"] @ x + w.get(prefix + "_proj.bias", 0)).view(-1, D)
+
+    def rotated(x, prefix, p):  # the same, normalised and rotated to position p
+        y = heads(x, prefix)
         y = norm(y, w[prefix + "_norm.weight"]) if prefix + "_norm.weight" in w else y
-        angle = p * config.rope_theta ** (-torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+        angle = p * config.rope_theta ** (-torch.arange(0, D, 2).double() / D)
         a, b = y.chunk(2, -1)  # (5)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
@@ -204,17 +211,18 @@ def definition(model, tokens, /):
     for n in range(config.num_hidden_layers):
         at = f"model.layers.{n}.self_attn."
         hs = [norm(x, w[f"model.layers.{n}.input_layernorm.weight"]) for x in xs]
-        q, k = ([heads(h, at + s, p) for p, h in enumerate(hs)] for s in "qk")
-        v = [(w[at + "v_proj.weight"] @ h + w.get(at + "v_proj.bias", 0)).view(-1, config.head_dim) for h in hs]
+        q, k = ([rotated(h, at + s, p) for p, h in enumerate(hs)] for s in "qk")
+        v = [heads(h, at + "v") for h in hs]
         for i, x in enumerate(xs):
             out = []
             for head in range(config.num_attention_heads):
                 g = head * config.num_key_value_heads // config.num_attention_heads
-                score = torch.stack([q[i][head] @ k[j][g] for j in range(i + 1)]) / config.head_dim**0.5
+                score = torch.stack([q[i][head] @ k[j][g] for j in range(i + 1)]) / D**0.5
                 out.append(sum(p * v[j][g] for j, p in enumerate(score.softmax(0))))
             y = x + w[at + "o_proj.weight"] @ torch.cat(out) + w.get(at + "o_proj.bias", 0)  # (2)
             h = norm(y, w[f"model.layers.{n}.post_attention_layernorm.weight"])
-            gate, up, down = (w[f"model.layers.{n}.mlp.{s}_proj.weight"] for s in ("gate", "up", "down"))
+            mlp = f"model.layers.{n}.mlp."
+            gate, up, down = (w[f"{mlp}{s}_proj.weight"] for s in ("gate", "up", "down"))
             xs[i] = y + down @ (F.silu(gate @ h) * (up @ h))  # (3); later i never read xs[i] again
     head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
     return torch.stack([head @ norm(x, w["model.norm.weight"]) for x in xs])  # (6)
@@ -350,7 +358,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> "Transformer":
-        """Normal(0, initializer_range) matrices, unit norms, zero biases; the same in every dtype."""
+        """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
@@ -372,10 +380,10 @@ class Transformer(nn.Module):
         if tokens_BS.dim() != 2:
             raise ValueError(f"tokens must be (B, S), got shape {tuple(tokens_BS.shape)}")
         if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
-        x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
+            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+        x_BSM, config = self.model.embed_tokens(tokens_BS), self.config  # (1)
         cos_B1SD, sin_B1SD = rope_angles(
-            positions, head_dim=self.config.head_dim, theta=self.config.rope_theta, dtype=x_BSM.dtype
+            positions, head_dim=config.head_dim, theta=config.rope_theta, dtype=x_BSM.dtype
         )
         for layer in self.model.layers:
             x_BSM = layer(x_BSM, cos_B1SD, sin_B1SD, attention or causal_attention)
@@ -425,7 +433,7 @@ def _scaled_logits(hidden_NM, weight_VM, temperature, softcap):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """With p = exp(logprob):  d logprob(t) / dz = onehot(t) - p,   d entropy / dz = -p (log p + entropy)."""
+    """p = exp(logprob); d logprob(t) / dz = onehot(t) - p, d entropy / dz = -p (log p + entropy)."""
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_VM, targets_N, temperature, softcap, chunk):
@@ -457,8 +465,9 @@ class _TokenLogprobs(torch.autograd.Function):
             logp_NV = z_NV.log_softmax(-1)
             p_NV = logp_NV.exp()
             entropy_N1 = -(p_NV * logp_NV).sum(-1, keepdim=True)
-            dz_NV = -p_NV * (dlogprobs_N[rows, None] + dentropy_N[rows, None] * (logp_NV + entropy_N1))
-            dz_NV.scatter_add_(-1, targets_N[rows, None], dlogprobs_N[rows, None])
+            dlogprobs_N1, dentropy_N1 = dlogprobs_N[rows, None], dentropy_N[rows, None]
+            dz_NV = -p_NV * (dlogprobs_N1 + dentropy_N1 * (logp_NV + entropy_N1))
+            dz_NV.scatter_add_(-1, targets_N[rows, None], dlogprobs_N1)
             dz_NV = dz_NV / temperature
             if softcap is not None:
                 dz_NV = dz_NV * (1 - (z_NV * temperature / softcap).square())
@@ -500,7 +509,8 @@ def packed_attention(lengths, /, *, waste=1.25):
     for bucket in buckets:
         start, length = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
         column = torch.arange(int(length.max()))
-        index.append((start[:, None] + column.minimum(length[:, None] - 1), column < length[:, None]))
+        real = column < length[:, None]
+        index.append((start[:, None] + column.minimum(length[:, None] - 1), real))
     back = torch.cat([i[real] for i, real in index]).argsort()  # bucket order -> row order
     on_device = {}
 
@@ -515,7 +525,8 @@ def packed_attention(lengths, /, *, waste=1.25):
         parts, order_S = on_device[q_BHSD.device]
         out = []
         for index_EL, real_EL in parts:
-            q_EHLD, k_EGLD, v_EGLD = (x[0][:, index_EL].transpose(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD))
+            whole = q_BHSD, k_BGSD, v_BGSD
+            q_EHLD, k_EGLD, v_EGLD = (x[0][:, index_EL].transpose(0, 1) for x in whole)
             out_EHLD = causal_attention(
                 q_EHLD, k_EGLD, v_EGLD, layer=layer, scale=scale, window=window, softcap=softcap
             )
@@ -542,9 +553,8 @@ def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
     row_N, column_N = mask_BT.nonzero(as_tuple=True)
     length_B = torch.tensor(lengths, device=device)
     at_N = (length_B.cumsum(0) - length_B)[row_N] + column_N  # the token that predicts the target
-    x_1SM = model.hidden(
-        tokens_S[None], positions=packed_positions(lengths).to(device), attention=packed_attention(lengths)
-    )
+    positions_1S, attention = packed_positions(lengths).to(device), packed_attention(lengths)
+    x_1SM = model.hidden(tokens_S[None], positions=positions_1S, attention=attention)
     scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
     return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
 
@@ -566,7 +576,7 @@ class KVCache:
         self.layers = {}  # layer -> k, v, each (B, G, C, D)
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        """Append k, v of S new tokens a row and attend: query i of row b sees keys 0..lengths[b] + i."""
+        """Append k, v of S new tokens a row and attend: query i of row b sees keys 0..length_b + i."""
         S, past = q_BHSD.shape[2], self.longest
         k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD)
         if past == 0:  # a prompt: nothing older to see, and right padding needs no mask
@@ -606,7 +616,7 @@ class KVCache:
         return k_BGCD, v_BGCD
 
     def advance(self, counts_B, /):
-        """Row b now holds counts_B[b] tokens more; what was written beyond that is overwritten later."""
+        """Row b now holds counts_B[b] tokens more; what was written behind them is written over."""
         self._set_lengths(self.lengths_B + counts_B)
 
     def select(self, rows, /):
@@ -639,8 +649,11 @@ def extend(model, cache, tokens_BS, /, counts=None):
 
 @torch.no_grad()
 def prefill(model, prompts, /):
-    """A cache with one row a prompt (lists of token ids, any lengths) and the logits (B, V) after each."""
-    device = model.head_weight.device
+    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each."""
+    device, vocab_size = model.head_weight.device, model.config.vocab_size
+    for prompt in prompts:
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
     counts = torch.tensor([len(p) for p in prompts], device=device)
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     cache = KVCache(len(prompts), device=device)
@@ -665,8 +678,82 @@ def sample(logits_BV, uniform_B, /, *, temperature: float):
         # Pinned by tests/test_models.py::test_sampling_follows_the_distribution.
         cdf_BV = logp_BV.double().exp().cumsum(-1)
         at_B1 = uniform_B.double()[:, None] * cdf_BV[:, -1:]
-        tokens_B = torch.searchsorted(cdf_BV, at_B1, right=True)[:, 0].clamp(max=cdf_BV.shape[1] - 1)
+        found_B = torch.searchsorted(cdf_BV, at_B1, right=True)[:, 0]
+        tokens_B = found_B.clamp(max=cdf_BV.shape[1] - 1)
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+class Row:
+    """A sequence under way: it takes its next queued token or, with none queued, the sampled one.
+
+    mask says which tokens were sampled, logprobs what the sampler gave them (0 where queued); both
+    have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th token behind the
+    prompt.
+    """
+
+    def __init__(self, prompt, draws=None):
+        self.tokens, self.draws, self.queue = list(prompt), draws, deque()
+        self.new, self.truncated = 0, False  # tokens behind the prompt; ended by the limit
+        self.mask, self.logprobs = [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
+
+    def append(self, token, logprob) -> bool:
+        """Take one token; True if it was the sampled one."""
+        sampled = not self.queue
+        self.tokens.append(token if sampled else self.queue.popleft())
+        self.mask.append(sampled)
+        self.logprobs.append(logprob if sampled else 0.0)
+        self.new += 1
+        return sampled
+
+
+@torch.no_grad()
+def generate(model, rows, /, *, max_new_tokens, temperature, end=(), after=None):
+    """Decode rows (of one model, any prompts) until each has ended; they are returned as they end.
+
+    A sampled token in `end` calls after(row) -> rows that go on in its place: none ends it, itself
+    with tokens in its queue is the next turn of a conversation, several are a fork. A row of
+    max_new_tokens tokens behind its prompt ends with truncated set. temperature 0 is greedy and
+    needs no draws. Equal prompts are computed once; an ended row leaves the batch.
+    """
+    distinct = dict.fromkeys(tuple(row.tokens) for row in rows)
+    distinct = {prompt: n for n, prompt in enumerate(distinct)}
+    _check_positions(model.config, distinct, max_new_tokens)
+    cache, logits_BV = prefill(model, list(distinct))
+    batch, done = [distinct[tuple(row.tokens)] for row in rows], []
+    cache.select(batch)
+    logits_BV = logits_BV[batch]
+    while rows:
+        uniform_B = None
+        if temperature > 0:
+            uniform_B = torch.tensor([row.draws[row.new] for row in rows], device=logits_BV.device)
+        drawn = [x.tolist() for x in sample(logits_BV, uniform_B, temperature=temperature)]
+        going = []  # (place in the batch, row after this token)
+        for b, (row, token, logprob) in enumerate(zip(rows, *drawn)):
+            ended = row.append(token, logprob) and token in end
+            followers = (after(row) if after else []) if ended else [row]
+            done += [] if followers else [row]
+            for follower in followers:
+                follower.truncated = follower.new >= max_new_tokens
+                if follower.truncated:
+                    done.append(follower)
+                else:
+                    going.append((b, follower))
+        if going:
+            if [b for b, _ in going] != list(range(len(rows))):
+                cache.select([b for b, _ in going])
+            last_B1 = torch.tensor([[row.tokens[-1]] for _, row in going], device=logits_BV.device)
+            logits_BV = extend(model, cache, last_B1)
+        rows = [row for _, row in going]
+    return done
+
+
+def _check_positions(config, prompts, max_new_tokens):
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed the model's "
+            f"{config.max_position_embeddings} positions; shorten one of them"
+        )
 
 
 # 6. Checkpoints ------------------------------------------------------------------------------
@@ -715,7 +802,7 @@ def _header(path):
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size:
-            raise ValueError(f"{path} is truncated: {size} bytes, its header alone needs {8 + length}")
+            raise ValueError(f"{path} is truncated: {size} bytes, the header needs {8 + length}")
         try:
             header = json.loads(file.read(length))
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -755,7 +842,8 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
             raise ValueError(f"{file} does not hold {name}, which the index says it does")
         shape = headers[file][name]["shape"]
         if list(have[name].shape) != shape:
-            raise ValueError(f"{file}: {name} has shape {shape}, config asks for {list(have[name].shape)}")
+            wanted = list(have[name].shape)
+            raise ValueError(f"{file}: {name} has shape {shape}, config asks for {wanted}")
     with torch.no_grad():
         for file in headers:
             with _safetensors().safe_open(file, framework="pt") as reader:
@@ -765,7 +853,7 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
 
 
 def save_hf(model, directory) -> None:
-    """Write config.json and model.safetensors (its own dtype) that transformers and load_hf read."""
+    """Write config.json and model.safetensors, in its own dtype, for transformers and load_hf."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
@@ -781,9 +869,9 @@ def tiny(model_type="qwen3", **changes) -> ModelConfig:
     """A small configuration with grouped heads and nothing square, for tests."""
     family = FAMILIES[model_type]
     base = dict(
-        vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=10, model_type=model_type, qk_norm=family["qk_norm"],
-        qkv_bias=family["qkv_bias"] is True, o_bias=False, initializer_range=0.3,
+        vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10,
+        num_attention_heads=4, num_key_value_heads=2, model_type=model_type, initializer_range=0.3,
+        qk_norm=family["qk_norm"], qkv_bias=family["qkv_bias"] is True, o_bias=False,
     )  # fmt: skip
     return ModelConfig(**base | changes)
 
@@ -793,7 +881,7 @@ def _relative(a, b):
 
 
 def check() -> bool:
-    """Each path against `definition` in float64; prints the table, True if every row is <= 1e-12."""
+    """Each path against `definition` in float64; prints a table, True if every row is <= 1e-12."""
     torch.manual_seed(0)
     rows = []
     for model_type in FAMILIES:

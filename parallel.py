@@ -1,4 +1,4 @@
-"""Data parallelism that equals one process, and what ranks must agree on: stops, errors, checkpoints.
+"""Data parallelism that equals one process; what ranks must agree on: stops, errors, checkpoints.
 
 Each rank computes the gradient of its part of a sum; the parts are added, nothing is averaged, so
 the number of ranks and who holds which sequence cannot change the result beyond rounding.
@@ -8,13 +8,13 @@ the number of ranks and who holds which sequence cannot change the result beyond
 What it must equal, for ranks r and the loss L = sum_r L_r (each already divided by a global count):
 
     (1)  g      = sum_r dL_r / dtheta
-    (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same number on every rank
-    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           skipped everywhere if norm is not finite
+    (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
+    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           nowhere if norm is not finite
 
-    | mode | what a rank holds           | forward               | backward                    | optimiser step             |
-    | ddp  | everything                  | nothing               | nothing                     | all-reduce of the gradient |
-    | fsdp | 1/W of weights, gradients,  | all-gather of weights | all-gather, reduce-scatter  | all-reduce of norm^2       |
-    |      | moments (dim 0 of each)     | per layer             | (a sum) per layer           |                            |
+    | mode | a rank holds         | forward          | backward               | optimiser step   |
+    | ddp  | everything           | nothing          | nothing                | all-reduce of g  |
+    | fsdp | 1/W of weights, g    | all-gather per   | all-gather and reduce- | all-reduce of    |
+    |      | and moments (dim 0)  | layer            | scatter (a sum) each   | norm^2           |
 
 `ddp` reduces once per optimiser step, not in backward: micro-batches cost no message, and ranks may
 run different numbers of them, none included. Under `fsdp` each forward is collective.
@@ -70,7 +70,7 @@ def connect(device="", *, timeout=60, threads=1) -> str:
 
 
 def agree(function):
-    """Rank 0 calls function(); every rank returns its value, or raises what it raised as ValueError."""
+    """Rank 0 calls function(); every rank returns its value, or raises its error as ValueError."""
     box = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -83,6 +83,13 @@ def agree(function):
     if box[1] is not None:
         raise ValueError(box[1])
     return box[0]
+
+
+def summed(values, device) -> list:
+    """A list of numbers, or of lists of numbers, summed over ranks in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 class Stop:
@@ -103,7 +110,7 @@ class Stop:
 
 @contextlib.contextmanager
 def naming_lost_ranks(where, advice):
-    """Turn a collective that fails because a rank is gone into a ConnectionError that says what to do.
+    """Turn a collective that fails because a rank is gone into an error that says what to do.
 
     where: called for the text that says how far this rank was. It leaves without saving, because
     saving needs the ranks that are gone; the last checkpoint is whole.
@@ -197,8 +204,9 @@ def name_suspects(model, suspect: int, device) -> str:
 
 @torch.no_grad()
 def copy_weights(source, target) -> None:
-    """target's parameters := source's, gathered if sharded, one tensor at a time, in target's dtype."""
-    for (name, p), (other, q) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+    """target's parameters := source's, gathered if sharded, one at a time, in target's dtype."""
+    pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
+    for (name, p), (other, q) in pairs:
         if name != other:
             raise ValueError(f"models differ: {name} against {other}")
         q.copy_(full(p))
@@ -212,7 +220,21 @@ def lr_factor(step, /, *, warmup, total, decay):
     if step < warmup:
         return (step + 1) / warmup
     done = (step - warmup) / (total - warmup)
-    return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[decay]
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[decay]
+
+
+def training_tensors(model, optimizer) -> dict:
+    """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        tensors[f"model.{name}"] = p.detach()
+        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    return tensors
 
 
 # 3. Checkpoints ------------------------------------------------------------------------------
@@ -251,7 +273,7 @@ def _crc32(path):
 
 
 def verify_checkpoint(path) -> dict:
-    """The JSON state of a checkpoint whose every file has its size and checksum; else ValueError."""
+    """The JSON state of a checkpoint whose files all have their size and checksum; or ValueError."""
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
@@ -353,7 +375,7 @@ class _Toy(torch.nn.Module):
 
 
 def _toy_step(rank, world, mode, store, out):
-    """Two steps of a toy on rows rank, rank + world, ..; rank 0 leaves norms and weights in `out`."""
+    """Two steps of a toy on rows rank, rank + world, ..; rank 0 leaves norms, weights in `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.manual_seed(0)
@@ -378,7 +400,7 @@ def check() -> bool:
     """Norms and weights after two clipped steps: every mode and world against one process."""
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for mode, world in (("ddp", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("fsdp", 3)):
+        for mode, world in ((mode, world) for mode in ("ddp", "fsdp") for world in (1, 2, 3)):
             store, out = f"{folder}/store-{mode}-{world}", f"{folder}/out-{mode}-{world}"
             context = torch.multiprocessing.start_processes(
                 _toy_step, (world, mode, store, out), nprocs=world, start_method="fork", join=False

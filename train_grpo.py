@@ -1,4 +1,4 @@
-"""GRPO on multi-turn tasks: rollouts, advantages, one loss, one training loop, on any number of ranks.
+"""GRPO on multi-turn tasks: rollouts, advantages, one loss, one training loop, any number of ranks.
 
 A policy answers a prompt several times; answers that beat their group's mean become likelier. Two
 rules carry the file. **Every loss is a sum over sampled tokens**, sum(w * l) / Z, with w and Z made
@@ -19,18 +19,20 @@ update, ref of the frozen reference, smp of the sampler:
     (1)  A_i = (R_i - mean R) / (std R + 1e-4)    `group_std` (GRPO; std with G - 1)
              = R_i - mean R                       `group_mean` (Dr.GRPO)
              = (R_i - mean R) G / (G - 1)         `leave_one_out` (RLOO)
-             = V(segment) - V(its parent)         `per_branch`: V = mean reward of the rollouts below
-    (2)  r_t = exp(lp_t - old_t)                  `token`;   exp(mean_t(lp_t - old_t))  `sequence` (GSPO)
+             = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
+    (2)  r_t = exp(lp_t - old_t)                  `token`
+             = exp(mean_t(lp_t - old_t))          `sequence` (GSPO)
     (3)  l_t = -min(min(r, c) A, clip(r, 1 - low, 1 + high) A)     `clip`; c: dual clip, if any
              = -sg(min(r, bound)) A lp_t                            `cispo`
     (4)  l_t <- sg(min(exp(old_t - smp_t), C)) l_t                  importance_cap C (TIS), if any
-    (5)  l_t <- l_t + kl_coef k(lp_t - ref_t) - entropy_coef H_t    k1 d, k2 d^2/2, k3 exp(-d) + d - 1
+    (5)  l_t <- l_t + kl_coef k(lp_t - ref_t) - entropy_coef H_t
+             k1: d    k2: d^2 / 2    k3: exp(-d) + d - 1
     (6)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
              token_mean     w_i = 1               Z = sampled tokens
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
 
-Paper -> settings (clip values, coefficients and lr are the papers' own; the rest stays at its default):
+Paper -> settings (the rest stays at its default; every paper has learning rates of its own):
 
     GRPO     arXiv:2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
                                --kl-coef 0.04 --entropy-coef 0
@@ -41,7 +43,7 @@ Paper -> settings (clip values, coefficients and lr are the papers' own; the res
                                --overlong filter --entropy-coef 0
     GSPO     arXiv:2507.18071  --advantage group_std --ratio sequence --aggregation sequence_mean
                                --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
-    CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --cispo-bound 5 --entropy-coef 0
+    CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
     TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
     dual clip (arXiv:1912.09729)             --dual-clip 3
     tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
@@ -55,9 +57,10 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
-    loss/token_mean              (6), whatever the aggregation: divided by its own Z; mean of updates
+    loss/token_mean              (6), divided by the aggregation's own Z; mean of updates
     kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           (8) of models.py at `temperature`; ratio/clipped_fraction  of tokens
+    entropy/token_mean           (8) of models.py, at `temperature`
+    ratio/clipped_fraction       of sampled tokens
     logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
@@ -74,6 +77,7 @@ every ratio unless scored under the same cut), tensor, context and pipeline para
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import importlib.util
 import inspect
@@ -85,7 +89,6 @@ import shutil
 import sys
 import time
 import zlib
-from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -95,10 +98,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import models
-from models import ModelConfig, Transformer, extend, prefill, sample
+from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Stop, agree, checkpoints, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, write_checkpoint,
+    Stop, agree, checkpoints, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects,
+    naming_lost_ranks, newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed,
+    training_tensors, write_checkpoint,
 )  # fmt: skip
 
 
@@ -179,16 +183,17 @@ class Config:
     threads: int = 1  # CPU threads of each rank
 
     CHOICES = dict(
-        dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), kl=("k1", "k2", "k3"),
-        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"), ratio=("token", "sequence"),
-        aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
-        kl_in=("loss", "reward"), lr_decay=("constant", "linear", "cosine"), device=("", "cpu", "cuda"),
+        dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), objective=("clip", "cispo"),
+        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"), kl=("k1", "k2", "k3"),
+        aggregation=("token_mean", "sequence_mean", "constant"), ratio=("token", "sequence"),
+        kl_in=("loss", "reward"), lr_decay=("constant", "linear", "cosine"),
+        device=("", "cpu", "cuda"),
         data_parallel=("ddp", "fsdp"), generator_dtype=("", "float32", "float64", "bfloat16"),
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
-        "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every", "target",
-        "tensorboard", "timeout", "threads", "micro_tokens", "device",
+        "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
+        "target", "tensorboard", "timeout", "threads", "micro_tokens", "device",
     )  # fmt: skip
 
     def check(self) -> "Config":
@@ -213,37 +218,40 @@ class Config:
         return self
 
     def _combinations(self):
-        leaves = self.forks ** min(self.fork_turns, 64)
+        leaves, own_shape = self.forks ** min(self.fork_turns, 64), not self.model
         kl_in_loss = self.kl_coef and self.kl_in == "loss"
-        yield self.group == 1, f"--group 1 gives --advantage {self.advantage} no baseline: use 2 or more"
-        yield self.group % leaves, f"--group {self.group} must divide by forks ** fork_turns = {leaves}"
-        yield (self.forks > 1) != (self.fork_turns > 0), "--forks 2 needs --fork-turns 1, and the reverse"
+        yield self.group == 1, "--group 1 has no baseline, so every advantage is 0: use 2 or more"
+        yield self.group % leaves, f"--group {self.group} must divide by forks ** fork_turns, {leaves}"
+        yield (self.forks > 1) != (self.fork_turns > 0), "--forks over 1 and --fork-turns go together"
         yield self.clip_low >= 1, f"--clip-low must be under 1, got {self.clip_low}"
+        yield self.beta2 >= 1, f"--beta2 must be under 1, got {self.beta2}"
         yield 0 < self.dual_clip <= 1 + self.clip_high, (
-            f"--dual-clip must be over 1 + clip_high = {1 + self.clip_high:.3g} (papers: 3), got {self.dual_clip}")
+            f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}")
         yield self.objective == "cispo" and (self.dual_clip or self.ratio == "sequence"), (
             "--objective cispo has its own bound: drop --dual-clip and --ratio sequence")
         yield self.dynamic_sampling and (self.entropy_coef or kl_in_loss), (
-            "--dynamic-sampling drops groups of advantage 0, which still have entropy and KL terms: "
+            "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
             "set --entropy-coef 0 and --kl-coef 0")
-        yield self.max_rounds > 1 and not self.dynamic_sampling, "--max-rounds is for --dynamic-sampling"
+        yield self.max_rounds > 1 and not self.dynamic_sampling, (
+            "--max-rounds is for --dynamic-sampling")
         yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
-            "--importance-cap needs --proximal (or --minibatches 1): else old is the sampler, the weight 1")
+            "--importance-cap needs --proximal or --minibatches 1: else old is the sampler itself")
         yield self.minibatches > self.prompts, (
-            f"--minibatches {self.minibatches} is more than --prompts {self.prompts}: some would be empty")
-        yield self.beta2 >= 1, f"--beta2 must be under 1, got {self.beta2}"
+            f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty")
         yield self.lr_warmup >= self.steps, (
-            f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; --lr-warmup 0 has none")
-        yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it: choose"
+            f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
+        yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
         yield self.resume and not self.out, "--resume needs --out DIR, the run to go on with"
-        yield not self.model and (self.hidden % self.heads or self.hidden // self.heads % 2), (
+        yield own_shape and (self.hidden % self.heads or self.hidden // self.heads % 2), (
             f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim")
-        yield self.heads > 1 and self.heads % 2, f"--heads must be 1 or even, got {self.heads}"
+        yield own_shape and self.heads % 2 and self.heads > 1, (
+            f"--heads must be 1 or even, got {self.heads}")
         yield self.task == "jsonl" and not (self.data and self.model), (
             "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json")
         yield self.task == "sort" and self.length > self.size, (
             f"--length {self.length} distinct symbols need --size of as many, got {self.size}")
-        yield self.device == "cuda" and not torch.cuda.is_available(), "--device cuda: torch sees none here"
+        yield self.device == "cuda" and not torch.cuda.is_available(), (
+            "--device cuda: torch sees no CUDA device here")
 
 
 def _flag(name):
@@ -271,8 +279,11 @@ def parse_config(argv) -> Config:
     unknown = sorted(stored.keys() - {f.name for f in dataclasses.fields(Config)})
     if unknown:
         raise ValueError(f"{path} has fields that this version does not know: {unknown}")
-    fixed = [k for k in given if k not in Config.FREE or (k == "steps" and stored["lr_decay"] != "constant")]
-    changed = [f"{_flag(k)} {given[k]!r} (the run has {stored[k]!r})" for k in fixed if given[k] != stored[k]]
+    free = set(Config.FREE) - ({"steps"} if stored["lr_decay"] != "constant" else set())
+    changed = [
+        f"{_flag(k)} {v!r} (the run has {stored[k]!r})"
+        for k, v in given.items() if k not in free and v != stored[k]
+    ]  # fmt: skip
     if changed:
         raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
     return Config(**(stored | given))
@@ -329,10 +340,13 @@ def divergence(d, /, kind):
     return d.square() / 2 if kind == "k2" else torch.exp(-d) + d - 1
 
 
-def policy_loss(lp_BT, old_BT, advantage_BT, mask_BT, /, config, *, entropy_BT=None, ref_BT=None, importance_BT=None):
+def policy_loss(
+    lp_BT, old_BT, advantage_BT, mask_BT, /, config, *,
+    entropy_BT=None, ref_BT=None, importance_BT=None,
+):  # fmt: skip
     """(2)-(5) per token: l_BT, and a dict of detached (B, T) statistics, all 0 where mask is off.
 
-    Log-probs (B, T) float, mask_BT bool (was sampled), advantage_BT and importance_BT broadcastable.
+    Log-probs (B, T) float, mask_BT bool (was sampled), advantage_BT, importance_BT broadcastable.
     Any leading shape works, (T,) too: a row is one sequence, which is all that `sequence` needs.
     """
     zero = lp_BT.new_zeros(())
@@ -373,7 +387,7 @@ def policy_loss(lp_BT, old_BT, advantage_BT, mask_BT, /, config, *, entropy_BT=N
 class Task:
     """What a task provides. Tokens go in and come out; nothing is ever decoded and encoded again.
 
-    A state is a plain value and `reply` returns a new one, so that a forked trajectory can share it.
+    A state is a plain value and `reply` returns a new one, so forked trajectories can share it.
     Rewards of the turns add up; a trajectory of total reward 1 or more counts as solved.
     """
 
@@ -385,7 +399,7 @@ class Task:
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """answer: the tokens of a turn, its end token last -> (state, reply tokens or None, reward)."""
+        """answer: a turn's tokens, its end token last -> (state, reply tokens or None, reward)."""
         raise NotImplementedError
 
     def demo(self, state, rng) -> list[int]:
@@ -430,7 +444,7 @@ class Guess(Symbols):
         deck, place = divmod(index, self.size)
         order = np.random.default_rng([self.seed, 5, deck]).permutation(self.size)
         secret = place if held_out else int(order[place])
-        return (secret, 1, 0, self.size - 1, 0), [self.size]  # secret, turn, possible range, agreeing
+        return (secret, 1, 0, self.size - 1, 0), [self.size]  # secret, turn, range left, agreeing
 
     def reply(self, state, answer):
         secret, turn, low, high, agreeing = state
@@ -467,9 +481,6 @@ class Sort(Symbols):
         right = sum(a == b for a, b in zip(answer, state)) / self.length
         return state, None, 1.0 if right == 1 else 0.5 * right
 
-    def demo(self, state, rng):
-        return rng.permutation(self.size)[: self.length].tolist() + list(self.end)
-
 
 class Lookup(Symbols):
     """Use a tool: `? key`, answer `key .`, the table replies `= value`, answer `value .`
@@ -502,8 +513,8 @@ class Lookup(Symbols):
 
 
 class Jsonl(Task):
-    """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is what
-    follows `####` (the whole answer, if nothing does). Reward 1 for an equal number or equal text.
+    """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is
+    what follows `####` (the whole answer, if nothing does). Reward 1 for an equal number or text.
     Every tenth question, by its hash, is held out. Needs the checkpoint's tokenizer.json."""
 
     def __init__(self, config):
@@ -511,29 +522,27 @@ class Jsonl(Task):
         shape = ModelConfig.from_hf(config.model)
         self.vocab_size, self.end = self.tokenizer.get_vocab_size(), shape.eos_token_id
         if not self.end:
-            raise ValueError(f"{config.model}/config.json has no eos_token_id, so no answer could end")
+            raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
         template = config.template
         if self.tokenizer.token_to_id("<|im_start|>") is not None:  # ChatML
             template = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         if "{question}" not in template:
             raise ValueError(f"--template must contain {{question}}, got {template!r}")
-        room, self.rows = shape.max_position_embeddings - config.max_new_tokens, {False: [], True: []}
+        room = shape.max_position_embeddings - config.max_new_tokens
+        self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
         for number, line in enumerate(Path(config.data).read_text().splitlines(), 1):
-            if not line.strip():
-                continue
+            where = f"{config.data} line {number}"
             try:
                 row = json.loads(line)
                 question, answer = row["question"], row["answer"]
                 tokens = self._encode(template.replace("{question}", question))
                 self.rows[is_held_out(question.encode())].append((str(answer), tokens))
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(
-                    f'{config.data} line {number} is no {{"question": "..", "answer": ".."}}: {error!r}'
-                ) from error
+                raise ValueError(f"{where} holds no question and answer: {error!r}") from error
             if len(tokens) > room:
                 raise ValueError(
-                    f"{config.data} line {number}: a prompt of {len(tokens)} tokens; the model's positions "
-                    f"less --max-new-tokens leave {room}"
+                    f"{where}: a prompt of {len(tokens)} tokens; the model's positions less "
+                    f"--max-new-tokens leave {room}"
                 )
         if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
@@ -583,7 +592,7 @@ def make_task(config) -> Task:
         return TASKS[config.task](config)
     file, _, name = config.task.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
-        raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)} and no FILE.py:Class")
+        raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -591,7 +600,7 @@ def make_task(config) -> Task:
         raise ValueError(f"{file} has no class {name!r}")
     task = getattr(module, name)(config)
     if not task.end or not all(0 <= t < task.vocab_size for t in task.end):
-        raise ValueError(f"{name}.end must be token ids under vocab_size {task.vocab_size}, got {task.end}")
+        raise ValueError(f"{name}.end must hold ids under {task.vocab_size}, got {task.end}")
     return task
 
 
@@ -614,64 +623,53 @@ class Trajectory:
     ref_logprobs: np.ndarray | None = None
 
 
-class Row:
-    """A trajectory under way: it takes its next queued token, or else the sampled one.
+class Play(Row):
+    """A trajectory under way. Until its forks are used up it stands for `count` rollouts."""
 
-    Until its forks are used up a row stands for `count` rollouts, first, first + 1, ...
-    """
-
-    def __init__(self, group, state, prompt, first=0, count=1, forks_left=0):
-        self.group, self.state, self.tokens = group, state, list(prompt)
+    def __init__(self, key, group, state, prompt, limit, *, first=0, count=1, forks_left=0):
+        super().__init__(prompt, uniforms((*key, group, first), limit))
+        self.key, self.group, self.state, self.reward = key, group, state, 0.0
         self.first, self.count, self.forks_left = first, count, forks_left
-        self.mask, self.logprobs = [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
-        self.queue, self.turn, self.reward, self.new = deque(), [], 0.0, 0
-        self.path = [(len(prompt), first, count)]
+        self.turn = len(prompt)  # where the turn began
+        self.path = [(self.turn, first, count)]
 
-    def append(self, token, logprob):
-        """Take one token; True if it was the sampled one."""
-        sampled = not self.queue
-        self.tokens.append(token if sampled else self.queue.popleft())
-        self.mask.append(sampled)
-        self.logprobs.append(logprob if sampled else 0.0)
-        self.new += 1
-        if sampled:
-            self.turn.append(token)
-        return sampled
-
-    def end_turn(self, task, forks):
-        """Give the finished turn to the task: the rows that go on, none at the end."""
-        self.state, reply, reward = task.reply(self.state, self.turn)
+    def end_turn(self, task, forks=1):
+        """Give the finished turn to the task: the plays that go on, none at the end."""
+        answer = self.tokens[self.turn :]
+        self.state, reply, reward = task.reply(self.state, answer)
         if not math.isfinite(reward):
             raise ValueError(
-                f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout {self.first}, "
-                f"for the answer {task.show(self.turn)!r}: rewards must be finite"
+                f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout "
+                f"{self.first}, for the answer {task.show(answer)!r}: rewards must be finite"
             )
-        self.turn, self.reward = [], self.reward + reward
+        self.reward += reward
         if reply is None:
             return []
         self.queue.extend(reply)
+        self.turn = len(self.tokens) + len(reply)
         return self.fork(forks) if self.forks_left else [self]
 
     def fork(self, forks):
-        """Rows that share this one's past, and its rollouts among them."""
-        share, children = self.count // forks, []
+        """Plays that share this one's past, its reply included, and divide its rollouts."""
+        children, share = [], self.count // forks
         for first in range(self.first, self.first + self.count, share):
-            child = Row(self.group, self.state, self.tokens, first, share, self.forks_left - 1)
-            child.mask, child.logprobs, child.queue = self.mask[:], self.logprobs[:], self.queue.copy()
-            child.reward, child.new = self.reward, self.new
-            # The reply belongs to the parent's segment: the child's own begins behind it.
-            child.path = self.path + [(len(self.tokens) + len(self.queue), first, share)]
+            child = copy.copy(self)
+            for name in ("tokens", "mask", "logprobs", "queue"):
+                setattr(child, name, getattr(self, name).copy())
+            child.draws = uniforms((*self.key, self.group, first), len(self.draws))
+            child.first, child.count, child.forks_left = first, share, self.forks_left - 1
+            child.path = self.path + [(self.turn, first, share)]
             children.append(child)
         return children
 
-    def finish(self, truncated):
-        """One Trajectory for each rollout that this row still stands for."""
+    def trajectories(self):
+        """One for each rollout that this play still stands for."""
         logprobs = np.array(self.logprobs)
-        # NUMERICS: a token whose sampler log-prob is not finite has no ratio; it leaves the loss and Z.
-        # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_loss_and_denominator.
+        # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
+        # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
-        made = (self.group, self.tokens, mask, logprobs, self.reward, truncated, self.path)
+        made = (self.group, self.tokens, mask, logprobs, self.reward, self.truncated, self.path)
         return [Trajectory(*made) for _ in range(self.count)]
 
 
@@ -680,85 +678,43 @@ def uniforms(key, count):
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
-@torch.no_grad()
-def rollout(model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0):
+def rollout(
+    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
+):
     """Play every start `group` times; lists of trajectories, by group, in rollout order.
 
     starts: list of (group index, state, prompt tokens). key: (seed, step); draw t of rollout r of
-    group g is uniforms((seed, step, g, r))[t]. A distinct prompt is computed once, whatever the
-    number of rollouts; a finished row leaves the batch. temperature 0 is greedy.
+    group g is uniforms((seed, step, g, r))[t]. temperature 0 is greedy.
     """
     if not starts:
         return []
-    check_prompts(model.config, starts, max_new_tokens)
-    distinct = {tuple(prompt): None for _, _, prompt in starts}
-    distinct = {prompt: row for row, prompt in enumerate(distinct)}
-    cache, logits = prefill(model, list(distinct))
     share = forks**fork_turns
-    rows = [
-        Row(g, state, prompt, first, share, fork_turns)
+    plays = [
+        Play(key, g, state, prompt, max_new_tokens, first=first, count=share, forks_left=fork_turns)
         for g, state, prompt in starts for first in range(0, group, share)
     ]  # fmt: skip
-    batch = [distinct[tuple(row.tokens)] for row in rows]
-    cache.select(batch)
-    logits, draws, done = logits[batch], {}, {g: {} for g, _, _ in starts}
-    while rows:
-        tokens, logprobs = draw(logits, rows, draws, key, max_new_tokens, temperature)
-        going = []  # (place in the batch, row after this token)
-        for b, row in enumerate(rows):
-            ended = row.append(tokens[b], logprobs[b]) and tokens[b] in task.end
-            after = row.end_turn(task, forks) if ended else [row]
-            if not after:
-                done[row.group][row.first] = row.finish(truncated=False)
-            for next_row in after:
-                if next_row.new >= max_new_tokens:
-                    done[row.group][next_row.first] = next_row.finish(truncated=True)
-                else:
-                    going.append((b, next_row))
-        if going:
-            if len(going) != len(rows) or len({b for b, _ in going}) != len(rows):
-                cache.select([b for b, _ in going])
-            last = torch.tensor([[row.tokens[-1]] for _, row in going], device=logits.device)
-            logits = extend(model, cache, last)
-        rows = [row for _, row in going]
-    return [[t for first in sorted(done[g]) for t in done[g][first]] for g, _, _ in starts]
-
-
-def draw(logits, rows, draws, key, max_new_tokens, temperature):
-    """A token and its log-prob for each row, as lists; a row with a queue will ignore its own."""
-    uniform = None
-    if temperature > 0:
-        for row in rows:
-            if (row.group, row.first) not in draws:
-                draws[row.group, row.first] = uniforms((*key, row.group, row.first), max_new_tokens)
-        uniform = torch.tensor([draws[r.group, r.first][r.new] for r in rows], device=logits.device)
-    tokens, logprobs = sample(logits, uniform, temperature=temperature)
-    return tokens.tolist(), logprobs.tolist()
-
-
-def check_prompts(shape, starts, max_new_tokens):
-    for g, _, prompt in starts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= shape.vocab_size:
-            raise ValueError(f"group {g}: a prompt needs at least one token, all of 0..{shape.vocab_size - 1}")
-        if len(prompt) + max_new_tokens > shape.max_position_embeddings:
-            raise ValueError(
-                f"group {g}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the "
-                f"model's {shape.max_position_embeddings} positions; shorten one of them"
-            )
+    ended = generate(
+        model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
+        after=lambda play: play.end_turn(task, forks),
+    )  # fmt: skip
+    groups = {g: [] for g, _, _ in starts}
+    for play in sorted(ended, key=lambda play: play.first):
+        groups[play.group] += play.trajectories()
+    return list(groups.values())
 
 
 def demonstrations(task, starts, key):
     """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke."""
     out = []
     for g, state, prompt in starts:
-        rng, row, going = np.random.default_rng([*key, g]), Row(g, state, prompt), True
+        rng, play, going = np.random.default_rng([*key, g]), Play(key, g, state, prompt, 0), True
         while going:
-            for token in task.demo(row.state, rng):
-                row.append(token, 0.0)
-            going = row.end_turn(task, 1)
-            while row.queue:
-                row.append(None, 0.0)
-        out += row.finish(truncated=False)
+            for token in task.demo(play.state, rng):
+                play.append(token, 0.0)
+            going = play.end_turn(task)
+            while play.queue:
+                play.append(None, 0.0)
+        out += play.trajectories()
     return out
 
 
@@ -779,7 +735,7 @@ def denominator(batch, config) -> float:
 
 
 def pack(batch, micro_tokens):
-    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; a longer one alone."""
+    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone."""
     micros, room = [], 0
     for trajectory in batch:
         if not micros or len(trajectory.tokens) > room:
@@ -807,22 +763,26 @@ class Trainer:
     ranks call it, with whatever share of the batch they hold, none included.
     """
 
+    COUNTS = "policy_version", "skipped", "skipped_in_a_row"
+
     def __init__(self, config: Config, model: Transformer, *, generator=None, reference=None):
-        self.config, self.model, self.generator, self.reference = config, model, generator, reference
+        self.config, self.model = config, model
+        self.generator, self.reference = generator, reference
         self.policy_version = self.skipped = self.skipped_in_a_row = 0
         self.device = next(model.parameters()).device
         if config.data_parallel == "fsdp":
             shard(model)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay,
-            fused=True,
+            model.parameters(), lr=config.lr, betas=(0.9, config.beta2),
+            weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
 
     def micro_batches(self, batch):
         micros = pack(batch, self.config.micro_tokens)
         if sharded(self.model):
             # COMM: a sharded forward gathers weights from all, so ranks agree on their number and
-            # fill up with empty ones. Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
+            # fill up with empty ones.
+            # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
             count = torch.tensor(len(micros), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
             nothing = np.zeros(0)
@@ -831,21 +791,22 @@ class Trainer:
         return micros
 
     def score(self, model, micro):
-        """Log-probs and entropy (B, T) of a micro-batch's sampled tokens, 0 elsewhere, and the mask."""
-        mask_BT = padded([t.mask for t in micro], torch.ones((), dtype=torch.bool, device=self.device))
-        temperature = self.config.temperature
-        return *models.packed_logprobs(model, [t.tokens for t in micro], mask_BT, temperature=temperature), mask_BT
+        """Log-probs and entropy (B, T) of a micro-batch's sampled tokens, 0 elsewhere; the mask."""
+        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
+        sequences, temperature = [t.tokens for t in micro], self.config.temperature
+        return *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature), mask_BT
 
     def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
-        """Add the gradient of (6) for this rank's trajectories; metrics of the whole batch, all ranks'.
+        """Add the gradient of (6) for this rank's trajectories; metrics of all ranks' batch.
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
         precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(5).
         """
         if not num_global_valid_tokens > 0:
-            raise ValueError(f"num_global_valid_tokens must be positive, got {num_global_valid_tokens}")
-        sums = torch.zeros(8, dtype=torch.float64, device=self.device)
-        worst = torch.zeros((), dtype=torch.float64, device=self.device)
+            raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
+        names = ("clipped", "entropy", "kl")
+        sums = torch.zeros(4 + len(names), dtype=torch.float64, device=self.device)
+        worst = sums.new_zeros(())
         for micro in self.micro_batches(batch):
             lp_BT, entropy_BT, mask_BT = self.score(self.model, micro)
             sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
@@ -858,18 +819,18 @@ class Trainer:
             loss.backward()
             gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
             worst = torch.cat([gap_N, worst[None]]).max()
-            parts = (
-                loss.detach(), mask_BT.sum(), *(stats[k].sum() if k in stats else 0 for k in ("clipped", "entropy", "kl")),
-                gap_N.sum(), (gap_N == 0).sum(), sum(len(t.tokens) for t in micro),
-            )  # fmt: skip
-            sums += torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in parts])
-        dist.all_reduce(sums)
+            parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
+            parts += [stats[k].sum() if k in stats else gap_N.new_zeros(()) for k in names]
+            sums += torch.stack([x.double() for x in parts])
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        loss, n, clipped, entropy, kl, gap, identical, trained = sums.tolist()
+        trained = sum(len(t.tokens) for t in batch)
+        sums = summed([*sums.tolist(), trained], self.device)
+        loss, n, gap, same, clipped, entropy, kl, trained = sums
         n = max(n, 1.0)
         metrics = {
-            "loss/token_mean": loss, "entropy/token_mean": entropy / n, "ratio/clipped_fraction": clipped / n,
-            "logprob_gap/max": worst.item(), "logprob_gap/mean": gap / n, "logprob_gap/identical": identical / n,
+            "loss/token_mean": loss, "entropy/token_mean": entropy / n,
+            "ratio/clipped_fraction": clipped / n, "logprob_gap/max": worst.item(),
+            "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
             "tokens/trained": int(trained),
         }  # fmt: skip
         return metrics | ({"kl/token_mean": kl / n} if self.reference is not None else {})
@@ -888,7 +849,7 @@ class Trainer:
 
     @torch.no_grad()
     def forward_only(self, batch, model=None) -> list:
-        """Log-probs of each trajectory's sampled tokens: numpy vectors of L - 1, 0 where not sampled."""
+        """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
         out = []
         for micro in self.micro_batches(batch):
             lp_BT = self.score(model or self.model, micro)[0].double().cpu().numpy()
@@ -919,14 +880,14 @@ class Trainer:
         return metrics | {"policy_version": self.policy_version}
 
     def _skip(self, suspect):
-        """Count a skipped step; the rank and parameter that had it first, the same text on all ranks."""
+        """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
         self.skipped += 1
         self.skipped_in_a_row += 1
         text = name_suspects(self.model, suspect, self.device)
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise FloatingPointError(
-                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, first in {text}; "
-                "lower --lr or look at that tensor's inputs"
+                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, first "
+                f"in {text}; lower --lr or look at that tensor's inputs"
             )
         return text
 
@@ -935,27 +896,16 @@ class Trainer:
         copy_weights(self.model, self.generator)
         return self.policy_version
 
-    def _tensors(self):
-        """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
-        tensors = {}
-        for name, p in self.model.named_parameters():
-            state = self.optimizer.state[p]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=self.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            tensors |= {f"optimizer.{name}.{k}": v for k, v in state.items()} | {f"model.{name}": p.detach()}
-        return tensors
-
     def save_checkpoint(self, path, **extra) -> None:
-        """Write weights, optimiser and `extra` (JSON values) to the directory `path`, all or nothing."""
-        counts = dict(policy_version=self.policy_version, skipped=self.skipped, in_a_row=self.skipped_in_a_row)
-        write_checkpoint(path, self._tensors(), counts | extra)
+        """Write weights, optimiser and `extra` (JSON values) to the directory `path`, or none."""
+        state = {name: getattr(self, name) for name in self.COUNTS} | extra
+        write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
 
     def load_checkpoint(self, path) -> dict:
-        """Restore what save_checkpoint wrote, under any number of ranks; returns its JSON values."""
-        state = read_checkpoint(path, self._tensors())
-        self.policy_version, self.skipped = state["policy_version"], state["skipped"]
-        self.skipped_in_a_row = state["in_a_row"]
+        """Restore what save_checkpoint wrote, on any number of ranks; returns its JSON values."""
+        state = read_checkpoint(path, training_tensors(self.model, self.optimizer))
+        for name in self.COUNTS:
+            setattr(self, name, state[name])
         return state
 
 
@@ -964,17 +914,9 @@ class Trainer:
 
 def starts_of(config, task, stream, step, indices, first=0, held_out=False):
     """(group, state, prompt) of the indices that are this rank's: index % world == rank."""
-    return [
-        (g, *task.prompt(np.random.default_rng([config.seed, stream, step, g]), first + g, held_out))
-        for g in indices if g % dist.get_world_size() == dist.get_rank()
-    ]  # fmt: skip
-
-
-def summed(values, device):
-    """A list of numbers, summed over ranks, in float64."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
+    mine = [g for g in indices if g % dist.get_world_size() == dist.get_rank()]
+    rngs = [np.random.default_rng([config.seed, stream, step, g]) for g in mine]
+    return [(g, *task.prompt(rng, first + g, held_out)) for g, rng in zip(mine, rngs)]
 
 
 def collect(config, task, generator, step):
@@ -986,7 +928,8 @@ def collect(config, task, generator, step):
         starts = starts_of(config, task, 1, step, indices, first=step * config.prompts)
         groups = rollout(
             generator, task, starts, group=config.group, max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature, key=(config.seed, step), forks=config.forks, fork_turns=config.fork_turns,
+            temperature=config.temperature, key=(config.seed, step), forks=config.forks,
+            fork_turns=config.fork_turns,
         )  # fmt: skip
         table = np.zeros((len(indices), config.group))
         for (g, _, _), group in zip(starts, groups):
@@ -1008,7 +951,7 @@ def collect(config, task, generator, step):
 
 
 def prepare(config, trainer, groups):
-    """Give every trajectory of this rank its reference and old log-probs, advantages and final mask."""
+    """Give this rank's trajectories their reference and old log-probs, advantages, final mask."""
     everyone = [t for group in groups for t in group]
     if trainer.reference is not None:
         for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
@@ -1047,14 +990,18 @@ def update(config, trainer, mine, kept, step):
         if Z > 0:  # the same on all ranks; 0 when dynamic sampling or the filter left nothing
             seen.append(trainer.forward_backward(batch, Z) | trainer.optim_step(config.lr * factor))
             if "nonfinite" in seen[-1] and dist.get_rank() == 0:
-                print(f"step {step}: skipped, non-finite gradient in {seen[-1]['nonfinite']}", file=sys.stderr)
+                text = seen[-1]["nonfinite"]
+                print(f"step {step}: skipped, non-finite gradient first in {text}", file=sys.stderr)
     trainer.push_weights()
-    means = ("loss/token_mean", "kl/token_mean", "entropy/token_mean", "ratio/clipped_fraction", "grad_norm")
-    out = {k: float(np.mean([s[k] for s in seen])) for k in means if seen and k in seen[0]}
-    out |= {k: v for k, v in (seen or [{}])[0].items() if k.startswith("logprob_gap")}
+    first, out = seen[0] if seen else {}, {}
+    for name in first:
+        if name.startswith(("loss", "kl", "entropy", "ratio", "grad_norm")):
+            out[name] = float(np.mean([metrics[name] for metrics in seen]))
+        elif name.startswith("logprob_gap"):
+            out[name] = first[name]
     return out | {
-        "lr": config.lr * factor, "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
-        "tokens/trained": sum(s["tokens/trained"] for s in seen),
+        "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen), "lr": config.lr * factor,
+        "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
     }  # fmt: skip
 
 
@@ -1085,14 +1032,18 @@ def build(config, task, device):
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
         if task.vocab_size > model.config.vocab_size:
-            raise ValueError(f"the task has {task.vocab_size} tokens, {config.model} {model.config.vocab_size}")
+            raise ValueError(
+                f"the task has {task.vocab_size} tokens, {config.model} {model.config.vocab_size}"
+            )
     else:
         shape = ModelConfig(
-            vocab_size=task.vocab_size, hidden_size=config.hidden, intermediate_size=3 * config.hidden,
-            num_hidden_layers=config.layers, num_attention_heads=config.heads, eos_token_id=tuple(task.end),
-            num_key_value_heads=max(1, config.heads // 2), head_dim=config.hidden // config.heads,
+            vocab_size=task.vocab_size, eos_token_id=tuple(task.end), num_hidden_layers=config.layers,
+            hidden_size=config.hidden, intermediate_size=3 * config.hidden,
+            num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
+            head_dim=config.hidden // config.heads,
         )  # fmt: skip
-        model = Transformer(shape).to(device, getattr(torch, config.dtype)).init_weights(config.seed)
+        model = Transformer(shape).to(device, getattr(torch, config.dtype))
+        model.init_weights(config.seed)
 
     def frozen(dtype):
         return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
@@ -1106,8 +1057,8 @@ def train(config, device) -> float:
     task = make_task(config)
     model, generator, reference = build(config, task, device)
     out = agree(lambda: prepare_out(config))  # claimed only now that everything else was found good
-    trainer, log = Trainer(config, model, generator=generator, reference=reference), Log(config, out, task)
-    step, stop, solved = 0, Stop(), None
+    trainer = Trainer(config, model, generator=generator, reference=reference)
+    log, step, stop, solved = Log(config, out, task), 0, Stop(), None
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
@@ -1123,7 +1074,8 @@ def train(config, device) -> float:
             last, stopping = step == config.steps, stop.agreed(device)
             if last or stopping or (config.save_every and step % config.save_every == 0):
                 trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
-                agree(lambda: [shutil.rmtree(old) for old in checkpoints(out)[: -config.keep]] and None)
+                for old in agree(lambda: checkpoints(out)[: -config.keep]):
+                    shutil.rmtree(old, ignore_errors=True)
             if stopping and not last:
                 log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
                 raise SystemExit(143)
@@ -1173,8 +1125,8 @@ class Log:
     """What a run prints and writes; silent on every rank but 0."""
 
     COLUMNS = dict(
-        reward="reward/mean", solved="reward/solved", eval="eval/solved", entropy="entropy/token_mean",
-        clipped="ratio/clipped_fraction", gap="logprob_gap/max", norm="grad_norm",
+        reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
+        entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
     )  # fmt: skip
 
     def __init__(self, config, out, task):
@@ -1184,7 +1136,7 @@ class Log:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise ImportError("--tensorboard needs tensorboard: pip install tensorboard") from error
+                raise ImportError("--tensorboard: pip install tensorboard") from error
             self.events = SummaryWriter(out) if self.on else None
 
     def say(self, text):
@@ -1194,10 +1146,10 @@ class Log:
     def begin(self, start, model):
         if not self.on:
             return
-        c, world, count = self.config, dist.get_world_size(), sum(p.numel() for p in model.parameters())
+        c, count = self.config, sum(p.numel() for p in model.parameters())
         self.say(json.dumps(dataclasses.asdict(c)))
-        self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, {world} rank(s), "
-                 f"out {self.out}" + (f", resumed at step {start}" if start else ""))  # fmt: skip
+        self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
+                 f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
         for name in ("metrics.jsonl", "samples.jsonl"):
             cut_lines(self.out / name, start)
         self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
@@ -1206,16 +1158,17 @@ class Log:
     def step(self, step, metrics):
         if not self.on:
             return
-        metrics = {"step": step} | {k: v.item() if hasattr(v, "item") else v for k, v in metrics.items()}
+        metrics = {"step": step} | metrics
         self.write("metrics.jsonl", metrics)
         self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}", refresh=False)
         self.bar.update()
         for name, value in metrics.items() if self.events else ():
             self.events.add_scalar(name, value, step)
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
-            cells = (f"{metrics[n]:10.3g}" if n in metrics else " " * 10 for n in self.COLUMNS.values())
-            rate = (metrics["tokens/generated"] + metrics["tokens/trained"]) / metrics["seconds/total"]
-            self.say(f"{step:6d}" + "".join(cells) + f"{rate:10.0f}")
+            shown = [metrics.get(name) for name in self.COLUMNS.values()]
+            cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+            tokens = metrics["tokens/generated"] + metrics["tokens/trained"]
+            self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
 
     def write(self, name, line):
         with (self.out / name).open("a") as file:
@@ -1223,8 +1176,8 @@ class Log:
 
     def sample(self, step, trajectory):
         if self.on and trajectory:
-            self.text = self.task.show(trajectory.tokens)
-            self.write("samples.jsonl", {"step": step, "reward": trajectory.reward, "text": self.text})
+            self.text, reward = self.task.show(trajectory.tokens), trajectory.reward
+            self.write("samples.jsonl", {"step": step, "reward": reward, "text": self.text})
 
     def end(self, solved):
         if not self.on:
@@ -1233,8 +1186,8 @@ class Log:
         self.say(f"sample: {self.text}")
         verb = "met" if solved >= self.config.target else "MISSED"
         seconds = time.perf_counter() - self.started
-        self.say(f"eval/solved {solved:.3f}: target {self.config.target} {verb} after {self.config.steps} "
-                 f"steps, {seconds:.0f} s")  # fmt: skip
+        c = self.config
+        self.say(f"eval/solved {solved:.3f}: target {c.target} {verb}, {c.steps} steps, {seconds:.0f} s")
 
 
 def cut_lines(path, step):
@@ -1252,8 +1205,8 @@ def cut_lines(path, step):
 
 
 def check() -> bool:
-    """The loss against `definition`, and the gradient's invariances, in float64; prints the table."""
-    config = Config(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, entropy_coef=0.01).check()
+    """The loss against `definition`, and the gradient's invariances, in float64; prints a table."""
+    config = Config(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1).check()
     task = make_task(config)
     model, generator, _ = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator)
@@ -1261,7 +1214,8 @@ def check() -> bool:
     mine, kept, _ = collect(config, task, generator, 0)
     batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
     for t in batch:  # an old policy and advantages of their own, so that ratios and clips matter
-        t.old_logprobs = np.where(t.mask, t.sampler_logprobs + 0.3 * rng.standard_normal(len(t.mask)), 0)
+        noise = 0.3 * rng.standard_normal(len(t.mask))
+        t.old_logprobs = np.where(t.mask, t.sampler_logprobs + noise, 0)
         t.advantages = np.full(len(t.mask), rng.standard_normal())
     Z = denominator(batch, config)
 
@@ -1269,13 +1223,16 @@ def check() -> bool:
         trainer.config = dataclasses.replace(config, **changes)
         model.zero_grad()
         loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
-        return torch.cat([torch.tensor([loss], dtype=torch.float64), *(p.grad.flatten() for p in model.parameters())])
+        loss = torch.tensor([loss], dtype=torch.float64)
+        return torch.cat([loss, *(p.grad.flatten() for p in model.parameters())])
 
-    lp, old = ([getattr(t, k)[t.mask].tolist() for t in batch] for k in ("sampler_logprobs", "old_logprobs"))
+    lp = [t.sampler_logprobs[t.mask].tolist() for t in batch]
+    old = [t.old_logprobs[t.mask].tolist() for t in batch]
     A, w = [t.advantages[0] for t in batch], [1.0] * len(batch)
     slow = definition(lp, old, A, w, Z, config.clip_low, config.clip_high)
     whole = gradient(batch)
-    rows = {"loss against the definition": abs(gradient(batch, entropy_coef=0.0)[0].item() / slow - 1)}
+    loss = gradient(batch, entropy_coef=0.0)[0].item()
+    rows = {"loss against the definition": abs(loss / slow - 1)}
     for name, other in {
         "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
         "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
@@ -1290,7 +1247,7 @@ def check() -> bool:
 
 
 def plot(runs) -> None:
-    """reward/mean and eval/solved by step: RUN/curve.png of the first run, or text without matplotlib."""
+    """reward/mean and eval/solved by step: curve.png in the first run; text if no matplotlib."""
     curves = {}
     for run in runs:
         path = Path(run) / "metrics.jsonl"
@@ -1303,13 +1260,14 @@ def plot(runs) -> None:
         for run, lines in curves.items():
             print(f"{run}: reward/mean (pip install matplotlib for a PNG)")
             for x in lines[:: max(1, len(lines) // 20)]:
-                print(f"{x['step']:6d} {x['reward/mean']:7.3f} {'#' * int(50 * max(0, x['reward/mean']))}")
+                reward = x["reward/mean"]
+                print(f"{x['step']:6d} {reward:7.3f} {'#' * int(50 * max(0, reward))}")
         return
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
     for n, (run, lines) in enumerate(curves.items()):
-        label = Path(run).name
-        axes.plot([x["step"] + 1 for x in lines], [x["reward/mean"] for x in lines], f"C{n}", label=label)
+        rewards = [(x["step"] + 1, x["reward/mean"]) for x in lines]
+        axes.plot(*zip(*rewards), f"C{n}", label=Path(run).name)
         evals = [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
         axes.plot(*zip(*evals), f"C{n}o", markersize=4)
     axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
@@ -1323,20 +1281,20 @@ def plot(runs) -> None:
 
 
 def prepare_out(config) -> str:
-    """Rank 0: choose and claim the run's directory, or say why not. Nothing is overwritten unasked."""
+    """Rank 0: choose and claim the run's directory, or say why not; overwrite nothing unasked."""
     out = Path(config.out)
     if not config.out:
         name = config.task if config.task in TASKS else config.task.rpartition(":")[2]
         out = next(p for n in range(10**6) if not (p := Path("runs") / f"{name}-{n}").exists())
     holds_run = (out / "config.json").exists()
     if holds_run and not (config.resume or config.overwrite):
-        raise ValueError(f"{out} holds a run already: add --resume to go on with it, --overwrite to delete it")
+        raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
     if not holds_run and out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} holds files that are no run; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
     if config.overwrite:
-        names = "config.json", "*.jsonl", "curve.png", "reference*", "step-????????*", "events.out.tfevents.*"
+        names = "config.json", "*.jsonl", "curve.png", "reference*", "step-????????*", "events.*"
         for path in (path for name in names for path in out.glob(name)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
@@ -1346,7 +1304,7 @@ def prepare_out(config) -> str:
 
 
 def main(argv) -> int:
-    """0: done, whether or not the target was met. 2: an error, named on stderr. 143: SIGTERM, saved."""
+    """0: done, target met or not. 2: an error, named on stderr. 143: saved after SIGTERM."""
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0

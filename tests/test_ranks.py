@@ -24,7 +24,7 @@ from train_grpo import Trainer, build, denominator, make_task, parse_config, pre
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["pytest", "tqdm", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+    ["pytest", "tqdm", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
 )
 TINY = "--size 3 --turns 3 --dtype float64 --device cpu --layers 2 --hidden 16 --heads 2 --lr 0.01"
 TINY += " --lr-warmup 0 --lr-decay constant --prompts 5 --group 8"

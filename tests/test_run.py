@@ -1,0 +1,193 @@
+"""The command line: a run is killed, resumed, refused, and never lies about it.
+
+Most runs are `main` in processes forked from a server that has imported torch (see test_ranks.py),
+with their own working directory and files for their output; a few are real subprocesses.
+"""
+
+import json
+import os
+import pickle
+import pkgutil
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+import train_grpo
+from parallel import verify_checkpoint
+from test_ranks import CONTEXT, join, read_metrics
+
+SCRIPT = Path(train_grpo.__file__).resolve()
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 3 --group 4 "
+TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6"
+SAVING = f"{TINY} --out run --save-every 2 --steps"
+
+
+# The harness ---------------------------------------------------------------------------------
+
+
+def _main(rank, world, port, cwd, log, flags, die):
+    os.chdir(cwd)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{log}-{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if die:
+        _die_at(*die)
+    sys.exit(train_grpo.main(flags.split()))
+
+
+def _die_at(where, count):
+    """SIGKILL this process at the count-th call of the function `where`."""
+    owner, _, name = where.rpartition(".")
+    owner, calls = pkgutil.resolve_name(owner), []
+    original = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def begin(cwd, flags, world=1, die=None):
+    """The processes of one run and where they write their output."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = cwd.parent / f"{cwd.name}-log-{port}-{time.monotonic_ns()}"
+    arguments = [(rank, world, port, cwd, log, flags, die) for rank in range(world)]
+    processes = [CONTEXT.Process(target=_main, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    return processes, log
+
+
+def end(processes, log, seconds=100):
+    """(exit codes, standard outputs, standard errors), one of each a rank."""
+    codes = join(processes, seconds)
+    texts = [[Path(f"{log}-{name}-{r}").read_text() for r in range(len(codes))] for name in ("out", "err")]
+    return codes, *texts
+
+
+def cli(cwd, flags, world=1, die=None):
+    return end(*begin(cwd, flags, world, die))
+
+
+def good(cwd, flags, world=1):
+    codes, out, err = cli(cwd, flags, world)
+    assert codes == [0] * world, "\n".join(err)
+    return out[0], err[0]
+
+
+def wait_for_lines(path, count):
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert time.monotonic() < deadline, f"no {count} lines in {path}"
+        time.sleep(0.01)
+
+
+def contents(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def weights(run):
+    """Checksums of the tensors in the newest checkpoint."""
+    state = verify_checkpoint(max(Path(run).glob("step-????????")))
+    return {name: crc for name, crc in state["files"].items() if name.endswith(".distcp")}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The directory of the uninterrupted run of these flags, made once."""
+    made = {}
+
+    def run(flags, world=1):
+        if (flags, world) not in made:
+            cwd = made[flags, world] = tmp_path_factory.mktemp("straight")
+            good(cwd, flags, world)
+        return made[flags, world] / "run"
+
+    return run
+
+
+# Killed and resumed --------------------------------------------------------------------------
+
+KL, DEMOS = "--kl-coef 0.1", "--kl-coef 0.1 --task lookup --size 2 --demos 2"
+KILLS = [
+    (1, "", "train_grpo.train_step", 4), (1, "", "train_grpo.Log.step", 5), (1, "", "train_grpo.evaluate", 2),
+    (1, "", "train_grpo.train_step", 1), (1, "", "pathlib.Path.rename", 1), (1, "", "pathlib.Path.rename", 2),
+    (1, "", "pathlib.Path.rename", 4), (1, "", "parallel._crc32", 3), (1, "--keep 1", "shutil.rmtree", 4),
+    (1, KL, "train_grpo.train_step", 4), (1, KL, "pathlib.Path.rename", 3), (1, DEMOS, "train_grpo.train_step", 4),
+    (1, DEMOS, "train_grpo.Log.step", 1), (2, "", "train_grpo.train_step", 4), (2, KL, "parallel._crc32", 6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world, flags, where, count", KILLS)
+def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, where, count):
+    codes, _, _ = cli(tmp_path, f"{SAVING} 6 {flags}", world, die=(where, count))
+    assert -signal.SIGKILL in codes
+    good(tmp_path, "--resume --out run", world)
+    truth = straight(f"{SAVING} 6 {flags}", world)
+    assert read_metrics(tmp_path / "run") == read_metrics(truth)
+    assert weights(tmp_path / "run") == weights(truth)
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def _ranks_of(torchrun):
+    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
+    command = [sys.executable, *launcher, str(SCRIPT), *TINY.split(), "--out", "run", "--steps", "100000"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    os.kill(_ranks_of(process)[1] if world > 1 else process.pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == (143 if world == 1 else 1), err
+    assert "error" not in err or world > 1
+    steps = int(re.search(r"SIGTERM: saved after (\d+) steps; go on with --resume --out run", out)[1])
+    good(tmp_path, f"--resume --out run --steps {steps + 3}", world)
+    truth = straight(f"{TINY} --out run --steps {steps + 3}", world)
+    assert read_metrics(tmp_path / "run") == read_metrics(truth)
+
+
+def test_when_a_rank_is_killed_the_other_says_so_and_leaves(straight, tmp_path):
+    processes, log = begin(tmp_path, f"{SAVING} 100000", world=2)
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    processes[1].kill()
+    codes, _, err = end(processes, log, seconds=60)
+    assert codes == [2, -signal.SIGKILL]
+    assert re.search(r"^rank 0: error: step \d+: another rank is gone.*--resume --out run$", err[0], re.M)
+    for path in (tmp_path / "run").glob("step-????????"):
+        verify_checkpoint(path)
+    steps = len(read_metrics(tmp_path / "run")) + 2
+    good(tmp_path, f"--resume --out run --steps {steps}", world=2)
+    truth = straight(f"{SAVING} {steps}", 2)
+    assert read_metrics(tmp_path / "run") == read_metrics(truth)
+
+
+def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
+    processes, log = begin(tmp_path, f"{TINY} --out run --steps 100000 --timeout 3", world=2)
+    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    os.kill(processes[1].pid, signal.SIGSTOP)
+    processes[0].join(40)
+    processes[1].kill()
+    codes, _, err = end(processes, log)
+    assert codes[0] == 2 and "another rank is gone or silent" in err[0]
