@@ -433,7 +433,7 @@ def _scaled_logits(hidden_NM, weight_VM, temperature, softcap):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """p = exp(logprob); d logprob(t) / dz = onehot(t) - p, d entropy / dz = -p (log p + entropy)."""
+    """p = exp(logprob); d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy)."""
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_VM, targets_N, temperature, softcap, chunk):
@@ -576,7 +576,7 @@ class KVCache:
         self.layers = {}  # layer -> k, v, each (B, G, C, D)
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        """Append k, v of S new tokens a row and attend: query i of row b sees keys 0..length_b + i."""
+        """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
         S, past = q_BHSD.shape[2], self.longest
         k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD)
         if past == 0:  # a prompt: nothing older to see, and right padding needs no mask

@@ -9,7 +9,7 @@ What it must equal, for ranks r and the loss L = sum_r L_r (each already divided
 
     (1)  g      = sum_r dL_r / dtheta
     (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
-    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           nowhere if norm is not finite
+    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           not if norm is not finite
 
     | mode | a rank holds         | forward          | backward               | optimiser step   |
     | ddp  | everything           | nothing          | nothing                | all-reduce of g  |
@@ -273,7 +273,7 @@ def _crc32(path):
 
 
 def verify_checkpoint(path) -> dict:
-    """The JSON state of a checkpoint whose files all have their size and checksum; or ValueError."""
+    """The JSON state of a checkpoint if its files have their size and checksum, else ValueError."""
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())

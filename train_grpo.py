@@ -183,11 +183,10 @@ class Config:
     threads: int = 1  # CPU threads of each rank
 
     CHOICES = dict(
-        dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), objective=("clip", "cispo"),
+        dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), kl_in=("loss", "reward"),
         advantage=("group_std", "group_mean", "leave_one_out", "per_branch"), kl=("k1", "k2", "k3"),
         aggregation=("token_mean", "sequence_mean", "constant"), ratio=("token", "sequence"),
-        kl_in=("loss", "reward"), lr_decay=("constant", "linear", "cosine"),
-        device=("", "cpu", "cuda"),
+        lr_decay=("constant", "linear", "cosine"), objective=("clip", "cispo"), device=("", "cpu", "cuda"),
         data_parallel=("ddp", "fsdp"), generator_dtype=("", "float32", "float64", "bfloat16"),
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
@@ -221,8 +220,8 @@ class Config:
         leaves, own_shape = self.forks ** min(self.fork_turns, 64), not self.model
         kl_in_loss = self.kl_coef and self.kl_in == "loss"
         yield self.group == 1, "--group 1 has no baseline, so every advantage is 0: use 2 or more"
-        yield self.group % leaves, f"--group {self.group} must divide by forks ** fork_turns, {leaves}"
-        yield (self.forks > 1) != (self.fork_turns > 0), "--forks over 1 and --fork-turns go together"
+        yield self.group % leaves, f"--group {self.group} must divide by forks^fork_turns {leaves}"
+        yield (self.forks > 1) != (self.fork_turns > 0), "--forks and --fork-turns go together"
         yield self.clip_low >= 1, f"--clip-low must be under 1, got {self.clip_low}"
         yield self.beta2 >= 1, f"--beta2 must be under 1, got {self.beta2}"
         yield 0 < self.dual_clip <= 1 + self.clip_high, (
@@ -470,10 +469,11 @@ class Sort(Symbols):
         super().__init__([f"s{n}" for n in range(self.size)] + ["?", "."])
 
     def prompt(self, rng, index, held_out):
-        while True:
+        for _ in range(1000):
             items = rng.permutation(self.size)[: self.length].tolist()
             if is_held_out(repr(items).encode()) == held_out:
                 return tuple(sorted(items)), items + [self.size]
+        raise ValueError(f"--size {self.size} --length {self.length}: too few prompts to hold some out")
 
     def reply(self, state, answer):
         if len(answer) != self.length + 1:
@@ -886,8 +886,8 @@ class Trainer:
         text = name_suspects(self.model, suspect, self.device)
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise FloatingPointError(
-                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, first "
-                f"in {text}; lower --lr or look at that tensor's inputs"
+                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, "
+                f"first in {text}; lower --lr or look at that tensor's inputs"
             )
         return text
 
@@ -1000,8 +1000,9 @@ def update(config, trainer, mine, kept, step):
         elif name.startswith("logprob_gap"):
             out[name] = first[name]
     return out | {
-        "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen), "lr": config.lr * factor,
-        "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
+        "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen),
+        "lr": config.lr * factor, "policy_version": trainer.policy_version,
+        "updates/skipped": trainer.skipped,
     }  # fmt: skip
 
 
@@ -1037,8 +1038,8 @@ def build(config, task, device):
             )
     else:
         shape = ModelConfig(
-            vocab_size=task.vocab_size, eos_token_id=tuple(task.end), num_hidden_layers=config.layers,
-            hidden_size=config.hidden, intermediate_size=3 * config.hidden,
+            vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
+            num_hidden_layers=config.layers, hidden_size=config.hidden, intermediate_size=3 * config.hidden,
             num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
             head_dim=config.hidden // config.heads,
         )  # fmt: skip
@@ -1186,8 +1187,8 @@ class Log:
         self.say(f"sample: {self.text}")
         verb = "met" if solved >= self.config.target else "MISSED"
         seconds = time.perf_counter() - self.started
-        c = self.config
-        self.say(f"eval/solved {solved:.3f}: target {c.target} {verb}, {c.steps} steps, {seconds:.0f} s")
+        steps, target = self.config.steps, self.config.target
+        self.say(f"eval/solved {solved:.3f}: target {target} {verb}, {steps} steps, {seconds:.0f} s")
 
 
 def cut_lines(path, step):

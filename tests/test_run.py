@@ -19,6 +19,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
@@ -191,3 +192,172 @@ def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
     processes[1].kill()
     codes, _, err = end(processes, log)
     assert codes[0] == 2 and "another rank is gone or silent" in err[0]
+
+
+# Damaged, hostile, and too many checkpoints --------------------------------------------------
+
+
+@pytest.fixture
+def finished(straight, tmp_path):
+    """A copy of a run of 4 steps with checkpoints at 2 and 4."""
+    shutil.copytree(straight(f"{SAVING} 4"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def _damage(newest, how):
+    data = next(newest.glob("*.distcp"))
+    if how == "unfinished":
+        newest.rename(newest.with_name(newest.name + ".tmp"))
+    elif how == "truncated":
+        os.truncate(data, data.stat().st_size // 2)
+    elif how == "one bit":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif how in ("state.json", ".metadata"):
+        (newest / how).unlink()
+    elif how == "data gone":
+        data.unlink()
+    else:
+        (newest / "state.json").write_text(how)
+
+
+HOW = ["unfinished", "truncated", "one bit", "state.json", ".metadata", "data gone"]
+HOW += ["", "[]", "{}", '{"files": []}', '{"files": {"x": 1}}', "\x00\x00"]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_damaged_newest_checkpoint_is_passed_over_by_name(straight, finished, how):
+    _damage(finished / "step-00000004", how)
+    _, err = good(finished.parent, "--resume --out run")
+    assert how == "unfinished" or ("warning" in err and "step-00000004" in err)
+    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 4"))
+    assert weights(finished) == weights(straight(f"{SAVING} 4"))
+
+
+@pytest.mark.quick
+def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
+    _damage(finished / "step-00000004", "one bit")
+    resume = "--resume --out run --keep 1 --save-every 1"
+    codes, _, _ = cli(finished.parent, resume, die=("train_grpo.train_step", 2))
+    assert codes == [-signal.SIGKILL]
+    verify_checkpoint(finished / "step-00000003")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def _replace(path, raw):
+    """Write a file of a checkpoint, and the manifest that agrees with it."""
+    path.write_bytes(raw)
+    state = json.loads((path.parent / "state.json").read_text())
+    state["files"][path.name] = [len(raw), zlib.crc32(raw)]
+    (path.parent / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where", ["metadata", "planner", "entry", "tensor"])
+def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
+    newest = finished / "step-00000004"
+    metadata = pickle.loads((newest / ".metadata").read_bytes())
+    if where == "metadata":
+        metadata = Evil()
+    elif where == "planner":
+        metadata.planner_data = Evil()
+    elif where == "entry":  # what is not a tensor is unpickled by DCP
+        metadata.state_dict_metadata |= dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+    else:
+        torch.save(Evil(), data := next(newest.glob("*.distcp")))
+        _replace(data, data.read_bytes())
+        for place in metadata.storage_data.values():
+            place.offset, place.length = 0, data.stat().st_size
+    _replace(newest / ".metadata", pickle.dumps(metadata))
+    codes, _, err = cli(finished.parent, "--resume --out run")
+    assert codes != [0] and not (finished.parent / "executed").exists()
+    if where != "tensor":
+        assert codes == [2] and err[0].startswith("rank 0: error: checkpoint")
+    else:
+        assert "weights_only" in err[0].lower()
+
+
+@pytest.mark.quick
+def test_keep_keeps_the_newest(tmp_path):
+    good(tmp_path, f"{TINY} --out run --save-every 1 --keep 2 --steps 5")
+    names = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
+    assert names == ["step-00000004", "step-00000005"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n"])
+def test_metrics_are_cut_back_to_the_checkpoint(straight, finished, torn):
+    shutil.rmtree(finished / "step-00000004")
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (finished / name).open("a") as file:
+            file.write(torn)
+    good(finished.parent, "--resume --out run")
+    truth = straight(f"{SAVING} 4")
+    assert read_metrics(finished) == read_metrics(truth)
+    assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
+
+
+def test_a_line_without_its_newline_stays_a_line(straight, finished):
+    shutil.rmtree(finished / "step-00000004")
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    (finished / "metrics.jsonl").write_text("\n".join(lines[:2]))
+    good(finished.parent, "--resume --out run")
+    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 4"))
+
+
+@pytest.mark.quick
+def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finished):
+    before = contents(finished)
+    out, _ = good(finished.parent, "--resume --out run")
+    assert "after 4 steps" in out and contents(finished) == before
+    good(finished.parent, "--resume --out run --steps 6")
+    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 6"))
+
+
+# Directories ---------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
+    before = contents(finished)
+    codes, _, err = cli(finished.parent, f"{TINY} --out run --steps 2", world)
+    assert codes == [2] * world and contents(finished) == before
+    assert all(re.search("error: run holds a run.*--resume.*--overwrite", text) for text in err)
+    (finished / "notes.txt").write_text("mine")
+    (finished / "answers.jsonl").write_text("mine")
+    good(finished.parent, f"{TINY} --out run --steps 2 --overwrite", world)
+    assert len(read_metrics(finished)) == 2 and not (finished / "step-00000004").exists()
+    assert (finished / "notes.txt").exists() and (finished / "answers.jsonl").exists()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("flag", ["", "--overwrite", "--resume"])
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+def test_a_directory_of_other_files_is_refused_and_untouched(tmp_path, name, flag):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text('{"model_type": "qwen3"}')  # as in a Hugging Face checkpoint
+    before = contents(tmp_path / "run")
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 2 {flag}")
+    assert codes == [2] and contents(tmp_path / "run") == before
+    assert err[0].count("\n") == 1 and "run" in err[0] and "Traceback" not in err[0]
+
+
+@pytest.mark.quick
+def test_without_out_the_first_free_directory_is_taken_once(tmp_path):
+    (tmp_path / "runs" / "guess-1").mkdir(parents=True)
+    good(tmp_path, f"{TINY} --steps 1")
+    good(tmp_path, f"{TINY} --steps 1", world=2)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["guess-0", "guess-1", "guess-2"]
+    assert len(read_metrics(tmp_path / "runs" / "guess-2")) == 1
+
+
+def test_runs_that_start_together_take_different_directories(tmp_path):
+    started = [begin(tmp_path, f"{TINY} --steps 1") for _ in range(4)]
+    assert [end(*each)[0] for each in started] == [[0]] * 4
+    assert len(list((tmp_path / "runs").iterdir())) == 4
