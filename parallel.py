@@ -260,7 +260,11 @@ def write_checkpoint(path, tensors, state) -> None:
         partial.rename(path)
 
     agree(start)
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
+    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
+        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in error.failures.items())
+        raise OSError(f"checkpoint {path} not written ({reason}); older ones are whole") from error
     agree(finish)
 
 

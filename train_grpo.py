@@ -26,7 +26,7 @@ update, ref of the frozen reference, smp of the sampler:
              = -sg(min(r, bound)) A lp_t                            `cispo`
     (4)  l_t <- sg(min(exp(old_t - smp_t), C)) l_t                  importance_cap C (TIS), if any
     (5)  l_t <- l_t + kl_coef k(lp_t - ref_t) - entropy_coef H_t
-             k1: d    k2: d^2 / 2    k3: exp(-d) + d - 1
+             k1: d (no gradient in the mean: for the reward)  k2: d^2 / 2  k3: exp(-d) + d - 1
     (6)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
              token_mean     w_i = 1               Z = sampled tokens
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
@@ -139,6 +139,7 @@ class Config:
     # rollouts
     prompts: int = 28  # groups a step, over all ranks
     group: int = 16  # rollouts of one prompt
+    batch_rows: int = 1024  # rollouts that a rank decodes at a time, in whole groups
     max_new_tokens: int = 16  # a trajectory's limit after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
@@ -183,16 +184,17 @@ class Config:
     threads: int = 1  # CPU threads of each rank
 
     CHOICES = dict(
-        dtype=("float32", "float64", "bfloat16"), overlong=("keep", "filter"), kl_in=("loss", "reward"),
-        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"), kl=("k1", "k2", "k3"),
-        aggregation=("token_mean", "sequence_mean", "constant"), ratio=("token", "sequence"),
-        lr_decay=("constant", "linear", "cosine"), objective=("clip", "cispo"), device=("", "cpu", "cuda"),
-        data_parallel=("ddp", "fsdp"), generator_dtype=("", "float32", "float64", "bfloat16"),
+        dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp"),
+        generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
+        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"),
+        aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
+        ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
+        kl=("k1", "k2", "k3"), kl_in=("loss", "reward"), overlong=("keep", "filter"),
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
-        "target", "tensorboard", "timeout", "threads", "micro_tokens", "device",
+        "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
     )  # fmt: skip
 
     def check(self) -> "Config":
@@ -473,7 +475,7 @@ class Sort(Symbols):
             items = rng.permutation(self.size)[: self.length].tolist()
             if is_held_out(repr(items).encode()) == held_out:
                 return tuple(sorted(items)), items + [self.size]
-        raise ValueError(f"--size {self.size} --length {self.length}: too few prompts to hold some out")
+        raise ValueError(f"--size {self.size} --length {self.length}: too few to hold prompts out")
 
     def reply(self, state, answer):
         if len(answer) != self.length + 1:
@@ -485,8 +487,8 @@ class Sort(Symbols):
 class Lookup(Symbols):
     """Use a tool: `? key`, answer `key .`, the table replies `= value`, answer `value .`
 
-    Half the reward for asking for the right key, half for passing on the value. The table is drawn
-    anew for each prompt, so only asking finds it. Demonstrations are valid play with random
+    Each of the two answers earns 0.1 for its form and 0.4 for being right. The table is drawn anew
+    for each prompt, so only asking finds the value. Demonstrations are valid play with random
     content: they teach the form, not the answer.
     """
 
@@ -505,8 +507,8 @@ class Lookup(Symbols):
             return state, None, 0.0
         if value is None:
             value = self.size + table[answer[0]]
-            return (key, table, value), [2 * self.size + 1, value], 0.5 * (answer[0] == key)
-        return state, None, 0.5 * (answer[0] == value)
+            return (key, table, value), [2 * self.size + 1, value], 0.5 if answer[0] == key else 0.1
+        return state, None, 0.5 if answer[0] == value else 0.1
 
     def demo(self, state, rng):
         return [int(rng.integers(self.size)) + (0 if state[2] is None else self.size), *self.end]
@@ -919,6 +921,18 @@ def starts_of(config, task, stream, step, indices, first=0, held_out=False):
     return [(g, *task.prompt(rng, first + g, held_out)) for g, rng in zip(mine, rngs)]
 
 
+def play(config, task, generator, starts, key):
+    """`rollout` by the configuration, `batch_rows` rollouts at a time."""
+    groups, size = [], max(1, config.batch_rows // config.group)
+    for n in range(0, len(starts), size):
+        groups += rollout(
+            generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
+            max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+            fork_turns=config.fork_turns,
+        )  # fmt: skip
+    return groups
+
+
 def collect(config, task, generator, step):
     """The rollouts of a step: this rank's {group: trajectories}, the kept groups of all ranks in
     order, and metrics."""
@@ -926,11 +940,7 @@ def collect(config, task, generator, step):
     for _ in range(config.max_rounds):
         indices = range(len(rewards), len(rewards) + config.prompts - len(kept))
         starts = starts_of(config, task, 1, step, indices, first=step * config.prompts)
-        groups = rollout(
-            generator, task, starts, group=config.group, max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature, key=(config.seed, step), forks=config.forks,
-            fork_turns=config.fork_turns,
-        )  # fmt: skip
+        groups = play(config, task, generator, starts, key=(config.seed, step))
         table = np.zeros((len(indices), config.group))
         for (g, _, _), group in zip(starts, groups):
             mine[g], table[g - indices[0]] = group, [t.reward for t in group]
@@ -1009,8 +1019,8 @@ def update(config, trainer, mine, kept, step):
 def evaluate(config, task, generator):
     """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
     starts = starts_of(config, task, 2, 0, range(config.eval_prompts), held_out=True)
-    limit = config.max_new_tokens
-    groups = rollout(generator, task, starts, group=1, max_new_tokens=limit, temperature=0, key=())
+    greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
+    groups = play(greedy, task, generator, starts, key=())
     (solved,) = summed([sum(t.reward >= 1 for (t,) in groups)], generator.head_weight.device)
     return solved / config.eval_prompts, groups[0][0] if groups else None
 
@@ -1039,9 +1049,9 @@ def build(config, task, device):
     else:
         shape = ModelConfig(
             vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
-            num_hidden_layers=config.layers, hidden_size=config.hidden, intermediate_size=3 * config.hidden,
+            num_hidden_layers=config.layers, hidden_size=config.hidden,
+            intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
             num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
-            head_dim=config.hidden // config.heads,
         )  # fmt: skip
         model = Transformer(shape).to(device, getattr(torch, config.dtype))
         model.init_weights(config.seed)
@@ -1053,8 +1063,8 @@ def build(config, task, device):
     return model, generator, frozen(config.dtype) if config.kl_coef else None
 
 
-def train(config, device) -> float:
-    """The run: set up, loop, save. Returns the last eval/solved."""
+def train(config, device):
+    """The run: set up, loop, save. Returns the last eval/solved; None if SIGTERM ended it."""
     task = make_task(config)
     model, generator, reference = build(config, task, device)
     out = agree(lambda: prepare_out(config))  # claimed only now that everything else was found good
@@ -1079,7 +1089,7 @@ def train(config, device) -> float:
                     shutil.rmtree(old, ignore_errors=True)
             if stopping and not last:
                 log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
-                raise SystemExit(143)
+                return None
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
     log.end(solved)
@@ -1187,8 +1197,8 @@ class Log:
         self.say(f"sample: {self.text}")
         verb = "met" if solved >= self.config.target else "MISSED"
         seconds = time.perf_counter() - self.started
-        steps, target = self.config.steps, self.config.target
-        self.say(f"eval/solved {solved:.3f}: target {target} {verb}, {steps} steps, {seconds:.0f} s")
+        verb = f"target {self.config.target} {verb} after {self.config.steps} steps"
+        self.say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
 
 
 def cut_lines(path, step):
@@ -1311,9 +1321,11 @@ def main(argv) -> int:
             return plot(argv[1:]) or 0
         if argv == ["check"]:
             connect("cpu")
-            return 0 if check() else 1
-        config = parse_config(argv).check()
-        train(config, connect(config.device, timeout=config.timeout, threads=config.threads))
+            code = 0 if check() else 1
+        else:
+            config = parse_config(argv).check()
+            device = connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = 143 if train(config, device) is None else 0
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -1321,7 +1333,7 @@ def main(argv) -> int:
         return 2
     dist.barrier()
     dist.destroy_process_group()
-    return 0
+    return code
 
 
 if __name__ == "__main__":

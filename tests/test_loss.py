@@ -91,7 +91,8 @@ def made(seed, B=5, T=7):
     lp, old, ref, A, entropy, weight, mask = torch.randn(7, B, T, generator=rng).double()
     return SimpleNamespace(
         lp=lp - 2, old=lp - 2 + 0.5 * old, ref=lp - 2 + 0.5 * ref, A=A[:, :1],
-        entropy=entropy.abs(), importance=weight.exp().clamp(max=2), mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
+        entropy=entropy.abs(), importance=weight.exp().clamp(max=2),
+        mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
     )  # fmt: skip
 
 
@@ -356,8 +357,8 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
     assert (got - expected).norm() <= 1e-12 * expected.norm()
 
 
-def test_a_denominator_of_zero_is_refused(process_group):
-    with pytest.raises(ValueError, match="num_global_valid_tokens must be positive, got 0"):
+def test_a_denominator_of_0_is_refused(process_group):
+    with pytest.raises(ValueError, match="num_global_valid_tokens must be .*, got 0"):
         make_trainer().forward_backward(some_batch(), 0)
 
 
@@ -370,6 +371,11 @@ def put_gradients(trainer, scale=1.0, seed=0, **spoilt):
         p.grad = scale * torch.randn(p.shape, generator=rng, dtype=torch.float64)
     for name, value in spoilt.items():
         trainer.model.get_parameter(name.replace("__", ".")).grad.view(-1)[3] = value
+
+
+def all_tensors(trainer):
+    states = [trainer.optimizer.state[p] for p in trainer.model.parameters()]
+    return [*trainer.model.parameters(), *(x for state in states for x in state.values())]
 
 
 def gradients_are_zero(trainer):
@@ -398,11 +404,11 @@ def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
     trainer = make_trainer()
     put_gradients(trainer)
     trainer.optim_step()
-    before = [x.clone() for x in trainer._tensors().values()]
+    before = [x.clone() for x in all_tensors(trainer)]
     put_gradients(trainer, model__layers__0__mlp__up_proj__weight=value)
     metrics = trainer.optim_step()
     assert metrics["nonfinite"] == "model.layers.0.mlp.up_proj.weight on rank 0"
-    assert all(a.equal(b) for a, b in zip(before, trainer._tensors().values(), strict=True))
+    assert all(a.equal(b) for a, b in zip(before, all_tensors(trainer), strict=True))
     assert (trainer.policy_version, trainer.skipped, trainer.skipped_in_a_row) == (1, 1, 1)
     assert gradients_are_zero(trainer)
 

@@ -4,6 +4,7 @@
 heard. Where real weights are needed they are random, tiny and float64.
 """
 
+import itertools
 import json
 import math
 import re
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 import models
 from models import Transformer
 from train_grpo import (
-    Config, Task, Trainer, Trajectory, build, demonstrations, denominator, evaluate, final_answer,
-    make_task, prepare, rollout, same_answer, uniforms,
+    Config, Task, Trainer, build, demonstrations, denominator, evaluate, final_answer, make_task,
+    prepare, rollout, same_answer,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -84,7 +85,7 @@ SMALL = {
 
 
 def assert_scored_as_sampled(model, trajectories, temperature):
-    """A full forward pass gives the sampler's log-probs; returns the most answers in a trajectory."""
+    """By a full forward pass over each; returns the largest number of answers in one."""
     answers = []
     for t in trajectories:
         logp = (model(torch.tensor([t.tokens]))[0, :-1] / temperature).log_softmax(-1).numpy()
@@ -103,7 +104,7 @@ def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks):
     assert answers > 1 or name == "sort"  # replies were played between answers
 
 
-# Where the task speaks, the script says 9 and is not heard: prompt 0 0, answers `1 2 9`, `3 9`, `9`.
+# After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
 SCRIPT = [0, 0, 1, 2, 9, 9, 9, 3, 9, 9, 9, 9]
 PLAYED = [0, 0, 1, 2, 9, 8, 9, 3, 9, 8, 9, 9]
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
@@ -117,8 +118,9 @@ def test_replies_are_never_trained_and_sampled_tokens_always():
 
 
 def test_truncation_keeps_what_was_played_until_then():
-    for room in range(1, 13):  # in an answer, at a turn's end, in a reply, at its end, .., at the end
-        [[t]] = play(Chat(), Script(SCRIPT), groups=[0], group=1, temperature=0, max_new_tokens=room)
+    for room in range(1, 13):  # in an answer, at its end, in a reply, at its end, ..
+        how = dict(group=1, temperature=0, max_new_tokens=room)
+        [[t]] = play(Chat(), Script(SCRIPT), groups=[0], **how)
         assert (t.tokens, t.mask.tolist()) == (PLAYED[: 2 + room], MASK[: 1 + room])
         assert t.truncated == (room < 10)
 
@@ -132,7 +134,7 @@ def test_an_answer_may_be_its_end_token_alone():
         assert task.reply(state, list(task.end))[1:] == (None, 0.0)
 
 
-def test_non_finite_sampler_logprobs_leave_loss_and_denominator(process_group):
+def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
     model, how = Script(SCRIPT, broken=3), dict(group=1, temperature=0, max_new_tokens=3)
     [[t]] = play(Chat(), model, groups=[0], **how)
     assert (t.mask.tolist(), t.sampler_logprobs[2]) == ([False, True, False, True], 0.0)
@@ -148,14 +150,6 @@ def test_non_finite_sampler_logprobs_leave_loss_and_denominator(process_group):
 # 2. Randomness -------------------------------------------------------------------------------
 
 
-def test_uniforms_depend_on_every_part_of_the_key_and_on_nothing_else():
-    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
-    draws = [uniforms(key, 5).tolist() for key in keys]
-    assert len({tuple(d) for d in draws}) == len(keys)
-    assert [uniforms(key, 5).tolist() for key in keys[::-1]] == draws[::-1]
-    assert uniforms(keys[1], 3).tolist() == draws[1][:3]  # the limit does not shift the draws
-
-
 @pytest.mark.parametrize("forks, fork_turns", [(1, 0), (2, 1)])
 def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns):
     task, model = Chat(), random_model(10)
@@ -169,7 +163,9 @@ def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns)
     assert together == tokens(7, 4, 3, 0) == tokens(0) | tokens(3) | tokens(4) | tokens(7)
     assert {g: rows[:2] for g, rows in together.items()} == tokens(0, 3, 4, 7, group=2)
     assert tokens(0, 3, 4, 7, key=(5, 3)) != together != tokens(0, 3, 4, 7, key=(6, 2))
-    assert len({str(rows) for rows in together.values()}) == 4  # 0 and 4, 3 and 7 share a prompt
+    # 0 and 4 have the same prompt, and 3 and 7; yet all groups differ, and rollouts within them.
+    assert len({str(rows) for rows in together.values()}) == 4
+    assert all(rows[0] != rows[-1] for rows in together.values())
 
 
 # 3. What is shared ---------------------------------------------------------------------------
@@ -217,17 +213,13 @@ def test_a_path_halves_at_each_fork_and_points_at_the_first_token_after_the_repl
 
 def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
     differ = Counter()
-    for group in forked:
-        for a in group:
-            for b in group:
-                both = [p for p, q in zip(a.path, b.path) if p == q]
-                if not both or a.path == b.path:
-                    continue
-                start = a.path[len(both)][0]
-                assert start == b.path[len(both)][0] and a.tokens[:start] == b.tokens[:start]
-                scores = [t.sampler_logprobs[: start - 1].tolist() for t in (a, b)]
-                assert scores[0] == scores[1]
-                differ[a.tokens[start:] != b.tokens[start:]] += 1
+    for a, b in (pair for group in forked for pair in itertools.combinations(group, 2)):
+        shared = [p for p, q in zip(a.path, b.path) if p == q]
+        if shared and a.path != b.path:  # neither two roots nor one row
+            start = a.path[len(shared)][0]
+            assert start == b.path[len(shared)][0] and a.tokens[:start] == b.tokens[:start]
+            assert (a.sampler_logprobs[: start - 1] == b.sampler_logprobs[: start - 1]).all()
+            differ[a.tokens[start:] != b.tokens[start:]] += 1
     assert differ[True] > 0.8 * differ.total() > 0
 
 
@@ -303,13 +295,14 @@ def test_sort_rewards(answer, reward):
 
 def test_sort_never_trains_on_a_held_out_prompt():
     task = task_of("sort", size=5, length=4)
-    train, test = ({task.show(p) for _, _, p in opening(task, range(2000), h)} for h in (False, True))
-    assert len(train) + len(test) == 5 * 4 * 3 * 2 and not train & test and 4 < len(test) < 24
+    drawn = [{task.show(p) for _, _, p in opening(task, range(2000), h)} for h in (False, True)]
+    assert len(drawn[0]) + len(drawn[1]) == len(drawn[0] | drawn[1]) == 5 * 4 * 3 * 2
+    assert 4 < len(drawn[1]) < 24
 
 
 @pytest.mark.parametrize("answers, heard, reward", [
-    (["k1 .", "v2 ."], ["= v2", None], 1.0), (["k1 .", "v0 ."], ["= v2", None], 0.5),
-    (["k0 .", "v1 ."], ["= v1", None], 0.5), (["k1 .", "k1 ."], ["= v2", None], 0.5),
+    (["k1 .", "v2 ."], ["= v2", None], 1.0), (["k1 .", "v0 ."], ["= v2", None], 0.6),
+    (["k0 .", "v1 ."], ["= v1", None], 0.6), (["k1 .", "k1 ."], ["= v2", None], 0.5),
     (["v2 ."], [None], 0.0), (["k1 v2 ."], [None], 0.0), (["k1 .", "."], ["= v2", None], 0.5),
 ])  # fmt: skip
 def test_lookup_rewards(answers, heard, reward):
@@ -320,20 +313,15 @@ def test_lookup_rewards(answers, heard, reward):
     assert converse(task, drawn["? k1", "= v1", "= v2", "= v0"], *answers) == (heard, reward)
 
 
-@pytest.mark.parametrize("name, form, mask", [
-    ("lookup", r"\? k\d k(\d) \. = (v\d) v\d \.", [0, 1, 1, 0, 0, 1, 1]),
-    ("sort", r"(s\d ){3}\? (s\d ){3}\.", [0, 0, 0, 1, 1, 1, 1]),
-])  # fmt: skip
-def test_demonstrations_are_valid_play_and_only_answers_are_trained(name, form, mask):
-    task = task_of(name, size=4, length=3)
+def test_demonstrations_are_valid_play_and_only_answers_are_trained():
+    task = task_of("lookup", size=4)
     starts = opening(task, range(20))
     played = demonstrations(task, starts, (0, 4, 1))
-    assert len({str(t.tokens) for t in played}) > 15
     for t, (_, state, _) in zip(played, starts, strict=True):
-        said = re.fullmatch(form, task.show(t.tokens))
-        assert said and t.mask.astype(int).tolist() == mask and not t.sampler_logprobs.any()
-        if name == "lookup":
-            assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
+        said = re.fullmatch(r"\? k\d k(\d) \. = (v\d) v\d \.", task.show(t.tokens))
+        assert t.mask.tolist() == [0, 1, 1, 0, 0, 1, 1] and not t.sampler_logprobs.any()
+        assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
+    assert len({str(t.tokens[2:]) for t in played}) > 15
     with pytest.raises(ValueError, match="Guess has no demonstrations; use --demos 0"):
         demonstrations(SMALL["guess"], opening(SMALL["guess"], [0]), (0,))
 
@@ -369,10 +357,10 @@ def test_a_reward_that_is_not_finite_names_group_and_answer():
 
 
 @pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
-def test_a_prompt_that_cannot_be_played_names_its_group(prompt):
-    with pytest.raises(ValueError, match="group 5: a prompt (needs at least one|of 84 tokens)"):
-        rollout(Script(SCRIPT), Chat(), [(4, 1, [0]), (5, 1, prompt)], group=2, max_new_tokens=16,
-                temperature=0, key=(0, 0))  # fmt: skip
+def test_a_prompt_that_cannot_be_played_is_refused(prompt):
+    starts, how = [(4, 1, [0]), (5, 1, prompt)], dict(group=2, max_new_tokens=16, temperature=0)
+    with pytest.raises(ValueError, match="a prompt (needs tokens, all of 0..9|of 84 tokens)"):
+        rollout(Script(SCRIPT), Chat(), starts, key=(0, 0), **how)
 
 
 OWN_TASK = """
@@ -404,9 +392,9 @@ def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
 
 @pytest.mark.parametrize("task, message", [
     ("mine.py:Nothing", "mine.py has no class 'Nothing'"), ("mine.py:", "has no class ''"),
-    ("other.py:Echo", "none of guess, sort, lookup, jsonl and no FILE.py:Class"),
-    ("mine.py:Endless", r"Endless.end must be token ids under vocab_size 4, got \(4,\)"),
-    ("gues", "'gues' is none of guess, sort, lookup, jsonl"),
+    ("mine.py:Endless", r"Endless.end must .* under .*4, got \(4,\)"),
+    ("other.py:Echo", "'other.py:Echo' is none of guess, sort, lookup, jsonl.* no FILE.py:Class"),
+    ("gues", "'gues' is none of guess"),
 ])  # fmt: skip
 def test_a_task_that_cannot_be_had_says_what_is_missing(tmp_path, monkeypatch, task, message):
     (tmp_path / "mine.py").write_text(OWN_TASK)
@@ -477,8 +465,8 @@ def test_jsonl_rewards_the_gold_answer_and_demonstrates_it(checkpoint, tmp_path)
     json.dumps({"question": "word " * 40, "answer": "1"}),
 ])  # fmt: skip
 def test_a_bad_line_of_jsonl_is_named_by_its_number(checkpoint, tmp_path, line):
-    with pytest.raises(ValueError, match=r"data.jsonl line 42( is no |: a prompt of \d+ tokens)"):
-        make_task(jsonl(checkpoint, tmp_path, "", line))
+    with pytest.raises(ValueError, match=r"data.jsonl line 41( holds no |: a prompt of \d+ )"):
+        make_task(jsonl(checkpoint, tmp_path, line))
 
 
 def test_what_jsonl_lacks_is_named(checkpoint, tmp_path):

@@ -83,8 +83,8 @@ def end(processes, log, seconds=100):
     return codes, *texts
 
 
-def cli(cwd, flags, world=1, die=None):
-    return end(*begin(cwd, flags, world, die))
+def cli(cwd, flags, world=1, die=None, seconds=100):
+    return end(*begin(cwd, flags, world, die), seconds)
 
 
 def good(cwd, flags, world=1):
@@ -314,7 +314,7 @@ def test_a_line_without_its_newline_stays_a_line(straight, finished):
 def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finished):
     before = contents(finished)
     out, _ = good(finished.parent, "--resume --out run")
-    assert "after 4 steps" in out and contents(finished) == before
+    assert "eval/solved" in out and contents(finished) == before
     good(finished.parent, "--resume --out run --steps 6")
     assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 6"))
 
@@ -361,3 +361,87 @@ def test_runs_that_start_together_take_different_directories(tmp_path):
     started = [begin(tmp_path, f"{TINY} --steps 1") for _ in range(4)]
     assert [end(*each)[0] for each in started] == [[0]] * 4
     assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+# Mistakes ------------------------------------------------------------------------------------
+
+# flags -> what the one line must say
+REFUSED = {
+    "--nonsense 3": "--nonsense", "--steps many": "--steps", "--steps 1.5": "--steps", "--lr": "--lr",
+    "--steps 0": "--steps must be positive", "--lr nan": "--lr must be finite", "--seed -1": "--seed",
+    "--heads 0": "--heads must be positive", "--temperature -1": "--temperature", "--kl k4": "k1, k2, k3",
+    "--group 1": "--group 1", "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
+    "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low", "--beta2 1": "--beta2",
+    "--dual-clip 1.1": "--dual-clip", "--objective cispo --dual-clip 3": "--dual-clip",
+    "--objective cispo --ratio sequence": "--ratio sequence", "--dynamic-sampling": "--entropy-coef 0",
+    "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0", "--max-rounds 2": "--dynamic-sampling",
+    "--importance-cap 2": "--proximal", "--prompts 2 --minibatches 3": "--minibatches 3",
+    "--lr-warmup 2": "--lr-warmup 2", "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
+    "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data", "--device cuda": "--device cuda",
+    "--task sort --length 4": "--length 4",
+    # found only once a task or a model is made
+    "--task nonsense": "nonsense", "--task gone.py:Task": "gone.py", "--task ../missing": "missing",
+    "--model gone": "gone", "--task jsonl --data gone.jsonl --model gone": "gone", "--resume": "no run",
+    "--demos 2": "--demos 0", "--max-new-tokens 40000": "40000", "--task sort --length 2": "--size",
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
+    (tmp_path / "here").mkdir()
+    codes, out, err = cli(tmp_path / "here", f"{TINY} --steps 2 --out run {flags}", seconds=20)
+    assert codes == [2] and out == [""] and not list((tmp_path / "here").iterdir())
+    assert REFUSED[flags] in err[0] and err[0].count("\n") <= 2 and "Traceback" not in err[0]
+
+
+@pytest.mark.quick
+def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
+    before = contents(finished)
+    for flags, text in {
+        "--resume": "--resume needs --out", "--resume --out run --seed 1": "--seed 1 (the run has 0)",
+        "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
+    }.items():  # fmt: skip
+        codes, _, err = cli(finished.parent, flags)
+        assert codes == [2] and text in err[0] and err[0].count("\n") == 1
+    assert contents(finished) == before
+
+
+TASK = """
+import os
+RANK = int(os.environ["RANK"])
+{top}
+class Broken:
+    vocab_size, end = 5, (4,)
+    def __init__(self, config):
+        {init}
+    def prompt(self, rng, index, held_out):
+        return index, [0]
+    def reply(self, state, answer):
+        {reply}
+        return state, None, 0.5
+    def show(self, tokens):
+        return str(tokens)
+"""
+BROKEN = [
+    ("reply", "return state, None, float('nan')", "rank 0: error: task Broken gave reward nan"),
+    ("reply", "return state, None, None", "reward None"),
+    ("reply", "if RANK == 1: raise ValueError('only here')", "rank 1: error: only here"),
+    ("reply", "if RANK == 1: raise KeyError('only here')", "KeyError: 'only here'"),
+    ("init", "if RANK == 1: raise ValueError('only here')", "rank 1: error: only here"),
+    ("init", "if RANK == 0: raise KeyError('only here')", "KeyError: 'only here'"),
+    ("top", "raise RuntimeError('in the file')", "in the file"),
+    ("top", "if RANK == 1: raise SystemExit('in the file')", "in the file"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("where, line, text", BROKEN)
+def test_a_broken_task_ends_every_rank_with_its_reason(tmp_path, where, line, text):
+    parts = dict(top="", init="pass", reply="pass") | {where: line}
+    (tmp_path / "task.py").write_text(TASK.format(**parts))
+    flags = f"{TINY} --out run --steps 4 --timeout 10 --task task.py:Broken"
+    codes, _, err = cli(tmp_path, flags, world=2, seconds=30)
+    assert 0 not in codes and text in "".join(err)
+    alone = "only here" in line or "SystemExit" in line
+    assert not alone or "another rank is gone" in err[0 if "RANK == 1" in line else 1]
