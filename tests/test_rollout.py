@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import models
+import train_grpo
 from models import Transformer
 from train_grpo import (
     Config, Task, Trainer, build, demonstrations, denominator, evaluate, final_answer, make_task,
@@ -184,6 +185,22 @@ def test_each_distinct_prompt_and_each_token_after_it_is_computed_once(monkeypat
     assert sum(fed[1:]) == sum(len(t.tokens) - prompt - 1 for group in groups for t in group)
 
 
+def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkeypatch):
+    task, model, rows = Chat(), random_model(10), []
+    plain = model.hidden
+    count = lambda tokens, **how: rows.append(len(tokens)) or plain(tokens, **how)  # noqa: E731
+    monkeypatch.setattr(model, "hidden", count)
+    tokens, peak = {}, {}
+    for most in (1024, 8, 1):
+        config = Config(group=4, batch_rows=most, max_new_tokens=12)
+        groups = train_grpo.play(config, task, model, opening(task, range(5)), key=(0, 0))
+        tokens[most] = [[t.tokens for t in group] for group in groups]
+        peak[most] = max(rows)
+        rows.clear()
+    assert tokens[1024] == tokens[8] == tokens[1]
+    assert 1 < peak[1] <= 4 < peak[8] <= 8 < peak[1024]  # a group is never divided
+
+
 @pytest.fixture(scope="module")
 def forked():
     """Six groups of 8 in two roots, each forked in two at its first two turn boundaries."""
@@ -237,10 +254,14 @@ def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked):
             assert total == pytest.approx(t.reward - np.mean([u.reward for u in group]), abs=1e-14)
 
 
-def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group):
+def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, monkeypatch):
     config = Config(size=3, turns=2, eval_prompts=7, max_new_tokens=9)
     model = Script([3, 1, 6, 6, 0, 6], vocab=7)  # always `1 .` and then `0 .`: never finds 2
-    solved, shown = evaluate(config, make_task(config), model)
+    task, asked = make_task(config), []
+    prompt = task.prompt
+    monkeypatch.setattr(task, "prompt", lambda *how: asked.append(how[1:]) or prompt(*how))
+    solved, shown = evaluate(config, task, model)
+    assert asked == [(index, True) for index in range(7)]
     assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
 

@@ -4,6 +4,8 @@ Most runs are `main` in processes forked from a server that has imported torch (
 with their own working directory and files for their output; a few are real subprocesses.
 """
 
+import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -424,7 +426,7 @@ class Broken:
         return str(tokens)
 """
 BROKEN = [
-    ("reply", "return state, None, float('nan')", "rank 0: error: task Broken gave reward nan"),
+    ("reply", "return state, None, float('nan')", "Broken gave reward nan"),
     ("reply", "return state, None, None", "reward None"),
     ("reply", "if RANK == 1: raise ValueError('only here')", "rank 1: error: only here"),
     ("reply", "if RANK == 1: raise KeyError('only here')", "KeyError: 'only here'"),
@@ -445,3 +447,112 @@ def test_a_broken_task_ends_every_rank_with_its_reason(tmp_path, where, line, te
     assert 0 not in codes and text in "".join(err)
     alone = "only here" in line or "SystemExit" in line
     assert not alone or "another rank is gone" in err[0 if "RANK == 1" in line else 1]
+
+
+def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "from __future__ import annotations\nimport dataclasses, numpy, os\n"
+        "@dataclasses.dataclass\nclass State:\n    index: int\n"
+        + TASK.format(top="", init="pass", reply="return state, None, numpy.float32(1)")
+        .replace('os.environ["RANK"]', "0").replace("return index, [0]", "return State(index), [0]")
+    )  # fmt: skip
+    good(tmp_path, f"{TINY} --out run --steps 2 --task task.py:Broken")
+    assert read_metrics(tmp_path / "run")[-1]["eval/solved"] > 0
+
+
+# What a run tells ----------------------------------------------------------------------------
+
+
+def _documented():
+    """The names in the docstring's glossary; `a/b, /c` and `a/b_c, _d` are spelled out."""
+    section = train_grpo.__doc__.partition("\nMetrics")[2].partition("\nHow it deviates")[0]
+    names = ["step"]
+    for word in re.findall(r"[a-z_]*/?[a-z_]+", section):
+        if word.startswith("/"):
+            word = names[-1].partition("/")[0] + word
+        elif word.startswith("_"):
+            word = names[-1].rpartition("_")[0] + word
+        names.append(word)
+    return set(names)
+
+
+@pytest.mark.quick
+def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
+    run = straight(f"{SAVING} 6 {KL}")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seen = {name for line in lines for name in line}
+    assert seen <= _documented()
+    assert {name for name in _documented() if "/" in name} <= seen
+    assert [line["step"] for line in lines] == list(range(6)) and "eval/solved" in lines[-1]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [1, 3, 5]
+    assert all(sample["text"].startswith("? ") for sample in samples)
+
+
+@pytest.mark.quick
+def test_help_shows_every_field_with_its_comment(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit, match="0"):
+        train_grpo.main(["--help"])
+    shown = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    fields = re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", inspect.getsource(train_grpo.Config), re.M)
+    assert [name for name, _ in fields] == [f.name for f in dataclasses.fields(train_grpo.Config)]
+    for name, comment in fields:
+        flag = "--" + name.replace("_", "-")
+        assert any(line.startswith(f"{flag} ") or f"{flag}, " in line and comment in line for line in shown)
+        assert any(comment in line for line in shown)
+
+
+@pytest.mark.quick
+def test_plot_is_text_without_matplotlib_and_a_png_with_it(straight, tmp_path, monkeypatch, capsys):
+    run = shutil.copytree(straight(f"{SAVING} 6"), tmp_path / "run")
+    with monkeypatch.context() as without:
+        for name in ("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):
+            without.setitem(sys.modules, name, None)
+        assert train_grpo.main(["plot", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and "matplotlib" in lines[0] and not (run / "curve.png").exists()
+    pytest.importorskip("matplotlib", reason="draws a PNG")
+    assert train_grpo.main(["plot", str(run), str(run)]) == 0
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.quick
+def test_plot_draws_a_run_that_was_killed_early(straight, tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure", reason="draws a PNG").Figure
+    first = (straight(f"{SAVING} 6") / "metrics.jsonl").read_text().splitlines()[0]
+    (tmp_path / "metrics.jsonl").write_text(first + '\n{"step": 1, "rew')
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    assert train_grpo.main(["plot", str(tmp_path)]) == 0
+    (axes,) = drawn[0].axes
+    assert [len(line.get_xdata()) for line in axes.lines] == [1, 0]
+    assert axes.get_ylim()[1] > 1
+
+
+@pytest.mark.quick
+def test_plot_of_what_is_no_run_is_an_error(tmp_path, capsys):
+    assert train_grpo.main(["plot", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+
+
+# Learning ------------------------------------------------------------------------------------
+
+
+def _learns(cwd, flags, seconds):
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", "run", *flags.split()]
+    subprocess.run(command, cwd=cwd, check=True, timeout=seconds)
+    rewards = [line["reward/mean"] for line in read_metrics(cwd / "run")]
+    assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 >= 0.9
+    return read_metrics(cwd / "run")[-1]["eval/solved"]
+
+
+@pytest.mark.quick
+def test_a_small_run_learns(tmp_path):
+    flags = "--size 3 --turns 3 --layers 1 --hidden 32 --heads 2 --eval-prompts 6"
+    assert _learns(tmp_path, f"{flags} --prompts 12 --group 16 --lr 0.01 --steps 60", 120) >= 0.9
+
+
+@pytest.mark.slow
+def test_the_default_run_learns(tmp_path):
+    assert _learns(tmp_path, "", 1200) >= 0.95
