@@ -306,6 +306,8 @@ def definition(lp, old, A, w, Z, clip_low, clip_high):
 
 def advantages(rewards, /, kind):
     """(1) for the float64 rewards (G,) of one group: (G,). `per_branch` is `branch_advantages`."""
+    if (rewards == rewards[0]).all():  # exactly 0, which rewards - mean would miss by rounding
+        return np.zeros_like(rewards)
     centred = rewards - rewards.mean()
     if kind == "group_std":
         return centred / (rewards.std(ddof=1) + 1e-4)
@@ -418,7 +420,13 @@ class Symbols(Task):
         self.names, self.vocab_size, self.end = names, len(names), (len(names) - 1,)
 
     def show(self, tokens):
-        return " ".join(self.names[t] for t in tokens)
+        return " ".join(self.names[t] if t < len(self.names) else f"<{t}>" for t in tokens)
+
+
+def deal(seed, index, size) -> int:
+    """Card `index` of an endless row of shuffled decks of 0..size-1: no batch is lopsided."""
+    deck, place = divmod(index, size)
+    return int(np.random.default_rng([seed, deck]).permutation(size)[place])
 
 
 def is_held_out(data: bytes) -> bool:
@@ -433,8 +441,8 @@ class Guess(Symbols):
 
     Reward 1 for finding it. An attempt that used all its turns well-formed but in vain gets 0.2
     times the share of its answers that agreed with what it had heard; anything malformed gets 0.
-    Secrets come from a shuffled deck, so that each batch holds each number equally often. Every
-    secret has the same prompt, so evaluation asks for all of them instead of unseen ones.
+    Secrets are dealt from shuffled decks. Every secret has the same prompt, so evaluation asks for
+    all of them instead of unseen ones.
     """
 
     def __init__(self, config):
@@ -442,9 +450,7 @@ class Guess(Symbols):
         super().__init__([str(n) for n in range(self.size)] + ["?", "higher", "lower", "."])
 
     def prompt(self, rng, index, held_out):
-        deck, place = divmod(index, self.size)
-        order = np.random.default_rng([self.seed, 5, deck]).permutation(self.size)
-        secret = place if held_out else int(order[place])
+        secret = index % self.size if held_out else deal(self.seed, index, self.size)
         return (secret, 1, 0, self.size - 1, 0), [self.size]  # secret, turn, range left, agreeing
 
     def reply(self, state, answer):
@@ -488,16 +494,18 @@ class Lookup(Symbols):
     """Use a tool: `? key`, answer `key .`, the table replies `= value`, answer `value .`
 
     Each of the two answers earns 0.1 for its form and 0.4 for being right. The table is drawn anew
-    for each prompt, so only asking finds the value. Demonstrations are valid play with random
-    content: they teach the form, not the answer.
+    for each prompt, so only asking finds the value. Keys and values are dealt from shuffled decks:
+    where a batch has more of one key, asking for it blindly pays. Demonstrations are valid play
+    with random content: they teach the form, not the answer.
     """
 
     def __init__(self, config):
-        self.size, names = config.size, range(config.size)
+        self.size, self.seed, names = config.size, config.seed, range(config.size)
         super().__init__([f"k{n}" for n in names] + [f"v{n}" for n in names] + ["?", "=", "."])
 
     def prompt(self, rng, index, held_out):
-        key, table = int(rng.integers(self.size)), rng.integers(self.size, size=self.size)
+        key, table = deal(self.seed, index, self.size), rng.integers(self.size, size=self.size)
+        table[key] = deal(self.seed + 1, index, self.size)
         return (key, tuple(table.tolist()), None), [2 * self.size, key]
 
     def reply(self, state, answer):
@@ -532,15 +540,16 @@ class Jsonl(Task):
             raise ValueError(f"--template must contain {{question}}, got {template!r}")
         room = shape.max_position_embeddings - config.max_new_tokens
         self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
-        for number, line in enumerate(Path(config.data).read_text().splitlines(), 1):
+        text = Path(config.data).read_text(encoding="utf-8").rstrip("\n")
+        for number, line in enumerate(text.split("\n"), 1):
             where = f"{config.data} line {number}"
             try:
                 row = json.loads(line)
-                question, answer = row["question"], row["answer"]
-                tokens = self._encode(template.replace("{question}", question))
-                self.rows[is_held_out(question.encode())].append((str(answer), tokens))
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                question, answer = row["question"] + "", row["answer"] + ""  # both strings
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{where} holds no question and answer: {error!r}") from error
+            tokens = self._encode(template.replace("{question}", question))
+            self.rows[is_held_out(question.encode())].append((answer, tokens))
             if len(tokens) > room:
                 raise ValueError(
                     f"{where}: a prompt of {len(tokens)} tokens; the model's positions less "
@@ -569,8 +578,8 @@ class Jsonl(Task):
 
 def final_answer(text):
     """What follows the last `####`, to the end of its line; None without one."""
-    found = re.findall(r"####\s*([^\n]*)", text)
-    return found[-1].strip() if found else None
+    _, mark, rest = text.rpartition("####")
+    return rest.split("\n")[0].strip() if mark else None
 
 
 def same_answer(a, b):
@@ -595,14 +604,15 @@ def make_task(config) -> Task:
     file, _, name = config.task.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(spec)
+    spec = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{file} has no class {name!r}")
     task = getattr(module, name)(config)
-    if not task.end or not all(0 <= t < task.vocab_size for t in task.end):
-        raise ValueError(f"{name}.end must hold ids under {task.vocab_size}, got {task.end}")
+    size, end = getattr(task, "vocab_size", 0), getattr(task, "end", ())
+    if not end or not all(0 <= t < size for t in end):
+        raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
     return task
 
 
@@ -647,6 +657,9 @@ class Play(Row):
         self.reward += reward
         if reply is None:
             return []
+        if not all(0 <= token < task.vocab_size for token in reply):
+            name, size = type(task).__name__, task.vocab_size
+            raise ValueError(f"{name} replied {reply} in group {self.group}: ids end at {size - 1}")
         self.queue.extend(reply)
         self.turn = len(self.tokens) + len(reply)
         return self.fork(forks) if self.forks_left else [self]
@@ -732,8 +745,9 @@ def denominator(batch, config) -> float:
     """This rank's share of Z of (6); summed over ranks it is `num_global_valid_tokens`."""
     if config.aggregation == "token_mean":
         return float(sum(t.mask.sum() for t in batch))
-    scored = sum(bool(t.mask.any()) for t in batch)
-    return float(scored * (config.max_new_tokens if config.aggregation == "constant" else 1))
+    if config.aggregation == "constant":
+        return float(len(batch) * config.max_new_tokens)
+    return float(sum(bool(t.mask.any()) for t in batch))
 
 
 def pack(batch, micro_tokens):

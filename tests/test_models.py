@@ -301,10 +301,10 @@ def test_rms_norm_accumulates_in_float32():
     x = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     truth = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     total = torch.zeros(8, dtype=torch.bfloat16)
-    for column in x.pow(2).T:  # accumulated in bfloat16, the sum stops growing at 256
+    for column in x.pow(2).T:  # accumulated in bfloat16, the sum stops growing at 2048
         total = total + column
     naive = x / (total[:, None] / 4096 + 1e-6).sqrt()
-    assert relative(norm(x).detach(), truth) < 2**-8 < 1 < relative(naive, truth)
+    assert relative(norm(x).detach(), truth) < 2**-8 < 0.3 < relative(naive, truth)
 
 
 @pytest.mark.quick
@@ -480,3 +480,9 @@ def test_a_missing_shard_is_named(tmp_path):
 def test_a_callers_mistake_is_named(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call(model_of(dtype=torch.float32))
+
+
+@pytest.mark.quick
+def test_documents_of_one_length_need_no_gather_and_no_other_result():
+    model, parts = model_of(), documents(lengths=(6, 6, 6))
+    assert relative(packed_gradient(model, parts), separate_gradient(model, parts)) < 1e-12

@@ -172,13 +172,23 @@ def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns)
 # 3. What is shared ---------------------------------------------------------------------------
 
 
+def watch(monkeypatch, model, measure):
+    """A list that gets measure(tokens) of every batch that the model computes from now on."""
+    seen, plain = [], model.hidden
+
+    def hidden(tokens, **how):
+        seen.append(measure(tokens))
+        return plain(tokens, **how)
+
+    monkeypatch.setattr(model, "hidden", hidden)
+    return seen
+
+
 @pytest.mark.parametrize("name, distinct", [("guess", 1), ("chat", 2), ("sort", 6)])
 def test_each_distinct_prompt_and_each_token_after_it_is_computed_once(monkeypatch, name, distinct):
-    task, fed = SMALL[name], []
+    task = SMALL[name]
     model = random_model(task.vocab_size)
-    plain = model.hidden
-    count = lambda tokens, **how: fed.append(tokens.numel()) or plain(tokens, **how)  # noqa: E731
-    monkeypatch.setattr(model, "hidden", count)
+    fed = watch(monkeypatch, model, torch.numel)
     groups = play(task, model, groups=range(6), group=5)
     prompt = len(task.prompt(np.random.default_rng(0), 0, False)[1])
     assert fed[0] == distinct * prompt
@@ -186,11 +196,8 @@ def test_each_distinct_prompt_and_each_token_after_it_is_computed_once(monkeypat
 
 
 def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkeypatch):
-    task, model, rows = Chat(), random_model(10), []
-    plain = model.hidden
-    count = lambda tokens, **how: rows.append(len(tokens)) or plain(tokens, **how)  # noqa: E731
-    monkeypatch.setattr(model, "hidden", count)
-    tokens, peak = {}, {}
+    task, model, tokens, peak = Chat(), random_model(10), {}, {}
+    rows = watch(monkeypatch, model, len)
     for most in (1024, 8, 1):
         config = Config(group=4, batch_rows=most, max_new_tokens=12)
         groups = train_grpo.play(config, task, model, opening(task, range(5)), key=(0, 0))
@@ -349,7 +356,7 @@ def test_demonstrations_are_valid_play_and_only_answers_are_trained():
 
 @pytest.mark.parametrize("text, found", [
     ("6 * 7 = 42\n#### 42", "42"), ("#### 1\nno:\n####  2 \nso", "2"), ("42", None), ("# 42", None),
-    ("####42", "42"), ("####", ""),
+    ("####42", "42"), ("####", ""), ("#### 5 #### 6", "6"), ("####\nno 5", ""), ("##### 7", "7"),
 ])  # fmt: skip
 def test_the_final_answer_follows_the_last_mark(text, found):
     assert final_answer(text) == found
@@ -413,7 +420,7 @@ def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
 
 @pytest.mark.parametrize("task, message", [
     ("mine.py:Nothing", "mine.py has no class 'Nothing'"), ("mine.py:", "has no class ''"),
-    ("mine.py:Endless", r"Endless.end must .* under .*4, got \(4,\)"),
+    ("mine.py:Endless", r"Endless needs vocab_size and end, .* got 4 and \(4,\)"),
     ("other.py:Echo", "'other.py:Echo' is none of guess, sort, lookup, jsonl.* no FILE.py:Class"),
     ("gues", "'gues' is none of guess"),
 ])  # fmt: skip

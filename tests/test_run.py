@@ -25,13 +25,15 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
-from parallel import verify_checkpoint
-from test_ranks import CONTEXT, join, read_metrics
+from parallel import checkpoints, verify_checkpoint
+from test_ranks import join, read_metrics, start
 
-SCRIPT = Path(train_grpo.__file__).resolve()
+SCRIPT = str(Path(train_grpo.__file__).resolve())
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 3 --group 4 "
 TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
+KL, DEMOS = "--kl-coef 0.1", "--kl-coef 0.1 --task lookup --size 2 --demos 2"
 
 
 # The harness ---------------------------------------------------------------------------------
@@ -43,8 +45,8 @@ def _main(rank, world, port, cwd, log, flags, die):
         os.dup2(os.open(f"{log}-{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if world > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if die:
         _die_at(*die)
     sys.exit(train_grpo.main(flags.split()))
@@ -66,23 +68,19 @@ def _die_at(where, count):
 
 
 def begin(cwd, flags, world=1, die=None):
-    """The processes of one run and where they write their output."""
+    """The processes of one run, and where they write their output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = cwd.parent / f"{cwd.name}-log-{port}-{time.monotonic_ns()}"
-    arguments = [(rank, world, port, cwd, log, flags, die) for rank in range(world)]
-    processes = [CONTEXT.Process(target=_main, args=each) for each in arguments]
-    for process in processes:
-        process.start()
-    return processes, log
+    log = cwd.parent / f"{cwd.name}-log-{time.monotonic_ns()}"
+    return start(world, _main, world, port, cwd, log, flags, die), log
 
 
 def end(processes, log, seconds=100):
     """(exit codes, standard outputs, standard errors), one of each a rank."""
     codes = join(processes, seconds)
-    texts = [[Path(f"{log}-{name}-{r}").read_text() for r in range(len(codes))] for name in ("out", "err")]
-    return codes, *texts
+    written = ([Path(f"{log}-{s}-{r}").read_text() for r in range(len(codes))] for s in ("out", "err"))
+    return codes, *written
 
 
 def cli(cwd, flags, world=1, die=None, seconds=100):
@@ -95,8 +93,8 @@ def good(cwd, flags, world=1):
     return out[0], err[0]
 
 
-def wait_for_lines(path, count):
-    deadline = time.monotonic() + 60
+def wait_for_steps(run, count):
+    deadline, path = time.monotonic() + 60, run / "metrics.jsonl"
     while not path.exists() or path.read_text().count("\n") < count:
         assert time.monotonic() < deadline, f"no {count} lines in {path}"
         time.sleep(0.01)
@@ -106,10 +104,11 @@ def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def weights(run):
-    """Checksums of the tensors in the newest checkpoint."""
-    state = verify_checkpoint(max(Path(run).glob("step-????????")))
-    return {name: crc for name, crc in state["files"].items() if name.endswith(".distcp")}
+def same_run(run, truth):
+    """Metrics bit for bit but for seconds, and the checksums of the newest checkpoint's tensors."""
+    files = [verify_checkpoint(checkpoints(path)[-1])["files"] for path in (run, truth)]
+    assert len(files[0]) > 1 and files[0]["__0_0.distcp"] == files[1]["__0_0.distcp"]
+    assert read_metrics(run) == read_metrics(truth)
 
 
 @pytest.fixture(scope="module")
@@ -119,22 +118,29 @@ def straight(tmp_path_factory):
 
     def run(flags, world=1):
         if (flags, world) not in made:
-            cwd = made[flags, world] = tmp_path_factory.mktemp("straight")
-            good(cwd, flags, world)
+            made[flags, world] = tmp_path_factory.mktemp("straight")
+            good(made[flags, world], flags, world)
         return made[flags, world] / "run"
 
     return run
 
 
+@pytest.fixture
+def finished(straight, tmp_path):
+    """A copy of a run of 4 steps with checkpoints at 2 and 4."""
+    return shutil.copytree(straight(f"{SAVING} 4"), tmp_path / "run")
+
+
 # Killed and resumed --------------------------------------------------------------------------
 
-KL, DEMOS = "--kl-coef 0.1", "--kl-coef 0.1 --task lookup --size 2 --demos 2"
-KILLS = [
-    (1, "", "train_grpo.train_step", 4), (1, "", "train_grpo.Log.step", 5), (1, "", "train_grpo.evaluate", 2),
-    (1, "", "train_grpo.train_step", 1), (1, "", "pathlib.Path.rename", 1), (1, "", "pathlib.Path.rename", 2),
+KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
+    (1, "", "train_grpo.train_step", 1), (1, "", "train_grpo.train_step", 4),
+    (1, "", "train_grpo.Log.step", 5), (1, "", "train_grpo.evaluate", 2),
+    (1, "", "pathlib.Path.rename", 1), (1, "", "pathlib.Path.rename", 2),  # DCP's, then the last
     (1, "", "pathlib.Path.rename", 4), (1, "", "parallel._crc32", 3), (1, "--keep 1", "shutil.rmtree", 4),
-    (1, KL, "train_grpo.train_step", 4), (1, KL, "pathlib.Path.rename", 3), (1, DEMOS, "train_grpo.train_step", 4),
-    (1, DEMOS, "train_grpo.Log.step", 1), (2, "", "train_grpo.train_step", 4), (2, KL, "parallel._crc32", 6),
+    (1, KL, "train_grpo.train_step", 4), (1, KL, "pathlib.Path.rename", 3),
+    (1, DEMOS, "train_grpo.train_step", 4), (1, DEMOS, "train_grpo.Log.step", 1),
+    (2, "", "train_grpo.train_step", 4), (2, KL, "parallel._crc32", 6),
 ]  # fmt: skip
 
 
@@ -143,52 +149,49 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, wher
     codes, _, _ = cli(tmp_path, f"{SAVING} 6 {flags}", world, die=(where, count))
     assert -signal.SIGKILL in codes
     good(tmp_path, "--resume --out run", world)
-    truth = straight(f"{SAVING} 6 {flags}", world)
-    assert read_metrics(tmp_path / "run") == read_metrics(truth)
-    assert weights(tmp_path / "run") == weights(truth)
+    same_run(tmp_path / "run", straight(f"{SAVING} 6 {flags}", world))
     assert not list((tmp_path / "run").glob("*.tmp"))
-
-
-def _ranks_of(torchrun):
-    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if world > 1 else []
-    command = [sys.executable, *launcher, str(SCRIPT), *TINY.split(), "--out", "run", "--steps", "100000"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
-    os.kill(_ranks_of(process)[1] if world > 1 else process.pid, signal.SIGTERM)
+    flags = f"{TINY} --out run --steps".split()
+    command = [sys.executable, *(TORCHRUN if world > 1 else []), SCRIPT, *flags, "100000"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
+    wait_for_steps(tmp_path / "run", 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[1]) if world > 1 else process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == (143 if world == 1 else 1), err
-    assert "error" not in err or world > 1
-    steps = int(re.search(r"SIGTERM: saved after (\d+) steps; go on with --resume --out run", out)[1])
-    good(tmp_path, f"--resume --out run --steps {steps + 3}", world)
-    truth = straight(f"{TINY} --out run --steps {steps + 3}", world)
-    assert read_metrics(tmp_path / "run") == read_metrics(truth)
+    assert process.returncode == (143 if world == 1 else 1), err  # torchrun's own code is 1
+    steps = int(re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1]) + 3
+    good(tmp_path, f"--resume --out run --steps {steps}", world)
+    same_run(tmp_path / "run", straight(f"{' '.join(flags)} {steps}", world))
+
+
+def test_a_finished_run_under_torchrun_exits_with_0(tmp_path):
+    flags = f"{TINY} {KL} --out run --steps 2 --data-parallel fsdp".split()
+    command = [sys.executable, *TORCHRUN, SCRIPT, *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("eval/solved") == 1 and len(read_metrics(tmp_path / "run")) == 2
 
 
 def test_when_a_rank_is_killed_the_other_says_so_and_leaves(straight, tmp_path):
     processes, log = begin(tmp_path, f"{SAVING} 100000", world=2)
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    wait_for_steps(tmp_path / "run", 3)
     processes[1].kill()
     codes, _, err = end(processes, log, seconds=60)
     assert codes == [2, -signal.SIGKILL]
     assert re.search(r"^rank 0: error: step \d+: another rank is gone.*--resume --out run$", err[0], re.M)
-    for path in (tmp_path / "run").glob("step-????????"):
-        verify_checkpoint(path)
     steps = len(read_metrics(tmp_path / "run")) + 2
     good(tmp_path, f"--resume --out run --steps {steps}", world=2)
-    truth = straight(f"{SAVING} {steps}", 2)
-    assert read_metrics(tmp_path / "run") == read_metrics(truth)
+    same_run(tmp_path / "run", straight(f"{SAVING} {steps}", 2))
 
 
 def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
     processes, log = begin(tmp_path, f"{TINY} --out run --steps 100000 --timeout 3", world=2)
-    wait_for_lines(tmp_path / "run" / "metrics.jsonl", 3)
+    wait_for_steps(tmp_path / "run", 3)
     os.kill(processes[1].pid, signal.SIGSTOP)
     processes[0].join(40)
     processes[1].kill()
@@ -196,18 +199,11 @@ def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
     assert codes[0] == 2 and "another rank is gone or silent" in err[0]
 
 
-# Damaged, hostile, and too many checkpoints --------------------------------------------------
-
-
-@pytest.fixture
-def finished(straight, tmp_path):
-    """A copy of a run of 4 steps with checkpoints at 2 and 4."""
-    shutil.copytree(straight(f"{SAVING} 4"), tmp_path / "run")
-    return tmp_path / "run"
+# Damaged and hostile checkpoints -------------------------------------------------------------
 
 
 def _damage(newest, how):
-    data = next(newest.glob("*.distcp"))
+    data = newest / "__0_0.distcp"
     if how == "unfinished":
         newest.rename(newest.with_name(newest.name + ".tmp"))
     elif how == "truncated":
@@ -216,25 +212,23 @@ def _damage(newest, how):
         raw = bytearray(data.read_bytes())
         raw[len(raw) // 2] ^= 1
         data.write_bytes(raw)
-    elif how in ("state.json", ".metadata"):
+    elif (newest / how).is_file():
         (newest / how).unlink()
-    elif how == "data gone":
-        data.unlink()
     else:
         (newest / "state.json").write_text(how)
 
 
-HOW = ["unfinished", "truncated", "one bit", "state.json", ".metadata", "data gone"]
-HOW += ["", "[]", "{}", '{"files": []}', '{"files": {"x": 1}}', "\x00\x00"]
+HOW = ["unfinished", "truncated", "one bit", "state.json", ".metadata", "__0_0.distcp"]
+HOW += ["{", "[]", "{}", '{"files": []}', '{"files": {"x": 1}}', "\x00\x00"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("how", HOW)
 def test_a_damaged_newest_checkpoint_is_passed_over_by_name(straight, finished, how):
     _damage(finished / "step-00000004", how)
     _, err = good(finished.parent, "--resume --out run")
     assert how == "unfinished" or ("warning" in err and "step-00000004" in err)
-    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 4"))
-    assert weights(finished) == weights(straight(f"{SAVING} 4"))
+    same_run(finished, straight(f"{SAVING} 4"))
 
 
 @pytest.mark.quick
@@ -244,6 +238,12 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     codes, _, _ = cli(finished.parent, resume, die=("train_grpo.train_step", 2))
     assert codes == [-signal.SIGKILL]
     verify_checkpoint(finished / "step-00000003")
+
+
+@pytest.mark.quick
+def test_keep_keeps_the_newest(tmp_path):
+    good(tmp_path, f"{TINY} --out run --save-every 1 --keep 2 --steps 5")
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step-00000004", "step-00000005"]
 
 
 class Evil:
@@ -268,48 +268,40 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
         metadata = Evil()
     elif where == "planner":
         metadata.planner_data = Evil()
-    elif where == "entry":  # what is not a tensor is unpickled by DCP
-        metadata.state_dict_metadata |= dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+    elif where == "entry":  # what is not a tensor would be unpickled by DCP
+        names = metadata.state_dict_metadata
+        metadata.state_dict_metadata = dict.fromkeys(names, BytesStorageMetadata())
     else:
-        torch.save(Evil(), data := next(newest.glob("*.distcp")))
+        torch.save(Evil(), data := newest / "__0_0.distcp")
         _replace(data, data.read_bytes())
         for place in metadata.storage_data.values():
             place.offset, place.length = 0, data.stat().st_size
     _replace(newest / ".metadata", pickle.dumps(metadata))
     codes, _, err = cli(finished.parent, "--resume --out run")
     assert codes != [0] and not (finished.parent / "executed").exists()
-    if where != "tensor":
-        assert codes == [2] and err[0].startswith("rank 0: error: checkpoint")
-    else:
-        assert "weights_only" in err[0].lower()
-
-
-@pytest.mark.quick
-def test_keep_keeps_the_newest(tmp_path):
-    good(tmp_path, f"{TINY} --out run --save-every 1 --keep 2 --steps 5")
-    names = sorted(path.name for path in (tmp_path / "run").glob("step-*"))
-    assert names == ["step-00000004", "step-00000005"]
+    refused = "weights_only" if where == "tensor" else "rank 0: error: checkpoint"
+    assert refused in err[0]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("torn", ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n"])
-def test_metrics_are_cut_back_to_the_checkpoint(straight, finished, torn):
+def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
     shutil.rmtree(finished / "step-00000004")
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (finished / name).open("a") as file:
             file.write(torn)
     good(finished.parent, "--resume --out run")
-    truth = straight(f"{SAVING} 4")
-    assert read_metrics(finished) == read_metrics(truth)
+    same_run(finished, truth := straight(f"{SAVING} 4"))
     assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
 
 
-def test_a_line_without_its_newline_stays_a_line(straight, finished):
+@pytest.mark.quick
+def test_a_line_that_lost_its_newline_stays_a_line(straight, finished):
     shutil.rmtree(finished / "step-00000004")
     lines = (finished / "metrics.jsonl").read_text().splitlines()
     (finished / "metrics.jsonl").write_text("\n".join(lines[:2]))
     good(finished.parent, "--resume --out run")
-    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 4"))
+    same_run(finished, straight(f"{SAVING} 4"))
 
 
 @pytest.mark.quick
@@ -318,7 +310,7 @@ def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finish
     out, _ = good(finished.parent, "--resume --out run")
     assert "eval/solved" in out and contents(finished) == before
     good(finished.parent, "--resume --out run --steps 6")
-    assert read_metrics(finished) == read_metrics(straight(f"{SAVING} 6"))
+    same_run(finished, straight(f"{SAVING} 6"))
 
 
 # Directories ---------------------------------------------------------------------------------
@@ -331,11 +323,12 @@ def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     codes, _, err = cli(finished.parent, f"{TINY} --out run --steps 2", world)
     assert codes == [2] * world and contents(finished) == before
     assert all(re.search("error: run holds a run.*--resume.*--overwrite", text) for text in err)
-    (finished / "notes.txt").write_text("mine")
-    (finished / "answers.jsonl").write_text("mine")
+    mine = ["notes.txt", "answers.jsonl", "references.bib", "events.csv", "step-finished"]
+    for name in mine:
+        (finished / name).touch()
     good(finished.parent, f"{TINY} --out run --steps 2 --overwrite", world)
     assert len(read_metrics(finished)) == 2 and not (finished / "step-00000004").exists()
-    assert (finished / "notes.txt").exists() and (finished / "answers.jsonl").exists()
+    assert [name for name in mine if (finished / name).exists()] == mine
 
 
 @pytest.mark.quick
@@ -343,11 +336,11 @@ def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
 def test_a_directory_of_other_files_is_refused_and_untouched(tmp_path, name, flag):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / name).write_text('{"model_type": "qwen3"}')  # as in a Hugging Face checkpoint
+    (tmp_path / "run" / name).write_text('{"model_type": "qwen3"}')  # a Hugging Face checkpoint has it
     before = contents(tmp_path / "run")
     codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 2 {flag}")
     assert codes == [2] and contents(tmp_path / "run") == before
-    assert err[0].count("\n") == 1 and "run" in err[0] and "Traceback" not in err[0]
+    assert err[0].count("\n") == 1 and "run" in err[0]
 
 
 @pytest.mark.quick
@@ -355,22 +348,16 @@ def test_without_out_the_first_free_directory_is_taken_once(tmp_path):
     (tmp_path / "runs" / "guess-1").mkdir(parents=True)
     good(tmp_path, f"{TINY} --steps 1")
     good(tmp_path, f"{TINY} --steps 1", world=2)
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["guess-0", "guess-1", "guess-2"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"guess-{n}" for n in range(3)}
     assert len(read_metrics(tmp_path / "runs" / "guess-2")) == 1
-
-
-def test_runs_that_start_together_take_different_directories(tmp_path):
-    started = [begin(tmp_path, f"{TINY} --steps 1") for _ in range(4)]
-    assert [end(*each)[0] for each in started] == [[0]] * 4
-    assert len(list((tmp_path / "runs").iterdir())) == 4
 
 
 # Mistakes ------------------------------------------------------------------------------------
 
 # flags -> what the one line must say
 REFUSED = {
-    "--nonsense 3": "--nonsense", "--steps many": "--steps", "--steps 1.5": "--steps", "--lr": "--lr",
-    "--steps 0": "--steps must be positive", "--lr nan": "--lr must be finite", "--seed -1": "--seed",
+    "--nonsense 3": "--nonsense", "--steps many": "--steps", "--lr": "--lr", "--steps 0": "--steps must",
+    "--lr nan": "--lr must be finite", "--seed -1": "--seed", "--seed 99999999999999999999": "--seed",
     "--heads 0": "--heads must be positive", "--temperature -1": "--temperature", "--kl k4": "k1, k2, k3",
     "--group 1": "--group 1", "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
     "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low", "--beta2 1": "--beta2",
@@ -381,7 +368,7 @@ REFUSED = {
     "--lr-warmup 2": "--lr-warmup 2", "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data", "--device cuda": "--device cuda",
     "--task sort --length 4": "--length 4",
-    # found only once a task or a model is made
+    # found only when a task or a model is made
     "--task nonsense": "nonsense", "--task gone.py:Task": "gone.py", "--task ../missing": "missing",
     "--model gone": "gone", "--task jsonl --data gone.jsonl --model gone": "gone", "--resume": "no run",
     "--demos 2": "--demos 0", "--max-new-tokens 40000": "40000", "--task sort --length 2": "--size",
@@ -394,16 +381,18 @@ def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
     (tmp_path / "here").mkdir()
     codes, out, err = cli(tmp_path / "here", f"{TINY} --steps 2 --out run {flags}", seconds=20)
     assert codes == [2] and out == [""] and not list((tmp_path / "here").iterdir())
-    assert REFUSED[flags] in err[0] and err[0].count("\n") <= 2 and "Traceback" not in err[0]
+    last = err[0].splitlines()[-1]  # argparse puts a line of usage before
+    assert REFUSED[flags] in last and "error: " in last and err[0].count("\n") <= 2
 
 
 @pytest.mark.quick
 def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
     before = contents(finished)
     for flags, text in {
-        "--resume": "--resume needs --out", "--resume --out run --seed 1": "--seed 1 (the run has 0)",
+        "--resume": "--resume needs --out",
+        "--resume --out run --seed 1": "--seed 1 (the run has 0)",
         "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
-    }.items():  # fmt: skip
+    }.items():
         codes, _, err = cli(finished.parent, flags)
         assert codes == [2] and text in err[0] and err[0].count("\n") == 1
     assert contents(finished) == before
@@ -411,52 +400,53 @@ def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
 
 TASK = """
 import os
-RANK = int(os.environ["RANK"])
+RANK = os.environ.get("RANK")
 {top}
-class Broken:
+class Mine:
     vocab_size, end = 5, (4,)
     def __init__(self, config):
         {init}
     def prompt(self, rng, index, held_out):
-        return index, [0]
+        return {state}, [0]
     def reply(self, state, answer):
         {reply}
         return state, None, 0.5
     def show(self, tokens):
         return str(tokens)
 """
+
+
+def _task(folder, **parts):
+    text = TASK.format(**dict(top="", init="pass", state="0", reply="pass") | parts)
+    (folder / "task.py").write_text("from __future__ import annotations\n" + text)
+    return f"{TINY} --out run --steps 2 --timeout 10 --task task.py:Mine"
+
+
 BROKEN = [
-    ("reply", "return state, None, float('nan')", "Broken gave reward nan"),
+    ("reply", "return state, None, float('nan')", "Mine gave reward nan"),
     ("reply", "return state, None, None", "reward None"),
-    ("reply", "if RANK == 1: raise ValueError('only here')", "rank 1: error: only here"),
-    ("reply", "if RANK == 1: raise KeyError('only here')", "KeyError: 'only here'"),
-    ("init", "if RANK == 1: raise ValueError('only here')", "rank 1: error: only here"),
-    ("init", "if RANK == 0: raise KeyError('only here')", "KeyError: 'only here'"),
+    ("reply", "if RANK == '1': raise ValueError('only here')", "rank 1: error: only here"),
+    ("reply", "if RANK == '1': raise KeyError('only here')", "KeyError: 'only here'"),
+    ("init", "if RANK == '1': raise ValueError('only here')", "rank 1: error: only here"),
+    ("init", "if RANK == '0': raise KeyError('only here')", "KeyError: 'only here'"),
     ("top", "raise RuntimeError('in the file')", "in the file"),
-    ("top", "if RANK == 1: raise SystemExit('in the file')", "in the file"),
+    ("top", "if RANK == '1': raise SystemExit('only here')", "only here"),
 ]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("where, line, text", BROKEN)
 def test_a_broken_task_ends_every_rank_with_its_reason(tmp_path, where, line, text):
-    parts = dict(top="", init="pass", reply="pass") | {where: line}
-    (tmp_path / "task.py").write_text(TASK.format(**parts))
-    flags = f"{TINY} --out run --steps 4 --timeout 10 --task task.py:Broken"
-    codes, _, err = cli(tmp_path, flags, world=2, seconds=30)
+    codes, _, err = cli(tmp_path, _task(tmp_path, **{where: line}), world=2, seconds=30)
     assert 0 not in codes and text in "".join(err)
-    alone = "only here" in line or "SystemExit" in line
-    assert not alone or "another rank is gone" in err[0 if "RANK == 1" in line else 1]
+    assert "only here" not in line or "another rank is gone" in err["'1'" not in line]
 
 
+@pytest.mark.quick
 def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "from __future__ import annotations\nimport dataclasses, numpy, os\n"
-        "@dataclasses.dataclass\nclass State:\n    index: int\n"
-        + TASK.format(top="", init="pass", reply="return state, None, numpy.float32(1)")
-        .replace('os.environ["RANK"]', "0").replace("return index, [0]", "return State(index), [0]")
-    )  # fmt: skip
-    good(tmp_path, f"{TINY} --out run --steps 2 --task task.py:Broken")
+    top = "import dataclasses, numpy\n@dataclasses.dataclass\nclass State:\n    index: int"
+    reply = "return state, None, numpy.float32(1)"
+    good(tmp_path, _task(tmp_path, top=top, state="State(index)", reply=reply))
     assert read_metrics(tmp_path / "run")[-1]["eval/solved"] > 0
 
 
@@ -468,10 +458,8 @@ def _documented():
     section = train_grpo.__doc__.partition("\nMetrics")[2].partition("\nHow it deviates")[0]
     names = ["step"]
     for word in re.findall(r"[a-z_]*/?[a-z_]+", section):
-        if word.startswith("/"):
-            word = names[-1].partition("/")[0] + word
-        elif word.startswith("_"):
-            word = names[-1].rpartition("_")[0] + word
+        if word[0] in "/_":
+            word = names[-1].rpartition(word[0])[0] + word
         names.append(word)
     return set(names)
 
@@ -479,35 +467,35 @@ def _documented():
 @pytest.mark.quick
 def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
     run = straight(f"{SAVING} 6 {KL}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines, samples = (
+        [json.loads(line) for line in (run / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "samples.jsonl")
+    )
     seen = {name for line in lines for name in line}
-    assert seen <= _documented()
-    assert {name for name in _documented() if "/" in name} <= seen
+    assert seen <= _documented() and {name for name in _documented() if "/" in name} <= seen
     assert [line["step"] for line in lines] == list(range(6)) and "eval/solved" in lines[-1]
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert [sample["step"] for sample in samples] == [1, 3, 5]
     assert all(sample["text"].startswith("? ") for sample in samples)
 
 
 @pytest.mark.quick
-def test_help_shows_every_field_with_its_comment(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "1000")
+def test_help_shows_every_field_with_its_comment(capsys):
     with pytest.raises(SystemExit, match="0"):
         train_grpo.main(["--help"])
-    shown = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
-    fields = re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", inspect.getsource(train_grpo.Config), re.M)
-    assert [name for name, _ in fields] == [f.name for f in dataclasses.fields(train_grpo.Config)]
-    for name, comment in fields:
-        flag = "--" + name.replace("_", "-")
-        assert any(line.startswith(f"{flag} ") or f"{flag}, " in line and comment in line for line in shown)
-        assert any(comment in line for line in shown)
+    shown = re.sub(r"\s", "", capsys.readouterr().out)
+    source = inspect.getsource(train_grpo.Config)
+    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", source, re.M))
+    for field in dataclasses.fields(train_grpo.Config):
+        flag, comment = field.name.replace("_", "-"), re.sub(r"\s", "", comments[field.name])
+        kind = f",--no-{flag}" if field.type is bool else field.type.__name__
+        assert f"--{flag}{kind}{comment}" in shown
 
 
 @pytest.mark.quick
 def test_plot_is_text_without_matplotlib_and_a_png_with_it(straight, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(straight(f"{SAVING} 6"), tmp_path / "run")
     with monkeypatch.context() as without:
-        for name in ("matplotlib", "matplotlib.figure", "matplotlib.pyplot"):
+        for name in ("matplotlib", "matplotlib.figure"):
             without.setitem(sys.modules, name, None)
         assert train_grpo.main(["plot", str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -526,8 +514,7 @@ def test_plot_draws_a_run_that_was_killed_early(straight, tmp_path, monkeypatch)
     monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
     assert train_grpo.main(["plot", str(tmp_path)]) == 0
     (axes,) = drawn[0].axes
-    assert [len(line.get_xdata()) for line in axes.lines] == [1, 0]
-    assert axes.get_ylim()[1] > 1
+    assert [len(line.get_xdata()) for line in axes.lines] == [1, 0] and axes.get_ylim()[1] > 1
 
 
 @pytest.mark.quick
@@ -540,19 +527,18 @@ def test_plot_of_what_is_no_run_is_an_error(tmp_path, capsys):
 
 
 def _learns(cwd, flags, seconds):
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--out", "run", *flags.split()]
+    command = [sys.executable, SCRIPT, "--device", "cpu", "--out", "run", *flags.split()]
     subprocess.run(command, cwd=cwd, check=True, timeout=seconds)
-    rewards = [line["reward/mean"] for line in read_metrics(cwd / "run")]
-    assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 >= 0.9
-    return read_metrics(cwd / "run")[-1]["eval/solved"]
+    run = read_metrics(cwd / "run")
+    rewards = [line["reward/mean"] for line in run]
+    return rewards[0] < 0.3 and sum(rewards[-5:]) / 5 >= 0.9 and run[-1]["eval/solved"] >= 0.95
 
 
-@pytest.mark.quick
 def test_a_small_run_learns(tmp_path):
-    flags = "--size 3 --turns 3 --layers 1 --hidden 32 --heads 2 --eval-prompts 6"
-    assert _learns(tmp_path, f"{flags} --prompts 12 --group 16 --lr 0.01 --steps 60", 120) >= 0.9
+    shape = "--size 3 --turns 3 --layers 1 --hidden 32 --heads 2 --prompts 12 --eval-prompts 6"
+    assert _learns(tmp_path, f"{shape} --lr 0.01 --steps 60", 120)
 
 
 @pytest.mark.slow
 def test_the_default_run_learns(tmp_path):
-    assert _learns(tmp_path, "", 1200) >= 0.95
+    assert _learns(tmp_path, "", 1200)
