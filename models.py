@@ -523,16 +523,14 @@ def packed_attention(lengths, /, *, waste=1.25):
                 back.to(q_BHSD.device),
             )
         parts, order_S = on_device[q_BHSD.device]
+        options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
         out, whole = [], (q_BHSD, k_BGSD, v_BGSD)
         if len(set(lengths)) == 1:  # views instead of gathers
             rows = (x[0].unflatten(1, (-1, lengths[0])).transpose(0, 1) for x in whole)
-            out_EHLD = causal_attention(*rows, layer=layer, scale=scale, window=window, softcap=softcap)
-            return out_EHLD.transpose(0, 1).flatten(1, 2)[None]
+            return causal_attention(*rows, **options).transpose(0, 1).flatten(1, 2)[None]
         for index_EL, real_EL in parts:
-            q_EHLD, k_EGLD, v_EGLD = (x[0][:, index_EL].transpose(0, 1) for x in whole)
-            out_EHLD = causal_attention(
-                q_EHLD, k_EGLD, v_EGLD, layer=layer, scale=scale, window=window, softcap=softcap
-            )
+            rows = (x[0][:, index_EL].transpose(0, 1) for x in whole)
+            out_EHLD = causal_attention(*rows, **options)
             out.append(out_EHLD.transpose(1, 2)[real_EL])
         return torch.cat(out)[order_S].transpose(0, 1)[None]
 
