@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models

@@ -115,8 +115,8 @@ def largest_difference(run, truth):
 
 
 def learns_something(run):
-    several = len({line["reward/mean"] for line in run}) > 1
-    return several and all(line["grad_norm"] > 1e-4 for line in run)
+    norms = [line["grad_norm"] for line in run if "grad_norm" in line]  # none if all was dropped
+    return len({line["reward/mean"] for line in run}) > 1 and norms and min(norms) > 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +366,6 @@ def _read(rank, mode, path):
 WORLDS = [("2 fsdp", "1 ddp"), ("1 ddp", "2 fsdp"), ("2 ddp", "3 fsdp")]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("written, read", WORLDS)
 def test_a_checkpoint_is_the_same_under_any_number_of_ranks(tmp_path, written, read):
     (w1, mode1), (w2, mode2) = written.split(), read.split()
