@@ -52,7 +52,6 @@ as in Hugging Face); RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
 import dataclasses
 import json
 import math
-import struct
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -119,7 +118,10 @@ class ModelConfig:
         Both spellings are read (transformers 4 and 5). Anything that would change the numbers and
         is not implemented is a ValueError that names it.
         """
-        raw = source if isinstance(source, dict) else _read_config(Path(source))
+        if not isinstance(source, dict):
+            path = Path(source)
+            source = _read_json(path / "config.json" if path.is_dir() else path)
+        raw = source
         family = FAMILIES.get(raw.get("model_type"))
         if family is None:
             raise ValueError(
@@ -130,6 +132,9 @@ class ModelConfig:
         fields = {name: raw.get(name, default) for name, default in HF_DEFAULTS.items()}
         if fields["num_key_value_heads"] is None:
             fields["num_key_value_heads"] = fields["num_attention_heads"]
+        empty = [name for name, value in fields.items() if value is None]
+        if empty:
+            raise ValueError(f"config leaves {', '.join(empty)} null")
         for name in ("qk_norm", "qkv_bias", "o_bias"):
             rule = family[name]
             fields[name] = raw.get(rule, False) if isinstance(rule, str) else rule
@@ -142,11 +147,20 @@ class ModelConfig:
         fields["eos_token_id"] = tuple(token for token in eos if token is not None)
         return cls(model_type=raw["model_type"], **fields)
 
+    def require_same_numbers(self, other, where) -> None:
+        """ValueError if a model of the other configuration would compute something else."""
+        for f in dataclasses.fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
+                raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
+
     def to_hf(self) -> dict:
         """The config.json that both transformers 4 and 5 read back to this model."""
         for name, rule in FAMILIES[self.model_type].items():
             if isinstance(rule, bool) and getattr(self, name) != rule:
                 raise ValueError(f"{self.model_type} has {name}={rule}, this model not")
+        if self.model_type == "qwen3" and self.qkv_bias != self.o_bias:
+            raise ValueError("qwen3 has one attention_bias: qkv_bias and o_bias must be equal")
         raw = {name: getattr(self, name) for name in HF_DEFAULTS}
         raw |= {
             "architectures": [self.model_type.capitalize() + "ForCausalLM"],
@@ -160,25 +174,25 @@ class ModelConfig:
         return raw
 
 
-def _read_config(path):
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        raise ValueError(f"no config.json at {path}; give a Hugging Face checkpoint directory")
-    return json.loads(path.read_text())
-
-
 def _refuse_unimplemented(raw):
     """Raise for each field that changes the numbers and that this file does not implement."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    ropes = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
+    types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
+    partial = [x.get("partial_rotary_factor") for x in (raw, *ropes)]
+    layers, layer_types = raw.get("num_hidden_layers", 32), raw.get("layer_types")
     sliding = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
-    layer_types, layers = raw.get("layer_types") or [], raw.get("num_hidden_layers", 32)
+    known = {"full_attention", "sliding_attention"}
+    late = sliding and layer_types is None and raw.get("max_window_layers", 28) < layers
     refused = {
-        f"rope_type {rope_type!r}": rope_type != "default",
+        f"rope_type {types}": any(kind != "default" for kind in types),
+        "RoPE per layer type": any(isinstance(v, dict) for rope in ropes for v in rope.values()),
+        "partial_rotary_factor": any(factor not in (None, 1) for factor in partial),
         f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "attention_dropout > 0": raw.get("attention_dropout", 0.0) > 0,
-        "sliding-window layers": any(t != "full_attention" for t in layer_types)
-        or (sliding and not layer_types and raw.get("max_window_layers", 28) < layers),
+        "attention_dropout > 0": (raw.get("attention_dropout") or 0) > 0,
+        "sliding-window layers": late or "sliding_attention" in (layer_types or ()),
+        f"layer_types {layer_types}": layer_types and (
+            len(layer_types) != layers or not known.issuperset(layer_types)
+        ),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     found = [name for name, present in refused.items() if present]
@@ -417,8 +431,8 @@ def token_logprobs(
             f"hidden must be (N, M) and targets (N,), got {tuple(hidden_NM.shape)} and "
             f"{tuple(targets_N.shape)}"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    if not temperature > 0 or chunk < 1:
+        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
     return _TokenLogprobs.apply(hidden_NM, weight_VM, targets_N, temperature, softcap, chunk)
 
 
@@ -553,6 +567,8 @@ def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
     tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
     row_N, column_N = mask_BT.nonzero(as_tuple=True)
     length_B = torch.tensor(lengths, device=device)
+    if (column_N >= length_B[row_N] - 1).any():
+        raise ValueError(f"mask reaches beyond a sequence's targets; lengths {lengths}")
     at_N = (length_B.cumsum(0) - length_B)[row_N] + column_N  # the token that predicts the target
     positions_1S, attention = packed_positions(lengths).to(device), packed_attention(lengths)
     x_1SM = model.hidden(tokens_S[None], positions=positions_1S, attention=attention)
@@ -622,7 +638,7 @@ class KVCache:
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
-        rows = torch.as_tensor(rows, device=self.lengths_B.device)
+        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths_B.device)
         self._set_lengths(self.lengths_B[rows])
         for layer, (k_BGCD, v_BGCD) in self.layers.items():
             self.layers[layer] = k_BGCD[rows], v_BGCD[rows]
@@ -663,7 +679,7 @@ def prefill(model, prompts, /):
 
 @torch.no_grad()
 def sample(logits_BV, uniform_B, /, *, temperature: float):
-    """Draw one token a row by inverting the cumulative distribution at uniform_B (B,) in [0, 1).
+    """Draw a token a row: invert the cumulative distribution at uniform_B (B,), float64 in [0, 1).
 
     The randomness is an argument, so a draw depends on its own row only, never on which rows share
     the batch. temperature 0 takes the likeliest token. Returns tokens (B,) int64 and their
@@ -673,12 +689,14 @@ def sample(logits_BV, uniform_B, /, *, temperature: float):
     logp_BV = (logits_BV.to(dtype) / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
         tokens_B = logp_BV.argmax(-1)
+    elif uniform_B.dtype != torch.float64:
+        raise ValueError(f"uniform must be float64 (float32 rounds up to 1), got {uniform_B.dtype}")
     else:
         # NUMERICS: in float32 a cumulative sum over 150 thousand tokens is off by more than the
         # tail's probabilities; float64 is not. Tokens of probability 0 are never drawn.
         # Pinned by tests/test_models.py::test_sampling_follows_the_distribution.
         cdf_BV = logp_BV.double().exp().cumsum(-1)
-        at_B1 = uniform_B.double()[:, None] * cdf_BV[:, -1:]
+        at_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
         found_B = torch.searchsorted(cdf_BV, at_B1, right=True)[:, 0]
         tokens_B = found_B.clamp(max=cdf_BV.shape[1] - 1)
     return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
@@ -692,7 +710,7 @@ class Row:
     prompt.
     """
 
-    def __init__(self, prompt, draws=None):
+    def __init__(self, prompt, draws=()):
         self.tokens, self.draws, self.queue = list(prompt), draws, deque()
         self.new, self.truncated = 0, False  # tokens behind the prompt; ended by the limit
         self.mask, self.logprobs = [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
@@ -716,6 +734,12 @@ def generate(model, rows, /, *, max_new_tokens, temperature, end=(), after=None)
     max_new_tokens tokens behind its prompt ends with truncated set. temperature 0 is greedy and
     needs no draws. Equal prompts are computed once; an ended row leaves the batch.
     """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not rows:
+        return []
+    if temperature > 0 and min(len(row.draws) for row in rows) < max_new_tokens:
+        raise ValueError(f"each row needs {max_new_tokens} draws, one for each new token")
     distinct = dict.fromkeys(tuple(row.tokens) for row in rows)
     distinct = {prompt: n for n, prompt in enumerate(distinct)}
     _check_positions(model.config, distinct, max_new_tokens)
@@ -726,7 +750,8 @@ def generate(model, rows, /, *, max_new_tokens, temperature, end=(), after=None)
     while rows:
         uniform_B = None
         if temperature > 0:
-            uniform_B = torch.tensor([row.draws[row.new] for row in rows], device=logits_BV.device)
+            draws = [row.draws[row.new] for row in rows]
+            uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
         drawn = [x.tolist() for x in sample(logits_BV, uniform_B, temperature=temperature)]
         going = []  # (place in the batch, row after this token)
         for b, (row, token, logprob) in enumerate(zip(rows, *drawn)):
@@ -762,10 +787,10 @@ def _check_positions(config, prompts, max_new_tokens):
 
 def _safetensors():
     try:
-        import safetensors.torch as module
+        import safetensors.torch
     except ImportError as error:
         raise ImportError("checkpoints need safetensors: pip install safetensors") from error
-    return module
+    return safetensors
 
 
 def load_tokenizer(directory):
@@ -780,76 +805,78 @@ def load_tokenizer(directory):
     return Tokenizer.from_file(str(path))
 
 
-def _checkpoint_files(directory):
-    """tensor name -> file, from the index or the single file."""
+def _read_json(path) -> dict:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; give a Hugging Face checkpoint directory") from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object, got a {type(value).__name__}")
+    return value
+
+
+def _open_shard(path):
+    """A reader of one safetensors file; the library checks header, dtypes and offsets at once."""
+    module = _safetensors()
+    try:
+        return module.safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise ValueError(f"shard {path} is missing") from error
+    except (module.SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def _open_checkpoint(directory) -> dict:
+    """tensor name -> (file, reader), every shard open; the index, if any, must agree with them."""
     directory = Path(directory)
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.exists():
-        files = {k: directory / v for k, v in json.loads(index.read_text())["weight_map"].items()}
-    elif single.exists():
-        files = dict.fromkeys(_header(single), single)
-    else:
+    if not index.exists() and not single.exists():
         raise ValueError(f"no model.safetensors and no index in {directory}")
-    missing = sorted({str(f) for f in files.values() if not f.exists()})
-    if missing:
-        raise ValueError(f"the index names shards that are missing: {', '.join(missing)}")
-    return files
-
-
-def _header(path):
-    """The JSON header of a safetensors file: name -> {dtype, shape, data_offsets}."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ValueError(f"{path} is truncated: {size} bytes, the header needs {8 + length}")
-        try:
-            header = json.loads(file.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is no safetensors file: its header does not parse") from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
-    if end != size:
-        raise ValueError(f"{path} is truncated or padded: {size} bytes, its header asks for {end}")
-    return header
+    listed = _read_json(index).get("weight_map", {}) if index.exists() else {}
+    paths = sorted({directory / file for file in listed.values()}) or [single]
+    readers = {path: _open_shard(path) for path in paths}
+    found = {name: path for path, reader in readers.items() for name in reader.keys()}
+    named = {name: directory / file for name, file in listed.items()}
+    wrong = sorted(n for n in named.keys() | found.keys() if named.get(n) != found.get(n))
+    if listed and wrong:
+        raise ValueError(f"{index} and its shards disagree about {', '.join(wrong[:4])}")
+    return {name: (path, readers[path]) for name, path in found.items()}
 
 
 def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    Names and shapes are checked before anything is copied; then one tensor at a time is read.
-    model: fill this one (its config must agree); dtype: default the checkpoint's own.
+    Everything is checked before anything is copied; then one tensor at a time is read. dtype and
+    device: default the checkpoint's own dtype, on the CPU; or model: fill this one as it is.
     """
-    config = ModelConfig.from_hf(directory)
-    files = _checkpoint_files(directory)
-    headers = {file: _header(file) for file in sorted(set(files.values()))}
+    config, tensors = ModelConfig.from_hf(directory), _open_checkpoint(directory)
     if config.tie_word_embeddings:
-        files.pop("lm_head.weight", None)  # some writers store the tied matrix twice
+        tensors.pop("lm_head.weight", None)  # some writers store the tied matrix twice
     if model is None:
         names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        stored = headers[files[next(iter(files))]][next(iter(files))]["dtype"]
+        name, (_, reader) = next(iter(tensors.items()))
+        stored = reader.get_slice(name).get_dtype()
         if dtype is None and stored not in names:
             raise ValueError(f"{directory} stores dtype {stored}; pass dtype= to convert")
         with torch.device("meta"):
             model = Transformer(config)
         model.to(dtype or getattr(torch, names[stored])).to_empty(device=device or "cpu")
+    elif dtype or device:
+        raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
+    config.require_same_numbers(model.config, directory)
     have = dict(model.named_parameters())
-    missing, unexpected = sorted(have.keys() - files.keys()), sorted(files.keys() - have.keys())
+    missing, unexpected = sorted(have.keys() - tensors.keys()), sorted(tensors.keys() - have.keys())
     if missing or unexpected:
         raise ValueError(f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}")
-    for name, file in files.items():
-        if name not in headers[file]:
-            raise ValueError(f"{file} does not hold {name}, which the index says it does")
-        shape = headers[file][name]["shape"]
-        if list(have[name].shape) != shape:
-            wanted = list(have[name].shape)
-            raise ValueError(f"{file}: {name} has shape {shape}, config asks for {wanted}")
+    for name, (path, reader) in tensors.items():
+        shape, wanted = reader.get_slice(name).get_shape(), list(have[name].shape)
+        if shape != wanted:
+            raise ValueError(f"{path}: {name} has shape {shape}, config asks for {wanted}")
     with torch.no_grad():
-        for file in headers:
-            with _safetensors().safe_open(file, framework="pt") as reader:
-                for name in (n for n, f in files.items() if f == file):
-                    have[name].copy_(reader.get_tensor(name))
+        for name, (_, reader) in tensors.items():
+            have[name].copy_(reader.get_tensor(name))
     return model
 
 
@@ -860,7 +887,8 @@ def save_hf(model, directory) -> None:
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    _safetensors().save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    path, metadata = directory / "model.safetensors", {"format": "pt"}
+    _safetensors().torch.save_file(tensors, path, metadata=metadata)
 
 
 # 7. check and inspect ------------------------------------------------------------------------
@@ -944,13 +972,14 @@ def inspect(directory):
     with torch.device("meta"):
         model = Transformer(config)
     print(json.dumps(dataclasses.asdict(config), indent=2))
-    headers = {k: _header(f)[k] for k, f in _checkpoint_files(directory).items()}
-    for name, tensor in sorted(headers.items()):
-        print(f"{name:60} {tensor['dtype']:5} {tensor['shape']}")
+    tensors = _open_checkpoint(directory)
+    for name, (path, reader) in sorted(tensors.items()):
+        part = reader.get_slice(name)
+        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {path.name}")
     count = sum(math.prod(p.shape) for p in model.parameters())
     known = {name for name, _ in model.named_parameters()}
-    print(f"{count / 1e6:.2f} M parameters; missing {sorted(known - headers.keys())}, "
-          f"not loaded {sorted(headers.keys() - known)}")  # fmt: skip
+    print(f"{count / 1e6:.2f} M parameters; missing {sorted(known - tensors.keys())}, "
+          f"not loaded {sorted(tensors.keys() - known)}")  # fmt: skip
 
 
 # 8. main -------------------------------------------------------------------------------------
