@@ -350,6 +350,14 @@ def checkpoints(directory):
     return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
 
 
+def superseded(directory, step, keep):
+    """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
+    ones, which a resume from here has found damaged."""
+    own = Path(directory) / f"step-{step:08d}"
+    upto = [path for path in checkpoints(directory) if path <= own]
+    return upto[:-keep] + [path for path in checkpoints(directory) if path > own]
+
+
 def newest_checkpoint(directory):
     """The newest checkpoint that verifies, or None; damaged ones are named and passed over."""
     for path in reversed(checkpoints(directory)):

@@ -83,6 +83,7 @@ import importlib.util
 import inspect
 import json
 import math
+import numbers
 import os
 import re
 import shutil
@@ -100,8 +101,8 @@ from tqdm import tqdm
 import models
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Stop, agree, checkpoints, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects,
-    naming_lost_ranks, newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed,
+    Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
+    newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed, superseded,
     training_tensors, write_checkpoint,
 )  # fmt: skip
 
@@ -209,7 +210,7 @@ class Config:
             elif f.name in self.CHOICES and value not in self.CHOICES[f.name]:
                 allowed = ", ".join(filter(None, self.CHOICES[f.name]))
                 wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
-            elif f.type in (int, float) and not 0 <= value < math.inf:
+            elif f.type in (int, float) and not 0 <= value < (2**63 if f.type is int else math.inf):
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
             elif value == 0 and f.default and f.name not in ("target", "entropy_coef", "lr_warmup"):
                 wrong.append(f"{flag} must be positive, got 0")
@@ -264,7 +265,7 @@ def parse_config(argv) -> Config:
     source = inspect.getsource(Config)
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="also: train_grpo.py check | plot RUN [RUN ...]",
+        usage="%(prog)s [--FLAG VALUE ...] | check | plot RUN [RUN ...]   (--help: every flag)",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
         text = re.search(rf"^    {f.name}: .*?  # (.*)$", source, re.M)[1].replace("%", "%%")
@@ -475,6 +476,8 @@ class Sort(Symbols):
     def __init__(self, config):
         self.size, self.length = config.size, config.length
         super().__init__([f"s{n}" for n in range(self.size)] + ["?", "."])
+        for held_out in (False, True):  # raises now, not at the first evaluation
+            self.prompt(np.random.default_rng(0), 0, held_out)
 
     def prompt(self, rng, index, held_out):
         for _ in range(1000):
@@ -649,12 +652,12 @@ class Play(Row):
         """Give the finished turn to the task: the plays that go on, none at the end."""
         answer = self.tokens[self.turn :]
         self.state, reply, reward = task.reply(self.state, answer)
-        if not math.isfinite(reward):
+        if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
             raise ValueError(
                 f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout "
                 f"{self.first}, for the answer {task.show(answer)!r}: rewards must be finite"
             )
-        self.reward += reward
+        self.reward += float(reward)
         if reply is None:
             return []
         if not all(0 <= token < task.vocab_size for token in reply):
@@ -1080,8 +1083,13 @@ def build(config, task, device):
 def train(config, device):
     """The run: set up, loop, save. Returns the last eval/solved; None if SIGTERM ended it."""
     task = make_task(config)
+    if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
+        raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
     model, generator, reference = build(config, task, device)
-    out = agree(lambda: prepare_out(config))  # claimed only now that everything else was found good
+    if config.max_new_tokens >= model.config.max_position_embeddings:
+        raise ValueError(f"--max-new-tokens {config.max_new_tokens} exceeds the model's positions")
+    with naming_lost_ranks(lambda: "setting up", "look at its error"):
+        out = agree(lambda: prepare_out(config))  # claimed only now that all else was found good
     trainer = Trainer(config, model, generator=generator, reference=reference)
     log, step, stop, solved = Log(config, out, task), 0, Stop(), None
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
@@ -1099,7 +1107,7 @@ def train(config, device):
             last, stopping = step == config.steps, stop.agreed(device)
             if last or stopping or (config.save_every and step % config.save_every == 0):
                 trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
-                for old in agree(lambda: checkpoints(out)[: -config.keep]):
+                for old in agree(lambda: superseded(out, step, config.keep)):
                     shutil.rmtree(old, ignore_errors=True)
             if stopping and not last:
                 log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
@@ -1215,13 +1223,19 @@ class Log:
         self.say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
 
 
-def cut_lines(path, step):
-    """Drop the lines of `step` and later, and a line torn by a kill; the file is replaced whole."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+def whole_lines(path):
+    """The JSON objects in a file of lines, without one that a kill has torn."""
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
-            kept += [line] if json.loads(line)["step"] < step else []
+            lines.append(json.loads(line))
+    return lines
+
+
+def cut_lines(path, step):
+    """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
     partial = path.with_suffix(".tmp")
+    kept = [json.dumps(line) + "\n" for line in whole_lines(path) if line["step"] < step]
     partial.write_text("".join(kept))
     partial.replace(path)
 
@@ -1278,7 +1292,7 @@ def plot(runs) -> None:
         path = Path(run) / "metrics.jsonl"
         if not path.exists():
             raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
-        curves[run] = [json.loads(line) for line in path.read_text().splitlines()]
+        curves[run] = whole_lines(path)
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -1291,10 +1305,11 @@ def plot(runs) -> None:
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.subplots()
     for n, (run, lines) in enumerate(curves.items()):
-        rewards = [(x["step"] + 1, x["reward/mean"]) for x in lines]
-        axes.plot(*zip(*rewards), f"C{n}", label=Path(run).name)
-        evals = [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
-        axes.plot(*zip(*evals), f"C{n}o", markersize=4)
+        rewards = [x["reward/mean"] for x in lines]
+        axes.plot([x["step"] + 1 for x in lines], rewards, f"C{n}", label=Path(run).name)
+        evals = [x for x in lines if "eval/solved" in x]
+        solved = [x["eval/solved"] for x in evals]
+        axes.plot([x["step"] + 1 for x in evals], solved, f"C{n}o", markersize=4)
     axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -1311,7 +1326,8 @@ def prepare_out(config) -> str:
     if not config.out:
         name = config.task if config.task in TASKS else config.task.rpartition(":")[2]
         out = next(p for n in range(10**6) if not (p := Path("runs") / f"{name}-{n}").exists())
-    holds_run = (out / "config.json").exists()
+    config_json = out / "config.json"  # Hugging Face checkpoints have one too
+    holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
     if not holds_run and out.exists() and any(out.iterdir()):
@@ -1319,7 +1335,9 @@ def prepare_out(config) -> str:
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
     if config.overwrite:
-        names = "config.json", "*.jsonl", "curve.png", "reference*", "step-????????*", "events.*"
+        number = "[0-9]" * 8
+        names = ["config.json", "metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*"]
+        names += ["reference", "reference.tmp", f"step-{number}", f"step-{number}.tmp"]
         for path in (path for name in names for path in out.glob(name)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
@@ -1347,6 +1365,9 @@ def main(argv) -> int:
         return 2
     dist.barrier()
     dist.destroy_process_group()
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.stdout.flush()
+        os._exit(code)  # gloo's threads now and then abort the interpreter's own teardown
     return code
 
 

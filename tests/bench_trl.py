@@ -1,14 +1,22 @@
-"""One GRPO step of train_grpo.py against TRL's GRPOTrainer on the same work. Needs trl (and datasets).
+"""One GRPO step of train_grpo.py against TRL's GRPOTrainer on the same work. Needs trl, datasets.
 
-    python tests/bench_trl.py [--prompt 512] [--completion 64] [--group 8] [--rounds 5]
+    python tests/bench_trl.py [--prompt 512] [--completion 64] [--group 8] [--rounds 5]  # 20 s
 
 The same random Qwen3 (hidden 128, 4 layers, 4 query and 2 key heads of 32, vocabulary 256, float32)
 in both; one prompt a step, `group` answers of exactly `completion` tokens (no end token is in the
 vocabulary), temperature 1, no reference, one AdamW step a batch, global token mean. One process,
 one thread; TRL's step and ours alternate, ours from a callback at the end of TRL's. Figures are CPU
-seconds: "generation" is transformers' generate as TRL calls it against `rollout`; "training" is all
-of TRL's step behind its generation (loss, backward, clipping, optimiser) against `forward_backward`
-and `optim_step`. TRL runs at its defaults but for gradient checkpointing, which is off.
+seconds; a ratio is the median over pairs of neighbouring steps, the first of which is not counted.
+
+    generation   ours: `collect`     TRL: `_generate_single_turn`, that is transformers' generate
+    training     ours: `prepare` and `update`, the push of the weights included
+                 TRL: all of its step that follows generation and rewards
+
+TRL runs at its defaults but for gradient checkpointing and bf16, which are off. Its first batch is
+also given to our trainer: loss and gradient must agree within 1e-5, or the script fails.
+
+A group shares its prompt, and much of what is measured comes from that: transformers' generate
+computes and caches the prompt once an answer, `rollout` once a group. `--prompt 8` shows the rest.
 """
 
 import argparse
@@ -54,6 +62,7 @@ def reward(completions, **kwargs):
 
 
 def build(options, folder):
+    """Our model, TRL's with the same weights, its tokenizer, the prompt's tokens."""
     shape = models.ModelConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4, head_dim=32,
         num_attention_heads=4, num_key_value_heads=2,
@@ -61,7 +70,8 @@ def build(options, folder):
     ours = models.Transformer(shape).init_weights(0)
     models.save_hf(ours, folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    words = Tokenizer(tokenizer_models.WordLevel(dict(zip(WORDS, range(VOCAB))) | {"<pad>": 256, "<eos>": 257}))
+    ids = dict(zip([*WORDS, "<pad>", "<eos>"], range(VOCAB + 2)))
+    words = Tokenizer(tokenizer_models.WordLevel(ids))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side="left"
@@ -73,50 +83,69 @@ def build(options, folder):
 class Ours:
     def __init__(self, options, model, prompt):
         self.config = train_grpo.Config(
-            prompts=1, group=options.group, max_new_tokens=options.completion, minibatches=1, lr=1e-6,
-            entropy_coef=0.0,
+            prompts=1, group=options.group, max_new_tokens=options.completion, minibatches=1,
+            lr=1e-6, entropy_coef=0.0,
         ).check()  # fmt: skip
         generator = models.Transformer(model.config).requires_grad_(False)
         self.trainer = train_grpo.Trainer(self.config, model, generator=generator)
         self.trainer.push_weights()
-        self.task, self.prompt, self.steps = Work(prompt), prompt, 0
+        self.task, self.steps = Work(prompt), 0
 
     def step(self):
         """CPU seconds of generation and of training."""
-        start = time.process_time()
-        mine, kept, _ = train_grpo.collect(self.config, self.task, self.trainer.generator, self.steps)
+        config, generator, start = self.config, self.trainer.generator, time.process_time()
+        mine, kept, _ = train_grpo.collect(config, self.task, generator, self.steps)
         middle = time.process_time()
         for n, t in enumerate(mine[0]):
-            assert t.mask.sum() == self.config.max_new_tokens
+            assert len(t.tokens) == len(self.task.tokens) + config.max_new_tokens
+            assert t.mask.sum() == config.max_new_tokens
             t.reward = float(n % 3)
-        train_grpo.prepare(self.config, self.trainer, [mine[0]])
-        train_grpo.update(self.config, self.trainer, mine, kept, 0)
+        train_grpo.prepare(config, self.trainer, [mine[0]])
+        train_grpo.update(config, self.trainer, mine, kept, 0)
         self.steps += 1
         return middle - start, time.process_time() - middle
 
+    def compare(self, prepared, loss, parameters):
+        """Differences of loss and gradient from TRL's on TRL's batch, before any update."""
+        tokens_BL = torch.cat([prepared["prompt_ids"], prepared["completion_ids"]], 1)
+        mask = np.arange(1, tokens_BL.shape[1]) >= len(self.task.tokens)
+        batch = [
+            train_grpo.Trajectory(0, row, mask, 0.0 * mask, advantages=np.full(len(mask), a))
+            for row, a in zip(tokens_BL.tolist(), prepared["advantages"].tolist())
+        ]
+        Z = train_grpo.denominator(batch, self.config)
+        got = self.trainer.forward_backward(batch, Z)["loss/token_mean"]
+        pairs = [(p.grad, parameters[n].grad) for n, p in self.trainer.model.named_parameters()]
+        worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+        self.trainer.optimizer.zero_grad()  # ours has made no update yet; nor shall this be one
+        return abs(got - loss.item()), worst
+
 
 def alternate(options, ours, theirs, tokenizer, prompt, folder):
-    """Rows of CPU seconds: (ours, theirs) for generation and for training."""
-    rows, now = [], {}
+    """Rows of CPU seconds, (ours, theirs) for generation and for training; `Ours.compare`."""
+    rows, now, differences = [], {}, []
 
     class After(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            training = time.process_time() - now["prepared"]
-            generation, update = ours.step()
-            rows.append(dict(generation=(generation, now["generation"]), training=(update, training)))
+            theirs = now["generation"], time.process_time() - now["start"] - now["compare"]
+            rows.append(dict(zip(("generation", "training"), zip(ours.step(), theirs))))
 
     settings = trl.GRPOConfig(
         output_dir=folder, per_device_train_batch_size=options.group, num_generations=options.group,
         max_completion_length=options.completion, max_steps=options.rounds + 1, learning_rate=1e-6,
-        temperature=1.0, beta=0.0, gradient_checkpointing=False, report_to=[], save_strategy="no",
-        logging_strategy="no", use_cpu=True, disable_tqdm=True, bf16=False, generation_kwargs={"top_k": 0},
+        temperature=1.0, beta=0.0, loss_type="dapo", gradient_checkpointing=False, report_to=[],
+        save_strategy="no", logging_strategy="no", use_cpu=True, disable_tqdm=True, bf16=False,
+        generation_kwargs={"top_k": 0},
     )  # fmt: skip
     text = " ".join(WORDS[t] for t in prompt)
     trainer = trl.GRPOTrainer(
-        model=theirs, reward_funcs=reward, args=settings, processing_class=tokenizer, callbacks=[After()],
+        model=theirs, reward_funcs=reward, args=settings, processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": text}] * (options.rounds + 1)),
+        callbacks=[After()],
     )  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
     generate, prepare = trainer._generate_single_turn, trainer._prepare_inputs
+    training_step = trainer.training_step
 
     def timed_generate(*args, **kwargs):
         start = time.process_time()
@@ -126,14 +155,23 @@ def alternate(options, ours, theirs, tokenizer, prompt, folder):
         return completions, logprobs
 
     def timed_prepare(batch):
-        prepared = prepare(batch)
-        assert prepared["prompt_ids"].shape == (options.group, options.prompt)
-        now["prepared"] = time.process_time()
-        return prepared
+        now["prepared"] = prepare(batch)
+        assert now["prepared"]["prompt_ids"].shape == (options.group, options.prompt)
+        now["start"] = time.process_time()
+        return now["prepared"]
+
+    def compared_step(model, *args, **kwargs):
+        loss, start = training_step(model, *args, **kwargs), time.process_time()
+        if not differences:
+            parameters = dict(model.named_parameters())
+            differences.extend(ours.compare(now["prepared"], loss, parameters))
+        now["compare"] = time.process_time() - start
+        return loss
 
     trainer._generate_single_turn, trainer._prepare_inputs = timed_generate, timed_prepare
+    trainer.training_step = compared_step
     trainer.train()
-    return rows[1:]  # the first is warm-up
+    return rows[1:], differences  # the first is warm-up
 
 
 def main():
@@ -144,24 +182,27 @@ def main():
     connect("cpu")
     with tempfile.TemporaryDirectory() as folder:
         model, theirs, tokenizer, prompt = build(options, folder)
-        tokens = torch.tensor([prompt])
-        gap = (model(tokens).log_softmax(-1) - theirs(tokens).logits.log_softmax(-1)).abs().max().item()
-        rows = alternate(options, Ours(options, model, prompt), theirs, tokenizer, prompt, folder)
-    print(f"prompt {options.prompt}, {options.group} answers of {options.completion}; float32, 1 thread; "
-          f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}; "
-          f"largest difference of log-probs before training {gap:.1e}")  # fmt: skip
-    print("CPU seconds, median of", len(rows), "   ours     TRL   TRL / ours (min - max)")
-    summary = {"bench": "trl", **vars(options), "logprob_difference": gap}
+        work = Ours(options, model, prompt)
+        rows, (loss, gradient) = alternate(options, work, theirs, tokenizer, prompt, folder)
+    ok = loss <= 1e-5 and gradient <= 1e-5
+    versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl))
+    print(f"a step: prompt of {options.prompt} tokens, {options.group} x {options.completion} "
+          f"sampled; float32, {torch.get_num_threads()} thread, {versions}")  # fmt: skip
+    print(f"on TRL's first batch: loss differs by {loss:.1e}, gradient (worst tensor, relative) "
+          f"by {gradient:.1e}  {'ok' if ok else 'FAILED'}")  # fmt: skip
+    print(f"{f'CPU seconds, median of {len(rows)}':26}    ours     TRL   TRL / ours (min - max)")
+    summary = {"bench": "trl", **vars(options), "loss": loss, "gradient": gradient, "ok": ok}
     for phase in ("generation", "training"):
         pairs = [row[phase] for row in rows]
         ratios = sorted(b / a for a, b in pairs)
         a, b = (statistics.median(x) for x in zip(*pairs))
         ratio = statistics.median(ratios)
-        print(f"{phase:26} {a:7.3f} {b:7.3f} {ratio:12.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})")
-        summary[phase] = {"ours": a, "trl": b, "ratio": ratio}
+        print(f"{phase:26} {a:7.3f} {b:7.3f} {ratio:9.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})")
+        summary[phase] = dict(ours=a, trl=b, ratio=ratio, min=ratios[0], max=ratios[-1])
     print(json.dumps(summary))
     dist.destroy_process_group()
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

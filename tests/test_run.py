@@ -374,22 +374,41 @@ REFUSED = {
     "--prompts 2 --minibatches 3": "--minibatches 3", "--lr-warmup 2": "--lr-warmup 2",
     "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
-    "--device cuda": "--device cuda", "--task sort --length 4": "--length 4",
-    # found only when a task or a model is made
-    "--task nonsense": "nonsense", "--task gone.py:Task": "gone.py", "--task ../gone": "gone",
-    "--model gone": "gone", "--task jsonl --data gone --model gone": "gone", "--resume": "no run",
-    "--demos 2": "--demos 0", "--max-new-tokens 40000": "40000", "--task sort --length 2": "--size",
+    "--task sort --length 4": "--length 4",
 }  # fmt: skip
+REFUSED_LATER = {  # only when a task or a model is made
+    "--device cuda": "--device cuda", "--task nonsense": "nonsense", "--resume": "no run",
+    "--task gone.py:Task": "gone.py", "--task ../gone": "gone", "--model gone": "gone",
+    "--task jsonl --data gone --model gone": "gone", "--demos 2": "--demos 0",
+    "--max-new-tokens 40000": "40000", "--task sort --length 2": "--size",
+}  # fmt: skip
+
+
+def _is_one_line(error, text):
+    last = error.splitlines()[-1]  # argparse puts a line of usage before
+    return text in last and "error: " in last and error.count("\n") <= 2
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("flags", REFUSED)
-def test_a_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
+def test_a_mistake_is_one_clear_line_before_anything_starts(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(train_grpo, "connect")
+    try:
+        code = train_grpo.main(f"{TINY} --steps 2 --out run {flags}".split())
+    except SystemExit as exit:  # argparse
+        code = exit.code
+    assert code == 2 and not list(tmp_path.iterdir())
+    assert _is_one_line(capsys.readouterr().err, REFUSED[flags])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("flags", REFUSED_LATER)
+def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
     (tmp_path / "here").mkdir()
     codes, out, err = cli(tmp_path / "here", f"{TINY} --steps 2 --out run {flags}", seconds=20)
     assert codes == [2] and out == [""] and not list((tmp_path / "here").iterdir())
-    last = err[0].splitlines()[-1]  # argparse puts a line of usage before
-    assert REFUSED[flags] in last and "error: " in last and err[0].count("\n") <= 2
+    assert _is_one_line(err[0], REFUSED_LATER[flags])
 
 
 @pytest.mark.quick
