@@ -277,10 +277,13 @@ def parse_config(argv) -> Config:
     path = Path(given.get("out", "")) / "config.json"
     if not (given.get("resume") and given.get("out") and path.exists()):
         return Config(**given)
-    stored = json.loads(path.read_text())
-    unknown = sorted(stored.keys() - {f.name for f in dataclasses.fields(Config)})
-    if unknown:
-        raise ValueError(f"{path} has fields that this version does not know: {unknown}")
+    try:
+        stored = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged ({error}): start a new run") from error
+    names = {f.name for f in dataclasses.fields(Config)}
+    if not isinstance(stored, dict) or stored.keys() != names:
+        raise ValueError(f"{path} is not of this version of Config: start a new run")
     free = set(Config.FREE) - ({"steps"} if stored["lr_decay"] != "constant" else set())
     changed = [
         f"{_flag(k)} {v!r} (the run has {stored[k]!r})"
@@ -1204,6 +1207,9 @@ class Log:
             self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
 
     def write(self, name, line):
+        for key, value in line.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                line = line | {key: None}  # JSON has no NaN
         with (self.out / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -1342,7 +1348,9 @@ def prepare_out(config) -> str:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)
     stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False, "out": str(out)}
-    (out / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
+    partial = out / "config.tmp"
+    partial.write_text(json.dumps(stored, indent=2) + "\n")
+    partial.replace(out / "config.json")
     return str(out)
 
 

@@ -564,3 +564,11 @@ def test_a_small_run_learns(tmp_path):
 @pytest.mark.slow
 def test_the_default_run_learns(tmp_path):
     assert _learns(tmp_path, "", 1200)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["{", "[]", '{"task": "guess"}'])
+def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert train_grpo.main(["--out", str(tmp_path), "--resume"]) == 2
+    assert f"{tmp_path / 'config.json'} is" in capsys.readouterr().err
