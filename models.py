@@ -462,7 +462,6 @@ class _TokenLogprobs(torch.autograd.Function):
             lse_N = z_NV.logsumexp(-1)
             logprobs_N[rows] = z_NV.gather(-1, targets_N[rows, None])[:, 0] - lse_N  # (7)
             entropy_N[rows] = lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1)  # (8)
-        ctx.mark_non_differentiable()
         return logprobs_N, entropy_N
 
     @staticmethod
@@ -945,6 +944,24 @@ def _errors(model):
     got = token_logprobs(hidden, model.head_weight, targets, temperature=0.7, chunk=5)
     yield "log-probs in chunks", _relative(got[0], logp.gather(-1, targets[:, None])[:, 0])
     yield "entropy in chunks", _relative(got[1], -(logp.exp() * logp).sum(-1))
+    yield "gradient in chunks", _chunked_gradient(hidden, model.head_weight.detach(), targets)
+
+
+@torch.enable_grad()
+def _chunked_gradient(hidden_NM, weight_VM, targets_N):
+    """The gradient of log-probs and entropies against autograd of the plain log_softmax."""
+    upstream = torch.randn(2, len(targets_N), dtype=torch.float64)
+    grads = []
+    for chunked in (True, False):
+        h_NM, w_VM = hidden_NM.clone().requires_grad_(), weight_VM.clone().requires_grad_()
+        if chunked:
+            out = token_logprobs(h_NM, w_VM, targets_N, temperature=0.7, chunk=5)
+        else:
+            logp_NV = (h_NM @ w_VM.T / 0.7).log_softmax(-1)
+            out = logp_NV.gather(-1, targets_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+        (torch.stack(out) * upstream).sum().backward()
+        grads.append(torch.cat([h_NM.grad.flatten(), w_VM.grad.flatten()]))
+    return _relative(*grads)
 
 
 def _by_cache(model, documents):

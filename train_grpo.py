@@ -127,7 +127,7 @@ class Config:
     turns: int = 4  # guess: answers allowed
     length: int = 4  # sort: symbols to sort
     data: str = ""  # jsonl: file of {"question", "answer"} lines
-    template: str = "{question}\n"  # jsonl: prompt; a ChatML tokenizer gets its own turns instead
+    template: str = "{question}\nEnd with '#### ' and the answer.\n"  # jsonl: the user's turn
     demos: int = 0  # supervised steps on the task's demonstrations before the first rollout
     # the model
     model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
@@ -177,7 +177,7 @@ class Config:
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # held-out prompts of one evaluation
-    save_every: int = 0  # steps between checkpoints; 0: only the last step
+    save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
     log_every: int = 5  # steps between lines of the table
     tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
@@ -221,7 +221,6 @@ class Config:
 
     def _combinations(self):
         leaves, own_shape = self.forks ** min(self.fork_turns, 64), not self.model
-        kl_in_loss = self.kl_coef and self.kl_in == "loss"
         yield self.group == 1, "--group 1 has no baseline, so every advantage is 0: use 2 or more"
         yield self.group % leaves, f"--group {self.group} must divide by forks^fork_turns {leaves}"
         yield (self.forks > 1) != (self.fork_turns > 0), "--forks and --fork-turns go together"
@@ -231,7 +230,7 @@ class Config:
             f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}")
         yield self.objective == "cispo" and (self.dual_clip or self.ratio == "sequence"), (
             "--objective cispo has its own bound: drop --dual-clip and --ratio sequence")
-        yield self.dynamic_sampling and (self.entropy_coef or kl_in_loss), (
+        yield self.dynamic_sampling and (self.entropy_coef or self.kl_coef), (
             "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
             "set --entropy-coef 0 and --kl-coef 0")
         yield self.max_rounds > 1 and not self.dynamic_sampling, (
@@ -342,9 +341,7 @@ def branch_advantages(rewards, branches, /):
 
 def divergence(d, /, kind):
     """k1, k2, k3 of (5), d = log p - log reference at tokens drawn from p (Schulman 2020)."""
-    if kind == "k1":
-        return d
-    return d.square() / 2 if kind == "k2" else torch.exp(-d) + d - 1
+    return {"k1": d, "k2": d.square() / 2, "k3": torch.exp(-d) + d - 1}[kind]
 
 
 def policy_loss(
@@ -401,12 +398,17 @@ class Task:
     vocab_size: int
     end: tuple[int, ...]  # tokens that end a turn
 
+    def __init__(self, config=None):
+        """Tasks are made as Class(config)."""
+
     def prompt(self, rng, index: int, held_out: bool):
-        """-> (state, prompt tokens). rng: numpy Generator of this (seed, step, group)."""
+        """-> (state, prompt tokens). rng: numpy Generator of this (seed, step, group); index counts
+        the prompts of the run, or from 0 those of an evaluation (held_out)."""
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """answer: a turn's tokens, its end token last -> (state, reply tokens or None, reward)."""
+        """answer: a turn's tokens, its end token last -> (state, reply tokens, reward); None for
+        the reply ends the trajectory. An answer cut off by max_new_tokens is never shown."""
         raise NotImplementedError
 
     def demo(self, state, rng) -> list[int]:
@@ -530,7 +532,8 @@ class Lookup(Symbols):
 
 class Jsonl(Task):
     """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is
-    what follows `####` (the whole answer, if nothing does). Reward 1 for an equal number or text.
+    what follows `####` (the whole answer, if nothing does). Reward 1 for an answer that ends in
+    `####` and an equal number or text; so the template has to ask for it.
     Every tenth question, by its hash, is held out. Needs the checkpoint's tokenizer.json."""
 
     def __init__(self, config):
@@ -539,11 +542,12 @@ class Jsonl(Task):
         self.vocab_size, self.end = self.tokenizer.get_vocab_size(), shape.eos_token_id
         if not self.end:
             raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
-        template = config.template
-        if self.tokenizer.token_to_id("<|im_start|>") is not None:  # ChatML
-            template = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        template, close = config.template, self.tokenizer.token_to_id("<|im_end|>")
         if "{question}" not in template:
             raise ValueError(f"--template must contain {{question}}, got {template!r}")
+        if close is not None:  # ChatML; base checkpoints do not name its end in config.json
+            template = f"<|im_start|>user\n{template}<|im_end|>\n<|im_start|>assistant\n"
+            self.end = tuple({*self.end, close})
         room = shape.max_position_embeddings - config.max_new_tokens
         self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
         text = Path(config.data).read_text(encoding="utf-8").rstrip("\n")
@@ -617,7 +621,7 @@ def make_task(config) -> Task:
         raise ValueError(f"{file} has no class {name!r}")
     task = getattr(module, name)(config)
     size, end = getattr(task, "vocab_size", 0), getattr(task, "end", ())
-    if not end or not all(0 <= t < size for t in end):
+    if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
         raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
     return task
 
@@ -724,12 +728,13 @@ def rollout(
     return list(groups.values())
 
 
-def demonstrations(task, starts, key):
-    """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke."""
+def demonstrations(task, starts, key, max_new_tokens=4096):
+    """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke. A play
+    ends at the turn that reaches max_new_tokens."""
     out = []
     for g, state, prompt in starts:
         rng, play, going = np.random.default_rng([*key, g]), Play(key, g, state, prompt, 0), True
-        while going:
+        while going and play.new < max_new_tokens:
             for token in task.demo(play.state, rng):
                 play.append(token, 0.0)
             going = play.end_turn(task)
@@ -959,7 +964,8 @@ def collect(config, task, generator, step):
     mine, kept, rewards, counts = {}, [], np.zeros((0, config.group)), np.zeros(2)
     for _ in range(config.max_rounds):
         indices = range(len(rewards), len(rewards) + config.prompts - len(kept))
-        starts = starts_of(config, task, 1, step, indices, first=step * config.prompts)
+        first = step * config.prompts * config.max_rounds
+        starts = starts_of(config, task, 1, step, indices, first=first)
         groups = play(config, task, generator, starts, key=(config.seed, step))
         table = np.zeros((len(indices), config.group))
         for (g, _, _), group in zip(starts, groups):
@@ -1049,7 +1055,7 @@ def warm_start(config, task, trainer):
     """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
     for step in range(config.demos):
         starts = starts_of(config, task, 3, step, range(config.prompts * config.group))
-        batch = demonstrations(task, starts, (config.seed, 4, step))
+        batch = demonstrations(task, starts, (config.seed, 4, step), config.max_new_tokens)
         (Z,) = summed([denominator(batch, config)], trainer.device)
         trainer.forward_backward(batch, Z, supervised=True)
         trainer.optim_step()
@@ -1100,6 +1106,8 @@ def train(config, device):
         if found:
             step = trainer.load_checkpoint(found)["step"]
         else:
+            if config.resume:
+                log.say(f"no checkpoint in {out} yet: from the start")
             warm_start(config, task, trainer)
         keep_reference(out, trainer, resumed=bool(found))
         trainer.push_weights()
@@ -1117,6 +1125,8 @@ def train(config, device):
                 return None
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
+        if config.model:  # the generator holds the last weights whole, in its own dtype
+            agree(lambda: models.save_hf(generator, f"{out}/hf"))
     log.end(solved)
     return solved
 
@@ -1343,7 +1353,7 @@ def prepare_out(config) -> str:
     if config.overwrite:
         number = "[0-9]" * 8
         names = ["config.json", "metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*"]
-        names += ["reference", "reference.tmp", f"step-{number}", f"step-{number}.tmp"]
+        names += ["reference", "reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf"]
         for path in (path for name in names for path in out.glob(name)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     out.mkdir(parents=True, exist_ok=True)

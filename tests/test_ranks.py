@@ -7,6 +7,7 @@ apart from how they exit.
 
 import contextlib
 import json
+import math
 import multiprocessing
 import pickle
 import traceback
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import parallel
 import train_grpo
 from parallel import full
 from train_grpo import Trainer, build, denominator, make_task, parse_config, prepare, rollout
@@ -376,3 +378,16 @@ def test_a_checkpoint_is_the_same_under_any_number_of_ranks(tmp_path, written, r
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         assert norm2 == pytest.approx(norm1, rel=1e-10)
         assert max((after2[name] - after1[name]).abs().max() for name in after1) < 1e-10
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bound", [0.5, 100.0])
+def test_the_clip_is_exactly_the_ratio_of_norms(bound):
+    model = torch.nn.Linear(3, 2).double()
+    for n, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, n + 1.0)
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = math.sqrt(sum(g.square().sum().item() for g in before))
+    assert parallel.clip_grad_norm(model, bound).item() == pytest.approx(norm, rel=1e-15)
+    for p, g in zip(model.parameters(), before):
+        assert torch.allclose(p.grad, g * min(1.0, bound / norm), rtol=1e-15, atol=0)

@@ -459,7 +459,7 @@ def jsonl(checkpoint, folder, *extra_lines, **options):
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in LINES) + "\n".join(extra_lines))
     options = dict(model=str(checkpoint), max_new_tokens=16, dtype="float64") | options
-    return Config(task="jsonl", data=str(data), **options)
+    return Config(task="jsonl", data=str(data), **{"template": "{question}\n"} | options)
 
 
 def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(checkpoint, tmp_path):
@@ -512,3 +512,30 @@ def test_what_jsonl_lacks_is_named(checkpoint, tmp_path):
     (tmp_path / "few.jsonl").write_text(json.dumps(LINES[0]))
     with pytest.raises(ValueError, match="too small to hold every tenth question out"):
         make_task(Config(task="jsonl", data=str(tmp_path / "few.jsonl"), model=str(checkpoint)))
+
+
+def test_a_chat_tokenizer_gets_the_template_in_its_own_turn_and_ends_with_it(checkpoint, tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    task = make_task(jsonl(checkpoint, tmp_path, template="{question}!", max_new_tokens=1))
+    _, prompt = task.prompt(np.random.default_rng(0), 0, False)
+    shown = task.show(prompt)
+    assert shown.startswith("<|im_start|>user\n") and "!<|im_end|>\n<|im_start|>assistant\n" in shown
+    assert set(task.end) == {0, tokenizer.token_to_id("<|im_end|>")}
+
+
+def test_demonstrations_of_a_task_without_an_end_stop_at_the_limit():
+    class Endless(Task):
+        vocab_size, end = 3, (2,)
+
+        def reply(self, state, answer):
+            return state, [0], 0.0
+
+        def demo(self, state, rng):
+            return [1, 2]
+
+    (t,) = demonstrations(Endless(), [(0, None, [0])], (0,), max_new_tokens=7)
+    assert len(t.tokens) == 1 + 9 and t.mask.sum() == 6
