@@ -1,0 +1,1830 @@
+"""Exact attention over a sequence that is split over ranks, with its proof; on CPU and on CUDA.
+
+Each rank keeps its queries; blocks of keys and values travel round the ring. A partial result with
+its log-sum-exp (lse) merges with any other, in any order, so what is summed over blocks is the
+softmax over everything. The backward sends the blocks round again, and their gradients with them.
+
+    python ring_attention.py check                     # 4 ranks on this CPU, every error, < 60 s
+    python ring_attention.py bench                     # seconds and percent of the ideal
+    python ring_attention.py memory                    # peak memory by sequence length
+    python ring_attention.py stress                    # adversarial values, bf16 training with PAD
+    python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
+    torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; CUDA and NCCL if any
+
+What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
+
+    (1)  i sees j   iff   start_j <= i < end_j,  rows_i,  and position_i - position_j < window
+    (2)  s_ij     = scale q_i . k_j     (softcap tanh(s_ij / softcap) with a softcap)
+    (3)  lse_i    = log sum_{j seen} exp(s_ij);   out_i = sum_{j seen} exp(s_ij - lse_i) v_j
+    (4)  a row that sees nothing: out 0, lse -inf, gradient 0 whatever arrives from upstream
+
+Why the trick is allowed. For disjoint sets A and B of keys, (3) over both is, from the two parts,
+
+    (5)  lse = log(exp lse_A + exp lse_B);   out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
+
+and with P_ij = exp(s_ij - lse_i), delta_i = dout_i . out_i - dlse_i of the *global* out and lse,
+
+    (6)  dv_j = sum_i P_ij dout_i,    dS_ij = P_ij (dout_i . v_j - delta_i)
+         dq_i = scale sum_j dS_ij k_j,   dk_j = scale sum_i dS_ij q_i
+
+is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
+
+    B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k and v
+    q, k      queries and keys of this rank or call       b, i, j    batch rows, queries, keys of a tile
+    W ranks = c outer x u inner. Capital: the same on every rank. Small: this rank's share, or a part
+
+    | method    | keys reach queries by           | numbers sent by a rank, forward  | it holds      |
+    | ring      | W - 1 hops of a block           | 2 B G D S (W-1)/W at most        | 2 blocks      |
+    | ulysses   | all-to-all: heads for tokens    | B D (2 H + 2 G') S/W (W-1)/W     | S, 1/W heads  |
+    | usp       | that inside, a ring of W/u out  | both, the ring with 1/u of heads | 2 u/W S, same |
+    | allgather | one all-gather                  | 2 B G D S (W-1)/W                | S             |
+
+The ring's backward sends the blocks again and their gradients in float32 or better: in float32 twice
+the forward, and one block more. Hops that no rank needs (documents, windows) are not sent. Layout
+"zigzag" cuts 2 W chunks and gives rank r chunks r and 2 W - 1 - r: equal work under a causal mask,
+where "contiguous" gives the last rank twice the mean. Masks are two integers a key, O(S) memory, and
+tell by bounds which tiles of queries against keys are empty, full, causal or partial.
+
+    S = 8, W = 2, zigzag:   rank 0 holds 0 1 . . . . 6 7     rank 1 holds . . 2 3 4 5 . .
+
+How it deviates. Ring Attention: lse instead of a running maximum and sum. Ulysses: key heads are
+repeated to G' = lcm(G, u) where u does not divide them. FlashMask: one interval of rows a key.
+
+Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks. CUDA
+uses the flash kernel for full and causal tiles of bf16 and fp16, head_dim a multiple of 8 up to 256;
+what is left runs as the formulas in tiles ("math"): exact, slower.
+
+References: Ring Attention arXiv:2310.01889; zigzag: Striped Attention arXiv:2311.09431, Llama 3
+arXiv:2407.21783 (3.3.2); Ulysses arXiv:2309.14509; USP arXiv:2405.07719; FlashAttention-2
+arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and issue 300.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+EMPTY, PARTIAL, FULL, CAUSAL = range(4)  # kinds of a tile of queries against a tile of keys
+NEVER = 1 << 60  # the start of an interval that holds no row
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# 1. The definition ---------------------------------------------------------------------------
+
+
+def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=None):
+    """Equations (2) to (4) as they are written, O(S^2) memory: what everything below must equal.
+
+    visible_BHqk: bool, broadcastable. Returns out_BHqD and lse_BHq; differentiable by autograd.
+    """
+    n = q_BHqD.shape[1] // k_BGkD.shape[1]
+    k_BHkD, v_BHkD = k_BGkD.repeat_interleave(n, 1), v_BGkD.repeat_interleave(n, 1)
+    scale = q_BHqD.shape[-1] ** -0.5 if scale is None else scale
+    s_BHqk = torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD) * scale
+    if softcap is not None:
+        s_BHqk = softcap * torch.tanh(s_BHqk / softcap)
+    visible_BHqk = visible_BHqk.expand_as(s_BHqk)
+    dead_BHq = ~visible_BHqk.any(-1)
+    s_BHqk = s_BHqk.masked_fill(~visible_BHqk, -math.inf).masked_fill(dead_BHq[..., None], 0.0)
+    p_BHqk = torch.softmax(s_BHqk, -1).masked_fill(dead_BHq[..., None], 0.0)
+    lse_BHq = torch.logsumexp(s_BHqk, -1).masked_fill(dead_BHq, -math.inf)
+    return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), lse_BHq
+
+
+# 2. One mask for everything -------------------------------------------------------------------
+
+
+class Mask:
+    """Which query sees which key, as one interval of rows per key: equation (1), O(S) memory.
+
+    start_BS, end_BS: (B, S) or (S,) integers (torch, numpy, lists); an interval may be empty. rows_BS:
+    bool, off where a query sees nothing (PAD). window: keys with position_i - position_j < window are
+    seen, itself included; position_BS: the index by default. Batch 1 serves every batch. A slice
+    keeps the meaning of i and j: they are global.
+
+        causal          documents 0 0 1 1      blocks 0 0 1 1        tree 0-(1-2, 3)
+        j:     0 1 2 3  j:     0 1 2 3         j:     0 1 2 3        j:     0 1 2 3
+        start: 0 1 2 3  start: 0 1 2 3         start: 0 0 2 2        start: 0 1 2 3
+        end:   4 4 4 4  end:   2 2 4 4         end:   4 4 4 4        end:   4 3 3 4
+        row 3: x x x x  row 3: . . x x         row 0: x x . .        row 3: x . . x
+    """
+
+    def __init__(self, start_BS, end_BS, *, rows_BS=None, position_BS=None, window=None):
+        start_BS, end_BS = _integers(start_BS, "start"), _integers(end_BS, "end")
+        shape, index_S = start_BS.shape, np.arange(start_BS.shape[1])
+        rows_BS = np.ones(shape, bool) if rows_BS is None else _integers(rows_BS, "rows") != 0
+        position_BS = _integers(index_S if position_BS is None else position_BS, "position")
+        if not shape == end_BS.shape == rows_BS.shape or position_BS.shape[1] != shape[1]:
+            shapes = f"{end_BS.shape}, rows {rows_BS.shape}, position {position_BS.shape}"
+            raise ValueError(f"a mask's parts must have one shape: start {shape}, end {shapes}")
+        void_BS = start_BS >= end_BS
+        self.start, self.end = np.where(void_BS, NEVER, start_BS), np.where(void_BS, 0, end_BS)
+        self.rows, self.index_q, self.index_k = rows_BS, index_S, index_S
+        self.position_q = self.position_k = np.broadcast_to(position_BS, shape)
+        self.window, self.cache = _checked_window(window), {}
+
+    @classmethod
+    def full(cls, length):
+        """Everything sees everything."""
+        return cls(np.zeros(length, int), np.full(length, length))
+
+    @classmethod
+    def causal(cls, length, *, batch=1, window=None):
+        """Each token sees itself and what came before it."""
+        index_BS = np.tile(np.arange(length), (batch, 1))
+        return cls(index_BS, np.full_like(index_BS, length), window=window)
+
+    @classmethod
+    def documents(cls, *, doc_ids=None, position_ids=None, window=None):
+        """Packed documents, each causal. doc_ids: (B, S), one number per document, -1 for PAD.
+
+        position_ids: (B, S); a document starts where a position is not the one before plus 1; -1 is
+        PAD. A document that starts at previous + 1 needs doc_ids. If both come, doc_ids decide, with
+        a warning, and position_ids only measure the window.
+        """
+        position_BS = None if position_ids is None else _integers(position_ids, "position_ids")
+        if doc_ids is not None:
+            doc_BS = _integers(doc_ids, "doc_ids")
+            if position_BS is not None:
+                warnings.warn("doc_ids and position_ids both came: doc_ids decide", stacklevel=2)
+        elif position_BS is None:
+            raise ValueError("documents need doc_ids or position_ids of shape (B, S); neither came")
+        else:
+            jump_BS = np.diff(position_BS, axis=1, prepend=-2) != 1
+            doc_BS = np.where(position_BS < 0, -1, np.cumsum(jump_BS, axis=1))
+        start_BS, end_BS, rows_BS = np.zeros_like(doc_BS), np.zeros_like(doc_BS), doc_BS >= 0
+        for row, (at, first, length) in enumerate(_runs(doc_BS, rows_BS)):
+            if len(np.unique(doc_BS[row, first])) < len(first):
+                raise ValueError(f"row {row}: a document id comes back after another one")
+            start_BS[row, at] = at
+            end_BS[row, at] = np.repeat(np.append(first, doc_BS.shape[1])[1:], length)
+        return cls(start_BS, end_BS, rows_BS=rows_BS, position_BS=position_BS, window=window)
+
+    @classmethod
+    def blocks(cls, block_BS, valid_BS=None):
+        """Block-causal, prefix-LM (pi0.7): a token sees its own block and all blocks before it.
+
+        block_BS: (B, S) integers, ascending over valid tokens. valid_BS: off for PAD, anywhere.
+        """
+        block_BS = _integers(block_BS, "block")
+        valid_BS = np.ones_like(block_BS) if valid_BS is None else _integers(valid_BS, "valid")
+        start_BS, end_BS = np.zeros_like(block_BS), np.where(valid_BS != 0, block_BS.shape[1], 0)
+        for row, (at, first, length) in enumerate(_runs(block_BS, valid_BS != 0)):
+            if (np.diff(block_BS[row, at]) < 0).any():
+                raise ValueError(f"row {row}: block numbers go down; sort the tokens by block")
+            start_BS[row, at] = np.repeat(first, length)
+        return cls(start_BS, end_BS, rows_BS=valid_BS)
+
+    @classmethod
+    def padding(cls, valid_BS, *, causal=True):
+        """PAD tokens (off in valid_BS, anywhere) see nothing and are seen by nothing."""
+        valid_BS = _integers(valid_BS, "valid")
+        index_BS = np.broadcast_to(np.arange(valid_BS.shape[1]), valid_BS.shape)
+        end_BS = np.where(valid_BS != 0, valid_BS.shape[1], 0)
+        return cls(index_BS if causal else np.zeros_like(index_BS), end_BS, rows_BS=valid_BS)
+
+    @classmethod
+    def tree(cls, subtree_end_S, position_S=None, window=None):
+        """A token tree in DFS preorder: a token sees its ancestors and itself.
+
+        subtree_end_S: the index after a token's last descendant. position_S: depth, which a window
+        measures; counted from the ends by default.
+        """
+        end_BS = _integers(subtree_end_S, "subtree_end")
+        index_S = np.arange(end_BS.shape[1])
+        if (end_BS <= index_S).any() or (end_BS > len(index_S)).any():
+            raise ValueError("subtree_end[j] must lie in j + 1 .. S")
+        if position_S is None:  # +1 after each token, -1 where its subtree has ended
+            closed_BS = np.stack([np.bincount(e, minlength=len(index_S) + 1)[:-1] for e in end_BS])
+            position_S = index_S - np.cumsum(closed_BS, axis=1)
+        start_BS = np.broadcast_to(index_S, end_BS.shape)
+        return cls(start_BS, end_BS, position_BS=position_S, window=window)
+
+    @property
+    def shape(self):
+        """(batch, heads, queries, keys) of `dense()`; 1 serves any batch and any heads."""
+        return len(self.rows), 1, len(self.index_q), len(self.index_k)
+
+    def with_window(self, window):
+        """The same mask with another window (None: none), for models whose layers differ."""
+        key = ("window", _checked_window(window))
+        if key not in self.cache:  # kept, so that every layer finds the same regions again
+            self.cache[key] = self if window == self.window else self._copy(window=window)
+        return self.cache[key]
+
+    def slice(self, queries, keys):
+        """The part for some queries and keys: slices, or ascending arrays, of local indices."""
+        queries, keys = _indexer(queries), _indexer(keys)
+        part = dict(index_q=self.index_q[queries], index_k=self.index_k[keys])
+        part.update(rows=self.rows[:, queries], position_q=self.position_q[:, queries])
+        part.update({name: getattr(self, name)[:, keys] for name in ("start", "end", "position_k")})
+        return self._copy(**part)
+
+    def _copy(self, **changes):
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, cache={}, **changes)
+        return other
+
+    def heads(self, part):
+        """The mask of a slice of the heads: an interval mask is the same for all."""
+        return self
+
+    def dense(self):
+        """bool (B, 1, Sq, Sk): equation (1), the definition of every mask here."""
+        return self.visible(slice(None), slice(None), slice(None))
+
+    def visible(self, batch, queries, keys):
+        """`dense()` of a part, given by three slices."""
+        i_q1 = self.index_q[queries][:, None]
+        see_bqk = (self.start[batch, None, keys] <= i_q1) & (i_q1 < self.end[batch, None, keys])
+        see_bqk &= self.rows[batch, queries, None]
+        if self.window is not None:
+            far_bqk = self.position_q[batch, queries, None] - self.position_k[batch, None, keys]
+            see_bqk &= far_bqk < self.window
+        return torch.from_numpy(see_bqk)[:, None]
+
+    def digest(self):
+        """A 63-bit number that two masks share only if they are the same."""
+        if "digest" not in self.cache:
+            parts = (self.index_q, self.index_k, *self._parts())
+            self.cache["digest"] = digest(
+                self.window, *(x for p in parts for x in (p.shape, p.tobytes()))
+            )
+        return self.cache["digest"]
+
+    def _parts(self):
+        return self.start, self.end, self.rows, self.position_q, self.position_k
+
+    def tiles(self, tile=128):
+        """(B, ceil(Sq / tile), ceil(Sk / tile)): EMPTY, PARTIAL or FULL, from the bounds of each."""
+        _, _, rows, keys = self.shape
+        return self.classify(np.arange(0, rows, tile), np.arange(0, keys, tile))
+
+    def count(self, tile=128):
+        """How many tiles are {"empty": .., "partial": .., "full": ..}."""
+        found = np.bincount(self.tiles(tile).reshape(-1), minlength=3).tolist()
+        return dict(zip(("empty", "partial", "full"), found, strict=True))
+
+    def classify(self, row_edges, key_edges):
+        """Kinds of the tiles that begin at these strictly increasing edges; a causal one is PARTIAL."""
+        if not len(row_edges) or not len(key_edges):
+            return np.zeros((len(self.rows), len(row_edges), len(key_edges)), int)
+        start, end, on, position_q, position_k = self._parts()
+
+        def bounds(x_BS, edges, axis):
+            pair = (how.reduceat(x_BS, edges, axis=1) for how in (np.minimum, np.maximum))
+            return [np.expand_dims(x, axis) for x in pair]
+
+        (first, _), (_, last) = (
+            bounds(np.where(on, self.index_q, off), row_edges, 2) for off in (NEVER, -1)
+        )
+        (start_min, start_max), (end_min, end_max) = (bounds(x, key_edges, 1) for x in (start, end))
+        empty = (start_min > last) | (end_max <= first)
+        full = (start_max <= first) & (end_min > last) & bounds(on, row_edges, 2)[0]
+        if self.window is not None:
+            (near_q, far_q), (far_k, near_k) = (
+                bounds(position_q, row_edges, 2), bounds(position_k, key_edges, 1))  # fmt: skip
+            empty, full = (
+                empty | (near_q - near_k >= self.window),
+                full & (far_q - far_k < self.window),
+            )
+        return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
+
+    def regions(self, tile, join=True):
+        """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
+
+        Edges stand every `tile` tokens and where the structure changes (a document, a block, a chunk),
+        so that most boxes are FULL or CAUSAL. join: FULL or PARTIAL neighbours along the keys are one.
+        """
+        key = ("regions", tile, join)
+        if key not in self.cache:
+            self.cache[key] = [
+                box for batch in self._alike() for box in self._boxes(batch, tile, join)
+            ]
+        return self.cache[key]
+
+    def work(self, tile=128):
+        """Query-key pairs that the regions compute, over the batch; a causal box counts half."""
+        return sum(
+            len(self.rows[batch]) * (q.stop - q.start) * (k.stop - k.start) / (1 + (kind == CAUSAL))
+            for batch, q, k, kind in self.regions(tile)
+        )
+
+    def _alike(self):
+        """Slices of consecutive batch rows that are equal; a batch of 1 is for every row."""
+        if len(self.rows) == 1:
+            return [slice(None)]
+        differ = sum((part[1:] != part[:-1]).any(axis=1) for part in self._parts())
+        edges = [0, *(np.flatnonzero(differ) + 1).tolist(), len(self.rows)]
+        return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+    def _boxes(self, batch, tile, join):
+        one = slice(batch.start or 0, (batch.start or 0) + 1)
+        _, _, rows, keys = self.shape
+        places = _spaced(self._changes(one.start), tile)
+        row_edges, key_edges = (
+            np.unique(np.append(0, np.searchsorted(index, places)))
+            for index in (self.index_q, self.index_k)
+        )
+        row_edges, key_edges = row_edges[row_edges < rows], key_edges[key_edges < keys]
+        kinds = self._at(one).classify(row_edges, key_edges)[0]
+        row_ends, key_ends = np.append(row_edges, rows)[1:], np.append(key_edges, keys)[1:]
+        for r, c in zip(*np.nonzero(kinds == PARTIAL), strict=True):
+            if self._causal(
+                one.start, slice(row_edges[r], row_ends[r]), slice(key_edges[c], key_ends[c])
+            ):
+                kinds[r, c] = CAUSAL
+        for r, kind in enumerate(kinds):
+            starts = np.arange(len(kind))
+            if join:
+                starts = np.flatnonzero((np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL))
+            for c, stop in zip(starts, np.append(starts, len(kind))[1:], strict=True):
+                if kind[c] != EMPTY:
+                    box = slice(row_edges[r], row_ends[r]), slice(key_edges[c], key_ends[stop - 1])
+                    yield batch, *box, kind[c]
+
+    def _at(self, batch):
+        names = ("start", "end", "rows", "position_q", "position_k")
+        return self._copy(**{name: getattr(self, name)[batch] for name in names})
+
+    def _changes(self, row):
+        """Global indices where a document, block, subtree or chunk begins or ends."""
+        start, end = self.start[row], self.end[row]
+        jump = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
+        lone = [
+            index[np.flatnonzero(np.diff(index) != 1) + 1] for index in (self.index_q, self.index_k)
+        ]
+        ends = [index[-1:] + 1 for index in (self.index_q, self.index_k)]
+        places = [start[:1], start[jump], end, *lone, *ends]
+        places += [index[:1] for index in (self.index_q, self.index_k)]
+        return np.unique(np.concatenate([p[p < NEVER] for p in places]))
+
+    def _causal(self, row, queries, keys):
+        """Is this box a square whose diagonal is the diagonal: what a causal kernel computes?"""
+        i, j = self.index_q[queries], self.index_k[keys]
+        if len(i) != len(j) or not (i == j).all() or not (self.start[row, keys] == j).all():
+            return False
+        if self.window is not None:
+            far = self.position_q[row, queries].max() - self.position_k[row, keys].min()
+            if far >= self.window:
+                return False
+        return self.rows[row, queries].all() and self.end[row, keys].min() > i[-1]
+
+
+class DenseMask(Mask):
+    """A bool tensor (B, 1 or H, Sq, Sk) for what is not an interval: the caller's O(S^2) memory."""
+
+    def __init__(self, dense):
+        if not isinstance(dense, torch.Tensor) or dense.ndim != 4 or dense.dtype != torch.bool:
+            came = getattr(dense, "dtype", type(dense)), tuple(getattr(dense, "shape", ()))
+            raise ValueError(f"a mask is a Mask or a bool tensor (B, 1 or H, Sq, Sk); came {came}")
+        self.bits, self.window, self.cache = dense.detach().cpu(), None, {}
+        self.index_q, self.index_k = np.arange(dense.shape[2]), np.arange(dense.shape[3])
+
+    @property
+    def shape(self):
+        return tuple(self.bits.shape)
+
+    @property
+    def rows(self):
+        return self.bits[:, 0].numpy()
+
+    def with_window(self, window):
+        if window is not None:
+            raise ValueError("a dense mask has no positions: put the window into it, or use a Mask")
+        return self
+
+    def slice(self, queries, keys):
+        return DenseMask(self.bits[:, :, _indexer(queries)][..., _indexer(keys)])
+
+    def heads(self, part):
+        return self if self.bits.shape[1] == 1 else DenseMask(self.bits[:, part])
+
+    def visible(self, batch, queries, keys):
+        return self.bits[batch, :, queries, keys]
+
+    def _parts(self):
+        return (self.bits.numpy(),)
+
+    def classify(self, row_edges, key_edges):
+        seen = self.bits.numpy()
+        if not seen.size:
+            return np.zeros((len(seen), len(row_edges), len(key_edges)), int)
+        some, every = (
+            how.reduceat(how.reduceat(how.reduce(seen, axis=1), row_edges, 1), key_edges, 2)
+            for how in (np.logical_or, np.logical_and)
+        )
+        return np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
+
+    def _alike(self):
+        batch = len(self.bits)
+        return [slice(None)] if batch == 1 else [slice(row, row + 1) for row in range(batch)]
+
+    def _at(self, batch):
+        return DenseMask(self.bits[batch])
+
+    def _changes(self, row):
+        return np.array([0, *self.shape[2:]])
+
+    def _causal(self, row, queries, keys):
+        return False
+
+
+def _integers(x, name):
+    """x as int64 (B, S) of our own; one row may come as (S,)."""
+    array = np.array(x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x)
+    array = array[None] if array.ndim == 1 else array
+    if array.ndim != 2 or (array.size and array.dtype.kind not in "iub"):
+        came = f"{array.dtype} {array.shape}"
+        raise ValueError(f"a mask's {name} must be (B, S) or (S,) integers; came {came}")
+    return array.astype(np.int64)
+
+
+def _indexer(index):
+    if isinstance(index, slice):
+        return index
+    index = np.asarray(index, np.int64)
+    if (np.diff(index) <= 0).any():
+        raise ValueError("a mask is sliced by slices or by ascending indices")
+    return index
+
+
+def _checked_window(window):
+    if window is not None and (not isinstance(window, (int, np.integer)) or window < 1):
+        raise ValueError(f"a window is None or an integer of at least 1; came {window!r}")
+    return window
+
+
+def _runs(label_BS, valid_BS):
+    """For each row: indices of valid tokens, the first of each run of one label, and run lengths."""
+    for label_S, valid_S in zip(label_BS, valid_BS, strict=True):
+        at = np.flatnonzero(valid_S)  # PAD may stand anywhere, also inside a run
+        new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[:1]] - 1)) if len(at) else at
+        yield at, at[new], np.diff(np.append(new, len(at)))
+
+
+def _spaced(places, tile):
+    """Edges at these places, one at most in each half tile, and then at most `tile` apart."""
+    keep = np.unique(places // max(tile // 2, 1), return_index=True)[1]
+    places = np.append(places[keep], places[-1:])
+    pieces = [places[:1]]
+    for a, gap in zip(places, np.diff(places), strict=False):
+        n = max(-(-gap // tile), 1)
+        pieces.append(a + np.arange(n) * gap // n)
+    return np.unique(np.concatenate(pieces))
+
+
+def digest(*parts):
+    """A 63-bit number of some values: bytes, or anything whose repr says what it is."""
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(part if isinstance(part, bytes) else repr(part).encode() + b"\0")
+    return int.from_bytes(state.digest(), "big") >> 1
+
+
+# 3. One device: tiles, merged ------------------------------------------------------------------
+
+# Side of a tile, and whether full neighbours are one call. torch's CPU kernel works on 512 keys at a
+# time, so it saves nothing on a causal square below that: small squares waste less than large ones.
+TILES = {"cpu": (128, True), "cuda": (1024, True), "math": (512, False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How tiles are computed: backend "fused" or "math", scale, softcap, accurate."""
+
+    backend: str
+    scale: float
+    softcap: float | None = None
+    accurate: bool = False
+
+    def dtype(self, x):
+        # NUMERICS: torch's CPU kernel takes 10 times as long in fp16, and rounds each tile's result;
+        # float32 tiles do neither. "math" is float32 or float64 always. Pinned by
+        # tests/test_ring.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
+        half_cpu = x.dtype == torch.float16 and x.device.type == "cpu"
+        wide = self.accurate or half_cpu or self.backend == "math"
+        return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+
+
+def choose_backend(q, /, *, softcap=None, backend=None, accurate=False):
+    """The backend that `attend` takes for queries like q_BHqD: "fused" where torch's kernel can.
+
+    backend: None, or one of the two; "fused" where the kernel cannot is a ValueError that says why.
+    """
+    why = None
+    if softcap is not None:
+        why = "torch's flash kernels have no softcap"
+    elif q.device.type == "cuda" and (accurate or q.dtype not in (torch.bfloat16, torch.float16)):
+        why = "on CUDA flash takes bf16 and fp16, and has no accurate mode"
+    elif q.device.type == "cuda" and (q.shape[-1] % 8 or q.shape[-1] > 256):
+        why = f"on CUDA flash needs a head_dim that is a multiple of 8 to 256; came {q.shape[-1]}"
+    elif q.device.type not in ("cpu", "cuda"):
+        why = f"no flash kernel is known for {q.device.type}"
+    if backend not in (None, "math", "fused"):
+        raise ValueError(f'backend must be None, "math" or "fused"; came {backend!r}')
+    if backend == "fused" and why:
+        raise ValueError(f'backend="fused" cannot do this: {why}; pass backend=None')
+    return backend or ("math" if why else "fused")
+
+
+def merge(out1, lse1, out2, lse2, /):
+    """Equation (5): attention over two disjoint sets of keys, from that over each.
+
+    out: (.., q, D), lse: (.., q); differentiable in all four. Computed in float32 or better; out
+    comes back in the common dtype of out1 and out2.
+    """
+    narrow = torch.promote_types(out1.dtype, out2.dtype)
+    wide = torch.promote_types(narrow, torch.float32)
+    lse1, lse2 = lse1.to(wide), lse2.to(wide)
+    top = torch.maximum(lse1, lse2).detach()
+    # NUMERICS: the larger lse is subtracted, or 0 where both are -inf: no overflow, no NaN. Pinned by
+    # tests/test_ring.py::test_merge_of_dead_rows_has_clean_values_and_gradients.
+    top = torch.where(top == -math.inf, 0.0, top)
+    weight1, weight2 = torch.exp(lse1 - top), torch.exp(lse2 - top)
+    total = weight1 + weight2
+    dead = total == 0
+    total = torch.where(dead, 1.0, total)
+    out = out1 * (weight1 / total)[..., None] + out2 * (weight2 / total)[..., None]
+    return out.to(narrow), torch.where(dead, -math.inf, torch.log(total) + top)
+
+
+def product(weight_bGij, value_bGjD, visible_bGij, clean, /):
+    """weight @ value, where a masked weight (it is 0) keeps even NaN and inf out: 0 * NaN is NaN."""
+    if clean or visible_bGij is None:
+        return weight_bGij @ value_bGjD
+    # NUMERICS: a non-finite value reaches the rows that see it, as NaN, and no other row. Pinned by
+    # tests/test_ring.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
+    bad_bGjD = ~torch.isfinite(value_bGjD)
+    reached_bGiD = visible_bGij.to(value_bGjD.dtype) @ bad_bGjD.to(value_bGjD.dtype) > 0
+    return torch.where(reached_bGiD, math.nan, weight_bGij @ value_bGjD.masked_fill(bad_bGjD, 0.0))
+
+
+def fold(x_bHiD, like_bGjD, /):
+    """(b, H, i, D) -> (b, G, r, D), r = N i: the query heads of a key head as more rows of it."""
+    b, h, i, d = x_bHiD.shape
+    g = like_bGjD.shape[1]
+    return x_bHiD.reshape(b, g, h // g * i, d)
+
+
+def _scores(q_bHiD, k_bGjD, visible, kernel):
+    """Equation (2), folded, -inf where masked; and which are visible, folded (None: all)."""
+    s_bGrj = fold(q_bHiD, k_bGjD) @ k_bGjD.transpose(-1, -2) * kernel.scale
+    if kernel.softcap is not None:
+        s_bGrj = kernel.softcap * torch.tanh(s_bGrj / kernel.softcap)
+    if visible is None:
+        return s_bGrj, None
+    visible_bGrj = fold(visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2]), k_bGjD)
+    return s_bGrj.masked_fill(~visible_bGrj, -math.inf), visible_bGrj
+
+
+def _math_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
+    """One tile of (3) and (4) by its formulas."""
+    s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
+    lse_bGr = torch.logsumexp(s_bGrj, -1)
+    p_bGrj = torch.exp(s_bGrj - lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)[..., None])
+    out_bGrD = product(p_bGrj, v_bGjD, visible_bGrj, clean)
+    return out_bGrD.reshape(q_bHiD.shape), lse_bGr.reshape(q_bHiD.shape[:3])
+
+
+def _math_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, lse_bHi, delta_bHi, visible, kernel, clean):
+    """One tile of (6) by its formulas: its parts of dq, dk, dv."""
+    s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
+    rows = (dout_bHiD, q_bHiD, lse_bHi[..., None], delta_bHi[..., None])
+    dout_bGrD, q_bGrD, lse_bGr1, delta_bGr1 = (fold(x, k_bGjD) for x in rows)
+    p_bGrj = torch.exp(s_bGrj - lse_bGr1)
+    ds_bGrj = p_bGrj * (dout_bGrD @ v_bGjD.transpose(-1, -2) - delta_bGr1) * kernel.scale
+    if kernel.softcap is not None:  # d tanh = 1 - tanh^2
+        ds_bGrj = ds_bGrj * (1 - (s_bGrj / kernel.softcap) ** 2)
+    seen_bGjr = None
+    if visible_bGrj is not None:
+        ds_bGrj, seen_bGjr = ds_bGrj.where(visible_bGrj, 0.0), visible_bGrj.transpose(-1, -2)
+    dq_bGrD = product(ds_bGrj, k_bGjD, visible_bGrj, clean)
+    dk_bGjD = product(ds_bGrj.transpose(-1, -2), q_bGrD, seen_bGjr, clean)
+    dv_bGjD = product(p_bGrj.transpose(-1, -2), dout_bGrD, seen_bGjr, clean)
+    return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
+
+
+def _bias(visible, like):
+    """The float mask that torch's CPU kernel takes (it refuses bool), or None."""
+    if visible is None:
+        return None
+    zeros = torch.zeros(visible.shape, dtype=like.dtype)
+    return zeros.masked_fill_(~visible, -math.inf)
+
+
+def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
+    """One tile of (3) and (4) by torch's kernel; never an empty one, of which it would die."""
+    tensors, aten = (q_bHiD, k_bGjD, v_bGjD), torch.ops.aten
+    if q_bHiD.device.type == "cuda":
+        return aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, scale=scale)[:2]
+    out_bHiD, lse_bHi = aten._scaled_dot_product_flash_attention_for_cpu(
+        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale
+    )
+    if visible is not None:
+        # NUMERICS: the kernel says 0 for the lse of a row that sees nothing. Pinned by
+        # tests/test_ring.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+        lse_bHi = lse_bHi.masked_fill(~visible.any(-1), -math.inf)
+    return out_bHiD, lse_bHi
+
+
+def _fused_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visible, causal, scale):
+    """One tile of (6) by torch's kernel, which is called with the global out and lse."""
+    tensors, aten = (dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi), torch.ops.aten
+    if q_bHiD.device.type == "cuda":  # None: no packing; the two seeds are dropout's, unused
+        seed = torch.empty(2, dtype=torch.uint64, device=q_bHiD.device)
+        lengths = None, None, q_bHiD.shape[2], k_bGjD.shape[2]
+        return aten._scaled_dot_product_flash_attention_backward(
+            *tensors, *lengths, 0.0, causal, seed, seed[0], scale=scale
+        )
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale
+    )
+
+
+def _tiles(kernel, mask, q, k, *others):
+    """Tensors in the dtype of the tiles, and for each tile: rows, columns, visible, causal, kernel."""
+    if mask is None:
+        mask = Mask.full(max(q.shape[2], k.shape[2])).slice(slice(q.shape[2]), slice(k.shape[2]))
+    # The last dimension is made contiguous: with another stride torch's CPU kernel is silently wrong.
+    tensors = [x.to(kernel.dtype(q)) for x in (q, k, *others)]
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    clean = all(bool(torch.isfinite(x.sum(dtype=torch.float64))) for x in tensors)
+    # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN or inf only the tiles that
+    # use `product` are right. Pinned by
+    # tests/test_ring.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
+    if not clean:
+        kernel = dataclasses.replace(kernel, backend="math")
+        tensors = [x.to(kernel.dtype(q)) for x in tensors]
+    side, join = TILES["math" if kernel.backend == "math" else q.device.type]
+
+    def tiles():
+        for batch, queries, keys, kind in mask.regions(side, join):
+            causal, visible, tile = kind == CAUSAL and kernel.backend == "fused", None, kernel
+            if kind != FULL and not causal:
+                one = slice(batch.start or 0, (batch.start or 0) + 1)
+                visible = mask.visible(one, queries, keys).to(q.device)
+                if q.device.type == "cuda":  # flash takes no mask there
+                    tile = dataclasses.replace(kernel, backend="math")
+            every = slice(None)
+            yield (batch, every, queries), (batch, every, keys), visible, causal, tile
+
+    return tensors, clean, tiles()
+
+
+def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
+    """(3) and (4), tile by tile: out_BHqD and lse_BHq in float32 or better, outside autograd."""
+    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
+    out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
+    lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
+    (q, k, v), clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
+    begun = np.zeros((len(q), q.shape[2]), bool)
+    for rows, columns, visible, causal, tile in tiles:
+        if tile.backend == "math":
+            wider = (x.to(wide) for x in (q[rows], k[columns], v[columns]))
+            part = _math_forward(*wider, visible, tile, clean)
+        else:
+            part = _fused_forward(q[rows], k[columns], v[columns], visible, causal, tile.scale)
+        if begun[rows[0], rows[2]].any():
+            part = merge(out_BHqD[rows], lse_BHq[rows], *part)  # (5)
+        out_BHqD[rows], lse_BHq[rows], begun[rows[0], rows[2]] = *part, True
+    return out_BHqD, lse_BHq
+
+
+def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BHq, mask, kernel, /):
+    """(6), tile by tile: dq_BHqD, dk_BGkD, dv_BGkD in float32 or better.
+
+    out_BHqD, lse_BHq: of these queries over all keys, wherever those are. dlse_BHq: None for zero.
+    """
+    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
+    # NUMERICS: (4). With an lse of -inf P would be NaN, and with a sentinel for it P = 1; such rows
+    # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
+    # tests/test_ring.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+    dead_BHq = lse_BHq == -math.inf
+    lse_BHq, dout_BHqD = (
+        lse_BHq.masked_fill(dead_BHq, 0.0),
+        dout_BHqD.masked_fill(dead_BHq[..., None], 0.0),
+    )
+    if dlse_BHq is not None:  # torch's kernels have no gradient of lse
+        kernel = dataclasses.replace(kernel, backend="math")
+    tensors, clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD)
+    q, k, v, out, dout = tensors
+    delta_BHq = (dout.to(wide) * out.to(wide)).sum(-1)
+    if dlse_BHq is not None:
+        delta_BHq = delta_BHq - dlse_BHq.masked_fill(dead_BHq, 0.0)
+    dq_BHqD, dk_BGkD, dv_BGkD = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for rows, columns, visible, causal, tile in tiles:
+        if tile.backend == "math":
+            wider = (x.to(wide) for x in (dout[rows], q[rows], k[columns], v[columns]))
+            part = _math_backward(*wider, lse_BHq[rows], delta_BHq[rows], visible, tile, clean)
+        else:
+            block = dout[rows], q[rows], k[columns], v[columns], out[rows], lse_BHq[rows]
+            part = _fused_backward(*block, visible, causal, tile.scale)
+        dq_BHqD[rows] += part[0]
+        dk_BGkD[columns] += part[1]
+        dv_BGkD[columns] += part[2]
+    return dq_BHqD, dk_BGkD, dv_BGkD
+
+
+class _Attend(torch.autograd.Function):
+    """Saves q, k, v, out, lse; the backward makes the scores again."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, kernel):
+        out, lse = forward_tiles(q, k, v, mask, kernel)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask, ctx.kernel = mask, kernel
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = backward_tiles(dout, q, k, v, out, lse, dlse, ctx.mask, ctx.kernel)
+        return (*(grad.to(q.dtype) for grad in grads), None, None)
+
+
+def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
+    """Attention with its log-sum-exp on one device: equations (1) to (4), differentiable.
+
+    q: (B, H, q, D); k, v: (B, G, k, D), one dtype of float64, float32, bf16, fp16, any strides; H a
+    multiple of G, D 1 to 512. mask: Mask or bool (B, 1 or H, q, k); None: full. scale: D^-1/2 by
+    default. backend: see `choose_backend`. accurate: tiles of bf16 inputs in float32.
+
+    Returns out (B, H, q, D) in q's dtype and lse (B, H, q) in float32 (float64 for float64), natural
+    log, scale included, differentiable too. A row that sees nothing: 0 and -inf. ValueError for
+    anything that does not fit.
+    """
+    mask = as_mask(mask)
+    _check(q, k, v, mask, q.shape[2:3], k.shape[2:3])
+    return _Attend.apply(q, k, v, mask, _kernel(q, scale, softcap, backend, accurate))
+
+
+def as_mask(mask):
+    """A Mask, from a Mask, a dense bool tensor, or None."""
+    return mask if mask is None or isinstance(mask, Mask) else DenseMask(mask)
+
+
+def _kernel(q, scale, softcap, backend, accurate):
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number or None; came {value!r}")
+    backend = choose_backend(q, softcap=softcap, backend=backend, accurate=accurate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Kernel(backend, float(scale), softcap, bool(accurate))
+
+
+def _check(q, k, v, mask, rows, keys):
+    """ValueError unless q, k, v and a mask for (rows, keys) fit together."""
+    came = ", ".join(
+        f"{n} {x.dtype} {tuple(x.shape)} {x.device}" for n, x in zip("qkv", (q, k, v), strict=True)
+    )
+    if any(x.ndim != 4 for x in (q, k, v)):
+        raise ValueError(f"expected q (B, H, q, D) and k, v (B, G, k, D); came {came}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"k and v must have one shape, and q's batch and head_dim; came {came}")
+    if not k.shape[1] or not q.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads; came {came}")
+    if not 1 <= q.shape[3] <= 512:
+        raise ValueError(f"head_dim must be 1 to 512; came {came}")
+    if (
+        q.dtype not in DTYPES
+        or not q.dtype == k.dtype == v.dtype
+        or not q.device == k.device == v.device
+    ):
+        raise ValueError(f"q, k, v must share a device and one dtype of {DTYPES}; came {came}")
+    if mask is None:
+        return
+    batch, heads, *size = mask.shape
+    if size != [*rows, *keys]:
+        raise ValueError(
+            f"the mask is for {size[0]} queries and {size[1]} keys, but there are {(*rows, *keys)}; "
+            f"build it for the whole sequence, or take mask.slice(queries, keys)"
+        )
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+        raise ValueError(f"the mask has batch {batch} and {heads} heads; came {came}")
+
+
+# 4. Across ranks: who holds what, and how it travels --------------------------------------------
+
+
+def indices(length, rank, world, layout="zigzag"):
+    """int64 (s,): the global index of each token of a rank's shard, ascending; for RoPE and masks.
+
+    zigzag: chunks rank and 2 world - 1 - rank of 2 world; contiguous: chunk rank of world. Chunk c of
+    n is c * length // n up to (c + 1) * length // n, so shards may be unequal, or empty.
+    """
+    if layout not in ("zigzag", "contiguous"):
+        raise ValueError(f'layout must be "zigzag" or "contiguous"; came {layout!r}')
+    if not 0 <= rank < world or length < 0:
+        raise ValueError(f"need 0 <= rank < world, length >= 0; came {rank}, {world}, {length}")
+    chunks = [rank] if layout == "contiguous" else [rank, 2 * world - 1 - rank]
+    n = world if layout == "contiguous" else 2 * world
+    return torch.cat([torch.arange(c * length // n, (c + 1) * length // n) for c in chunks])
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A process group, and this rank's place in it; world 1 has no group."""
+
+    group: object
+    rank: int
+    world: int
+
+    def peer(self, rank):
+        """The global rank of a rank of this group, which is what P2P and errors name."""
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def ring_of(group=None) -> Ring:
+    """The Ring of a process group; None: all ranks, or a world of 1 where torch.distributed is off."""
+    if not dist.is_available() or not dist.is_initialized():
+        if group is not None:
+            raise ValueError("a group came, but torch.distributed is not initialised")
+        return Ring(None, 0, 1)
+    group = dist.group.WORLD if group is None else group
+    if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in this group; every rank must pass a group it is in"
+        )
+    return Ring(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+class Route:
+    """Which tokens each block holds, which ranks need it, and how far it travels.
+
+    The world is c outer x u inner ranks: rank r is inner r % u of outer r // u. After `swap` the u
+    ranks of outer b hold block b (the tokens of all of them), each for 1/u of the heads. At hop h
+    block s is with outer rank (s + h) % c. All of it follows from the mask, on every rank alike.
+    """
+
+    def __init__(self, ring, length, layout, inner, mask):
+        self.ring, self.layout, self.inner, self.c = ring, layout, inner, ring.world // inner
+        self.b, self.a = divmod(ring.rank, inner)
+        self.mask, self.parts, every = mask, {}, range(ring.world)
+        shards = [indices(length, rank, ring.world, layout).numpy() for rank in every]
+        self.sizes = [len(shard) for shard in shards]
+        joined = [np.concatenate(shards[b * inner : (b + 1) * inner]) for b in range(self.c)]
+        self.order, self.blocks = np.argsort(joined[self.b]), [np.sort(block) for block in joined]
+        need, hops = self._needs(length), np.arange(self.c)
+        self.there = need[(hops[:, None] + hops) % self.c, hops[:, None]]  # [block s, hop h]
+        self.last = np.where(self.there, hops, 0).max(axis=1)
+        self.first = np.where(self.there & (hops > 0), hops, self.c).min(axis=1)
+        self.hops = int(self.last.max()) + 1
+
+    def _needs(self, length):
+        """bool (c, c): does outer rank b need block s? By the bounds of runs of consecutive tokens."""
+        runs = [b[np.flatnonzero(np.diff(b, prepend=-9) != 1)] for b in self.blocks]
+        owner = np.concatenate([np.full(len(run), b) for b, run in enumerate(runs)])
+        order = np.argsort(np.concatenate(runs))
+        edges, owner = np.concatenate(runs)[order], owner[order]
+        mask, need = self.mask or Mask.full(length), np.zeros((self.c, self.c), bool)
+        rows, keys = np.nonzero(mask.classify(edges, edges).any(axis=0))
+        need[owner[rows], owner[keys]] = True
+        return need
+
+    def part(self, block=None):
+        """The mask of this rank's queries and heads against a block's keys; None: all keys."""
+        if self.mask is not None and block not in self.parts:
+            heads = self.mask.shape[1] // self.inner
+            mask = self.mask.heads(slice(self.a * heads, (self.a + 1) * heads))
+            keys = slice(None) if block is None else self.blocks[block]
+            self.parts[block] = mask.slice(self.blocks[self.b], keys)
+        return self.parts.get(block)
+
+    def block_at(self, hop):
+        return (self.b - hop) % self.c
+
+    def post(self, messages):
+        """Start messages (send or receive, tensor, outer rank, tag); empty ones on neither side."""
+        ops = []
+        for how, tensor, outer, tag in messages:
+            peer = self.ring.peer(outer % self.c * self.inner + self.a)
+            if tensor.numel():
+                ops.append(dist.P2POp(how, tensor, peer, self.ring.group, tag))
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def buffer(self, like_EBGkD, block):
+        """Room for a block."""
+        shape = list(like_EBGkD.shape)
+        shape[3] = len(self.blocks[block])
+        return like_EBGkD.new_empty(shape)
+
+
+def route_of(ring, length, layout, inner, mask):
+    """The Route, kept on the mask for the next layer and step."""
+    if mask is None:
+        return Route(ring, length, layout, inner, None)
+    key = ("route", ring, length, layout, inner)
+    if key not in mask.cache:
+        mask.cache[key] = Route(ring, length, layout, inner, mask)
+    return mask.cache[key]
+
+
+def swap(x_BhsD, route, /, *, back=False):
+    """All-to-all: this rank's tokens of all heads <-> all tokens of its block, 1/u of the heads."""
+    u, (b, h, s, d) = route.inner, x_BhsD.shape
+    if u == 1:
+        return x_BhsD
+    inside = range(route.b * u, (route.b + 1) * u)
+    tokens, order = [route.sizes[rank] for rank in inside], torch.from_numpy(route.order)
+    order = (torch.argsort(order) if back else order).to(x_BhsD.device)
+    mine, heads = [route.sizes[route.ring.rank]] * u, h if back else h // u
+    pieces = x_BhsD[:, :, order].split(tokens, 2) if back else x_BhsD.split(heads, 1)
+    out, come = (tokens, mine) if back else (mine, tokens)
+
+    def splits(counts):  # 0 for the ranks of other inner sets
+        return [
+            counts[r - inside[0]] * b * heads * d if r in inside else 0
+            for r in range(route.ring.world)
+        ]
+
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    buffer = sent.new_empty(sum(splits(come)))
+    # COMM: one all-to-all of the whole group, so that inner sets need no communicators. Pinned by
+    # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+    dist.all_to_all_single(buffer, sent, splits(come), splits(out), group=route.ring.group)
+    parts = buffer.split([count * b * heads * d for count in come])
+    parts = [part.view(b, heads, count, d) for part, count in zip(parts, come, strict=True)]
+    return torch.cat(parts, 1) if back else torch.cat(parts, 2)[:, :, order]
+
+
+def _onward(route, kv_EBgkD, hop):
+    """Room for the next block (or nothing), and the messages that move blocks one rank on."""
+    held, coming, messages = route.block_at(hop), route.block_at(hop + 1), []
+    next_EBgkD = kv_EBgkD[:, :, :, :0]
+    if route.last[held] > hop:
+        messages.append((dist.isend, kv_EBgkD, route.b + 1, 0))
+    if route.last[coming] > hop:
+        next_EBgkD = route.buffer(kv_EBgkD, coming)
+        messages.append((dist.irecv, next_EBgkD, route.b - 1, 0))
+    return next_EBgkD, messages
+
+
+def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
+    """(5) round the ring: out_BhqD and lse_Bhq of this rank's queries over all keys."""
+    kv_EBgkD = torch.stack((k_BgkD, v_BgkD))
+    for hop in range(route.hops):
+        # COMM: each rank posts both directions, then computes, then waits: the next block travels
+        # under the compute of this one, and nobody waits in a circle. Pinned by
+        # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
+        next_EBgkD, messages = _onward(route, kv_EBgkD, hop)
+        works, block = route.post(messages), route.block_at(hop)
+        if hop == 0 or route.there[block, hop]:
+            part = forward_tiles(q_BhqD, *kv_EBgkD, route.part(block), kernel)
+            probe.look(hop, "out", part[0])
+            out_BhqD, lse_Bhq = part if hop == 0 else merge(out_BhqD, lse_Bhq, *part)
+        for work in works:
+            work.wait()
+        kv_EBgkD = next_EBgkD
+    return out_BhqD, lse_Bhq
+
+
+def ring_backward(
+    dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out_BhqD, lse_Bhq, dlse, route, kernel, probe, /
+):
+    """(6) round the ring: dq_BhqD, dk_BgkD, dv_BgkD in float32 or better.
+
+    Blocks travel as in the forward. A block's gradient follows one hop behind, gains each rank's part,
+    and goes home to its owner from the last rank that needs the block.
+    """
+    kv_EBgkD, part_EBgkD = torch.stack((k_BgkD, v_BgkD)), None
+    for hop in range(route.hops + 1):
+        block, before = route.block_at(hop), route.block_at(hop - 1)
+        next_EBgkD, messages = _onward(route, kv_EBgkD, hop)
+        come_EBgkD = home_EBgkD = None
+        # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, then
+        # gradients that go home, on both sides: NCCL matches by order, gloo by tag. Pinned by
+        # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
+        if hop > 1 and route.first[before] < hop <= route.last[before]:
+            messages.append((dist.isend, part_EBgkD, route.b + 1, 1))
+        if hop > 1 and route.first[block] < hop <= route.last[block]:
+            come_EBgkD = route.buffer(dkv_EBgkD, block)
+            messages.append((dist.irecv, come_EBgkD, route.b - 1, 1))
+        if hop > 1 and route.last[before] == hop - 1:
+            messages.append((dist.isend, part_EBgkD, before, 2))
+        if hop > 1 and route.last[route.b] == hop - 1:
+            home_EBgkD = torch.empty_like(dkv_EBgkD)
+            messages.append((dist.irecv, home_EBgkD, route.b + hop - 1, 2))
+        works, part_EBgkD = route.post(messages), None
+        if hop == 0 or (hop < route.hops and route.there[block, hop]):
+            saved = dout_BhqD, q_BhqD, *kv_EBgkD, out_BhqD, lse_Bhq, dlse
+            part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
+            part_EBgkD = torch.stack(part)
+            probe.look(hop, "dq, dk or dv", part_BhqD, part_EBgkD)
+            dq_BhqD = part_BhqD if hop == 0 else dq_BhqD + part_BhqD
+        for work in works:
+            work.wait()
+        if hop == 0:
+            dkv_EBgkD = part_EBgkD
+        # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
+        # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
+        if come_EBgkD is not None:
+            part_EBgkD = come_EBgkD if part_EBgkD is None else part_EBgkD + come_EBgkD
+        if home_EBgkD is not None:
+            dkv_EBgkD = dkv_EBgkD + home_EBgkD
+        kv_EBgkD = next_EBgkD
+    return dq_BhqD, *dkv_EBgkD
+
+
+def _slots(length, world, layout):
+    """Each token's slot when the shards are laid one after another, padded; and the padded size."""
+    shards = [indices(length, rank, world, layout) for rank in range(world)]
+    most, slot_S = max(len(shard) for shard in shards), torch.empty(length, dtype=torch.int64)
+    for rank, shard in enumerate(shards):
+        slot_S[shard] = rank * most + torch.arange(len(shard))
+    return slot_S, most
+
+
+def gather(x, dim, ring, layout, length, /):
+    """All-gather along dim: the whole, its tokens in order, on every rank."""
+    x = x.movedim(dim, 0)
+    slot_S, most = _slots(length, ring.world, layout)
+    padded, whole = x.new_zeros(most, *x.shape[1:]), x.new_empty(ring.world * most, *x.shape[1:])
+    padded[: len(x)] = x
+    if padded.numel():
+        dist.all_gather(list(whole.chunk(ring.world)), padded, group=ring.group)
+    return whole[slot_S.to(x.device)].movedim(0, dim)
+
+
+def scatter_sum(x, dim, ring, layout, /):
+    """Reduce-scatter along dim: this rank's tokens of the sum over ranks; the adjoint of `gather`."""
+    x = x.movedim(dim, 0)
+    slot_S, most = _slots(len(x), ring.world, layout)
+    padded, mine = x.new_zeros(ring.world * most, *x.shape[1:]), x.new_empty(most, *x.shape[1:])
+    padded[slot_S.to(x.device)] = x
+    if mine.numel():
+        dist.reduce_scatter(mine, list(padded.chunk(ring.world)), group=ring.group)
+    return mine[: len(indices(len(x), ring.rank, ring.world, layout))].movedim(0, dim)
+
+
+class Probe:
+    """Finds the first tensor that is not finite; all ranks learn of it and raise, so none hangs."""
+
+    def __init__(self, debug, ring, phase):
+        self.debug, self.ring, self.phase, self.found = debug, ring, phase, None
+
+    def look(self, hop, name, *tensors):
+        if self.debug and not self.found and not all(bool(x.isfinite().all()) for x in tensors):
+            self.found = (hop, name)
+
+    def settle(self):
+        every = _objects(self.found, self.ring) if self.debug else []
+        bad = [rank for rank, found in enumerate(every) if found]
+        if bad:
+            first = min(bad, key=lambda rank: every[rank][0])
+            (hop, name), ranks = every[first], [self.ring.peer(rank) for rank in bad]
+            label = "" if self.debug is True else f"{self.debug}, "
+            raise FloatingPointError(
+                f"{label}ring {self.phase}: {name} is not finite, first on rank "
+                f"{self.ring.peer(first)} at hop {hop} (hop 0 is its own input); ranks with any: {ranks}"
+            )
+
+
+def _objects(mine, ring):
+    every = [mine] * ring.world
+    if ring.world > 1:
+        dist.all_gather_object(every, mine, group=ring.group)
+    return every
+
+
+AGREE = ("batch size", "query heads", "key heads", "head_dim", "dtype", "mask", "options", "batch")
+
+
+def handshake(ring, problem, tokens, facts, device):
+    """Each rank's number of tokens, once all have shown that they are about to do the same.
+
+    problem: this rank's error text, or None. facts: an integer for each of AGREE. An error of any
+    rank, or a fact that differs, is a ValueError on every rank that names the ranks.
+    """
+    mine = torch.tensor([problem is not None, tokens, *facts], device=device)
+    every = [torch.empty_like(mine) for _ in range(ring.world)]
+    if ring.world > 1:
+        # COMM: at every call, because a rank that remembered a shape would not meet one that does
+        # not; on the tensors' device, so that NCCL has a communicator before its first P2P. Pinned by
+        # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
+        dist.all_gather(every, mine, group=ring.group)
+        every = torch.stack(every).tolist()
+    else:
+        every = [mine.tolist()]
+    if any(row[0] for row in every):
+        raise ValueError(_by_rank(_objects(problem, ring), ring))
+    for place, name in enumerate(AGREE, start=2):
+        if len({row[place] for row in every}) > 1:
+            values = _by_rank([row[place] for row in every], ring)
+            raise ValueError(
+                f"the ranks of a ring must pass the same {name}, but {values} (large numbers are "
+                f"digests); make it from the same data on every rank, say by broadcast_batch"
+            )
+    return [row[1] for row in every]
+
+
+def _by_rank(values, ring):
+    ranks = {value: [] for value in values if value is not None}
+    for rank, value in enumerate(values):
+        ranks.get(value, []).append(str(ring.peer(rank)))
+    return "; ".join(f"rank {', '.join(which)}: {value}" for value, which in ranks.items())
+
+
+# 5. Entry points -----------------------------------------------------------------------------
+
+
+class _RingAttention(torch.autograd.Function):
+    """Saves q, k, v, out, lse of this rank (its heads of the block, after `swap`); nothing else."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, route, kernel, method, debug):
+        probe = Probe(debug, route.ring, "forward")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            probe.look(0, name, x)
+        repeat = math.lcm(k.shape[1], route.inner) // k.shape[1]
+        k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
+        q, k, v = (swap(x, route) for x in (q, k, v))
+        if method == "allgather":
+            out, lse = forward_tiles(q, *_gathered(k, v, route), route.part(), kernel)
+            probe.look(1, "out", out)
+        else:
+            out, lse = ring_forward(q, k, v, route, kernel, probe)
+        probe.settle()
+        out = out.to(q.dtype)
+        # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
+        # Pinned by tests/test_ring_faults.py::test_the_suite_catches_eight_planted_faults.
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = route, kernel, method, debug, repeat
+        ctx.set_materialize_grads(False)
+        return swap(out, route, back=True), swap(lse[..., None], route, back=True)[..., 0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        route, kernel, method, debug, repeat = ctx.options
+        probe = Probe(debug, route.ring, "backward")
+        if dout is None:
+            dout = torch.zeros_like(swap(out, route, back=True))
+        probe.look(0, "dout", dout)
+        dout, dlse = (
+            swap(dout, route),
+            None if dlse is None else swap(dlse[..., None], route)[..., 0],
+        )
+        if method == "allgather":
+            saved = dout, q, *_gathered(k, v, route), out, lse, dlse
+            dq, *dkv = backward_tiles(*saved, route.part(), kernel)
+            probe.look(1, "dq, dk or dv", dq, *dkv)
+            dk, dv = scatter_sum(torch.stack(dkv), 3, route.ring, route.layout)
+        else:
+            dq, dk, dv = ring_backward(dout, q, k, v, out, lse, dlse, route, kernel, probe)
+        probe.settle()
+        dq, dk, dv = (swap(x, route, back=True) for x in (dq.to(q.dtype), dk, dv))
+        # NUMERICS: copies of a key head are summed before the cast. Pinned by
+        # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+        dk, dv = (x.unflatten(1, (-1, repeat)).sum(2).to(q.dtype) for x in (dk, dv))
+        return dq, dk, dv, None, None, None, None
+
+
+def _gathered(k, v, route):
+    return gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
+
+
+def ring_attention(
+    q, k, v, /, *, group=None, mask=None, layout="zigzag", method="ring", scale=None, softcap=None,
+    return_lse=False, backend=None, accurate=False, inner=None, batch=None, debug=False,
+):  # fmt: skip
+    """Attention of a whole sequence whose shards the ranks of `group` hold: (1) to (4), exactly.
+
+    q: (B, H, s, D); k, v: (B, G, s, D): the tokens `indices(S, rank, world, layout)`. group: None is
+    all ranks, or a world of 1 where torch.distributed is off. mask: of the whole sequence, Mask or
+    bool (B, 1 or H, S, S), the same on every rank; None: full. method: "ring"; "allgather"; "ulysses"
+    (H a multiple of the world); "usp": `inner` ranks by all-to-all, by default the largest proper
+    divisor of the world that divides H (if that is 1, it is the ring). scale, softcap, backend,
+    accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the handshake
+    is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its masked part
+    included, is not finite, a FloatingPointError on every rank names rank, hop and tensor.
+
+    Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
+    Every rank of the group calls it, forward and backward. ValueError on every rank, before a block
+    is sent, if the input of any does not fit or they differ.
+    """
+    ring, problem, tokens, facts = ring_of(group), None, 0, [0] * len(AGREE)
+    try:
+        mask, length = as_mask(mask), None if mask is None else mask.shape[2]
+        whole = q.shape[2:3] if mask is None else (length,)
+        _check(q, k, v, mask, whole, whole)
+        kernel = _kernel(q, scale, softcap, backend, accurate)
+        inner = _inner_degree(method, ring.world, q.shape[1], inner)
+        tokens, held = q.shape[2], len(indices(length or 0, ring.rank, ring.world, layout))
+        if k.shape[2] != tokens or (mask is not None and tokens != held):
+            raise ValueError(
+                f"q has {tokens} tokens and k {k.shape[2]}, but rank {ring.rank} of {ring.world} holds "
+                f"{held} of the mask's {length} in {layout} layout; take them by shard() or indices()"
+            )
+        options = layout, method, inner, kernel, bool(debug)
+        numbers = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
+        facts = [*numbers, mask.digest() if mask else 0, digest(options), digest(*flat(batch))]
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        problem = str(error)
+    held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
+    shards = [len(indices(sum(held), rank, ring.world, layout)) for rank in range(ring.world)]
+    if held != shards:
+        raise ValueError(
+            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; take "
+            f"them by shard() or indices()"
+        )
+    route = route_of(ring, sum(held), layout, inner, mask)
+    out, lse = _RingAttention.apply(q, k, v, route, kernel, method, debug)
+    return (out, lse) if return_lse else out
+
+
+def _inner_degree(method, world, heads, inner):
+    """Ranks of an all-to-all: 1 for a ring, the world for ulysses, between them for usp."""
+    if method not in ("ring", "allgather", "ulysses", "usp"):
+        raise ValueError(f"method must be ring, allgather, ulysses or usp; came {method!r}")
+    if inner is not None and method != "usp":
+        raise ValueError(f'inner={inner} is for method="usp"; came method={method!r}')
+    if method == "usp" and inner is None:
+        inner = max((u for u in range(1, world) if world % u == heads % u == 0), default=1)
+    inner = world if method == "ulysses" else inner or 1
+    if world % inner or heads % inner:
+        raise ValueError(
+            f"{method} over {inner} of {world} ranks must divide the world and the {heads} query heads;"
+            f' use method="ring", or pad the heads'
+        )
+    return inner
+
+
+def flat(nested):
+    """The contents of nested tensors, dicts, lists and values, in order, for `digest`."""
+    if isinstance(nested, torch.Tensor):
+        x = nested.detach().cpu().contiguous()
+        return [str(x.dtype), tuple(x.shape), x.reshape(-1).view(torch.uint8).numpy().tobytes()]
+    if isinstance(nested, dict):
+        return [x for key, value in nested.items() for x in (key, *flat(value))]
+    if isinstance(nested, (list, tuple)):
+        return [len(nested), *(x for value in nested for x in flat(value))]
+    return [nested]
+
+
+def shard(x, /, *, dim, group=None, layout="zigzag"):
+    """This rank's tokens of a whole that every rank has. Its gradient: 0 at the others' tokens.
+
+    So what made x gets, on each rank, the gradient of that rank's tokens: sum it over ranks.
+    """
+    ring = ring_of(group)
+    return x.index_select(dim, indices(x.shape[dim], ring.rank, ring.world, layout).to(x.device))
+
+
+def unshard(x, /, *, dim, group=None, layout="zigzag", length):
+    """The whole, of `length` tokens, on every rank. Its gradient is the reduce-scatter over ranks.
+
+    That is the adjoint of a gather, right whatever ranks do with the whole; if all compute the same
+    loss from it, `loss_scale` says the factor. Collective, forward and backward.
+    """
+    return _unshard(x, dim, ring_of(group), layout, length, True)
+
+
+def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
+    """As `unshard`, but its gradient is this rank's slice, with no message.
+
+    Right only where all ranks compute the same loss from the whole and nothing after the gather has
+    parameters, or those are averaged and the rest summed: no factor on the loss makes both right
+    (the head of OpenTau's model got 2.0 times its gradient on 2 ranks). Prefer `unshard`.
+    """
+    return _unshard(x, dim, ring_of(group), layout, length, False)
+
+
+def _unshard(x, dim, ring, layout, length, summed):
+    held = len(indices(length, ring.rank, ring.world, layout))
+    if x.shape[dim] != held:
+        raise ValueError(
+            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, but "
+            f"x has {x.shape[dim]} in dimension {dim}"
+        )
+    return x if ring.world == 1 else _Unshard.apply(x, dim % x.ndim, ring, layout, length, summed)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dim, ring, layout, length, summed):
+        ctx.options = dim, ring, layout, summed
+        return gather(x, dim, ring, layout, length)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dim, ring, layout, summed = ctx.options
+        if summed:
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            mine = scatter_sum(wide, dim, ring, layout).to(grad.dtype)
+        else:
+            index = indices(grad.shape[dim], ring.rank, ring.world, layout)
+            mine = grad.index_select(dim, index.to(grad.device))
+        return mine, None, None, None, None, None
+
+
+def rings(world, ring_size):
+    """Rings inside, data parallel across, as lists of ranks: rings(4, 2) is [[0, 1], [2, 3]]."""
+    if ring_size < 1 or world % ring_size:
+        raise ValueError(f"ring_size must divide the world of {world} ranks; came {ring_size}")
+    return [list(range(first, first + ring_size)) for first in range(0, world, ring_size)]
+
+
+def make_ring(ring_size):
+    """This rank's process group among rings(world, ring_size). Collective over all ranks."""
+    groups = [dist.new_group(ranks) for ranks in rings(dist.get_world_size(), ring_size)]
+    return groups[dp_rank(dist.get_rank(), ring_size)]
+
+
+def dp_rank(rank, ring_size):
+    """Which ring a rank is in: its data-parallel rank, with no communicator for it."""
+    return rank // ring_size
+
+
+def sampler_seed(seed, rank, ring_size):
+    """A seed that the ranks of a ring share and other rings do not, for the sampler of data."""
+    return digest(seed, dp_rank(rank, ring_size))
+
+
+def loss_scale(ring_size, *, replicated, reduce="mean"):
+    """The factor on each rank's loss that makes every parameter's gradient right.
+
+    replicated: every rank of a ring computes the same loss, after `unshard`; otherwise each rank's
+    loss is of its own tokens, and the ring's loss is their sum. reduce: what is done with gradients
+    over all ranks: "mean" (DDP, FSDP) gives the mean over rings, "sum" the sum. Exact before and after
+    the gather, because the gradient of `unshard` sums over ranks.
+    """
+    if reduce not in ("mean", "sum"):
+        raise ValueError(f'reduce must be "mean" or "sum"; came {reduce!r}')
+    return (ring_size if reduce == "mean" else 1.0) / (ring_size if replicated else 1.0)
+
+
+@dataclasses.dataclass
+class _Sent:
+    """Stands for a tensor while the rest of a batch is pickled."""
+
+    shape: tuple
+    dtype: torch.dtype
+    device: str
+
+
+def broadcast_batch(batch, group=None):
+    """The first rank's batch, on every rank of the group: nested dicts, lists, tuples, tensors, text.
+
+    For data whose randomness a seed does not cover: the ranks of a ring must hold one batch. Tensors
+    keep dtype and kind of device, and lose their graph; everything else is pickled.
+    """
+    ring, tensors = ring_of(group), []
+    if ring.world == 1:
+        return batch
+
+    def send(x):
+        tensors.append(x.detach())
+        return _Sent(tuple(x.shape), x.dtype, x.device.type)
+
+    def receive(sent):
+        x = (
+            next(incoming)
+            if ring.rank == 0
+            else torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
+        )
+        raw = x.contiguous().reshape(-1).view(torch.uint8)
+        dist.broadcast(raw, src=ring.peer(0), group=ring.group)
+        return raw.view(sent.dtype).reshape(sent.shape)
+
+    box = [_mapped(batch, torch.Tensor, send) if ring.rank == 0 else None]
+    dist.broadcast_object_list(box, src=ring.peer(0), group=ring.group)
+    incoming = iter(tensors)
+    return _mapped(box[0], _Sent, receive)
+
+
+def _mapped(nested, kind, function):
+    """Nested containers with function(x) for each x of a kind, in one order on all ranks."""
+    if isinstance(nested, kind):
+        return function(nested)
+    if isinstance(nested, dict):
+        return {key: _mapped(value, kind, function) for key, value in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        items = [_mapped(value, kind, function) for value in nested]
+        return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
+    return nested
+
+
+def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
+    """A prefix of P = `length` tokens over the ring, and what fills a cache.
+
+    Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on every rank, differentiable.
+    options: those of `ring_attention`. The suffix route of pi0.7, with `suffix_attention`.
+    """
+    out = ring_attention(q, k, v, group=group, layout=layout, **options)
+    whole = dict(dim=2, group=group, layout=layout, length=length)
+    return out, unshard(k, **whole), unshard(v, **whole)
+
+
+def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **options):
+    """A suffix of T tokens that attends to a cached prefix and itself, on one device: out_BHTD.
+
+    mask: of prefix and suffix together, P + T tokens; None: all is seen. options: those of `attend`.
+    Gradients go back through k_BGPD, v_BGPD into the ring; if every rank computes the same suffix, its
+    loss is replicated (`loss_scale`).
+    """
+    p, both = k_BGPD.shape[2], k_BGPD.shape[2] + q_BHTD.shape[2]
+    mask = as_mask(mask)
+    if mask is not None:
+        if tuple(mask.shape[2:]) != (both, both):
+            raise ValueError(f"the mask must be of all {both} tokens; came {mask.shape[2:]}")
+        mask = mask.slice(slice(p, None), slice(None))
+    k_BGkD, v_BGkD = torch.cat((k_BGPD, k_BGTD), 2), torch.cat((v_BGPD, v_BGTD), 2)
+    return attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
+
+
+# 6. check: everything above against the definition ----------------------------------------------
+
+
+def launch(world, function, *args):
+    """function(*args) on `world` gloo ranks, forked; their results. Where one fails, all are killed.
+
+    A failure raises RuntimeError with the text of the first rank that failed.
+    """
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, ranks, results = [], [], [None] * world
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            given = (there, f"file://{folder}/store", rank, world, function, args)
+            ranks.append(context.Process(target=_rank, args=given, daemon=True))
+            ranks[-1].start()
+            there.close()
+            pipes.append(here)
+        waiting = dict(zip(pipes, range(world), strict=True))
+        try:
+            while waiting:
+                for pipe in multiprocessing.connection.wait(list(waiting)):
+                    rank = waiting.pop(pipe)
+                    try:
+                        results[rank], error = pipe.recv()
+                    except EOFError:
+                        error = "it died without a word"
+                    if error:
+                        raise RuntimeError(f"rank {rank}: {error}")
+        finally:
+            for process in ranks:
+                process.join(5 if not waiting else 0)
+                process.kill()
+    return results
+
+
+def _rank(pipe, store, rank, world, function, args):
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+        pipe.send((function(*args), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+def examples(length, heads=1):
+    """A mask of every kind, batch 2 where it can differ, for `length` tokens."""
+    valid_BS = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.3
+    valid_BS[1, : length // 2] = False
+    doc_BS = torch.stack([torch.arange(length) * parts // max(length, 1) for parts in (3, 7)])
+    position_BS = torch.arange(length).expand(2, -1) % torch.tensor([[11], [4]])
+    depth = [0] * length
+    for j in range(1, length):
+        depth[j] = min(depth[j - 1] + 1, j * 7 % 5)
+    after = [[t for t in range(j + 1, length) if depth[t] <= depth[j]] for j in range(length)]
+    end_S = np.array([later[0] if later else length for later in after], int)
+    dense = torch.rand(2, heads, length, length, generator=torch.Generator().manual_seed(1)) > 0.8
+    return {
+        "full": None,
+        "causal": Mask.causal(length),
+        "documents": Mask.documents(doc_ids=doc_BS.masked_fill(doc_BS == 1, -1)),
+        "positions": Mask.documents(position_ids=position_BS),
+        "blocks": Mask.blocks(torch.arange(length).expand(2, -1) // 5, valid_BS),
+        "padding": Mask.padding(valid_BS),
+        "tree": Mask.tree(end_S),
+        "window": Mask.causal(length, window=5),
+        "tree, window": Mask.tree(end_S, window=3),
+        "dense": dense,
+    }
+
+
+def relative(found, truth):
+    """Frobenius norm of the error over that of the truth; 1.0 for a zero where none should be."""
+    error, size = ((x.double()).norm().item() for x in (found.double() - truth, truth))
+    return error / size if size else error
+
+
+def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, **options):
+    """Errors of (out, lse, dq, dk, dv), whole tensors: by `ring_attention`, and by SDPA at this dtype.
+
+    Upstream gradients are random, of lse too in float64. The truth: the definition's, in float64, of
+    the same rounded inputs. The gradients of shard() and unshard() are on the way.
+    """
+    ring, gen, (h, g) = ring_of(group), torch.Generator().manual_seed(7), heads
+    shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
+    drawn = [torch.randn(s, generator=gen, dtype=torch.float64).to(device, dtype) for s in shapes]
+    visible = (Mask.full(tokens) if mask is None else as_mask(mask)).dense().to(device)
+    place = dict(dim=2, group=group, layout=options["layout"])
+
+    def over_ranks(*qkv):
+        parts = ring_attention(
+            *(shard(x, **place) for x in qkv), group=group, mask=mask, return_lse=True, **options
+        )
+        return [unshard(x, **place, length=tokens) for x in parts]
+
+    def sdpa(*qkv):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *qkv, attn_mask=visible, enable_gqa=True
+        )
+        return out, torch.zeros_like(out[..., 0])
+
+    def run(attention, q, k, v, *upstream):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        outputs = attention(*leaves)
+        n = 2 if dtype == torch.float64 else 1
+        grads = torch.autograd.grad(outputs[:n], leaves, upstream[:n])
+        return *(x.detach().double() for x in outputs), *(x.double() for x in grads)
+
+    truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
+    found = run(over_ranks, *drawn)
+    for grad in found[2:] if ring.world > 1 else ():  # each rank has its tokens' part, W times
+        dist.all_reduce(grad.div_(ring.world), group=group)
+    rivals = found if dtype == torch.float64 else run(sdpa, *drawn)
+    alive = truth[1] > -math.inf
+    if not torch.equal(found[1] > -math.inf, alive):
+        return [math.inf] * 5, [1.0] * 5
+    hide = lambda x: x.where(alive, 0.0) if x.ndim == 3 else x  # noqa: E731
+    return [
+        [relative(hide(a), hide(b)) for a, b in zip(some, truth, strict=True)]
+        for some in (found, rivals)
+    ]
+
+
+WAYS = [
+    (m, layout)
+    for m in ("ring", "allgather", "ulysses", "usp")
+    for layout in ("zigzag", "contiguous")
+]
+
+
+def _check_rank(tokens, device="cpu"):
+    """On each rank: {(table, row, column): value}."""
+    table, total = {}, dist.get_world_size()
+    worlds = sorted({1, 2, 3, 4, total} & set(range(total + 1)))
+    groups = {world: dist.new_group(list(range(world))) for world in worlds}
+    for world in worlds:
+        if dist.get_rank() >= world:
+            continue
+        for name, mask in examples(tokens, 12).items():
+            for method, layout in WAYS if 12 % world == 0 else WAYS[:4]:
+                options = dict(layout=layout, method=method)
+                errors, _ = compare(mask, groups[world], torch.float64, tokens, device, **options)
+                table[f"float64, world {world}", name, f"{method[:4]} {layout[:3]}"] = max(errors)
+    if dist.get_rank() >= max(w for w in worlds if 12 % w == 0):
+        return table
+    group = groups[max(w for w in worlds if 12 % w == 0)]
+    for method, layout in WAYS:
+        for name, mask in (("causal", Mask.causal(160)), ("window", Mask.causal(160, window=50))):
+            for dtype, accurate in ((torch.float32, False), (torch.bfloat16, False),
+                                    (torch.float16, False), (torch.bfloat16, True)):  # fmt: skip
+                options = dict(layout=layout, method=method, accurate=accurate, width=32)
+                ours, sdpa = compare(mask, group, dtype, 160, device, **options)
+                picked = [
+                    (a, b)
+                    for place, (a, b) in enumerate(zip(ours, sdpa, strict=True))
+                    if place != 1
+                ]
+                row = f"{str(dtype)[6:]}{', accurate' * accurate}, {name}"
+                worst = max(a if accurate else a / b for a, b in picked)
+                table["over SDPA's error", row, f"{method[:4]} {layout[:3]}"] = worst
+    return table
+
+
+@contextlib.contextmanager
+def counted_bytes():
+    """A list that gets the bytes of every P2P send inside."""
+    sent, real = [], dist.batch_isend_irecv
+
+    def count(ops):
+        sent.extend(
+            op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend
+        )
+        return real(ops)
+
+    dist.batch_isend_irecv = count
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = real
+
+
+def bytes_formula(mask, length, world, layout, *, heads, width, size):
+    """Bytes that all ranks of a ring send, (forward, backward), E = 2 and wide = max(size, 4) bytes.
+
+    forward: block s, of n_s tokens, travels last_s hops: sum_s E B G D n_s last_s size. backward: that
+    again, and its gradient on every hop from first_s to last_s, the way home included, wide.
+    """
+    route = Route(Ring(None, 0, world), length, layout, 1, mask)
+    tokens = np.array([len(block) for block in route.blocks])
+    hops = np.where(route.last > 0, route.last - route.first + 1, 0)
+    forward, gradients = (2 * heads * width * int((tokens * n).sum()) for n in (route.last, hops))
+    return forward * size, forward * size + gradients * max(size, 4)
+
+
+def _bytes_rank(length, device="cpu"):
+    """{(mask, layout): (bytes that this rank sent forward, backward)}."""
+    mask = {"causal": Mask.causal(length), "window": Mask.causal(length, window=length // 8)}
+    found, (rank, world) = {}, (dist.get_rank(), dist.get_world_size())
+    for name, layout in ((n, layout) for n in mask for layout in ("zigzag", "contiguous")):
+        held = len(indices(length, rank, world, layout))
+        leaf = torch.randn(1, 2, held, 8, device=device).bfloat16().requires_grad_()
+        with counted_bytes() as forward:
+            out = ring_attention(leaf, leaf, leaf, mask=mask[name], layout=layout)
+        with counted_bytes() as backward:
+            out.sum().backward()
+        found[name, layout] = sum(forward), sum(backward)
+    return found
+
+
+def _budget(table, row):
+    if table.startswith("float64"):
+        return 1e-12
+    return 2e-3 if "accurate" in row else 4.0 if row.startswith("float32") else 2.0
+
+
+def _work_table():
+    """[(mask, layout, the most work of a rank of 4 over the mean, budget)] at 4096 tokens."""
+    documents, rows = Mask.documents(doc_ids=np.arange(4096) // 300), []
+    for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
+        for layout in ("zigzag", "contiguous"):
+            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
+            work = np.array([mask.slice(part, slice(None)).work() for part in parts])
+            rows.append(
+                (name, layout, work.max() / work.mean(), most if layout == "zigzag" else 4.0)
+            )
+    return rows
+
+
+def check(argv):
+    """Every error against the definition; 1 if one is over its budget. Under torchrun: its ranks."""
+    argparse.ArgumentParser("ring_attention.py check").parse_args(argv)
+    if "RANK" in os.environ:
+        device = "cpu"
+        if torch.cuda.is_available():
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+        tables = _objects(_check_rank(23, device), ring_of())
+        traffic = _objects(_bytes_rank(1000, device), ring_of())
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank:
+            return 0
+    else:
+        tables, traffic = launch(4, _check_rank, 23), launch(4, _bytes_rank, 1000)
+    rows, world, bad = {}, len(tables), 0
+    for table, row, column in (place for found in tables for place in found):
+        worst = max(found.get((table, row, column), 0.0) for found in tables)
+        rows.setdefault(table, {}).setdefault(row, {})[column] = worst
+    for table, lines in rows.items():
+        columns = list(next(iter(lines.values())))
+        print(f"\n{table:>24}" + "".join(f" {column:>8}" for column in columns) + "   budget")
+        for row, line in lines.items():
+            budget = _budget(table, row)
+            ok = all(worst <= budget for worst in line.values())
+            bad += not ok
+            numbers = "".join(f" {line.get(column, math.nan):8.1e}" for column in columns)
+            print(f"{row:>24}{numbers}   {budget:.0e} {'ok' if ok else 'FAILED'}")
+    print(f"\n{'work, most over mean':>24}")
+    for name, layout, ratio, most in _work_table():
+        bad += not ratio <= most
+        print(
+            f"{name:>13} {layout:>10} {ratio:8.3f}   {most:.2f} {'ok' if ratio <= most else 'FAILED'}"
+        )
+    print(f"\n{'bytes sent, all ranks':>24}   (forward, backward) counted, and by the formula")
+    for name, layout in traffic[0]:
+        counted = tuple(sum(sent[name, layout][way] for sent in traffic) for way in range(2))
+        mask = Mask.causal(1000, window=125 if name == "window" else None)
+        formula = bytes_formula(mask, 1000, world, layout, heads=2, width=8, size=2)
+        bad += counted != formula
+        print(
+            f"{name:>13} {layout:>10}   {counted} {formula} {'ok' if counted == formula else 'FAILED'}"
+        )
+    exact = [
+        worst
+        for table in rows
+        if "float64" in table
+        for r in rows[table].values()
+        for worst in r.values()
+    ]
+    print(
+        json.dumps(
+            {"check": "ring_attention", "ok": not bad, "max_error": max(exact), "world": world}
+        )
+    )
+    return int(bad > 0)
+
+
+# 7. bench -------------------------------------------------------------------------------------
+
+
+def random_inputs(tokens, dtype=torch.float32, batch=1, heads=8, keys=2, width=64):
+    """q, k, v that want gradients, and an upstream gradient."""
+    shapes = [(batch, n, tokens, width) for n in (heads, keys, keys, heads)]
+    *leaves, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def sdpa(q, k, v, dense=None):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
+
+
+def _timed_rank(tokens, way, repeats):
+    """CPU seconds of this rank: [(forward, backward)] of each repeat."""
+    seconds, world = [], dist.get_world_size()
+    method, _, layout = way.partition(" ")
+    held, mask = (
+        len(indices(tokens, dist.get_rank(), world, layout or "zigzag")),
+        Mask.causal(tokens),
+    )
+    for _ in range(repeats):
+        (q, k, v), dout = random_inputs(held)
+        marks = [time.process_time()]
+        out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
+            q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
+        marks.append(time.process_time())
+        out.backward(dout)
+        marks.append(time.process_time())
+        seconds.append((marks[1] - marks[0], marks[2] - marks[1]))
+    return seconds
+
+
+def bench(argv):
+    """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
+    parser = argparse.ArgumentParser("ring_attention.py bench")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
+    args, result = parser.parse_args(argv), {}
+    ways = [
+        f"{m} {layout}" for m, layout in WAYS if m != "usp" and (m == "ring" or layout == "zigzag")
+    ]
+    print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
+    for tokens in args.tokens:
+        found = {way: [] for way in ("SDPA", *ways)}
+        for _ in range(args.repeats):
+            for way in found:
+                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way, 1)
+                found[way].append(np.max([rank[0] for rank in ranks], axis=0))
+        base = np.median(found["SDPA"], axis=0)
+        for way, times in found.items():
+            forward, backward = np.median(times, axis=0)
+            share = (forward + backward) / base.sum()
+            ideal = 1.0 if way == "SDPA" else 0.5
+            result[f"{way}, {tokens}"] = round(share, 3)
+            print(f"{tokens:>7} {way:>20}  forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's "
+                  f"{share:.3f}  {100 * ideal / share:4.0f} % of the ideal")  # fmt: skip
+    print(json.dumps({"bench": result, "threads_per_rank": 1, "torch": torch.__version__}))
+    return 0
+
+
+# 8. main --------------------------------------------------------------------------------------
+
+
+def main(argv):
+    """Run the command in argv[0]; its exit code."""
+    commands = {"check": check, "bench": bench}
+    beside = Path(__file__).resolve().parent / "tests"
+    if argv and argv[0] in ("memory", "longest", "stress"):
+        if not (beside / "measure_ring.py").exists():
+            print(
+                f"{argv[0]} is in tests/measure_ring.py of the repository; only check and bench are here"
+            )
+            return 2
+        sys.path.append(str(beside))
+        commands = __import__("measure_ring").COMMANDS
+    if not argv or argv[0] not in commands:
+        print(__doc__)
+        return 2
+    return commands[argv[0]](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

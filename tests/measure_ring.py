@@ -1,0 +1,321 @@
+"""What `python ring_attention.py memory | longest | stress` run: measurements, and faults in the open.
+
+memory: peak by sequence length. longest: the longest sequence under a budget. stress: values at the
+limits, bf16 training with PAD rows in the loss, and the two faults of OpenTau's issue 300.
+"""
+
+import argparse
+import json
+import math
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+
+from ring_attention import (
+    Mask,
+    attend,
+    broadcast_batch,
+    definition,
+    digest,
+    flat,
+    indices,
+    launch,
+    loss_scale,
+    make_ring,
+    random_inputs,
+    ring_attention,
+    sampler_seed,
+    sdpa,
+    shard,
+    unshard,
+)
+
+
+def _peak_rank(way, tokens, layer):
+    """MB that one forward and backward add to the peak of this process, above its inputs."""
+    held = len(indices(tokens, dist.get_rank(), dist.get_world_size()))
+    qkv, dout = random_inputs(held)
+    weights = [torch.randn(512, n, requires_grad=True) for n in (512, 128, 128, 512, 2048)]
+    attention = {
+        "SDPA": sdpa,
+        "SDPA, dense mask": lambda q, k, v: sdpa(q, k, v, Mask.causal(tokens).dense()),
+        "attend": lambda q, k, v: attend(q, k, v, Mask.causal(tokens))[0],
+    }.get(way, lambda q, k, v: ring_attention(q, k, v, mask=Mask.causal(tokens)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if layer:
+        x_sD = dout[0].transpose(0, 1).reshape(held, 512)
+        split = [(x_sD @ w).view(1, held, -1, 64).transpose(1, 2) for w in weights[:3]]
+        out_sD = attention(*split)[0].transpose(0, 1).reshape(held, 512) @ weights[3] + x_sD
+        (torch.relu(out_sD @ weights[4]) @ weights[4].T).sum().backward()
+    else:
+        attention(*qkv).backward(dout)
+    unit = 1024 if sys.platform == "linux" else 1024**2
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+
+
+def memory(argv):
+    """Peak MB above the inputs by sequence length: attention alone, one layer, and the masks."""
+    parser = argparse.ArgumentParser("ring_attention.py memory")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
+    tokens, rows = parser.parse_args(argv).tokens, {}
+    print("MB above the inputs, float32, 8 heads, 2 key heads, D 64, causal, forward and backward")
+    print(f"{'':>36}" + "".join(f"{n:>9}" for n in tokens))
+    ways = [
+        ("SDPA", 1),
+        ("SDPA, dense mask", 1),
+        ("attend", 1),
+        ("ring, each of 2", 2),
+        ("ring, each of 4", 4),
+    ]
+    for layer in (False, True):
+        for way, world in ways:
+            row = [max(launch(world, _peak_rank, way, n, layer)) for n in tokens]
+            rows[f"{way}{', layer' * layer}"] = row
+            print(
+                f"{'one layer' if layer else 'attention':>12} {way:>23}"
+                + "".join(f"{x:9.1f}" for x in row)
+            )
+    masks = [Mask.causal(n) for n in tokens]
+    for name, size in (
+        ("Mask", [sum(x.nbytes for x in (m.start, m.end, m.rows)) / 2**20 for m in masks]),
+        ("dense mask", [n * n / 2**20 for n in tokens]),
+    ):
+        print(f"{'mask':>12} {name:>23}" + "".join(f"{x:9.2f}" for x in size))
+    print(json.dumps({"memory_mb": rows, "tokens": tokens}))
+    return 0
+
+
+def _fits_rank(way, tokens, budget_mb):
+    """Run once with budget_mb of memory above what the process has before its inputs."""
+    with open("/proc/self/status") as status:
+        now = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (now + budget_mb * 2**20,) * 2)
+    qkv, dout = random_inputs(len(indices(tokens, dist.get_rank(), dist.get_world_size())))
+    mask = Mask.causal(tokens)
+    dense = mask.dense() if way == "SDPA, dense mask" else None
+    out = ring_attention(*qkv, mask=mask) if way == "ring" else sdpa(*qkv, dense)
+    out.backward(dout)
+
+
+def longest(argv):
+    """The longest causal sequence whose forward and backward fit, by bisection in steps of 1/16.
+
+    A rank that runs out of memory fails alone; the parent kills the others, so none hangs.
+    """
+    parser = argparse.ArgumentParser("ring_attention.py longest")
+    parser.add_argument(
+        "--budget-mb", type=int, default=300, help="for each rank, its inputs included"
+    )
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
+    args, found = parser.parse_args(argv), {}
+    if sys.platform != "linux":
+        raise SystemExit("longest limits memory by RLIMIT_DATA, which only Linux has")
+
+    def fits(way, world, tokens):
+        try:
+            launch(world, _fits_rank, way, tokens, args.budget_mb)
+        except RuntimeError:
+            return False
+        return True
+
+    for way, world in [("SDPA, dense mask", 1), ("SDPA", 1), *(("ring", w) for w in args.world)]:
+        low, high = 0, 256
+        while fits(way, world, high):
+            low, high = high, 2 * high
+        while high - low > max(high // 16, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(way, world, middle) else (low, middle)
+        found[f"{way}, world {world}"] = low
+        print(
+            f"{way:>18}, {world} rank{'s' * (world > 1)}: {low} tokens in {args.budget_mb} MB each"
+        )
+    print(json.dumps({"longest": found, "budget_mb": args.budget_mb}))
+    return 0
+
+
+def _values_rank():
+    """{(case, dtype): (our error, SDPA's)}: scores far beyond exp's range, blocks in either order,
+    NaN and inf under the mask. An error is relative to the largest gradient that such inputs can have.
+    """
+    world, tokens, found = dist.get_world_size(), 64, {}
+    valid_S, gen = torch.arange(tokens) % 5 != 0, torch.Generator().manual_seed(0)
+    mask, ramp_S = Mask.padding(valid_S[None]), torch.linspace(0, 1000, tokens)
+    drawn = torch.randn(4, 2, 4, tokens, 16, generator=gen, dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for case in (
+            "scores of 1e5",
+            "first keys highest",
+            "last keys highest",
+            "NaN and inf in PAD",
+        ):
+            q, k, v, dout = drawn.clone()
+            if case == "scores of 1e5":
+                q, k = q * 100, k * 400
+            elif case.endswith(
+                "highest"
+            ):  # one direction, which all queries share, sets the scores
+                q[..., 0], k[..., 0] = 40.0, ramp_S if case.startswith("last") else ramp_S.flip(0)
+            q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
+            exact = [x.double() for x in (q, k, v, dout)]
+            truth = _gradients(lambda *x: definition(*x, mask.dense())[0], *exact)
+            rival = _gradients(lambda *x: sdpa(*x, mask.dense()), q, k, v, dout)
+            if case == "NaN and inf in PAD":
+                q, k, v, dout = (x.clone() for x in (q, k, v, dout))
+                for x, value in ((q, math.nan), (k, math.inf), (v, math.nan), (dout, math.inf)):
+                    x[:, :, ~valid_S] = value
+            ours = _gradients(lambda *x: _over_ranks(*x, mask), q, k, v, dout)
+            for grad in ours[1:] if world > 1 else ():
+                dist.all_reduce(grad)
+                grad /= world
+            pull = exact[3].norm() * exact[2].abs().max() * q.shape[-1] ** -0.5
+            sizes = [truth[0].norm(), pull * exact[1].abs().max(), pull * exact[0].abs().max()]
+            sizes = [
+                max(a.norm(), b) for a, b in zip(truth, [*sizes, truth[3].norm()], strict=True)
+            ]
+            found[case, str(dtype)[6:]] = tuple(
+                max(((a - b).norm() / n).item() for a, b, n in zip(some, truth, sizes, strict=True))
+                for some in (ours, rival)
+            )
+    return found
+
+
+def _gradients(attention, q, k, v, dout):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+
+def _over_ranks(q, k, v, mask):
+    parts = [shard(x, dim=2) for x in (q, k, v)]
+    return unshard(ring_attention(*parts, mask=mask), dim=2, length=q.shape[2])
+
+
+def _small_stack(params, tokens, positions, attention):
+    """A 2-layer model of 15 lines: logits_BsV of this rank's tokens."""
+    x_BsD = params["embed"][tokens] + torch.sin(positions[:, None] / 50.0).to(params["embed"].dtype)
+    for layer in range(2):
+        split = (
+            (x_BsD @ params[f"qkv{layer}"])
+            .unflatten(-1, (6, 16))
+            .transpose(1, 2)
+            .split((4, 1, 1), 1)
+        )
+        x_BsD = x_BsD + attention(*split).transpose(1, 2).flatten(2) @ params[f"out{layer}"]
+        x_BsD = x_BsD + torch.relu(x_BsD @ params[f"up{layer}"]) @ params[f"up{layer}"].T
+    return x_BsD @ params["embed"].T
+
+
+def _train_rank(steps, dtype):
+    """20 steps, data x ring = 2 x 2 where there are 4 ranks, PAD rows in the loss; their losses.
+
+    The loss is over every row, PAD included, as in OpenTau's issue 300. Each ring has its own data.
+    """
+    world = dist.get_world_size()
+    ring_size = max(world // 2, 1)
+    group, rank = make_ring(ring_size), dist.get_rank()
+    gen = torch.Generator().manual_seed(0)
+    shapes = {"embed": (32, 64)}
+    for n in range(2):
+        shapes |= {f"qkv{n}": (64, 96), f"out{n}": (64, 64), f"up{n}": (64, 128)}
+    params = {
+        name: (torch.randn(s, generator=gen) / s[0] ** 0.5).to(dtype).requires_grad_()
+        for name, s in shapes.items()
+    }
+    gen.manual_seed(sampler_seed(1, rank, ring_size))
+    tokens_BS = torch.randint(32, (2, 61), generator=gen)
+    valid_BS = torch.rand(2, 61, generator=gen) > 0.3
+    valid_BS[1, 20:] = False
+    mask, losses, index = Mask.padding(valid_BS), [], indices(61, rank % ring_size, ring_size)
+    for step in range(steps):
+        logits_BsV = _small_stack(params, tokens_BS[:, index], index, lambda *qkv: ring_attention(
+            *qkv, group=group, mask=mask, batch=tokens_BS, debug=f"step {step}"))  # noqa: B023  # fmt: skip
+        loss = (
+            torch.nn.functional.cross_entropy(
+                logits_BsV.flatten(0, 1).float(), tokens_BS[:, index].flatten(), reduction="sum"
+            )
+            / tokens_BS.numel()
+        )
+        (loss * loss_scale(ring_size, replicated=False)).backward()
+        total = loss.detach() * loss_scale(ring_size, replicated=False)
+        for x in (total, *(p.grad for p in params.values())):
+            dist.all_reduce(x)
+            x /= world
+        losses.append(total.item())
+        with torch.no_grad():
+            for p in params.values():
+                p -= 0.02 * p.grad
+                p.grad = None
+    return losses, digest(*flat(params))
+
+
+def _issue_300_rank():
+    """What the two faults of OpenTau's issue 300 do, and the contract that prevents each.
+
+    (a) The ranks of a ring held different batches: one's PAD was another's token. (b) A row that sees
+    nothing stored a finite sentinel as its lse, and the backward's P = exp(s - lse) was 1, not 0.
+    """
+    rank, ring = dist.get_rank(), dist.get_world_size()
+    batch = torch.arange(64) < 64 - 8 * rank  # (a) each rank has its own PAD
+    qkv, _ = random_inputs(len(indices(64, rank, ring)), heads=2, keys=1, width=8)
+    try:
+        ring_attention(*qkv, mask=Mask.padding(batch[None]))
+        refused = "not refused"
+    except ValueError as error:
+        refused = str(error)
+    masked = torch.full((1, 1, 1, 64), -1e9)  # (b) a row whose 64 keys are all masked by a sentinel
+    lse_with_sentinel = torch.logsumexp(masked, -1, keepdim=True)
+    wrong = torch.exp(masked - lse_with_sentinel.to(torch.bfloat16).float()).sum().item()
+    mask = Mask.padding(broadcast_batch(batch)[None])  # the contract: one batch, and -inf
+    out, lse = ring_attention(*qkv, mask=mask, return_lse=True)
+    out.backward(torch.full_like(out, 1e4))
+    dead = lse == -math.inf
+    right = qkv[0].grad[dead].abs().sum().item() + out[dead].abs().sum().item()
+    return refused, wrong, right, int(dead.sum())
+
+
+def _verdict(ok):
+    return "ok" if ok else "FAILED"
+
+
+def stress(argv):
+    """Values at the limits, 20 steps of bf16 training with PAD rows in the loss, and issue 300."""
+    argparse.ArgumentParser("ring_attention.py stress").parse_args(argv)
+    bad = 0
+    print(f"{'':>43}      ours    SDPA's   (budget: 4 times SDPA's, or 1e-12, 1e-6, 1e-2)")
+    for world in (2, 3, 4):
+        for (case, dtype), (error, rival) in launch(world, _values_rank)[0].items():
+            floor = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2}[dtype]
+            ok = error <= max(floor, 4 * rival if math.isfinite(rival) else 0.0)
+            bad += not ok
+            print(
+                f"world {world}  {case:>24} {dtype:>9}   {error:.1e}   {rival:.1e}   {_verdict(ok)}"
+            )
+    exact = [launch(world, _train_rank, 5, torch.float64) for world in (2, 4)]
+    runs = launch(4, _train_rank, 20, torch.bfloat16)
+    same = len({weights for _, weights in runs}) == 1
+    losses = runs[0][0]
+    learns = all(map(math.isfinite, losses)) and losses[-1] < losses[0] and same
+    apart = max(abs(a - b) for a, b in zip(exact[0][0][0], exact[1][0][0], strict=True))
+    bad += (not learns) + (not apart < 1e-12)
+    print(
+        f"20 steps in bf16, data x ring = 2 x 2, PAD rows in the loss: {losses[0]:.3f} -> ", end=""
+    )
+    print(f"{losses[-1]:.3f}, weights equal on all ranks: {same}   {_verdict(learns)}")
+    print(
+        f"5 steps in float64, 2 rings of 2 against 2 of 1: {apart:.1e}   {_verdict(apart < 1e-12)}"
+    )
+    refused, wrong, right, dead = launch(2, _issue_300_rank)[0]
+    bad += refused == "not refused" or right != 0.0 or not dead
+    print(f"issue 300 (a), the ranks of a ring hold different batches: {refused}")
+    print(
+        f"issue 300 (b), sum of P over a row that sees nothing: {wrong:.0f} with a sentinel, 0 here; ",
+        end="",
+    )
+    print(f"output and gradient of {dead} such rows under an upstream gradient of 1e4: {right}")
+    print(json.dumps({"stress": "ring_attention", "ok": not bad, "loss": losses[-1]}))
+    return int(bad > 0)
+
+
+COMMANDS = {"memory": memory, "longest": longest, "stress": stress}
