@@ -5,81 +5,81 @@ its log-sum-exp (lse) merges with any other, in any order, so what is summed ove
 softmax over everything. The backward sends the blocks round again, and their gradients with them.
 
     python ring_attention.py check                     # 4 ranks on this CPU, every error, < 60 s
-    python ring_attention.py bench                     # seconds and percent of the ideal
+    python ring_attention.py bench                     # seconds, and percent of the ideal
     python ring_attention.py memory                    # peak memory by sequence length
-    python ring_attention.py stress                    # adversarial values, bf16 training with PAD
+    python ring_attention.py stress                    # values at the limits, bf16 training, PAD
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
-    torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; CUDA and NCCL if any
+    torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
 What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
 
-    (1)  i sees j   iff   start_j <= i < end_j,  rows_i,  and position_i - position_j < window
-    (2)  s_ij     = scale q_i . k_j     (softcap tanh(s_ij / softcap) with a softcap)
-    (3)  lse_i    = log sum_{j seen} exp(s_ij);   out_i = sum_{j seen} exp(s_ij - lse_i) v_j
+    (1)  i sees j  iff  start_j <= i < end_j,  rows_i,  and position_i - position_j < window
+    (2)  s_ij      =  scale q_i . k_j     (softcap tanh(s_ij / softcap) with a softcap)
+    (3)  lse_i     =  log sum_{j seen} exp(s_ij),   out_i = sum_{j seen} exp(s_ij - lse_i) v_j
     (4)  a row that sees nothing: out 0, lse -inf, gradient 0 whatever arrives from upstream
 
 Why the trick is allowed. For disjoint sets A and B of keys, (3) over both is, from the two parts,
 
-    (5)  lse = log(exp lse_A + exp lse_B);   out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
+    (5)  lse = log(exp lse_A + exp lse_B),   out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
 and with P_ij = exp(s_ij - lse_i), delta_i = dout_i . out_i - dlse_i of the *global* out and lse,
 
-    (6)  dv_j = sum_i P_ij dout_i,    dS_ij = P_ij (dout_i . v_j - delta_i)
-         dq_i = scale sum_j dS_ij k_j,   dk_j = scale sum_i dS_ij q_i
+    (6)  dv_j = sum_i P_ij dout_i,          dS_ij = P_ij (dout_i . v_j - delta_i),
+         dq_i = scale sum_j dS_ij k_j,      dk_j  = scale sum_i dS_ij q_i
 
 is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
 
-    B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k and v
-    q, k      queries and keys of this rank or call       b, i, j    batch rows, queries, keys of a tile
-    W ranks = c outer x u inner. Capital: the same on every rank. Small: this rank's share, or a part
+    B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k, v
+    q, k      queries and keys of this rank or call     b, i, j, r   of a tile; r = N i rows
+    W ranks = c outer x u inner.  Capital: the same on every rank.  Small: this rank's share, a part
 
-    | method    | keys reach queries by           | numbers sent by a rank, forward  | it holds      |
-    | ring      | W - 1 hops of a block           | 2 B G D S (W-1)/W at most        | 2 blocks      |
-    | ulysses   | all-to-all: heads for tokens    | B D (2 H + 2 G') S/W (W-1)/W     | S, 1/W heads  |
-    | usp       | that inside, a ring of W/u out  | both, the ring with 1/u of heads | 2 u/W S, same |
-    | allgather | one all-gather                  | 2 B G D S (W-1)/W                | S             |
+    | method    | keys reach queries by          | numbers a rank sends, forward   | it holds      |
+    | ring      | W - 1 hops of a block          | 2 B G D S (W-1)/W at most       | 2 blocks      |
+    | ulysses   | all-to-all: heads for tokens   | B D (2 H + 2 G') S/W (W-1)/W    | S, 1/W heads  |
+    | usp       | that inside, a ring outside    | both, the ring with 1/u heads   | 2 blocks of u |
+    | allgather | one all-gather                 | 2 B G D S (W-1)/W               | S             |
 
-The ring's backward sends the blocks again and their gradients in float32 or better: in float32 twice
-the forward, and one block more. Hops that no rank needs (documents, windows) are not sent. Layout
-"zigzag" cuts 2 W chunks and gives rank r chunks r and 2 W - 1 - r: equal work under a causal mask,
-where "contiguous" gives the last rank twice the mean. Masks are two integers a key, O(S) memory, and
-tell by bounds which tiles of queries against keys are empty, full, causal or partial.
+The ring's backward sends the blocks again, and their gradients in float32 or better: in float32
+twice the forward and one block more. Hops that no rank needs (documents, windows) are not sent.
+Layout "zigzag" cuts 2 W chunks and gives rank r chunks r and 2 W - 1 - r: equal work under a causal
+mask, where "contiguous" gives the last rank twice the mean. Masks are two integers a key, and tell
+by their bounds which tiles of queries against keys are empty, full, causal or partial.
 
     S = 8, W = 2, zigzag:   rank 0 holds 0 1 . . . . 6 7     rank 1 holds . . 2 3 4 5 . .
 
 How it deviates. Ring Attention: lse instead of a running maximum and sum. Ulysses: key heads are
 repeated to G' = lcm(G, u) where u does not divide them. FlashMask: one interval of rows a key.
 
-Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks. CUDA
-uses the flash kernel for full and causal tiles of bf16 and fp16, head_dim a multiple of 8 up to 256;
-what is left runs as the formulas in tiles ("math"): exact, slower.
+Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks. On
+CUDA flash computes full and causal tiles of bf16 and fp16, head_dim a multiple of 8 up to 256; what
+is left runs by the formulas in tiles ("math"): exact, slower.
 
 References: Ring Attention arXiv:2310.01889; zigzag: Striped Attention arXiv:2311.09431, Llama 3
 arXiv:2407.21783 (3.3.2); Ulysses arXiv:2309.14509; USP arXiv:2405.07719; FlashAttention-2
 arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and issue 300.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import multiprocessing
-import multiprocessing.connection
 import os
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.nn.functional import scaled_dot_product_attention
 
 EMPTY, PARTIAL, FULL, CAUSAL = range(4)  # kinds of a tile of queries against a tile of keys
 NEVER = 1 << 60  # the start of an interval that holds no row
+ALL = slice(None)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -105,16 +105,28 @@ def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=N
     return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), lse_BHq
 
 
-# 2. One mask for everything -------------------------------------------------------------------
+# 2. One mask for everything ------------------------------------------------------------------
+
+
+class Queries(NamedTuple):
+    index: np.ndarray  # all (B, q): global index, bit of `rows`, position for the window
+    rows: np.ndarray
+    position: np.ndarray
+
+
+class Keys(NamedTuple):
+    index: np.ndarray  # all (B, k): global index, first row that sees it, row after the last
+    start: np.ndarray
+    end: np.ndarray
+    position: np.ndarray
 
 
 class Mask:
     """Which query sees which key, as one interval of rows per key: equation (1), O(S) memory.
 
-    start_BS, end_BS: (B, S) or (S,) integers (torch, numpy, lists); an interval may be empty. rows_BS:
-    bool, off where a query sees nothing (PAD). window: keys with position_i - position_j < window are
-    seen, itself included; position_BS: the index by default. Batch 1 serves every batch. A slice
-    keeps the meaning of i and j: they are global.
+    start_BS, end_BS: (B, S) or (S,) integers (torch, numpy, lists); an interval may be empty.
+    rows_BS: bool, off where a query sees nothing (PAD). window: keys at position_i - position_j <
+    window are seen, itself included; position_BS: the index by default. Batch 1 serves any batch.
 
         causal          documents 0 0 1 1      blocks 0 0 1 1        tree 0-(1-2, 3)
         j:     0 1 2 3  j:     0 1 2 3         j:     0 1 2 3        j:     0 1 2 3
@@ -124,17 +136,20 @@ class Mask:
     """
 
     def __init__(self, start_BS, end_BS, *, rows_BS=None, position_BS=None, window=None):
-        start_BS, end_BS = _integers(start_BS, "start"), _integers(end_BS, "end")
-        shape, index_S = start_BS.shape, np.arange(start_BS.shape[1])
-        rows_BS = np.ones(shape, bool) if rows_BS is None else _integers(rows_BS, "rows") != 0
-        position_BS = _integers(index_S if position_BS is None else position_BS, "position")
-        if not shape == end_BS.shape == rows_BS.shape or position_BS.shape[1] != shape[1]:
-            shapes = f"{end_BS.shape}, rows {rows_BS.shape}, position {position_BS.shape}"
-            raise ValueError(f"a mask's parts must have one shape: start {shape}, end {shapes}")
-        void_BS = start_BS >= end_BS
-        self.start, self.end = np.where(void_BS, NEVER, start_BS), np.where(void_BS, 0, end_BS)
-        self.rows, self.index_q, self.index_k = rows_BS, index_S, index_S
-        self.position_q = self.position_k = np.broadcast_to(position_BS, shape)
+        given = {"start": start_BS, "end": end_BS, "rows": rows_BS, "position": position_BS}
+        given = {name: _integers(x, name) for name, x in given.items() if x is not None}
+        shape = given["start"].shape
+        if {x.shape for x in given.values()} - {shape, (1, shape[1])}:
+            shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
+            raise ValueError(f"the parts of a mask must have one shape (B, S); came {shapes}")
+        index_BS = np.broadcast_to(np.arange(shape[1]), shape)
+        full = {name: np.broadcast_to(x, shape) for name, x in given.items()}
+        position_BS, rows_BS = full.get("position", index_BS), full.get("rows", index_BS >= 0) != 0
+        void_BS = full["start"] >= full["end"]
+        start_BS = np.where(void_BS, NEVER, full["start"])
+        end_BS = np.where(void_BS, 0, full["end"])
+        self.queries = Queries(index_BS, rows_BS, position_BS)
+        self.keys = Keys(index_BS, start_BS, end_BS, position_BS)
         self.window, self.cache = _checked_window(window), {}
 
     @classmethod
@@ -152,9 +167,9 @@ class Mask:
     def documents(cls, *, doc_ids=None, position_ids=None, window=None):
         """Packed documents, each causal. doc_ids: (B, S), one number per document, -1 for PAD.
 
-        position_ids: (B, S); a document starts where a position is not the one before plus 1; -1 is
-        PAD. A document that starts at previous + 1 needs doc_ids. If both come, doc_ids decide, with
-        a warning, and position_ids only measure the window.
+        position_ids: (B, S); a document starts where a position is not the one before plus 1; -1
+        is PAD. A document that starts at previous + 1 needs doc_ids. If both come, doc_ids decide,
+        with a warning, and position_ids only measure the window.
         """
         position_BS = None if position_ids is None else _integers(position_ids, "position_ids")
         if doc_ids is not None:
@@ -193,9 +208,8 @@ class Mask:
     def padding(cls, valid_BS, *, causal=True):
         """PAD tokens (off in valid_BS, anywhere) see nothing and are seen by nothing."""
         valid_BS = _integers(valid_BS, "valid")
-        index_BS = np.broadcast_to(np.arange(valid_BS.shape[1]), valid_BS.shape)
-        end_BS = np.where(valid_BS != 0, valid_BS.shape[1], 0)
-        return cls(index_BS if causal else np.zeros_like(index_BS), end_BS, rows_BS=valid_BS)
+        start_BS = np.broadcast_to(np.arange(valid_BS.shape[1]) * causal, valid_BS.shape)
+        return cls(start_BS, np.where(valid_BS != 0, valid_BS.shape[1], 0), rows_BS=valid_BS)
 
     @classmethod
     def tree(cls, subtree_end_S, position_S=None, window=None):
@@ -209,30 +223,34 @@ class Mask:
         if (end_BS <= index_S).any() or (end_BS > len(index_S)).any():
             raise ValueError("subtree_end[j] must lie in j + 1 .. S")
         if position_S is None:  # +1 after each token, -1 where its subtree has ended
-            closed_BS = np.stack([np.bincount(e, minlength=len(index_S) + 1)[:-1] for e in end_BS])
-            position_S = index_S - np.cumsum(closed_BS, axis=1)
+            closed_BS = [np.bincount(end_S, minlength=len(index_S) + 1)[:-1] for end_S in end_BS]
+            position_S = index_S - np.cumsum(np.stack(closed_BS), axis=1)
         start_BS = np.broadcast_to(index_S, end_BS.shape)
         return cls(start_BS, end_BS, position_BS=position_S, window=window)
 
     @property
     def shape(self):
         """(batch, heads, queries, keys) of `dense()`; 1 serves any batch and any heads."""
-        return len(self.rows), 1, len(self.index_q), len(self.index_k)
+        return self.queries.rows.shape[0], 1, self.queries.rows.shape[1], self.keys.end.shape[1]
 
     def with_window(self, window):
         """The same mask with another window (None: none), for models whose layers differ."""
         key = ("window", _checked_window(window))
-        if key not in self.cache:  # kept, so that every layer finds the same regions again
+        if key not in self.cache:  # kept, so that the next step finds its regions again
             self.cache[key] = self if window == self.window else self._copy(window=window)
         return self.cache[key]
 
     def slice(self, queries, keys):
-        """The part for some queries and keys: slices, or ascending arrays, of local indices."""
-        queries, keys = _indexer(queries), _indexer(keys)
-        part = dict(index_q=self.index_q[queries], index_k=self.index_k[keys])
-        part.update(rows=self.rows[:, queries], position_q=self.position_q[:, queries])
-        part.update({name: getattr(self, name)[:, keys] for name in ("start", "end", "position_k")})
-        return self._copy(**part)
+        """The part for some queries and keys: slices, or ascending arrays, of local indices.
+
+        i and j keep their meaning, which is global: a shard, a cache, a suffix (Sq != Sk).
+        """
+        return self.part(ALL, _indexer(queries), _indexer(keys))
+
+    def part(self, batch, queries, keys):
+        pair = ((self.queries, queries), (self.keys, keys))
+        queries, keys = (type(x)(*(part[batch][:, at] for part in x)) for x, at in pair)
+        return self._copy(queries=queries, keys=keys)
 
     def _copy(self, **changes):
         other = object.__new__(type(self))
@@ -245,34 +263,23 @@ class Mask:
 
     def dense(self):
         """bool (B, 1, Sq, Sk): equation (1), the definition of every mask here."""
-        return self.visible(slice(None), slice(None), slice(None))
-
-    def visible(self, batch, queries, keys):
-        """`dense()` of a part, given by three slices."""
-        i_q1 = self.index_q[queries][:, None]
-        see_bqk = (self.start[batch, None, keys] <= i_q1) & (i_q1 < self.end[batch, None, keys])
-        see_bqk &= self.rows[batch, queries, None]
+        i_Bq1, rows_Bq1, position_Bq1 = (x[:, :, None] for x in self.queries)
+        _, start_B1k, end_B1k, position_B1k = (x[:, None] for x in self.keys)
+        see_Bqk = (start_B1k <= i_Bq1) & (i_Bq1 < end_B1k) & rows_Bq1
         if self.window is not None:
-            far_bqk = self.position_q[batch, queries, None] - self.position_k[batch, None, keys]
-            see_bqk &= far_bqk < self.window
-        return torch.from_numpy(see_bqk)[:, None]
+            see_Bqk &= position_Bq1 - position_B1k < self.window
+        return torch.from_numpy(see_Bqk)[:, None]
 
     def digest(self):
         """A 63-bit number that two masks share only if they are the same."""
         if "digest" not in self.cache:
-            parts = (self.index_q, self.index_k, *self._parts())
-            self.cache["digest"] = digest(
-                self.window, *(x for p in parts for x in (p.shape, p.tobytes()))
-            )
+            parts = [y for x in (*self.queries, *self.keys) for y in (x.shape, x.tobytes())]
+            self.cache["digest"] = digest(self.window, *parts)
         return self.cache["digest"]
 
-    def _parts(self):
-        return self.start, self.end, self.rows, self.position_q, self.position_k
-
     def tiles(self, tile=128):
-        """(B, ceil(Sq / tile), ceil(Sk / tile)): EMPTY, PARTIAL or FULL, from the bounds of each."""
-        _, _, rows, keys = self.shape
-        return self.classify(np.arange(0, rows, tile), np.arange(0, keys, tile))
+        """(B, ceil(Sq / tile), ceil(Sk / tile)): EMPTY, PARTIAL or FULL, by the bounds of each."""
+        return self.classify(*(np.arange(0, n, tile) for n in self.shape[2:]))
 
     def count(self, tile=128):
         """How many tiles are {"empty": .., "partial": .., "full": ..}."""
@@ -280,109 +287,94 @@ class Mask:
         return dict(zip(("empty", "partial", "full"), found, strict=True))
 
     def classify(self, row_edges, key_edges):
-        """Kinds of the tiles that begin at these strictly increasing edges; a causal one is PARTIAL."""
+        """Kinds of the tiles that begin at these ascending edges; a causal one is PARTIAL."""
         if not len(row_edges) or not len(key_edges):
-            return np.zeros((len(self.rows), len(row_edges), len(key_edges)), int)
-        start, end, on, position_q, position_k = self._parts()
+            return np.zeros((self.shape[0], len(row_edges), len(key_edges)), int)
 
         def bounds(x_BS, edges, axis):
-            pair = (how.reduceat(x_BS, edges, axis=1) for how in (np.minimum, np.maximum))
-            return [np.expand_dims(x, axis) for x in pair]
+            both = (how.reduceat(x_BS, edges, axis=1) for how in (np.minimum, np.maximum))
+            return [np.expand_dims(x, axis) for x in both]
 
-        (first, _), (_, last) = (
-            bounds(np.where(on, self.index_q, off), row_edges, 2) for off in (NEVER, -1)
+        (index, rows, position), (_, start, end, position_k) = self.queries, self.keys
+        first, _ = bounds(np.where(rows, index, NEVER), row_edges, 2)
+        _, last = bounds(np.where(rows, index, -1), row_edges, 2)
+        every_row, _ = bounds(rows, row_edges, 2)
+        (start_low, start_high), (end_low, end_high) = (
+            bounds(x, key_edges, 1) for x in (start, end)
         )
-        (start_min, start_max), (end_min, end_max) = (bounds(x, key_edges, 1) for x in (start, end))
-        empty = (start_min > last) | (end_max <= first)
-        full = (start_max <= first) & (end_min > last) & bounds(on, row_edges, 2)[0]
+        empty = (start_low > last) | (end_high <= first)
+        full = (start_high <= first) & (end_low > last) & every_row
         if self.window is not None:
-            (near_q, far_q), (far_k, near_k) = (
-                bounds(position_q, row_edges, 2), bounds(position_k, key_edges, 1))  # fmt: skip
-            empty, full = (
-                empty | (near_q - near_k >= self.window),
-                full & (far_q - far_k < self.window),
-            )
+            low_q, high_q = bounds(position, row_edges, 2)
+            low_k, high_k = bounds(position_k, key_edges, 1)
+            empty |= low_q - high_k >= self.window
+            full &= high_q - low_k < self.window
         return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
     def regions(self, tile, join=True):
         """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
-        Edges stand every `tile` tokens and where the structure changes (a document, a block, a chunk),
-        so that most boxes are FULL or CAUSAL. join: FULL or PARTIAL neighbours along the keys are one.
+        Edges stand where the structure changes (a document, block, chunk) and at most `tile` apart,
+        so that most boxes are FULL or CAUSAL. join: equal neighbours along the keys are one box.
         """
         key = ("regions", tile, join)
         if key not in self.cache:
-            self.cache[key] = [
-                box for batch in self._alike() for box in self._boxes(batch, tile, join)
-            ]
+            boxes = [self._boxes(batch, tile, join) for batch in self._alike()]
+            self.cache[key] = [box for some in boxes for box in some]
         return self.cache[key]
 
     def work(self, tile=128):
         """Query-key pairs that the regions compute, over the batch; a causal box counts half."""
-        return sum(
-            len(self.rows[batch]) * (q.stop - q.start) * (k.stop - k.start) / (1 + (kind == CAUSAL))
-            for batch, q, k, kind in self.regions(tile)
-        )
+        total, batch_size = 0, self.shape[0]
+        for batch, i, j, kind in self.regions(tile):
+            pairs = (i.stop - i.start) * (j.stop - j.start) * len(range(batch_size)[batch])
+            total += pairs / 2 if kind == CAUSAL else pairs
+        return total
 
     def _alike(self):
         """Slices of consecutive batch rows that are equal; a batch of 1 is for every row."""
-        if len(self.rows) == 1:
-            return [slice(None)]
-        differ = sum((part[1:] != part[:-1]).any(axis=1) for part in self._parts())
-        edges = [0, *(np.flatnonzero(differ) + 1).tolist(), len(self.rows)]
+        if self.shape[0] == 1:
+            return [ALL]
+        differ = sum((x[1:] != x[:-1]).any(axis=1) for x in (*self.queries, *self.keys))
+        edges = [0, *(np.flatnonzero(differ) + 1).tolist(), self.shape[0]]
         return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
     def _boxes(self, batch, tile, join):
-        one = slice(batch.start or 0, (batch.start or 0) + 1)
-        _, _, rows, keys = self.shape
-        places = _spaced(self._changes(one.start), tile)
-        row_edges, key_edges = (
-            np.unique(np.append(0, np.searchsorted(index, places)))
-            for index in (self.index_q, self.index_k)
-        )
-        row_edges, key_edges = row_edges[row_edges < rows], key_edges[key_edges < keys]
-        kinds = self._at(one).classify(row_edges, key_edges)[0]
-        row_ends, key_ends = np.append(row_edges, rows)[1:], np.append(key_edges, keys)[1:]
-        for r, c in zip(*np.nonzero(kinds == PARTIAL), strict=True):
-            if self._causal(
-                one.start, slice(row_edges[r], row_ends[r]), slice(key_edges[c], key_ends[c])
-            ):
+        one = self.part(slice(batch.start or 0, (batch.start or 0) + 1), ALL, ALL)
+        (rows, keys), (n, m) = one._edges(tile), self.shape[2:]
+        rows, keys = [*rows, n], [*keys, m]
+        spans = [[slice(a, b) for a, b in zip(x, x[1:], strict=False)] for x in (rows, keys)]
+        kinds = one.classify(rows[:-1], keys[:-1])[0]
+        for r, c in np.argwhere(kinds == PARTIAL):
+            if one.part(ALL, spans[0][r], spans[1][c])._is_causal():
                 kinds[r, c] = CAUSAL
         for r, kind in enumerate(kinds):
             starts = np.arange(len(kind))
             if join:
                 starts = np.flatnonzero((np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL))
-            for c, stop in zip(starts, np.append(starts, len(kind))[1:], strict=True):
+            for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
                 if kind[c] != EMPTY:
-                    box = slice(row_edges[r], row_ends[r]), slice(key_edges[c], key_ends[stop - 1])
-                    yield batch, *box, kind[c]
+                    yield batch, spans[0][r], slice(keys[c], keys[stop]), kind[c]
 
-    def _at(self, batch):
-        names = ("start", "end", "rows", "position_q", "position_k")
-        return self._copy(**{name: getattr(self, name)[batch] for name in names})
+    def _edges(self, tile):
+        """Edges along the queries and along the keys, at the same tokens."""
+        start, end = self.keys.start[0], self.keys.end[0]
+        index = self.queries.index[0], self.keys.index[0]
+        jumps = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
+        places = [start[:1], start[jumps], end]
+        for x in index:  # where a chunk begins, and after the last
+            places += [x[np.flatnonzero(np.diff(x, prepend=-9) != 1)], x[-1:] + 1]
+        places = np.unique(np.concatenate(places))
+        places = _spaced(places[places < NEVER], tile)
+        edges = [np.unique(np.append(0, np.searchsorted(x, places))) for x in index]
+        return [x[x < len(i)] for x, i in zip(edges, index, strict=True)]
 
-    def _changes(self, row):
-        """Global indices where a document, block, subtree or chunk begins or ends."""
-        start, end = self.start[row], self.end[row]
-        jump = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
-        lone = [
-            index[np.flatnonzero(np.diff(index) != 1) + 1] for index in (self.index_q, self.index_k)
-        ]
-        ends = [index[-1:] + 1 for index in (self.index_q, self.index_k)]
-        places = [start[:1], start[jump], end, *lone, *ends]
-        places += [index[:1] for index in (self.index_q, self.index_k)]
-        return np.unique(np.concatenate([p[p < NEVER] for p in places]))
-
-    def _causal(self, row, queries, keys):
-        """Is this box a square whose diagonal is the diagonal: what a causal kernel computes?"""
-        i, j = self.index_q[queries], self.index_k[keys]
-        if len(i) != len(j) or not (i == j).all() or not (self.start[row, keys] == j).all():
+    def _is_causal(self):
+        """Is this a square whose diagonal is the tokens' own: what a causal kernel computes?"""
+        (i, rows, far), (j, start, end, near) = self.queries, self.keys
+        if i.shape != j.shape or not (i == j).all() or not (start == j).all() or not rows.all():
             return False
-        if self.window is not None:
-            far = self.position_q[row, queries].max() - self.position_k[row, keys].min()
-            if far >= self.window:
-                return False
-        return self.rows[row, queries].all() and self.end[row, keys].min() > i[-1]
+        return end.min() > i.max() and (self.window is None or far.max() - near.min() < self.window)
 
 
 class DenseMask(Mask):
@@ -392,55 +384,43 @@ class DenseMask(Mask):
         if not isinstance(dense, torch.Tensor) or dense.ndim != 4 or dense.dtype != torch.bool:
             came = getattr(dense, "dtype", type(dense)), tuple(getattr(dense, "shape", ()))
             raise ValueError(f"a mask is a Mask or a bool tensor (B, 1 or H, Sq, Sk); came {came}")
-        self.bits, self.window, self.cache = dense.detach().cpu(), None, {}
-        self.index_q, self.index_k = np.arange(dense.shape[2]), np.arange(dense.shape[3])
+        self.bits, self.cache = dense.detach().cpu(), {}
 
-    @property
-    def shape(self):
-        return tuple(self.bits.shape)
-
-    @property
-    def rows(self):
-        return self.bits[:, 0].numpy()
+    shape = property(lambda self: tuple(self.bits.shape))
 
     def with_window(self, window):
         if window is not None:
             raise ValueError("a dense mask has no positions: put the window into it, or use a Mask")
         return self
 
-    def slice(self, queries, keys):
-        return DenseMask(self.bits[:, :, _indexer(queries)][..., _indexer(keys)])
+    def part(self, batch, queries, keys):
+        return DenseMask(self.bits[batch][:, :, queries][..., keys])
 
     def heads(self, part):
         return self if self.bits.shape[1] == 1 else DenseMask(self.bits[:, part])
 
-    def visible(self, batch, queries, keys):
-        return self.bits[batch, :, queries, keys]
+    def dense(self):
+        return self.bits
 
-    def _parts(self):
-        return (self.bits.numpy(),)
+    def digest(self):
+        return digest(self.shape, self.bits.numpy().tobytes())
 
     def classify(self, row_edges, key_edges):
-        seen = self.bits.numpy()
-        if not seen.size:
-            return np.zeros((len(seen), len(row_edges), len(key_edges)), int)
+        if not self.bits.numel():
+            return np.zeros((self.shape[0], len(row_edges), len(key_edges)), int)
         some, every = (
-            how.reduceat(how.reduceat(how.reduce(seen, axis=1), row_edges, 1), key_edges, 2)
+            how.reduceat(how.reduceat(how.reduce(self.bits.numpy(), 1), row_edges, 1), key_edges, 2)
             for how in (np.logical_or, np.logical_and)
         )
         return np.where(every, FULL, np.where(some, PARTIAL, EMPTY))
 
     def _alike(self):
-        batch = len(self.bits)
-        return [slice(None)] if batch == 1 else [slice(row, row + 1) for row in range(batch)]
+        return [slice(b, b + 1) for b in range(len(self.bits))] if len(self.bits) > 1 else [ALL]
 
-    def _at(self, batch):
-        return DenseMask(self.bits[batch])
+    def _edges(self, tile):
+        return [np.arange(0, n, tile) for n in self.shape[2:]]
 
-    def _changes(self, row):
-        return np.array([0, *self.shape[2:]])
-
-    def _causal(self, row, queries, keys):
+    def _is_causal(self):
         return False
 
 
@@ -470,7 +450,7 @@ def _checked_window(window):
 
 
 def _runs(label_BS, valid_BS):
-    """For each row: indices of valid tokens, the first of each run of one label, and run lengths."""
+    """Per row: indices of valid tokens, the first of each run of one label, and the run lengths."""
     for label_S, valid_S in zip(label_BS, valid_BS, strict=True):
         at = np.flatnonzero(valid_S)  # PAD may stand anywhere, also inside a run
         new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[:1]] - 1)) if len(at) else at
@@ -478,14 +458,13 @@ def _runs(label_BS, valid_BS):
 
 
 def _spaced(places, tile):
-    """Edges at these places, one at most in each half tile, and then at most `tile` apart."""
+    """Edges at these places, at most one in each half tile, and then at most `tile` apart."""
     keep = np.unique(places // max(tile // 2, 1), return_index=True)[1]
-    places = np.append(places[keep], places[-1:])
-    pieces = [places[:1]]
-    for a, gap in zip(places, np.diff(places), strict=False):
-        n = max(-(-gap // tile), 1)
-        pieces.append(a + np.arange(n) * gap // n)
-    return np.unique(np.concatenate(pieces))
+    edges, last = [places[:0]], places[-1:]
+    for a, b in zip(places[keep], [*places[keep][1:], *last], strict=True):
+        n = max(-(-(b - a) // tile), 1)
+        edges.append(a + np.arange(n) * (b - a) // n)
+    return np.unique(np.concatenate(edges))
 
 
 def digest(*parts):
@@ -496,10 +475,10 @@ def digest(*parts):
     return int.from_bytes(state.digest(), "big") >> 1
 
 
-# 3. One device: tiles, merged ------------------------------------------------------------------
+# 3. One device: tiles, merged ----------------------------------------------------------------
 
-# Side of a tile, and whether full neighbours are one call. torch's CPU kernel works on 512 keys at a
-# time, so it saves nothing on a causal square below that: small squares waste less than large ones.
+# Side of a tile, and whether full neighbours are one call. torch's CPU kernel works on 512 keys at
+# a time and saves nothing on a causal square below that: small squares waste less than large ones.
 TILES = {"cpu": (128, True), "cuda": (1024, True), "math": (512, False)}
 
 
@@ -513,9 +492,9 @@ class Kernel:
     accurate: bool = False
 
     def dtype(self, x):
-        # NUMERICS: torch's CPU kernel takes 10 times as long in fp16, and rounds each tile's result;
+        # NUMERICS: torch's CPU kernel takes 10 times as long in fp16 and rounds each tile's result;
         # float32 tiles do neither. "math" is float32 or float64 always. Pinned by
-        # tests/test_ring.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
+        # tests/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
         half_cpu = x.dtype == torch.float16 and x.device.type == "cpu"
         wide = self.accurate or half_cpu or self.backend == "math"
         return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
@@ -552,8 +531,8 @@ def merge(out1, lse1, out2, lse2, /):
     wide = torch.promote_types(narrow, torch.float32)
     lse1, lse2 = lse1.to(wide), lse2.to(wide)
     top = torch.maximum(lse1, lse2).detach()
-    # NUMERICS: the larger lse is subtracted, or 0 where both are -inf: no overflow, no NaN. Pinned by
-    # tests/test_ring.py::test_merge_of_dead_rows_has_clean_values_and_gradients.
+    # NUMERICS: the larger lse is subtracted, 0 where both are -inf: no overflow, no NaN. Pinned by
+    # tests/test_attend.py::test_merge_of_dead_rows_has_clean_values_and_gradients.
     top = torch.where(top == -math.inf, 0.0, top)
     weight1, weight2 = torch.exp(lse1 - top), torch.exp(lse2 - top)
     total = weight1 + weight2
@@ -564,11 +543,11 @@ def merge(out1, lse1, out2, lse2, /):
 
 
 def product(weight_bGij, value_bGjD, visible_bGij, clean, /):
-    """weight @ value, where a masked weight (it is 0) keeps even NaN and inf out: 0 * NaN is NaN."""
+    """weight @ value, where a masked weight, 0, keeps even NaN and inf out (0 * NaN is NaN)."""
     if clean or visible_bGij is None:
         return weight_bGij @ value_bGjD
     # NUMERICS: a non-finite value reaches the rows that see it, as NaN, and no other row. Pinned by
-    # tests/test_ring.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
+    # tests/test_attend.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
     bad_bGjD = ~torch.isfinite(value_bGjD)
     reached_bGiD = visible_bGij.to(value_bGjD.dtype) @ bad_bGjD.to(value_bGjD.dtype) > 0
     return torch.where(reached_bGiD, math.nan, weight_bGij @ value_bGjD.masked_fill(bad_bGjD, 0.0))
@@ -637,7 +616,7 @@ def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
     )
     if visible is not None:
         # NUMERICS: the kernel says 0 for the lse of a row that sees nothing. Pinned by
-        # tests/test_ring.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+        # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
         lse_bHi = lse_bHi.masked_fill(~visible.any(-1), -math.inf)
     return out_bHiD, lse_bHi
 
@@ -657,16 +636,17 @@ def _fused_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visibl
 
 
 def _tiles(kernel, mask, q, k, *others):
-    """Tensors in the dtype of the tiles, and for each tile: rows, columns, visible, causal, kernel."""
+    """Tensors in the dtype of the tiles; per tile: rows, columns, visible, causal, kernel."""
     if mask is None:
-        mask = Mask.full(max(q.shape[2], k.shape[2])).slice(slice(q.shape[2]), slice(k.shape[2]))
-    # The last dimension is made contiguous: with another stride torch's CPU kernel is silently wrong.
+        rows, keys = q.shape[2], k.shape[2]
+        mask = Mask.full(max(rows, keys)).slice(slice(rows), slice(keys))
+    # With another stride than 1 in the last dimension torch's CPU kernel is silently wrong.
     tensors = [x.to(kernel.dtype(q)) for x in (q, k, *others)]
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
     clean = all(bool(torch.isfinite(x.sum(dtype=torch.float64))) for x in tensors)
     # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN or inf only the tiles that
     # use `product` are right. Pinned by
-    # tests/test_ring.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
+    # tests/test_attend.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
     if not clean:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(kernel.dtype(q)) for x in tensors]
@@ -677,11 +657,10 @@ def _tiles(kernel, mask, q, k, *others):
             causal, visible, tile = kind == CAUSAL and kernel.backend == "fused", None, kernel
             if kind != FULL and not causal:
                 one = slice(batch.start or 0, (batch.start or 0) + 1)
-                visible = mask.visible(one, queries, keys).to(q.device)
+                visible = mask.part(one, queries, keys).dense().to(q.device)
                 if q.device.type == "cuda":  # flash takes no mask there
                     tile = dataclasses.replace(kernel, backend="math")
-            every = slice(None)
-            yield (batch, every, queries), (batch, every, keys), visible, causal, tile
+            yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile
 
     return tensors, clean, tiles()
 
@@ -713,12 +692,10 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
     # NUMERICS: (4). With an lse of -inf P would be NaN, and with a sentinel for it P = 1; such rows
     # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
-    # tests/test_ring.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+    # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
     dead_BHq = lse_BHq == -math.inf
-    lse_BHq, dout_BHqD = (
-        lse_BHq.masked_fill(dead_BHq, 0.0),
-        dout_BHqD.masked_fill(dead_BHq[..., None], 0.0),
-    )
+    lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
+    dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
     if dlse_BHq is not None:  # torch's kernels have no gradient of lse
         kernel = dataclasses.replace(kernel, backend="math")
     tensors, clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD)
@@ -768,9 +745,9 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
     multiple of G, D 1 to 512. mask: Mask or bool (B, 1 or H, q, k); None: full. scale: D^-1/2 by
     default. backend: see `choose_backend`. accurate: tiles of bf16 inputs in float32.
 
-    Returns out (B, H, q, D) in q's dtype and lse (B, H, q) in float32 (float64 for float64), natural
-    log, scale included, differentiable too. A row that sees nothing: 0 and -inf. ValueError for
-    anything that does not fit.
+    Returns out (B, H, q, D) in q's dtype and lse (B, H, q) in float32 or float64: natural log, of
+    the scaled scores, differentiable too. A row that sees nothing: 0 and -inf. ValueError if the
+    input does not fit.
     """
     mask = as_mask(mask)
     _check(q, k, v, mask, q.shape[2:3], k.shape[2:3])
@@ -793,9 +770,8 @@ def _kernel(q, scale, softcap, backend, accurate):
 
 def _check(q, k, v, mask, rows, keys):
     """ValueError unless q, k, v and a mask for (rows, keys) fit together."""
-    came = ", ".join(
-        f"{n} {x.dtype} {tuple(x.shape)} {x.device}" for n, x in zip("qkv", (q, k, v), strict=True)
-    )
+    named = zip("qkv", (q, k, v), strict=True)
+    came = ", ".join(f"{name} {x.dtype} {tuple(x.shape)} {x.device}" for name, x in named)
     if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"expected q (B, H, q, D) and k, v (B, G, k, D); came {came}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -804,32 +780,28 @@ def _check(q, k, v, mask, rows, keys):
         raise ValueError(f"query heads must be a multiple of key heads; came {came}")
     if not 1 <= q.shape[3] <= 512:
         raise ValueError(f"head_dim must be 1 to 512; came {came}")
-    if (
-        q.dtype not in DTYPES
-        or not q.dtype == k.dtype == v.dtype
-        or not q.device == k.device == v.device
-    ):
+    if q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
         raise ValueError(f"q, k, v must share a device and one dtype of {DTYPES}; came {came}")
     if mask is None:
         return
     batch, heads, *size = mask.shape
     if size != [*rows, *keys]:
         raise ValueError(
-            f"the mask is for {size[0]} queries and {size[1]} keys, but there are {(*rows, *keys)}; "
+            f"the mask is for {tuple(size)} queries and keys, but there are {(*rows, *keys)}; "
             f"build it for the whole sequence, or take mask.slice(queries, keys)"
         )
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
         raise ValueError(f"the mask has batch {batch} and {heads} heads; came {came}")
 
 
-# 4. Across ranks: who holds what, and how it travels --------------------------------------------
+# 4. Across ranks: who holds what, and how it travels ------------------------------------------
 
 
 def indices(length, rank, world, layout="zigzag"):
-    """int64 (s,): the global index of each token of a rank's shard, ascending; for RoPE and masks.
+    """int64 (s,): the global index of each token of a rank's shard, ascending; RoPE needs it.
 
-    zigzag: chunks rank and 2 world - 1 - rank of 2 world; contiguous: chunk rank of world. Chunk c of
-    n is c * length // n up to (c + 1) * length // n, so shards may be unequal, or empty.
+    zigzag: chunks rank and 2 world - 1 - rank of 2 world; contiguous: chunk rank of world. Chunk c
+    of n is c * length // n up to (c + 1) * length // n, so shards may be unequal, or empty.
     """
     if layout not in ("zigzag", "contiguous"):
         raise ValueError(f'layout must be "zigzag" or "contiguous"; came {layout!r}')
@@ -854,7 +826,7 @@ class Ring:
 
 
 def ring_of(group=None) -> Ring:
-    """The Ring of a process group; None: all ranks, or a world of 1 where torch.distributed is off."""
+    """The Ring of a group; None: all ranks, or a world of 1 where torch.distributed is off."""
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ValueError("a group came, but torch.distributed is not initialised")
@@ -890,7 +862,7 @@ class Route:
         self.hops = int(self.last.max()) + 1
 
     def _needs(self, length):
-        """bool (c, c): does outer rank b need block s? By the bounds of runs of consecutive tokens."""
+        """bool (c, c): does outer rank b need block s? By bounds of runs of consecutive tokens."""
         runs = [b[np.flatnonzero(np.diff(b, prepend=-9) != 1)] for b in self.blocks]
         owner = np.concatenate([np.full(len(run), b) for b, run in enumerate(runs)])
         order = np.argsort(np.concatenate(runs))
@@ -940,7 +912,7 @@ def route_of(ring, length, layout, inner, mask):
 
 def swap(x_BhsD, route, /, *, back=False):
     """All-to-all: this rank's tokens of all heads <-> all tokens of its block, 1/u of the heads."""
-    u, (b, h, s, d) = route.inner, x_BhsD.shape
+    u, (b, h, _, d) = route.inner, x_BhsD.shape
     if u == 1:
         return x_BhsD
     inside = range(route.b * u, (route.b + 1) * u)
@@ -951,10 +923,8 @@ def swap(x_BhsD, route, /, *, back=False):
     out, come = (tokens, mine) if back else (mine, tokens)
 
     def splits(counts):  # 0 for the ranks of other inner sets
-        return [
-            counts[r - inside[0]] * b * heads * d if r in inside else 0
-            for r in range(route.ring.world)
-        ]
+        outside = [0] * (route.b * u), [0] * (route.ring.world - (route.b + 1) * u)
+        return [*outside[0], *(count * b * heads * d for count in counts), *outside[1]]
 
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     buffer = sent.new_empty(sum(splits(come)))
@@ -980,7 +950,7 @@ def _onward(route, kv_EBgkD, hop):
 
 def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     """(5) round the ring: out_BhqD and lse_Bhq of this rank's queries over all keys."""
-    kv_EBgkD = torch.stack((k_BgkD, v_BgkD))
+    kv_EBgkD, out_BhqD, lse_Bhq = torch.stack((k_BgkD, v_BgkD)), None, None
     for hop in range(route.hops):
         # COMM: each rank posts both directions, then computes, then waits: the next block travels
         # under the compute of this one, and nobody waits in a circle. Pinned by
@@ -997,21 +967,20 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     return out_BhqD, lse_Bhq
 
 
-def ring_backward(
-    dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out_BhqD, lse_Bhq, dlse, route, kernel, probe, /
-):
+def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kernel, probe, /):
     """(6) round the ring: dq_BhqD, dk_BgkD, dv_BgkD in float32 or better.
 
-    Blocks travel as in the forward. A block's gradient follows one hop behind, gains each rank's part,
-    and goes home to its owner from the last rank that needs the block.
+    Blocks travel as in the forward. A block's gradient follows one hop behind, gains each rank's
+    part, and goes home to its owner from the last rank that needs the block.
     """
-    kv_EBgkD, part_EBgkD = torch.stack((k_BgkD, v_BgkD)), None
+    kv_EBgkD = torch.stack((k_BgkD, v_BgkD))
+    dq_BhqD = dkv_EBgkD = part_EBgkD = None
     for hop in range(route.hops + 1):
         block, before = route.block_at(hop), route.block_at(hop - 1)
         next_EBgkD, messages = _onward(route, kv_EBgkD, hop)
         come_EBgkD = home_EBgkD = None
-        # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, then
-        # gradients that go home, on both sides: NCCL matches by order, gloo by tag. Pinned by
+        # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, and
+        # gradients that go home, in one order on both sides (NCCL), with tags (gloo). Pinned by
         # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
         if hop > 1 and route.first[before] < hop <= route.last[before]:
             messages.append((dist.isend, part_EBgkD, route.b + 1, 1))
@@ -1025,7 +994,7 @@ def ring_backward(
             messages.append((dist.irecv, home_EBgkD, route.b + hop - 1, 2))
         works, part_EBgkD = route.post(messages), None
         if hop == 0 or (hop < route.hops and route.there[block, hop]):
-            saved = dout_BhqD, q_BhqD, *kv_EBgkD, out_BhqD, lse_Bhq, dlse
+            saved = dout_BhqD, q_BhqD, *kv_EBgkD, out, lse, dlse
             part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
             part_EBgkD = torch.stack(part)
             probe.look(hop, "dq, dk or dv", part_BhqD, part_EBgkD)
@@ -1065,7 +1034,7 @@ def gather(x, dim, ring, layout, length, /):
 
 
 def scatter_sum(x, dim, ring, layout, /):
-    """Reduce-scatter along dim: this rank's tokens of the sum over ranks; the adjoint of `gather`."""
+    """Reduce-scatter along dim: this rank's tokens of the sum over ranks; `gather`'s adjoint."""
     x = x.movedim(dim, 0)
     slot_S, most = _slots(len(x), ring.world, layout)
     padded, mine = x.new_zeros(ring.world * most, *x.shape[1:]), x.new_empty(most, *x.shape[1:])
@@ -1094,7 +1063,7 @@ class Probe:
             label = "" if self.debug is True else f"{self.debug}, "
             raise FloatingPointError(
                 f"{label}ring {self.phase}: {name} is not finite, first on rank "
-                f"{self.ring.peer(first)} at hop {hop} (hop 0 is its own input); ranks with any: {ranks}"
+                f"{self.ring.peer(first)} at hop {hop} (0: its own input); ranks with any: {ranks}"
             )
 
 
@@ -1117,8 +1086,8 @@ def handshake(ring, problem, tokens, facts, device):
     mine = torch.tensor([problem is not None, tokens, *facts], device=device)
     every = [torch.empty_like(mine) for _ in range(ring.world)]
     if ring.world > 1:
-        # COMM: at every call, because a rank that remembered a shape would not meet one that does
-        # not; on the tensors' device, so that NCCL has a communicator before its first P2P. Pinned by
+        # COMM: at every call, for a rank that remembered a shape would not meet one that does not;
+        # on the tensors' device, so that NCCL has a communicator before its first P2P. Pinned by
         # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
         dist.all_gather(every, mine, group=ring.group)
         every = torch.stack(every).tolist()
@@ -1180,10 +1149,8 @@ class _RingAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(swap(out, route, back=True))
         probe.look(0, "dout", dout)
-        dout, dlse = (
-            swap(dout, route),
-            None if dlse is None else swap(dlse[..., None], route)[..., 0],
-        )
+        dout = swap(dout, route)
+        dlse = None if dlse is None else swap(dlse[..., None], route)[..., 0]
         if method == "allgather":
             saved = dout, q, *_gathered(k, v, route), out, lse, dlse
             dq, *dkv = backward_tiles(*saved, route.part(), kernel)
@@ -1209,14 +1176,14 @@ def ring_attention(
 ):  # fmt: skip
     """Attention of a whole sequence whose shards the ranks of `group` hold: (1) to (4), exactly.
 
-    q: (B, H, s, D); k, v: (B, G, s, D): the tokens `indices(S, rank, world, layout)`. group: None is
-    all ranks, or a world of 1 where torch.distributed is off. mask: of the whole sequence, Mask or
-    bool (B, 1 or H, S, S), the same on every rank; None: full. method: "ring"; "allgather"; "ulysses"
-    (H a multiple of the world); "usp": `inner` ranks by all-to-all, by default the largest proper
-    divisor of the world that divides H (if that is 1, it is the ring). scale, softcap, backend,
-    accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the handshake
-    is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its masked part
-    included, is not finite, a FloatingPointError on every rank names rank, hop and tensor.
+    q: (B, H, s, D); k, v: (B, G, s, D): the tokens `indices(S, rank, world, layout)`. group: None
+    is all ranks, or a world of 1 where torch.distributed is off. mask: of the whole sequence, Mask
+    or bool (B, 1 or H, S, S), the same on every rank; None: full. method: "ring"; "allgather";
+    "ulysses" (H a multiple of the world); "usp": `inner` ranks by all-to-all, by default the
+    largest proper divisor of the world that divides H (if it is 1: the ring). scale, softcap,
+    backend, accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the
+    handshake is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its
+    masked part included, is not finite, a FloatingPointError on every rank names rank, hop, tensor.
 
     Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
     Every rank of the group calls it, forward and backward. ValueError on every rank, before a block
@@ -1232,20 +1199,20 @@ def ring_attention(
         tokens, held = q.shape[2], len(indices(length or 0, ring.rank, ring.world, layout))
         if k.shape[2] != tokens or (mask is not None and tokens != held):
             raise ValueError(
-                f"q has {tokens} tokens and k {k.shape[2]}, but rank {ring.rank} of {ring.world} holds "
-                f"{held} of the mask's {length} in {layout} layout; take them by shard() or indices()"
+                f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
+                f"{held} of the mask's {length} in {layout} layout; take them by shard()"
             )
         options = layout, method, inner, kernel, bool(debug)
         numbers = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
-        facts = [*numbers, mask.digest() if mask else 0, digest(options), digest(*flat(batch))]
+        facts = [*numbers, mask.digest() if mask else 0, digest(options), digest_of(batch)]
     except (ValueError, TypeError, AttributeError, IndexError) as error:
         problem = str(error)
     held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
     shards = [len(indices(sum(held), rank, ring.world, layout)) for rank in range(ring.world)]
     if held != shards:
         raise ValueError(
-            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; take "
-            f"them by shard() or indices()"
+            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
+            f"take them by shard()"
         )
     route = route_of(ring, sum(held), layout, inner, mask)
     out, lse = _RingAttention.apply(q, k, v, route, kernel, method, debug)
@@ -1263,22 +1230,10 @@ def _inner_degree(method, world, heads, inner):
     inner = world if method == "ulysses" else inner or 1
     if world % inner or heads % inner:
         raise ValueError(
-            f"{method} over {inner} of {world} ranks must divide the world and the {heads} query heads;"
-            f' use method="ring", or pad the heads'
+            f"{method} over {inner} ranks: {inner} must divide the {world} ranks and the {heads} "
+            f'query heads; use method="ring", or pad the heads'
         )
     return inner
-
-
-def flat(nested):
-    """The contents of nested tensors, dicts, lists and values, in order, for `digest`."""
-    if isinstance(nested, torch.Tensor):
-        x = nested.detach().cpu().contiguous()
-        return [str(x.dtype), tuple(x.shape), x.reshape(-1).view(torch.uint8).numpy().tobytes()]
-    if isinstance(nested, dict):
-        return [x for key, value in nested.items() for x in (key, *flat(value))]
-    if isinstance(nested, (list, tuple)):
-        return [len(nested), *(x for value in nested for x in flat(value))]
-    return [nested]
 
 
 def shard(x, /, *, dim, group=None, layout="zigzag"):
@@ -1313,8 +1268,8 @@ def _unshard(x, dim, ring, layout, length, summed):
     held = len(indices(length, ring.rank, ring.world, layout))
     if x.shape[dim] != held:
         raise ValueError(
-            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, but "
-            f"x has {x.shape[dim]} in dimension {dim}"
+            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, "
+            f"but x has {x.shape[dim]} in dimension {dim}"
         )
     return x if ring.world == 1 else _Unshard.apply(x, dim % x.ndim, ring, layout, length, summed)
 
@@ -1363,18 +1318,17 @@ def sampler_seed(seed, rank, ring_size):
 def loss_scale(ring_size, *, replicated, reduce="mean"):
     """The factor on each rank's loss that makes every parameter's gradient right.
 
-    replicated: every rank of a ring computes the same loss, after `unshard`; otherwise each rank's
+    replicated: every rank of a ring computes the same loss, after `unshard`; otherwise a rank's
     loss is of its own tokens, and the ring's loss is their sum. reduce: what is done with gradients
-    over all ranks: "mean" (DDP, FSDP) gives the mean over rings, "sum" the sum. Exact before and after
-    the gather, because the gradient of `unshard` sums over ranks.
+    over all ranks: "mean" (DDP, FSDP) gives the mean over rings, "sum" the sum. Exact before and
+    after the gather, because the gradient of `unshard` sums over ranks.
     """
     if reduce not in ("mean", "sum"):
         raise ValueError(f'reduce must be "mean" or "sum"; came {reduce!r}')
     return (ring_size if reduce == "mean" else 1.0) / (ring_size if replicated else 1.0)
 
 
-@dataclasses.dataclass
-class _Sent:
+class _Sent(NamedTuple):
     """Stands for a tensor while the rest of a batch is pickled."""
 
     shape: tuple
@@ -1382,34 +1336,15 @@ class _Sent:
     device: str
 
 
-def broadcast_batch(batch, group=None):
-    """The first rank's batch, on every rank of the group: nested dicts, lists, tuples, tensors, text.
+def _unpacked(batch):
+    """A nested batch with a _Sent for each tensor, and the tensors."""
+    tensors = []
 
-    For data whose randomness a seed does not cover: the ranks of a ring must hold one batch. Tensors
-    keep dtype and kind of device, and lose their graph; everything else is pickled.
-    """
-    ring, tensors = ring_of(group), []
-    if ring.world == 1:
-        return batch
-
-    def send(x):
-        tensors.append(x.detach())
+    def note(x):
+        tensors.append(x.detach().contiguous())
         return _Sent(tuple(x.shape), x.dtype, x.device.type)
 
-    def receive(sent):
-        x = (
-            next(incoming)
-            if ring.rank == 0
-            else torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-        )
-        raw = x.contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(raw, src=ring.peer(0), group=ring.group)
-        return raw.view(sent.dtype).reshape(sent.shape)
-
-    box = [_mapped(batch, torch.Tensor, send) if ring.rank == 0 else None]
-    dist.broadcast_object_list(box, src=ring.peer(0), group=ring.group)
-    incoming = iter(tensors)
-    return _mapped(box[0], _Sent, receive)
+    return _mapped(batch, torch.Tensor, note), tensors
 
 
 def _mapped(nested, kind, function):
@@ -1424,10 +1359,40 @@ def _mapped(nested, kind, function):
     return nested
 
 
+def digest_of(batch):
+    """`digest` of nested dicts, lists, tuples, tensors and plain values."""
+    rest, tensors = _unpacked(batch)
+    return digest(rest, *(x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in tensors))
+
+
+def broadcast_batch(batch, group=None):
+    """The first rank's batch on every rank of a group: nested dicts, lists, tuples, tensors, text.
+
+    For data whose randomness a seed does not cover: the ranks of a ring must hold one batch.
+    Tensors keep dtype and kind of device, and lose their graph; everything else is pickled.
+    """
+    ring = ring_of(group)
+    if ring.world == 1:
+        return batch
+    rest, tensors = _unpacked(batch if ring.rank == 0 else None)
+    box, tensors = [rest], iter(tensors)
+    dist.broadcast_object_list(box, src=ring.peer(0), group=ring.group)
+
+    def receive(sent):
+        x = next(tensors, None)
+        if x is None:
+            x = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
+        raw = x.reshape(-1).view(torch.uint8)
+        dist.broadcast(raw, src=ring.peer(0), group=ring.group)
+        return x
+
+    return _mapped(box[0], _Sent, receive)
+
+
 def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
     """A prefix of P = `length` tokens over the ring, and what fills a cache.
 
-    Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on every rank, differentiable.
+    Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on each, differentiable.
     options: those of `ring_attention`. The suffix route of pi0.7, with `suffix_attention`.
     """
     out = ring_attention(q, k, v, group=group, layout=layout, **options)
@@ -1438,9 +1403,9 @@ def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **optio
 def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **options):
     """A suffix of T tokens that attends to a cached prefix and itself, on one device: out_BHTD.
 
-    mask: of prefix and suffix together, P + T tokens; None: all is seen. options: those of `attend`.
-    Gradients go back through k_BGPD, v_BGPD into the ring; if every rank computes the same suffix, its
-    loss is replicated (`loss_scale`).
+    mask: of prefix and suffix together, P + T tokens; None: all is seen. options: of `attend`.
+    Gradients go back through k_BGPD, v_BGPD into the ring; if every rank computes the same suffix,
+    its loss is replicated (`loss_scale`).
     """
     p, both = k_BGPD.shape[2], k_BGPD.shape[2] + q_BHTD.shape[2]
     mask = as_mask(mask)
@@ -1452,130 +1417,7 @@ def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **opt
     return attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
 
 
-# 6. check: everything above against the definition ----------------------------------------------
-
-
-def launch(world, function, *args):
-    """function(*args) on `world` gloo ranks, forked; their results. Where one fails, all are killed.
-
-    A failure raises RuntimeError with the text of the first rank that failed.
-    """
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, ranks, results = [], [], [None] * world
-        for rank in range(world):
-            here, there = context.Pipe(duplex=False)
-            given = (there, f"file://{folder}/store", rank, world, function, args)
-            ranks.append(context.Process(target=_rank, args=given, daemon=True))
-            ranks[-1].start()
-            there.close()
-            pipes.append(here)
-        waiting = dict(zip(pipes, range(world), strict=True))
-        try:
-            while waiting:
-                for pipe in multiprocessing.connection.wait(list(waiting)):
-                    rank = waiting.pop(pipe)
-                    try:
-                        results[rank], error = pipe.recv()
-                    except EOFError:
-                        error = "it died without a word"
-                    if error:
-                        raise RuntimeError(f"rank {rank}: {error}")
-        finally:
-            for process in ranks:
-                process.join(5 if not waiting else 0)
-                process.kill()
-    return results
-
-
-def _rank(pipe, store, rank, world, function, args):
-    torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-        pipe.send((function(*args), None))
-        dist.barrier()
-        dist.destroy_process_group()
-    except Exception as error:
-        pipe.send((None, f"{type(error).__name__}: {error}"))
-
-
-def examples(length, heads=1):
-    """A mask of every kind, batch 2 where it can differ, for `length` tokens."""
-    valid_BS = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) > 0.3
-    valid_BS[1, : length // 2] = False
-    doc_BS = torch.stack([torch.arange(length) * parts // max(length, 1) for parts in (3, 7)])
-    position_BS = torch.arange(length).expand(2, -1) % torch.tensor([[11], [4]])
-    depth = [0] * length
-    for j in range(1, length):
-        depth[j] = min(depth[j - 1] + 1, j * 7 % 5)
-    after = [[t for t in range(j + 1, length) if depth[t] <= depth[j]] for j in range(length)]
-    end_S = np.array([later[0] if later else length for later in after], int)
-    dense = torch.rand(2, heads, length, length, generator=torch.Generator().manual_seed(1)) > 0.8
-    return {
-        "full": None,
-        "causal": Mask.causal(length),
-        "documents": Mask.documents(doc_ids=doc_BS.masked_fill(doc_BS == 1, -1)),
-        "positions": Mask.documents(position_ids=position_BS),
-        "blocks": Mask.blocks(torch.arange(length).expand(2, -1) // 5, valid_BS),
-        "padding": Mask.padding(valid_BS),
-        "tree": Mask.tree(end_S),
-        "window": Mask.causal(length, window=5),
-        "tree, window": Mask.tree(end_S, window=3),
-        "dense": dense,
-    }
-
-
-def relative(found, truth):
-    """Frobenius norm of the error over that of the truth; 1.0 for a zero where none should be."""
-    error, size = ((x.double()).norm().item() for x in (found.double() - truth, truth))
-    return error / size if size else error
-
-
-def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, **options):
-    """Errors of (out, lse, dq, dk, dv), whole tensors: by `ring_attention`, and by SDPA at this dtype.
-
-    Upstream gradients are random, of lse too in float64. The truth: the definition's, in float64, of
-    the same rounded inputs. The gradients of shard() and unshard() are on the way.
-    """
-    ring, gen, (h, g) = ring_of(group), torch.Generator().manual_seed(7), heads
-    shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
-    drawn = [torch.randn(s, generator=gen, dtype=torch.float64).to(device, dtype) for s in shapes]
-    visible = (Mask.full(tokens) if mask is None else as_mask(mask)).dense().to(device)
-    place = dict(dim=2, group=group, layout=options["layout"])
-
-    def over_ranks(*qkv):
-        parts = ring_attention(
-            *(shard(x, **place) for x in qkv), group=group, mask=mask, return_lse=True, **options
-        )
-        return [unshard(x, **place, length=tokens) for x in parts]
-
-    def sdpa(*qkv):
-        out = torch.nn.functional.scaled_dot_product_attention(
-            *qkv, attn_mask=visible, enable_gqa=True
-        )
-        return out, torch.zeros_like(out[..., 0])
-
-    def run(attention, q, k, v, *upstream):
-        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        outputs = attention(*leaves)
-        n = 2 if dtype == torch.float64 else 1
-        grads = torch.autograd.grad(outputs[:n], leaves, upstream[:n])
-        return *(x.detach().double() for x in outputs), *(x.double() for x in grads)
-
-    truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
-    found = run(over_ranks, *drawn)
-    for grad in found[2:] if ring.world > 1 else ():  # each rank has its tokens' part, W times
-        dist.all_reduce(grad.div_(ring.world), group=group)
-    rivals = found if dtype == torch.float64 else run(sdpa, *drawn)
-    alive = truth[1] > -math.inf
-    if not torch.equal(found[1] > -math.inf, alive):
-        return [math.inf] * 5, [1.0] * 5
-    hide = lambda x: x.where(alive, 0.0) if x.ndim == 3 else x  # noqa: E731
-    return [
-        [relative(hide(a), hide(b)) for a, b in zip(some, truth, strict=True)]
-        for some in (found, rivals)
-    ]
-
+# 6. check: everything above against the definition -------------------------------------------
 
 WAYS = [
     (m, layout)
@@ -1584,37 +1426,98 @@ WAYS = [
 ]
 
 
-def _check_rank(tokens, device="cpu"):
-    """On each rank: {(table, row, column): value}."""
-    table, total = {}, dist.get_world_size()
-    worlds = sorted({1, 2, 3, 4, total} & set(range(total + 1)))
-    groups = {world: dist.new_group(list(range(world))) for world in worlds}
-    for world in worlds:
-        if dist.get_rank() >= world:
-            continue
-        for name, mask in examples(tokens, 12).items():
-            for method, layout in WAYS if 12 % world == 0 else WAYS[:4]:
-                options = dict(layout=layout, method=method)
-                errors, _ = compare(mask, groups[world], torch.float64, tokens, device, **options)
-                table[f"float64, world {world}", name, f"{method[:4]} {layout[:3]}"] = max(errors)
-    if dist.get_rank() >= max(w for w in worlds if 12 % w == 0):
-        return table
-    group = groups[max(w for w in worlds if 12 % w == 0)]
-    for method, layout in WAYS:
-        for name, mask in (("causal", Mask.causal(160)), ("window", Mask.causal(160, window=50))):
-            for dtype, accurate in ((torch.float32, False), (torch.bfloat16, False),
-                                    (torch.float16, False), (torch.bfloat16, True)):  # fmt: skip
-                options = dict(layout=layout, method=method, accurate=accurate, width=32)
-                ours, sdpa = compare(mask, group, dtype, 160, device, **options)
-                picked = [
-                    (a, b)
-                    for place, (a, b) in enumerate(zip(ours, sdpa, strict=True))
-                    if place != 1
-                ]
-                row = f"{str(dtype)[6:]}{', accurate' * accurate}, {name}"
-                worst = max(a if accurate else a / b for a, b in picked)
-                table["over SDPA's error", row, f"{method[:4]} {layout[:3]}"] = worst
-    return table
+def launch(world, function, *args):
+    """function(*args) on so many gloo ranks of one thread: their results. One failure ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        method = "fork" if sys.platform == "linux" else "spawn"
+        given, files = (folder, world, function, args), [f"{folder}/{r}" for r in range(world)]
+        try:
+            start_processes(_rank, given, world, start_method=method)
+        except ProcessExitedException:  # gloo sometimes aborts after the work is done
+            if not all(os.path.exists(file) for file in files):
+                raise
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+def _rank(rank, folder, world, function, args):
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    torch.save(function(*args), f"{folder}/{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def examples(length, heads=1):
+    """A mask of every kind for `length` tokens, with a batch of 2 where its rows can differ."""
+    gen = torch.Generator().manual_seed(0)
+    valid_BS = torch.rand(2, length, generator=gen) > 0.3
+    valid_BS[1, : length // 2] = False
+    doc_BS = torch.arange(length) * torch.tensor([[3], [7]]) // max(length, 1)
+    depth = [0] * length
+    for j in range(1, length):
+        depth[j] = min(depth[j - 1] + 1, j * 7 % 5)
+    after = ([t for t in range(j + 1, length) if depth[t] <= depth[j]] for j in range(length))
+    tree = Mask.tree(np.array([later[0] if later else length for later in after], int))
+    return {
+        "full": None,
+        "causal": Mask.causal(length),
+        "documents": Mask.documents(doc_ids=doc_BS.masked_fill(doc_BS == 1, -1)),
+        "positions": Mask.documents(position_ids=torch.arange(length) % torch.tensor([[11], [4]])),
+        "blocks": Mask.blocks(torch.arange(length).expand(2, -1) // 5, valid_BS),
+        "padding": Mask.padding(valid_BS),
+        "tree": tree,
+        "window": Mask.causal(length, window=5),
+        "tree, window": tree.with_window(3),
+        "dense": torch.rand(2, heads, length, length, generator=gen) > 0.8,
+    }
+
+
+def relative(found, truth):
+    """Frobenius norm of the error over that of the truth: 1.0 for a zero where none should be."""
+    error, size = ((found.double() - truth).norm().item(), truth.norm().item())
+    return error / size if size else error
+
+
+def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, **options):
+    """Errors of (out, lse, dq, dk, dv), whole: of `ring_attention`, and of SDPA at this dtype.
+
+    Upstream gradients are random, of lse too in float64. The truth: the definition's, in float64,
+    of the same rounded inputs. The gradients of shard() and unshard() are on the way.
+    """
+    ring, gen, (h, g) = ring_of(group), torch.Generator().manual_seed(7), heads
+    shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
+    drawn = [torch.randn(s, generator=gen, dtype=torch.float64).to(device, dtype) for s in shapes]
+    visible = (Mask.full(tokens) if mask is None else as_mask(mask)).dense().to(device)
+    place = dict(dim=2, group=group, layout=options["layout"])
+
+    def over_ranks(*qkv):
+        options.update(group=group, mask=mask, return_lse=True)
+        parts = ring_attention(*(shard(x, **place) for x in qkv), **options)
+        return [unshard(x, **place, length=tokens) for x in parts]
+
+    def sdpa(*qkv):
+        out = scaled_dot_product_attention(*qkv, attn_mask=visible, enable_gqa=True)
+        return out, torch.zeros_like(out[..., 0])
+
+    def run(attention, q, k, v, *upstream):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        outputs, n = attention(*leaves), 2 if dtype == torch.float64 else 1
+        grads = torch.autograd.grad(outputs[:n], leaves, upstream[:n])
+        return *(x.detach().double() for x in outputs), *(x.double() for x in grads)
+
+    truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
+    found = run(over_ranks, *drawn)
+    for grad in found[2:] if ring.world > 1 else ():  # each rank has its tokens' part, W times
+        dist.all_reduce(grad.div_(ring.world), group=group)
+    rival = found if dtype == torch.float64 else run(sdpa, *drawn)
+    if not torch.equal(found[1] == -math.inf, truth[1] == -math.inf):
+        return [math.inf] * 5, [1.0] * 5
+    alive = lambda x: x.masked_fill(x == -math.inf, 0.0)  # noqa: E731
+    return [
+        [relative(alive(a), alive(b)) for a, b in zip(x, truth, strict=True)]
+        for x in (found, rival)
+    ]
 
 
 @contextlib.contextmanager
@@ -1636,194 +1539,129 @@ def counted_bytes():
 
 
 def bytes_formula(mask, length, world, layout, *, heads, width, size):
-    """Bytes that all ranks of a ring send, (forward, backward), E = 2 and wide = max(size, 4) bytes.
+    """Bytes that all ranks of a ring send, (forward, backward), for B = 1.
 
-    forward: block s, of n_s tokens, travels last_s hops: sum_s E B G D n_s last_s size. backward: that
-    again, and its gradient on every hop from first_s to last_s, the way home included, wide.
+    Block s of n_s tokens travels last_s hops: 2 G D n_s size last_s each way. In the backward its
+    gradient too, from hop first_s to last_s and home, at max(size, 4) bytes a number.
     """
     route = Route(Ring(None, 0, world), length, layout, 1, mask)
     tokens = np.array([len(block) for block in route.blocks])
     hops = np.where(route.last > 0, route.last - route.first + 1, 0)
-    forward, gradients = (2 * heads * width * int((tokens * n).sum()) for n in (route.last, hops))
-    return forward * size, forward * size + gradients * max(size, 4)
+    blocks, grads = (2 * heads * width * int((tokens * n).sum()) for n in (route.last, hops))
+    return blocks * size, blocks * size + grads * max(size, 4)
 
 
-def _bytes_rank(length, device="cpu"):
-    """{(mask, layout): (bytes that this rank sent forward, backward)}."""
-    mask = {"causal": Mask.causal(length), "window": Mask.causal(length, window=length // 8)}
-    found, (rank, world) = {}, (dist.get_rank(), dist.get_world_size())
-    for name, layout in ((n, layout) for n in mask for layout in ("zigzag", "contiguous")):
-        held = len(indices(length, rank, world, layout))
-        leaf = torch.randn(1, 2, held, 8, device=device).bfloat16().requires_grad_()
-        with counted_bytes() as forward:
-            out = ring_attention(leaf, leaf, leaf, mask=mask[name], layout=layout)
-        with counted_bytes() as backward:
-            out.sum().backward()
-        found[name, layout] = sum(forward), sum(backward)
+def _exact_rows(worlds, groups, tokens, device):
+    for world in worlds:
+        for name, mask in examples(tokens, 12).items():
+            for method, layout in WAYS if 12 % world == 0 else WAYS[:4]:
+                options = {"method": method, "layout": layout}
+                errors, _ = compare(mask, groups[world], torch.float64, tokens, device, **options)
+                column = f"{method[:4]} {layout[:3]}"
+                yield f"float64, world {world}", name, column, max(errors), 1e-12
+
+
+def _dtype_rows(group, device):
+    masks = {"causal": Mask.causal(160), "window": Mask.causal(160, window=50)}
+    for name, dtype in ((name, dtype) for name in masks for dtype in DTYPES[1:]):
+        for method, layout in WAYS if 12 % ring_of(group).world == 0 else WAYS[:4]:
+            options = {"method": method, "layout": layout, "width": 32}
+            row, column = f"{str(dtype)[6:]}, {name}", f"{method[:4]} {layout[:3]}"
+            ours, sdpa = compare(masks[name], group, dtype, 160, device, **options)
+            worst = max(a / b for a, b in zip(ours, sdpa, strict=True) if b != 1.0)  # 1.0: no lse
+            yield "error over SDPA's", row, column, worst, 4.0 if dtype == torch.float32 else 2.0
+            if dtype == torch.bfloat16:
+                ours, _ = compare(masks[name], group, dtype, 160, device, accurate=True, **options)
+                yield "error", f"{row}, accurate", column, max(ours), 2e-3
+
+
+def _work_rows():
+    documents = Mask.documents(doc_ids=np.arange(4096) // 300)
+    for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
+        for layout, budget in (("zigzag", most), ("contiguous", 2.0)):
+            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
+            work = np.array([mask.slice(part, ALL).work() for part in parts])
+            yield (
+                "work of 4 ranks",
+                f"{name}, {layout}",
+                "max/mean",
+                work.max() / work.mean(),
+                budget,
+            )
+
+
+def _bytes_rows(device):
+    for name, mask in (("causal", Mask.causal(999)), ("window", Mask.causal(999, window=125))):
+        for layout in ("zigzag", "contiguous"):
+            rank, world = dist.get_rank(), dist.get_world_size()
+            shape = (1, 2, len(indices(999, rank, world, layout)), 8)
+            x = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+            with counted_bytes() as forward:
+                out = ring_attention(x, x, x, mask=mask, layout=layout)
+            with counted_bytes() as backward:
+                out.sum().backward()
+            sent = torch.tensor([sum(forward), sum(backward)], device=device)
+            dist.all_reduce(sent)
+            formula = bytes_formula(mask, 999, world, layout, heads=2, width=8, size=2)
+            off = (abs(a - b) for a, b in zip(sent.tolist(), formula, strict=True))
+            for column, value in zip(("forward", "backward"), off, strict=True):
+                yield "bytes off the formula", f"{name}, {layout}", column, float(value), 0.0
+
+
+def _check_rank(tokens, device):
+    """{(table, row, budget): {column: value}} of this rank."""
+    rank, total, found = dist.get_rank(), dist.get_world_size(), {}
+    worlds = [world for world in sorted({1, 2, 3, 4, total}) if world <= total]
+    groups = {world: dist.new_group(list(range(world))) for world in worlds}
+    rows = [_exact_rows([w for w in worlds if rank < w], groups, tokens, device)]
+    rows += [_dtype_rows(groups[total], device), _work_rows(), _bytes_rows(device)]
+    for table, row, column, value, budget in (row for part in rows for row in part):
+        found.setdefault((table, row, budget), {})[column] = value
     return found
 
 
-def _budget(table, row):
-    if table.startswith("float64"):
-        return 1e-12
-    return 2e-3 if "accurate" in row else 4.0 if row.startswith("float32") else 2.0
-
-
-def _work_table():
-    """[(mask, layout, the most work of a rank of 4 over the mean, budget)] at 4096 tokens."""
-    documents, rows = Mask.documents(doc_ids=np.arange(4096) // 300), []
-    for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
-        for layout in ("zigzag", "contiguous"):
-            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
-            work = np.array([mask.slice(part, slice(None)).work() for part in parts])
-            rows.append(
-                (name, layout, work.max() / work.mean(), most if layout == "zigzag" else 4.0)
-            )
-    return rows
-
-
-def check(argv):
-    """Every error against the definition; 1 if one is over its budget. Under torchrun: its ranks."""
-    argparse.ArgumentParser("ring_attention.py check").parse_args(argv)
+def check():
+    """Every error beside its budget; 1 if one is over. 4 ranks here, or those of torchrun."""
     if "RANK" in os.environ:
-        device = "cpu"
-        if torch.cuda.is_available():
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
+        cuda = torch.cuda.is_available()
+        device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
+        if cuda:
             torch.cuda.set_device(device)
-        dist.init_process_group("gloo" if device == "cpu" else "nccl")
-        tables = _objects(_check_rank(23, device), ring_of())
-        traffic = _objects(_bytes_rank(1000, device), ring_of())
-        rank = dist.get_rank()
+        dist.init_process_group("nccl" if cuda else "gloo")
+        tables, rank = _objects(_check_rank(23, device), ring_of()), dist.get_rank()
         dist.destroy_process_group()
         if rank:
             return 0
     else:
-        tables, traffic = launch(4, _check_rank, 23), launch(4, _bytes_rank, 1000)
-    rows, world, bad = {}, len(tables), 0
-    for table, row, column in (place for found in tables for place in found):
-        worst = max(found.get((table, row, column), 0.0) for found in tables)
-        rows.setdefault(table, {}).setdefault(row, {})[column] = worst
-    for table, lines in rows.items():
-        columns = list(next(iter(lines.values())))
-        print(f"\n{table:>24}" + "".join(f" {column:>8}" for column in columns) + "   budget")
-        for row, line in lines.items():
-            budget = _budget(table, row)
-            ok = all(worst <= budget for worst in line.values())
-            bad += not ok
-            numbers = "".join(f" {line.get(column, math.nan):8.1e}" for column in columns)
-            print(f"{row:>24}{numbers}   {budget:.0e} {'ok' if ok else 'FAILED'}")
-    print(f"\n{'work, most over mean':>24}")
-    for name, layout, ratio, most in _work_table():
-        bad += not ratio <= most
-        print(
-            f"{name:>13} {layout:>10} {ratio:8.3f}   {most:.2f} {'ok' if ratio <= most else 'FAILED'}"
-        )
-    print(f"\n{'bytes sent, all ranks':>24}   (forward, backward) counted, and by the formula")
-    for name, layout in traffic[0]:
-        counted = tuple(sum(sent[name, layout][way] for sent in traffic) for way in range(2))
-        mask = Mask.causal(1000, window=125 if name == "window" else None)
-        formula = bytes_formula(mask, 1000, world, layout, heads=2, width=8, size=2)
-        bad += counted != formula
-        print(
-            f"{name:>13} {layout:>10}   {counted} {formula} {'ok' if counted == formula else 'FAILED'}"
-        )
-    exact = [
-        worst
-        for table in rows
-        if "float64" in table
-        for r in rows[table].values()
-        for worst in r.values()
-    ]
-    print(
-        json.dumps(
-            {"check": "ring_attention", "ok": not bad, "max_error": max(exact), "world": world}
-        )
-    )
+        tables = launch(4, _check_rank, 23, "cpu")
+    last, bad, exact = None, 0, 0.0
+    for (name, row, budget), line in tables[0].items():
+        every = [table.get((name, row, budget), {}) for table in tables]
+        worst = {column: max(x.get(column, 0.0) for x in every) for column in line}
+        ok = all(value <= budget for value in worst.values())
+        bad, exact = bad + (not ok), max([exact, *worst.values()] if "float64" in name else [exact])
+        if name != last:
+            print(f"\n{name:>24}" + "".join(f" {column:>8}" for column in worst) + "   budget")
+        numbers = "".join(f" {value:8.1e}" for value in worst.values())
+        print(f"{row:>24}{numbers}   {budget:.1e} {'ok' if ok else 'FAILED'}")
+        last = name
+    print(json.dumps({"check": "ring_attention", "ok": not bad, "max_error": exact}))
     return int(bad > 0)
 
 
-# 7. bench -------------------------------------------------------------------------------------
-
-
-def random_inputs(tokens, dtype=torch.float32, batch=1, heads=8, keys=2, width=64):
-    """q, k, v that want gradients, and an upstream gradient."""
-    shapes = [(batch, n, tokens, width) for n in (heads, keys, keys, heads)]
-    *leaves, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
-    return [x.requires_grad_() for x in leaves], dout
-
-
-def sdpa(q, k, v, dense=None):
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
-
-
-def _timed_rank(tokens, way, repeats):
-    """CPU seconds of this rank: [(forward, backward)] of each repeat."""
-    seconds, world = [], dist.get_world_size()
-    method, _, layout = way.partition(" ")
-    held, mask = (
-        len(indices(tokens, dist.get_rank(), world, layout or "zigzag")),
-        Mask.causal(tokens),
-    )
-    for _ in range(repeats):
-        (q, k, v), dout = random_inputs(held)
-        marks = [time.process_time()]
-        out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
-            q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
-        marks.append(time.process_time())
-        out.backward(dout)
-        marks.append(time.process_time())
-        seconds.append((marks[1] - marks[0], marks[2] - marks[1]))
-    return seconds
-
-
-def bench(argv):
-    """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
-    parser = argparse.ArgumentParser("ring_attention.py bench")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
-    args, result = parser.parse_args(argv), {}
-    ways = [
-        f"{m} {layout}" for m, layout in WAYS if m != "usp" and (m == "ring" or layout == "zigzag")
-    ]
-    print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
-    for tokens in args.tokens:
-        found = {way: [] for way in ("SDPA", *ways)}
-        for _ in range(args.repeats):
-            for way in found:
-                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way, 1)
-                found[way].append(np.max([rank[0] for rank in ranks], axis=0))
-        base = np.median(found["SDPA"], axis=0)
-        for way, times in found.items():
-            forward, backward = np.median(times, axis=0)
-            share = (forward + backward) / base.sum()
-            ideal = 1.0 if way == "SDPA" else 0.5
-            result[f"{way}, {tokens}"] = round(share, 3)
-            print(f"{tokens:>7} {way:>20}  forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's "
-                  f"{share:.3f}  {100 * ideal / share:4.0f} % of the ideal")  # fmt: skip
-    print(json.dumps({"bench": result, "threads_per_rank": 1, "torch": torch.__version__}))
-    return 0
-
-
-# 8. main --------------------------------------------------------------------------------------
+# 7. main --------------------------------------------------------------------------------------
 
 
 def main(argv):
-    """Run the command in argv[0]; its exit code."""
-    commands = {"check": check, "bench": bench}
-    beside = Path(__file__).resolve().parent / "tests"
-    if argv and argv[0] in ("memory", "longest", "stress"):
-        if not (beside / "measure_ring.py").exists():
-            print(
-                f"{argv[0]} is in tests/measure_ring.py of the repository; only check and bench are here"
-            )
-            return 2
-        sys.path.append(str(beside))
-        commands = __import__("measure_ring").COMMANDS
-    if not argv or argv[0] not in commands:
-        print(__doc__)
-        return 2
-    return commands[argv[0]](argv[1:])
+    """check is here; bench, memory, longest, stress are in tests/measure_ring.py. The exit code."""
+    measure = Path(__file__).resolve().parent / "tests" / "measure_ring.py"
+    if argv == ["check"]:
+        return check()
+    if argv and argv[0] in ("bench", "memory", "longest", "stress") and measure.exists():
+        sys.path.append(str(measure.parent))
+        return __import__("measure_ring").main(argv)
+    print(__doc__ if measure.exists() else f"{__doc__}\nHere only check: {measure} is missing.")
+    return 2
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What `python ring_attention.py memory | longest | stress` run: measurements, and faults in the open.
+"""What `python ring_attention.py bench | memory | longest | stress` run.
 
-memory: peak by sequence length. longest: the longest sequence under a budget. stress: values at the
-limits, bf16 training with PAD rows in the loss, and the two faults of OpenTau's issue 300.
+bench: CPU seconds against SDPA. memory: peak by sequence length. longest: the longest sequence that
+fits. stress: values at the limits, bf16 training with PAD rows in the loss, and the two faults
+of OpenTau's issue 300.
 """
 
 import argparse
@@ -9,28 +10,41 @@ import json
 import math
 import resource
 import sys
+import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attention import (
+    WAYS,
     Mask,
     attend,
     broadcast_batch,
     definition,
-    digest,
-    flat,
+    digest_of,
     indices,
     launch,
     loss_scale,
     make_ring,
-    random_inputs,
     ring_attention,
     sampler_seed,
-    sdpa,
     shard,
     unshard,
 )
+
+
+def random_inputs(tokens, dtype=torch.float32, batch=1, heads=8, keys=2, width=64):
+    """q, k, v that want gradients, and an upstream gradient."""
+    shapes = [(batch, n, tokens, width) for n in (heads, keys, keys, heads)]
+    *leaves, dout = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def sdpa(q, k, v, dense=None):
+    attention = scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
 
 
 def _peak_rank(way, tokens, layer):
@@ -79,7 +93,13 @@ def memory(argv):
             )
     masks = [Mask.causal(n) for n in tokens]
     for name, size in (
-        ("Mask", [sum(x.nbytes for x in (m.start, m.end, m.rows)) / 2**20 for m in masks]),
+        (
+            "Mask",
+            [
+                sum(x.nbytes for x in (m.keys.start, m.keys.end, m.queries.rows)) / 2**20
+                for m in masks
+            ],
+        ),
         ("dense mask", [n * n / 2**20 for n in tokens]),
     ):
         print(f"{'mask':>12} {name:>23}" + "".join(f"{x:9.2f}" for x in size))
@@ -116,7 +136,7 @@ def longest(argv):
     def fits(way, world, tokens):
         try:
             launch(world, _fits_rank, way, tokens, args.budget_mb)
-        except RuntimeError:
+        except Exception:  # what a rank that ran out of memory raised, or that it died
             return False
         return True
 
@@ -137,7 +157,7 @@ def longest(argv):
 
 def _values_rank():
     """{(case, dtype): (our error, SDPA's)}: scores far beyond exp's range, blocks in either order,
-    NaN and inf under the mask. An error is relative to the largest gradient that such inputs can have.
+    NaN and inf under the mask. Errors are relative to the largest gradient such inputs can have.
     """
     world, tokens, found = dist.get_world_size(), 64, {}
     valid_S, gen = torch.arange(tokens) % 5 != 0, torch.Generator().manual_seed(0)
@@ -233,7 +253,9 @@ def _train_rank(steps, dtype):
             *qkv, group=group, mask=mask, batch=tokens_BS, debug=f"step {step}"))  # noqa: B023  # fmt: skip
         loss = (
             torch.nn.functional.cross_entropy(
-                logits_BsV.flatten(0, 1).float(), tokens_BS[:, index].flatten(), reduction="sum"
+                logits_BsV.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)),
+                tokens_BS[:, index].flatten(),
+                reduction="sum",
             )
             / tokens_BS.numel()
         )
@@ -247,17 +269,17 @@ def _train_rank(steps, dtype):
             for p in params.values():
                 p -= 0.02 * p.grad
                 p.grad = None
-    return losses, digest(*flat(params))
+    return losses, digest_of(params)
 
 
 def _issue_300_rank():
     """What the two faults of OpenTau's issue 300 do, and the contract that prevents each.
 
-    (a) The ranks of a ring held different batches: one's PAD was another's token. (b) A row that sees
-    nothing stored a finite sentinel as its lse, and the backward's P = exp(s - lse) was 1, not 0.
+    (a) The ranks of a ring held different batches: one's PAD was another's token. (b) A row that
+    sees nothing stored a finite sentinel as its lse, and the backward's P = exp(s - lse) was 1, not 0.
     """
     rank, ring = dist.get_rank(), dist.get_world_size()
-    batch = torch.arange(64) < 64 - 8 * rank  # (a) each rank has its own PAD
+    batch = torch.arange(64) < 56 - 8 * rank  # (a) each rank has its own PAD
     qkv, _ = random_inputs(len(indices(64, rank, ring)), heads=2, keys=1, width=8)
     try:
         ring_attention(*qkv, mask=Mask.padding(batch[None]))
@@ -266,7 +288,7 @@ def _issue_300_rank():
         refused = str(error)
     masked = torch.full((1, 1, 1, 64), -1e9)  # (b) a row whose 64 keys are all masked by a sentinel
     lse_with_sentinel = torch.logsumexp(masked, -1, keepdim=True)
-    wrong = torch.exp(masked - lse_with_sentinel.to(torch.bfloat16).float()).sum().item()
+    wrong = torch.exp(masked - lse_with_sentinel).sum().item()
     mask = Mask.padding(broadcast_batch(batch)[None])  # the contract: one batch, and -inf
     out, lse = ring_attention(*qkv, mask=mask, return_lse=True)
     out.backward(torch.full_like(out, 1e4))
@@ -310,7 +332,7 @@ def stress(argv):
     bad += refused == "not refused" or right != 0.0 or not dead
     print(f"issue 300 (a), the ranks of a ring hold different batches: {refused}")
     print(
-        f"issue 300 (b), sum of P over a row that sees nothing: {wrong:.0f} with a sentinel, 0 here; ",
+        f"issue 300 (b), sum of P over a row that sees nothing: {wrong:.0f} by a sentinel, 0 here; ",
         end="",
     )
     print(f"output and gradient of {dead} such rows under an upstream gradient of 1e4: {right}")
@@ -318,4 +340,59 @@ def stress(argv):
     return int(bad > 0)
 
 
-COMMANDS = {"memory": memory, "longest": longest, "stress": stress}
+def _timed_rank(tokens, way, repeats):
+    """CPU seconds of this rank: [(forward, backward)] of each repeat."""
+    seconds, world = [], dist.get_world_size()
+    method, _, layout = way.partition(" ")
+    held, mask = (
+        len(indices(tokens, dist.get_rank(), world, layout or "zigzag")),
+        Mask.causal(tokens),
+    )
+    warm, upstream = random_inputs(256)
+    sdpa(*warm).backward(upstream)
+    for _ in range(repeats):
+        (q, k, v), dout = random_inputs(held)
+        marks = [time.process_time()]
+        out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
+            q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
+        marks.append(time.process_time())
+        out.backward(dout)
+        marks.append(time.process_time())
+        seconds.append((marks[1] - marks[0], marks[2] - marks[1]))
+    return seconds
+
+
+def bench(argv):
+    """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
+    parser = argparse.ArgumentParser("ring_attention.py bench")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
+    args, result = parser.parse_args(argv), {}
+    ways = [
+        f"{m} {layout}" for m, layout in WAYS if m != "usp" and (m == "ring" or layout == "zigzag")
+    ]
+    print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
+    for tokens in args.tokens:
+        found = {way: [] for way in ("SDPA", *ways)}
+        for _ in range(args.repeats):
+            for way in found:
+                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way, 1)
+                found[way].append(np.max([rank[0] for rank in ranks], axis=0))
+        base = np.median(found["SDPA"], axis=0)
+        for way, times in found.items():
+            forward, backward = np.median(times, axis=0)
+            share = (forward + backward) / base.sum()
+            ideal = 1.0 if way == "SDPA" else 0.5
+            result[f"{way}, {tokens}"] = round(share, 3)
+            print(f"{tokens:>7} {way:>20}  forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's "
+                  f"{share:.3f}  {100 * ideal / share:4.0f} % of the ideal")  # fmt: skip
+    print(json.dumps({"bench": result, "threads_per_rank": 1, "torch": torch.__version__}))
+    return 0
+
+
+COMMANDS = {command.__name__: command for command in (bench, memory, longest, stress)}
+
+
+def main(argv):
+    """Run the command in argv[0]; its exit code."""
+    return COMMANDS[argv[0]](argv[1:])

@@ -1,0 +1,88 @@
+"""Eight faults, planted one at a time in a copy of ring_attention.py, and each is seen."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import ranks
+
+import ring_attention as sound
+
+SOURCE = Path(sound.__file__).read_text()
+DEAD = "    dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)\n"
+PROBABILITY = "    p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n"
+FAULTS = {
+    "swapped dK and dV": [("torch.stack(part)", "torch.stack(part[::-1])")],
+    "dropped last hop": [
+        ("self.hops = int(self.last.max()) + 1", "self.hops = max(int(self.last.max()), 1)")
+    ],
+    "P = 1 on masked rows": [
+        (DEAD, ""),
+        (
+            PROBABILITY,
+            "    void = (s_bGrj == -math.inf).all(-1, keepdim=True)\n"
+            "    p_bGrj = torch.exp(torch.where(void, lse_bGr1, s_bGrj) - lse_bGr1)\n",
+        ),
+    ],
+    "slice-only gather": [("ring_of(group), layout, length, True", "ring_of(group), layout, length, False")],
+    "window off by one": [("position_Bq1 - position_B1k < self.window", "position_Bq1 - position_B1k <= self.window")],
+    "lse in bf16": [("ctx.save_for_backward(q, k, v, out, lse)", "ctx.save_for_backward(q, k, v, out, lse.bfloat16().to(lse.dtype))")],
+    "wrong GQA mapping": [("return x_bHiD.reshape(b, g, h // g * i, d)", "return x_bHiD.unflatten(1, (-1, g)).transpose(1, 2).reshape(b, g, h // g * i, d)")],
+    "stale K and V in the backward": [("            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgkD = next_EBgkD\n", "            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgkD = kv_EBgkD + 0 * next_EBgkD if next_EBgkD.numel() else next_EBgkD\n")],
+}  # fmt: skip
+
+
+def _masks(module):
+    """A window, and blocks with PAD: rows that see nothing on every rank."""
+    valid_BS = torch.arange(24)[None] % 5 != 0
+    return [module.Mask.causal(24, window=7), module.Mask.blocks(torch.arange(24) // 4, valid_BS)]
+
+
+def _largest_error(rank, path):
+    """Of out, dq, dk, dv over masks and backends, against the definition of the sound file."""
+    spec = importlib.util.spec_from_file_location("planted", path)
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    worst, gen = 0.0, torch.Generator().manual_seed(0)
+    drawn = [torch.randn(2, h, 24, 8, generator=gen, dtype=torch.float64) for h in (6, 2, 2, 6)]
+    for mask, own in zip(_masks(sound), _masks(planted), strict=True):
+        leaves = [x.clone().requires_grad_() for x in drawn[:3]]
+        out, _ = sound.definition(*leaves, mask.dense())
+        truth = [out, *torch.autograd.grad(out, leaves, drawn[3])]
+        for backend in ("math", "fused"):
+            leaves = [x.clone().requires_grad_() for x in drawn[:3]]
+            parts = [planted.shard(x, dim=2) for x in leaves]
+            out = planted.ring_attention(*parts, mask=own, backend=backend)
+            out = planted.unshard(out, dim=2, length=24)
+            found = [out, *torch.autograd.grad(out, leaves, drawn[3] / 3)]
+            for grad in found[1:]:
+                dist.all_reduce(grad)
+            errors = [
+                sound.relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True)
+            ]
+            worst = max([worst, *(math.inf if math.isnan(x) else x for x in errors)])
+    return worst
+
+
+def _planted(folder, fault):
+    text = SOURCE
+    for old, new in FAULTS.get(fault, []):
+        assert old in text, f"the fault has lost its place: {old}"
+        text = text.replace(old, new)
+    path = folder / "planted.py"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_fault_the_comparison_is_exact(tmp_path):
+    worst = ranks(tmp_path, 3, _largest_error, _planted(tmp_path, None))
+    assert max(worst) < 1e-12
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_suite_catches_eight_planted_faults(tmp_path, fault):
+    worst = ranks(tmp_path, 3, _largest_error, _planted(tmp_path, fault))
+    assert max(worst) > 1e-4
