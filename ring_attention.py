@@ -580,9 +580,12 @@ def _math_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
     return out_bGrD.reshape(q_bHiD.shape), lse_bGr.reshape(q_bHiD.shape[:3])
 
 
-def _math_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, lse_bHi, delta_bHi, visible, kernel, clean):
+def _math_backward(
+    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, kernel, clean
+):
     """One tile of (6) by its formulas: its parts of dq, dk, dv."""
     s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
+    delta_bHi = (dout_bHiD * out_bHiD).sum(-1) - dlse_bHi
     rows = (dout_bHiD, q_bHiD, lse_bHi[..., None], delta_bHi[..., None])
     dout_bGrD, q_bGrD, lse_bGr1, delta_bGr1 = (fold(x, k_bGjD) for x in rows)
     p_bGrj = torch.exp(s_bGrj - lse_bGr1)
@@ -643,7 +646,9 @@ def _tiles(kernel, mask, q, k, *others):
     # With another stride than 1 in the last dimension torch's CPU kernel is silently wrong.
     tensors = [x.to(kernel.dtype(q)) for x in (q, k, *others)]
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    clean = all(bool(torch.isfinite(x.sum(dtype=torch.float64))) for x in tensors)
+    # A sum is finite only if its terms are; one that overflows costs time and nothing else.
+    wide = torch.float32 if tensors[0].dtype == torch.float16 else None
+    clean = all(bool(torch.isfinite(x.sum(dtype=wide))) for x in tensors)
     # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN or inf only the tiles that
     # use `product` are right. Pinned by
     # tests/test_attend.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
@@ -694,23 +699,24 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
     # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
     dead_BHq = lse_BHq == -math.inf
-    lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
-    dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
+    if dead_BHq.any():
+        lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
+        dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
     if dlse_BHq is not None:  # torch's kernels have no gradient of lse
         kernel = dataclasses.replace(kernel, backend="math")
+    dlse_BHq = (
+        torch.zeros_like(lse_BHq) if dlse_BHq is None else dlse_BHq.masked_fill(dead_BHq, 0.0)
+    )
     tensors, clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD)
     q, k, v, out, dout = tensors
-    delta_BHq = (dout.to(wide) * out.to(wide)).sum(-1)
-    if dlse_BHq is not None:
-        delta_BHq = delta_BHq - dlse_BHq.masked_fill(dead_BHq, 0.0)
     dq_BHqD, dk_BGkD, dv_BGkD = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     for rows, columns, visible, causal, tile in tiles:
+        block = dout[rows], q[rows], k[columns], v[columns], out[rows]
         if tile.backend == "math":
-            wider = (x.to(wide) for x in (dout[rows], q[rows], k[columns], v[columns]))
-            part = _math_backward(*wider, lse_BHq[rows], delta_BHq[rows], visible, tile, clean)
+            block = [x.to(wide) for x in block]
+            part = _math_backward(*block, lse_BHq[rows], dlse_BHq[rows], visible, tile, clean)
         else:
-            block = dout[rows], q[rows], k[columns], v[columns], out[rows], lse_BHq[rows]
-            part = _fused_backward(*block, visible, causal, tile.scale)
+            part = _fused_backward(*block, lse_BHq[rows], visible, causal, tile.scale)
         dq_BHqD[rows] += part[0]
         dk_BGkD[columns] += part[1]
         dv_BGkD[columns] += part[2]

@@ -49,22 +49,28 @@ def sdpa(q, k, v, dense=None):
 
 def _peak_rank(way, tokens, layer):
     """MB that one forward and backward add to the peak of this process, above its inputs."""
-    held = len(indices(tokens, dist.get_rank(), dist.get_world_size()))
-    qkv, dout = random_inputs(held)
     weights = [torch.randn(512, n, requires_grad=True) for n in (512, 128, 128, 512, 2048)]
-    attention = {
-        "SDPA": sdpa,
-        "SDPA, dense mask": lambda q, k, v: sdpa(q, k, v, Mask.causal(tokens).dense()),
-        "attend": lambda q, k, v: attend(q, k, v, Mask.causal(tokens))[0],
-    }.get(way, lambda q, k, v: ring_attention(q, k, v, mask=Mask.causal(tokens)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if layer:
-        x_sD = dout[0].transpose(0, 1).reshape(held, 512)
-        split = [(x_sD @ w).view(1, held, -1, 64).transpose(1, 2) for w in weights[:3]]
-        out_sD = attention(*split)[0].transpose(0, 1).reshape(held, 512) @ weights[3] + x_sD
-        (torch.relu(out_sD @ weights[4]) @ weights[4].T).sum().backward()
-    else:
-        attention(*qkv).backward(dout)
+
+    def attention(q, k, v, length):
+        if way == "SDPA":
+            return sdpa(q, k, v)
+        if way == "SDPA, dense mask":
+            return sdpa(q, k, v, Mask.causal(length).dense())
+        if way == "attend":
+            return attend(q, k, v, Mask.causal(length))[0]
+        return ring_attention(q, k, v, mask=Mask.causal(length))
+
+    for length in (64, tokens):  # the first, small one loads what libraries load once
+        held = len(indices(length, dist.get_rank(), dist.get_world_size()))
+        qkv, dout = random_inputs(held)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if layer:
+            x_sD = dout[0].transpose(0, 1).reshape(held, 512)
+            split = [(x_sD @ w).view(1, held, -1, 64).transpose(1, 2) for w in weights[:3]]
+            out_sD = attention(*split, length)[0].transpose(0, 1).reshape(held, 512) @ weights[3]
+            (torch.relu((out_sD + x_sD) @ weights[4]) @ weights[4].T).sum().backward()
+        else:
+            attention(*qkv, length).backward(dout)
     unit = 1024 if sys.platform == "linux" else 1024**2
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
 
