@@ -11,6 +11,8 @@ softmax over everything. The backward sends the blocks round again, and their gr
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
+check needs this file alone; the other commands need tests/measure_ring.py beside it.
+
 What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
 
     (1)  i sees j  iff  start_j <= i < end_j,  rows_i,  and position_i - position_j < window
@@ -39,11 +41,11 @@ is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
     | usp       | that inside, a ring outside    | both, the ring with 1/u heads   | 2 blocks of u |
     | allgather | one all-gather                 | 2 B G D S (W-1)/W               | S             |
 
-The ring's backward sends the blocks again, and their gradients in float32 or better: in float32
-twice the forward and one block more. Hops that no rank needs (documents, windows) are not sent.
+The ring's backward sends the blocks again, and their gradients in float32 or better: twice the
+forward in float32, three times in bf16. Hops that no rank needs (documents, windows) are not sent.
 Layout "zigzag" cuts 2 W chunks and gives rank r chunks r and 2 W - 1 - r: equal work under a causal
-mask, where "contiguous" gives the last rank twice the mean. Masks are two integers a key, and tell
-by their bounds which tiles of queries against keys are empty, full, causal or partial.
+mask, where "contiguous" gives the last rank 2 - 1/W of the mean. Masks are two integers a key, and
+tell by their bounds which tiles of queries against keys are empty, full, causal or partial.
 
     S = 8, W = 2, zigzag:   rank 0 holds 0 1 . . . . 6 7     rank 1 holds . . 2 3 4 5 . .
 
@@ -631,7 +633,7 @@ def _fused_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visibl
         seed = torch.empty(2, dtype=torch.uint64, device=q_bHiD.device)
         lengths = None, None, q_bHiD.shape[2], k_bGjD.shape[2]
         return aten._scaled_dot_product_flash_attention_backward(
-            *tensors, *lengths, 0.0, causal, seed, seed[0], scale=scale
+            *tensors[:5], lse_bHi.contiguous(), *lengths, 0.0, causal, seed, seed[0], scale=scale
         )
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale
@@ -702,11 +704,11 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     if dead_BHq.any():
         lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
         dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
-    if dlse_BHq is not None:  # torch's kernels have no gradient of lse
+    if dlse_BHq is None:
+        dlse_BHq = torch.zeros_like(lse_BHq)
+    else:  # torch's kernels have no gradient of lse
         kernel = dataclasses.replace(kernel, backend="math")
-    dlse_BHq = (
-        torch.zeros_like(lse_BHq) if dlse_BHq is None else dlse_BHq.masked_fill(dead_BHq, 0.0)
-    )
+        dlse_BHq = dlse_BHq.masked_fill(dead_BHq, 0.0)
     tensors, clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD)
     q, k, v, out, dout = tensors
     dq_BHqD, dk_BGkD, dv_BGkD = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
@@ -883,7 +885,7 @@ class Route:
         if self.mask is not None and block not in self.parts:
             heads = self.mask.shape[1] // self.inner
             mask = self.mask.heads(slice(self.a * heads, (self.a + 1) * heads))
-            keys = slice(None) if block is None else self.blocks[block]
+            keys = ALL if block is None else self.blocks[block]
             self.parts[block] = mask.slice(self.blocks[self.b], keys)
         return self.parts.get(block)
 
@@ -1480,9 +1482,9 @@ def examples(length, heads=1):
 
 
 def relative(found, truth):
-    """Frobenius norm of the error over that of the truth: 1.0 for a zero where none should be."""
-    error, size = ((found.double() - truth).norm().item(), truth.norm().item())
-    return error / size if size else error
+    """Frobenius norm of the error over that of the truth: 1.0 for a wrong zero, inf for NaN."""
+    error, size = (found.double() - truth).norm().item(), truth.norm().item()
+    return math.inf if math.isnan(error) else error / (size or 1.0)
 
 
 def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, **options):
