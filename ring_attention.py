@@ -313,11 +313,12 @@ class Mask:
             full &= high_q - low_k < self.window
         return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
-    def regions(self, tile, join=True):
+    def regions(self, tile, join=32):
         """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
         Edges stand where the structure changes (a document, block, chunk) and at most `tile` apart,
-        so that most boxes are FULL or CAUSAL. join: equal neighbours along the keys are one box.
+        so that most boxes are FULL or CAUSAL. join: so many equal neighbours along the keys may be
+        one box.
         """
         key = ("regions", tile, join)
         if key not in self.cache:
@@ -351,9 +352,8 @@ class Mask:
             if one.part(ALL, spans[0][r], spans[1][c])._is_causal():
                 kinds[r, c] = CAUSAL
         for r, kind in enumerate(kinds):
-            starts = np.arange(len(kind))
-            if join:
-                starts = np.flatnonzero((np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL))
+            new = (np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL)
+            starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
             for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
                 if kind[c] != EMPTY:
                     yield batch, spans[0][r], slice(keys[c], keys[stop]), kind[c]
@@ -479,9 +479,10 @@ def digest(*parts):
 
 # 3. One device: tiles, merged ----------------------------------------------------------------
 
-# Side of a tile, and whether full neighbours are one call. torch's CPU kernel works on 512 keys at
-# a time and saves nothing on a causal square below that: small squares waste less than large ones.
-TILES = {"cpu": (128, True), "cuda": (1024, True), "math": (512, False)}
+# Side of a tile, and how many full neighbours may be one call. torch's CPU kernel works on 512 keys
+# at a time and saves nothing on a causal square below that, so small squares waste less; beyond 4096
+# keys a call leaves the cache.
+TILES = {"cpu": (128, 32), "cuda": (1024, 1024), "math": (512, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
