@@ -968,7 +968,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
         works, block = route.post(messages), route.block_at(hop)
         if hop == 0 or route.there[block, hop]:
             part = forward_tiles(q_BhqD, *kv_EBgkD, route.part(block), kernel)
-            probe.look(hop, "out", part[0])
+            probe.look(hop + 1, "out", part[0])
             out_BhqD, lse_Bhq = part if hop == 0 else merge(out_BhqD, lse_Bhq, *part)
         for work in works:
             work.wait()
@@ -1006,7 +1006,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
             saved = dout_BhqD, q_BhqD, *kv_EBgkD, out, lse, dlse
             part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
             part_EBgkD = torch.stack(part)
-            probe.look(hop, "dq, dk or dv", part_BhqD, part_EBgkD)
+            probe.look(hop + 1, "dq, dk or dv", part_BhqD, part_EBgkD)
             dq_BhqD = part_BhqD if hop == 0 else dq_BhqD + part_BhqD
         for work in works:
             work.wait()
@@ -1033,6 +1033,8 @@ def _slots(length, world, layout):
 
 def gather(x, dim, ring, layout, length, /):
     """All-gather along dim: the whole, its tokens in order, on every rank."""
+    if ring.world == 1:
+        return x
     x = x.movedim(dim, 0)
     slot_S, most = _slots(length, ring.world, layout)
     padded, whole = x.new_zeros(most, *x.shape[1:]), x.new_empty(ring.world * most, *x.shape[1:])
@@ -1044,6 +1046,8 @@ def gather(x, dim, ring, layout, length, /):
 
 def scatter_sum(x, dim, ring, layout, /):
     """Reduce-scatter along dim: this rank's tokens of the sum over ranks; `gather`'s adjoint."""
+    if ring.world == 1:
+        return x
     x = x.movedim(dim, 0)
     slot_S, most = _slots(len(x), ring.world, layout)
     padded, mine = x.new_zeros(ring.world * most, *x.shape[1:]), x.new_empty(most, *x.shape[1:])
@@ -1072,7 +1076,7 @@ class Probe:
             label = "" if self.debug is True else f"{self.debug}, "
             raise FloatingPointError(
                 f"{label}ring {self.phase}: {name} is not finite, first on rank "
-                f"{self.ring.peer(first)} at hop {hop} (0: its own input); ranks with any: {ranks}"
+                f"{self.ring.peer(first)} at block {hop} (0: its input); ranks with any: {ranks}"
             )
 
 
@@ -1192,7 +1196,7 @@ def ring_attention(
     largest proper divisor of the world that divides H (if it is 1: the ring). scale, softcap,
     backend, accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the
     handshake is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its
-    masked part included, is not finite, a FloatingPointError on every rank names rank, hop, tensor.
+    masked part included, is not finite, a FloatingPointError on every rank names rank, block, tensor.
 
     Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
     Every rank of the group calls it, forward and backward. ValueError on every rank, before a block
@@ -1651,8 +1655,8 @@ def check():
         bad, exact = bad + (not ok), max([exact, *worst.values()] if "float64" in name else [exact])
         if name != last:
             print(f"\n{name:>24}" + "".join(f" {column:>8}" for column in worst) + "   budget")
-        numbers = "".join(f" {value:8.1e}" for value in worst.values())
-        print(f"{row:>24}{numbers}   {budget:.1e} {'ok' if ok else 'FAILED'}")
+        numbers = "".join(f" {value:8.3g}" for value in worst.values())
+        print(f"{row:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
         last = name
     print(json.dumps({"check": "ring_attention", "ok": not bad, "max_error": exact}))
     return int(bad > 0)

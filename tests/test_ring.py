@@ -1,0 +1,644 @@
+"""Across gloo ranks: every layout and method is the definition; faults are named on every rank."""
+
+import math
+import time
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import ranks
+
+import ring_attention as ra
+from ring_attention import Mask, definition, indices, relative, ring_attention, shard, unshard
+
+METHODS = ("ring", "allgather", "ulysses", "usp")
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def _draw(tokens, *, heads=12, keys=2, width=8, batch=2, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = [(batch, n, tokens, width) for n in (heads, keys, keys, heads)]
+    drawn = [torch.randn(s, generator=gen, dtype=torch.float64) for s in shapes]
+    return [x.requires_grad_() for x in drawn[:3]], drawn[3]
+
+
+def _dense(mask, tokens):
+    return (Mask.full(tokens) if mask is None else ra.as_mask(mask)).dense()
+
+
+# Exactness -----------------------------------------------------------------------------------
+
+
+def _errors(rank, lengths):
+    """{(length, mask, layout, method): worst error of out, lse, dq, dk, dv}, of this rank's part."""
+    found = {}
+    for tokens in lengths:
+        for name, mask in ra.examples(tokens, 12).items():
+            qkv, dout = _draw(tokens)
+            dlse = torch.randn(
+                2, 12, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+            )
+            truth = definition(*qkv, _dense(mask, tokens))
+            grads = torch.autograd.grad(truth, qkv, (dout, dlse))
+            for layout in LAYOUTS:
+                mine = lambda x: x.detach()[
+                    :, :, indices(tokens, rank, dist.get_world_size(), layout)
+                ]  # noqa: B023, E731
+                for method in METHODS:
+                    parts = [mine(x).clone().requires_grad_() for x in qkv]
+                    pair = ring_attention(
+                        *parts, mask=mask, layout=layout, method=method, return_lse=True
+                    )
+                    ours = (*pair, *torch.autograd.grad(pair, parts, (mine(dout), mine(dlse))))
+                    want = [mine(x) for x in (*truth, *grads)]
+                    dead = want[1] == -math.inf
+                    assert torch.equal(pair[1] == -math.inf, dead)
+                    pairs = [(a.detach(), b) for a, b in zip(ours, want, strict=True)]
+                    pairs[1] = tuple(x.masked_fill(dead, 0.0) for x in pairs[1])
+                    found[tokens, name, layout, method] = max(relative(a, b) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_layout_and_method_is_the_definition(tmp_path, world):
+    for found in ranks(tmp_path, world, _errors, (41,)):
+        assert len(found) == 10 * 2 * 4
+        assert max(found.values()) < 1e-12, max(found, key=found.get)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_length_is_right_on_every_world(tmp_path, world):
+    for found in ranks(tmp_path, world, _errors, (0, 1, 2, 3, 7, 13)):
+        assert max(found.values()) < 1e-12, max(found, key=found.get)
+
+
+def _mistaken(rank):
+    """Errors that the comparison gives for a gradient that is zero, transposed, scaled by the world."""
+    qkv, dout = _draw(24, width=24)
+    out, _ = definition(*qkv, _dense(Mask.causal(24), 24))
+    (truth,) = torch.autograd.grad(out, qkv[0], dout)
+    return [relative(x, truth) for x in (0 * truth, truth.transpose(-1, -2), 2 * truth)]
+
+
+def test_a_zero_a_transposed_and_a_scaled_gradient_fail_the_comparison(tmp_path):
+    assert min(ranks(tmp_path, 1, _mistaken)[0]) > 0.5
+
+
+def _dtype_errors(rank):
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for method in METHODS:
+            ours, sdpa = ra.compare(
+                Mask.causal(256),
+                None,
+                dtype,
+                256,
+                heads=(4, 2),
+                width=64,
+                layout="zigzag",
+                method=method,
+            )
+            found[dtype, method] = max(
+                a / b for k, (a, b) in enumerate(zip(ours, sdpa, strict=True)) if k != 1
+            )
+    ours, _ = ra.compare(
+        Mask.causal(256),
+        None,
+        torch.bfloat16,
+        256,
+        heads=(4, 2),
+        width=64,
+        layout="zigzag",
+        accurate=True,
+    )
+    return found, max(ours)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, world):
+    for found, accurate in ranks(tmp_path, world, _dtype_errors):
+        for (dtype, _), multiple in found.items():
+            assert multiple <= (4 if dtype == torch.float32 else 2)
+        assert accurate < 2e-3
+
+
+# Messages ------------------------------------------------------------------------------------
+
+
+class _Slow:
+    """A message that is there 50 ms after it was posted, or that takes 50 ms to wait for."""
+
+    def __init__(self, work, serial):
+        self.work, self.serial, self.posted = work, serial, time.perf_counter()
+
+    def wait(self):
+        passed = 0.0 if self.serial else time.perf_counter() - self.posted
+        time.sleep(max(0.0, 0.05 - passed))
+        self.work.wait()
+
+
+def _seconds(rank):
+    """Of a forward and backward whose tiles take 80 ms: without a delay, with it, and in series."""
+    real, forward, backward = dist.batch_isend_irecv, ra.forward_tiles, ra.backward_tiles
+
+    def slowly(function):
+        return lambda *args: (time.sleep(0.08), function(*args))[1]
+
+    ra.forward_tiles, ra.backward_tiles = slowly(forward), slowly(backward)
+    qkv, dout = _draw(16)
+    parts, upstream = [shard(x, dim=2) for x in qkv], shard(dout, dim=2)
+    seconds = []
+    for delayed, serial in ((False, False), (True, False), (True, True)):
+        dist.batch_isend_irecv = lambda ops, serial=serial: [_Slow(w, serial) for w in real(ops)]
+        if not delayed:
+            dist.batch_isend_irecv = real
+        dist.barrier()
+        begin = time.perf_counter()
+        ring_attention(*parts, mask=Mask.causal(16)).backward(upstream, retain_graph=True)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def test_double_buffering_hides_a_delay_on_the_wire(tmp_path):
+    for without, delayed, serial in ranks(tmp_path, 3, _seconds):
+        assert serial - without > 0.15  # the delay is real: it shows where nothing hides it
+        assert delayed - without < (serial - without) / 2
+
+
+def _traffic(rank, masks):
+    """{(mask, layout, dtype): [(bytes, dtype) of each send]}, forward and backward apart."""
+    world, found, real = dist.get_world_size(), {}, dist.batch_isend_irecv
+    sent = []
+
+    def count(ops):
+        sent.extend((op.tensor.nbytes, op.tensor.dtype) for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    dist.batch_isend_irecv = count
+    for name, mask in masks.items():
+        for layout in LAYOUTS:
+            for dtype in (torch.bfloat16, torch.float64):
+                shape = (1, 2, len(indices(48, rank, world, layout)), 4)
+                x = torch.randn(shape).to(dtype).requires_grad_()
+                sent.clear()
+                out = ring_attention(x, x, x, mask=mask, layout=layout)
+                forward = list(sent)
+                sent.clear()
+                out.sum().backward()
+                found[name, layout, dtype] = forward, list(sent)
+    return found
+
+
+def _hops(visible, world, layout):
+    """For each block: its tokens, the last hop that needs it, the first beyond home; by counting."""
+    held = [indices(48, rank, world, layout) for rank in range(world)]
+    for block in range(world):
+        needed = [
+            hop
+            for hop in range(1, world)
+            if visible[held[(block + hop) % world]][:, held[block]].any()
+        ]
+        yield len(held[block]), max(needed, default=0), min(needed, default=1)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_bytes_on_the_wire_match_the_formula(tmp_path, world):
+    alone = Mask.documents(doc_ids=np.arange(48) * world // 48)
+    masks = {"full": None, "causal": Mask.causal(48), "window": Mask.causal(48, window=5)}
+    masks |= {"documents": Mask.documents(doc_ids=np.arange(48) // 20), "alone": alone}
+    tables = ranks(tmp_path, world, _traffic, masks)
+    for name, layout, dtype in tables[0]:
+        parts = [table[name, layout, dtype] for table in tables]
+        sums = [sum(n for part in parts for n, _ in part[way]) for way in range(2)]
+        size, wide = (2, 4) if dtype == torch.bfloat16 else (8, 8)
+        hops = list(_hops(_dense(masks[name], 48)[0, 0], world, layout))
+        blocks = sum(2 * 2 * 4 * n * last for n, last, _ in hops)
+        grads = sum(2 * 2 * 4 * n * (last - first + 1) for n, last, first in hops)
+        assert sums == [blocks * size, blocks * size + grads * wide], (name, layout)
+        if (name, layout) == ("alone", "contiguous"):
+            assert sums == [0, 0]
+
+
+def test_gradients_travel_in_float32_or_better(tmp_path):
+    for table in ranks(tmp_path, 3, _traffic, {"full": None}):
+        for (_, _, dtype), (forward, backward) in table.items():
+            wide = torch.promote_types(dtype, torch.float32)
+            assert {d for _, d in forward} == {dtype}
+            assert {d for _, d in backward} == {dtype, wide}
+
+
+def _bytes_saved(rank):
+    qkv, dout = _draw(48)
+    parts, sizes = [shard(x, dim=2).detach().requires_grad_() for x in qkv], []
+
+    def pack(x):
+        sizes.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        ring_attention(*parts, mask=Mask.causal(48))
+    return sorted(sizes)
+
+
+def test_only_q_k_v_out_and_lse_are_saved(tmp_path):
+    want = sorted([(2, 12, 24, 8), (2, 2, 24, 8), (2, 2, 24, 8), (2, 12, 24, 8), (2, 12, 24)])
+    assert ranks(tmp_path, 2, _bytes_saved) == [want, want]
+
+
+# Ranks that differ, and bad input ------------------------------------------------------------
+
+
+def _refused(rank, cases):
+    """What each case raises on this rank when only rank 1 has it, and that nothing was sent."""
+    texts, real, sent = {}, dist.batch_isend_irecv, []
+    dist.batch_isend_irecv = lambda ops: (sent.append(ops), real(ops))[1]
+    for name in cases:
+        q, k, v = (torch.randn(2, n, 12, 8) for n in (4, 2, 2))
+        options = {"mask": Mask.causal(24)}
+        if rank == 1:
+            q, k, v, options = CASES[name](q, k, v, options)
+        try:
+            ring_attention(q, k, v, **options)
+            texts[name] = "accepted"
+        except ValueError as error:
+            texts[name] = str(error)
+    nothing_sent = not sent
+    out = ring_attention(*(torch.randn(2, 2, 12, 8) for _ in range(3)), mask=Mask.causal(24))
+    return texts, nothing_sent, out.isfinite().all().item()
+
+
+CASES = {
+    "mask": lambda q, k, v, o: (q, k, v, {"mask": Mask.causal(24, window=9)}),
+    "batch": lambda q, k, v, o: (q, k, v, {**o, "batch": {"tokens": torch.arange(3)}}),
+    "dtype": lambda q, k, v, o: (q.double(), k.double(), v.double(), o),
+    "query heads": lambda q, k, v, o: (torch.cat((q, q), 1), k, v, o),
+    "key heads": lambda q, k, v, o: (q, k[:, :1], v[:, :1], o),
+    "batch size": lambda q, k, v, o: (q[:1], k[:1], v[:1], o),
+    "head_dim": lambda q, k, v, o: (q[..., :4], k[..., :4], v[..., :4], o),
+    "options, method": lambda q, k, v, o: (q, k, v, {**o, "method": "allgather"}),
+    "options, scale": lambda q, k, v, o: (q, k, v, {**o, "scale": 0.5}),
+    "options, debug": lambda q, k, v, o: (q, k, v, {**o, "debug": True}),
+    "multiple of key heads": lambda q, k, v, o: (q[:, :3], k, v, o),
+    "expected q (B, H, q, D)": lambda q, k, v, o: (q[0], k, v, o),
+    "one dtype": lambda q, k, v, o: (q, k.double(), v, o),
+    "the mask is for": lambda q, k, v, o: (q, k, v, {"mask": Mask.causal(24).slice(slice(9), slice(24))}),
+    "one shape": lambda q, k, v, o: (q, k, v[:, :, :5], o),
+    "holds": lambda q, k, v, o: (q[:, :, :7], k[:, :, :7], v[:, :, :7], o),
+    "layout": lambda q, k, v, o: (q, k, v, {**o, "layout": "spiral"}),
+    "method": lambda q, k, v, o: (q, k, v, {**o, "method": "star"}),
+    "backend": lambda q, k, v, o: (q, k, v, {**o, "backend": "magic"}),
+    "softcap": lambda q, k, v, o: (q, k, v, {**o, "softcap": 0.0}),
+    "must divide": lambda q, k, v, o: (q[:, :1], k[:, :1], v[:, :1], {**o, "method": "ulysses"}),
+    'is for method="usp"': lambda q, k, v, o: (q, k, v, {**o, "inner": 2}),
+    "NoneType": lambda q, k, v, o: (None, k, v, o),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("refused"), 2, _refused, list(CASES))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_disagree_are_named_on_every_rank(refusals, case):
+    for texts, _, _ in refusals:
+        assert case.split(",")[0] in texts[case]
+        assert "rank 1" in texts[case]
+
+
+def test_nothing_is_sent_before_all_agree_and_the_group_works_afterwards(refusals):
+    assert all(nothing_sent and works for _, nothing_sent, works in refusals)
+
+
+def _lengths(rank):
+    """Without a mask the length is the sum of the shards; unequal ones must be those of a layout."""
+    x = torch.randn(1, 2, 5 - 4 * rank, 4)
+    with pytest.raises(ValueError, match=r"hold \[5, 1\] tokens, but the zigzag shards of 6"):
+        ring_attention(x, x, x)
+
+
+def test_shards_of_no_layout_are_refused(tmp_path):
+    ranks(tmp_path, 2, _lengths)
+
+
+def _outsider(rank):
+    group, x = dist.new_group([0]), torch.randn(1, 2, 4, 4)
+    if rank == 0:
+        return ring_attention(x, x, x, group=group).shape == x.shape
+    with pytest.raises(ValueError, match="rank 1 is not in this group"):
+        ring_attention(x, x, x, group=group)
+    return True
+
+
+def test_a_group_without_this_rank_is_refused(tmp_path):
+    assert ranks(tmp_path, 2, _outsider) == [True, True]
+
+
+def _probed(rank, method):
+    """The error text of a NaN in v on rank 1, of an inf in dout on rank 2, and a clean run's errors."""
+    qkv, dout = _draw(24)
+    texts = []
+    for where in ("v", "dout", None):
+        parts = [shard(x, dim=2).detach().clone() for x in qkv]
+        upstream = shard(dout, dim=2).clone()
+        if where == "v" and rank == 1:
+            parts[2][0, 0, 0, 0] = math.nan
+        if where == "dout" and rank == 2:
+            upstream[0, 0, 0, 0] = math.inf
+        parts = [x.requires_grad_() for x in parts]
+        try:
+            out = ring_attention(
+                *parts, mask=Mask.causal(24), method=method, debug="step 3, layer 7"
+            )
+            grads = torch.autograd.grad(out, parts, upstream)
+            plain = ring_attention(*parts, mask=Mask.causal(24), method=method)
+            same = zip(grads, torch.autograd.grad(plain, parts, upstream), strict=True)
+            texts.append(torch.equal(out, plain) and all(torch.equal(a, b) for a, b in same))
+        except FloatingPointError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, method):
+    for forward, backward, clean in ranks(tmp_path, 3, _probed, method):
+        assert (
+            "step 3, layer 7" in forward
+            and "v is not finite, first on rank 1 at block 0" in forward
+        )
+        assert "dout is not finite, first on rank 2 at block 0" in backward
+        assert clean is True
+
+
+# Gather, scatter, batches, rings -------------------------------------------------------------
+
+
+def _gathered(rank):
+    world, gen, found = dist.get_world_size(), torch.Generator().manual_seed(rank), []
+    for tokens in (0, 1, 7, 12):
+        for layout in LAYOUTS:
+            x = torch.randn(3, tokens, 2, dtype=torch.float64).cumsum(0)
+            dist.broadcast(x, 0)
+            upstream = torch.randn(x.shape, generator=gen, dtype=torch.float64)  # another per rank
+            total = upstream.clone()
+            dist.all_reduce(total)
+            index = indices(tokens, rank, world, layout)
+            place = {"dim": -2, "layout": layout}
+            mine = shard(x, **place).requires_grad_()
+            grads = []
+            for function in (unshard, ra.unshard_replicated):
+                whole = function(mine, **place, length=tokens)
+                found.append(torch.equal(whole, x))
+                grads += torch.autograd.grad(whole, mine, upstream)
+            found.append(torch.allclose(grads[0], total[:, index], rtol=1e-14, atol=0))
+            found.append(torch.equal(grads[1], upstream[:, index]))
+            leaf = x.clone().requires_grad_()
+            shard(leaf, **place).backward(upstream[:, index])
+            want = torch.zeros_like(x)
+            want[:, index] = upstream[:, index]
+            found.append(torch.equal(leaf.grad, want))
+            ids = torch.arange(tokens)
+            found.append(torch.equal(unshard(shard(ids, dim=0), dim=0, length=tokens), ids))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gather_undoes_a_shard_and_its_two_gradients_are_sum_and_slice(tmp_path, world):
+    assert all(all(found) for found in ranks(tmp_path, world, _gathered))
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def _batch(seed):
+    gen = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(9, (2, 3), generator=gen)
+    return {
+        "text": f"prompt {seed}", "none": None, "number": 0.5 + seed, "tokens": tokens.T,
+        "nested": [Pair(tokens > 4, (torch.randn(4, generator=gen).bfloat16(), torch.tensor(seed)))],
+        "empty": torch.zeros(0, 3),
+    }  # fmt: skip
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+def _broadcast(rank):
+    group = ra.make_ring(2)
+    mine = _batch(10 + rank)
+    got = ra.broadcast_batch(mine, group)
+    return _same(got, _batch(10 + rank // 2 * 2)) and _same(mine, _batch(10 + rank))
+
+
+def test_broadcast_batch_gives_each_ring_the_batch_of_its_first_rank(tmp_path):
+    assert ranks(tmp_path, 4, _broadcast) == [True] * 4
+
+
+def _two_dimensional(rank, replicated, gather):
+    """Each parameter's gradient after the mean over 4 ranks, over one process's; 2 rings of 2."""
+    group, gen = ra.make_ring(2), torch.Generator().manual_seed(0)
+    trunk, head = (torch.randn(s, generator=gen, dtype=torch.float64) for s in ((8, 48), (16, 4)))
+    data = torch.randn(2, 1, 14, 8, generator=gen, dtype=torch.float64)
+    params, mask = [trunk.requires_grad_(), head.requires_grad_()], Mask.causal(14)
+
+    def hidden(x_BsD, attention):
+        q, k, v = (x_BsD @ trunk).unflatten(-1, (6, 8)).transpose(1, 2).split((2, 2, 2), 1)
+        return attention(q, k, v).transpose(1, 2).flatten(2)
+
+    def loss(x_BsD):
+        return (x_BsD @ head).pow(2).sum()
+
+    truth = sum(loss(hidden(x, lambda *qkv: definition(*qkv, mask.dense())[0])) for x in data) / 2
+    want = torch.autograd.grad(truth, params)
+    mine = data[ra.dp_rank(rank, 2)]
+    x = hidden(
+        shard(mine, dim=1, group=group), lambda *qkv: ring_attention(*qkv, group=group, mask=mask)
+    )
+    if replicated:
+        x = gather(x, dim=1, group=group, length=14)
+    grads = torch.autograd.grad(loss(x) * ra.loss_scale(2, replicated=replicated), params)
+    for grad in grads:
+        dist.all_reduce(grad)
+    ratios = [(g / 4 * w).sum() / (w * w).sum() for g, w in zip(grads, want, strict=True)]
+    errors = [relative(g / 4, w) for g, w in zip(grads, want, strict=True)]
+    return [x.item() for x in ratios], max(errors)
+
+
+@pytest.mark.parametrize("replicated", [True, False])
+def test_every_gradient_of_rings_times_data_is_that_of_one_process(tmp_path, replicated):
+    for ratios, error in ranks(tmp_path, 4, _two_dimensional, replicated, unshard):
+        assert error < 1e-12
+        assert ratios == pytest.approx([1.0, 1.0], abs=1e-12)
+
+
+def test_the_slice_gradient_leaves_the_trunk_with_a_share(tmp_path):
+    ratios, _ = ranks(tmp_path, 4, _two_dimensional, True, ra.unshard_replicated)[0]
+    assert ratios == pytest.approx([0.5, 1.0], abs=1e-12)  # no factor on the loss makes both 1
+
+
+def test_ranks_of_a_ring_share_a_seed_and_rings_do_not():
+    assert ra.rings(6, 2) == [[0, 1], [2, 3], [4, 5]]
+    seeds = [ra.sampler_seed(7, rank, 2) for rank in range(6)]
+    assert seeds[0::2] == seeds[1::2] and len(set(seeds)) == 3
+    assert [ra.dp_rank(rank, 2) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert ra.loss_scale(4, replicated=False) == 4 and ra.loss_scale(4, replicated=True) == 1
+    assert ra.loss_scale(4, replicated=True, reduce="sum") == 0.25
+
+
+def _suffix(rank):
+    """Errors of the suffix route: outputs, and gradients of prefix and suffix."""
+    world, gen = dist.get_world_size(), torch.Generator().manual_seed(0)
+    p, t = 13, 5
+    shapes = [(1, h, n, 8) for n in (p, t) for h in (4, 2, 2)]
+    leaves = [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
+    upstream = torch.randn(1, 4, p + t, 8, generator=gen, dtype=torch.float64)
+    block = torch.tensor([0] * 6 + [1] * 7 + [2] * 5)
+    valid = torch.arange(18) != 3
+    mask = Mask.blocks(block, valid)
+    whole = [torch.cat((a, b), 2) for a, b in zip(leaves[:3], leaves[3:], strict=True)]
+    truth, _ = definition(*whole, mask.dense())
+    want = torch.autograd.grad(truth, leaves, upstream)
+    parts = [shard(x, dim=2) for x in leaves[:3]]
+    prefix = Mask.blocks(block[:p], valid[:p])
+    out, k, v = ra.prefix_attention(*parts, length=p, mask=prefix)
+    suffix = ra.suffix_attention(*leaves[3:], k, v, mask)
+    # the prefix's loss is of each rank's tokens, the suffix's is replicated: summed over ranks
+    upstreams = (shard(upstream[:, :, :p], dim=2), upstream[:, :, p:] / world)
+    grads = [x.contiguous() for x in torch.autograd.grad((out, suffix), leaves, upstreams)]
+    for grad in grads:
+        dist.all_reduce(grad)
+    got = torch.cat((unshard(out, dim=2, length=p), suffix), 2)
+    return [relative(a.detach(), b) for a, b in zip((got, *grads), (truth, *want), strict=True)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_prefix_over_the_ring_and_a_suffix_on_each_rank_are_one_sequence(tmp_path, world):
+    assert max(max(errors) for errors in ranks(tmp_path, world, _suffix)) < 1e-12
+
+
+# Rows that see nothing, and reuse ------------------------------------------------------------
+
+
+def _dead(rank):
+    """Values and gradients of dead rows under awful upstreams; errors of the others beside NaN."""
+    found = []
+    valid = torch.arange(26) % 4 != 1
+    mask = Mask.padding(valid[None])
+    qkv, dout = _draw(26)
+    truth, _ = definition(*qkv, mask.dense())
+    want = torch.autograd.grad(truth, qkv, torch.where(valid[:, None], dout, 0.0))
+    for method in METHODS:
+        parts, upstream = [x.detach().clone() for x in qkv], dout.clone()
+        for x, value in zip(
+            (*parts, upstream), (math.nan, math.inf, math.nan, math.inf), strict=True
+        ):
+            x[:, :, ~valid] = value
+        parts = [shard(x, dim=2).requires_grad_() for x in parts]
+        out, lse = ring_attention(*parts, mask=mask, method=method, return_lse=True)
+        grads = torch.autograd.grad(out, parts, shard(upstream, dim=2))
+        alive = shard(valid, dim=0)
+        dead = [x[:, :, ~alive] for x in (out, *grads)]
+        found.append(max(x.abs().max().item() for x in dead))
+        found.append(0.0 if bool((lse[:, :, ~alive] == -math.inf).all()) else math.inf)
+        pairs = zip((out, *grads), (truth, *want), strict=True)
+        found += [relative(a.detach(), shard(b.detach(), dim=2)) for a, b in pairs]
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_pad_on_any_rank_is_nothing_and_its_nan_reaches_nobody(tmp_path, world):
+    for found in ranks(tmp_path, world, _dead):
+        assert max(found) < 1e-12 and not any(math.isnan(x) for x in found)
+
+
+def _reused(rank):
+    """One mask with other layouts, methods, groups and strides, twice; gradients that accumulate."""
+    pair, errors, mask = ra.make_ring(2), [], Mask.causal(20, window=8)
+    qkv, dout = _draw(20, heads=4)
+    truth, _ = definition(*qkv, mask.dense())
+    want = torch.autograd.grad(truth, qkv, dout)
+    for group in (None, pair, None):
+        for method in METHODS:
+            for layout in LAYOUTS:
+                place = {"dim": 2, "group": group, "layout": layout}
+                parts = [
+                    shard(x.detach(), **place).transpose(0, 1).contiguous().transpose(0, 1)
+                    for x in qkv
+                ]
+                parts = [x.requires_grad_() for x in parts]
+                upstream = shard(dout, **place).mT.contiguous().mT
+                for _ in range(2):
+                    out = ring_attention(
+                        *parts, group=group, mask=mask, layout=layout, method=method
+                    )
+                    out.backward(upstream)
+                errors.append(relative(out.detach(), shard(truth.detach(), **place)))
+                errors += [
+                    relative(x.grad / 2, shard(y, **place))
+                    for x, y in zip(parts, want, strict=True)
+                ]
+    with torch.no_grad():
+        plain = ring_attention(*parts, mask=mask, layout=layout, method=method)
+    errors.append(relative(plain, out.detach()))
+    return errors
+
+
+def test_one_mask_serves_every_call(tmp_path):
+    for errors in ranks(tmp_path, 4, _reused):
+        assert max(errors) < 1e-12
+
+
+def _largest(rank, tokens):
+    """Numbers in the largest tensor of a forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Hook(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, torch.Tensor):
+                    self.most = max(self.most, x.numel())
+            return out
+
+    parts = [torch.randn(1, 1, tokens // 4, 16).requires_grad_() for _ in range(3)]
+    mask = Mask.causal(tokens)
+    with Hook() as hook:
+        ring_attention(*parts, mask=mask).sum().backward()
+    return hook.most
+
+
+def test_no_tensor_is_larger_than_a_few_shards(tmp_path):
+    for most in ranks(tmp_path, 4, _largest, 4096):
+        assert most <= 8 * 4096 // 4 * 16
+
+
+@pytest.mark.quick
+def test_without_torch_distributed_a_ring_just_attends():
+    qkv, dout = _draw(9)
+    for method in METHODS:
+        out = ring_attention(*qkv, mask=Mask.causal(9), method=method)
+        assert torch.equal(out, ra.attend(*qkv, Mask.causal(9))[0])
+    with pytest.raises(ValueError, match="not initialised"):
+        ring_attention(*qkv, group=object())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_are_a_partition_in_order(layout):
+    for length in (0, 1, 2, 3, 7, 24, 97):
+        for world in (1, 2, 3, 4, 8):
+            shards = [indices(length, rank, world, layout) for rank in range(world)]
+            assert sorted(torch.cat(shards).tolist()) == list(range(length))
+            assert all((x[1:] > x[:-1]).all() for x in shards)
+    assert indices(8, 0, 2).tolist() == [0, 1, 6, 7] and indices(8, 1, 2).tolist() == [2, 3, 4, 5]
