@@ -345,6 +345,8 @@ class Mask:
     def _boxes(self, batch, tile, join):
         one = self.part(slice(batch.start or 0, (batch.start or 0) + 1), ALL, ALL)
         (rows, keys), (n, m) = one._edges(tile), self.shape[2:]
+        if not n or not m:
+            return
         rows, keys = [*rows, n], [*keys, m]
         spans = [[slice(a, b) for a, b in zip(x, x[1:], strict=False)] for x in (rows, keys)]
         kinds = one.classify(rows[:-1], keys[:-1])[0]
@@ -479,9 +481,9 @@ def digest(*parts):
 
 # 3. One device: tiles, merged ----------------------------------------------------------------
 
-# Side of a tile, and how many full neighbours may be one call. torch's CPU kernel works on 512 keys
-# at a time and saves nothing on a causal square below that, so small squares waste less; beyond 4096
-# keys a call leaves the cache.
+# Side of a tile, and how many equal neighbours may be one call. torch's CPU kernel takes 512 keys
+# at a time and saves nothing on a causal square below that, so small squares waste less; a call on
+# more than 4096 keys leaves the cache.
 TILES = {"cpu": (128, 32), "cuda": (1024, 1024), "math": (512, 1)}
 
 
@@ -739,12 +741,17 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
+        _refuse_second_derivative()
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         grads = backward_tiles(dout, q, k, v, out, lse, dlse, ctx.mask, ctx.kernel)
         return (*(grad.to(q.dtype) for grad in grads), None, None)
+
+
+def _refuse_second_derivative():
+    if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
+        raise NotImplementedError("attention has no second derivative here: no create_graph=True")
 
 
 def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
@@ -1154,8 +1161,8 @@ class _RingAttention(torch.autograd.Function):
         return swap(out, route, back=True), swap(lse[..., None], route, back=True)[..., 0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout, dlse):
+        _refuse_second_derivative()
         q, k, v, out, lse = ctx.saved_tensors
         route, kernel, method, debug, repeat = ctx.options
         probe = Probe(debug, route.ring, "backward")
@@ -1196,7 +1203,8 @@ def ring_attention(
     largest proper divisor of the world that divides H (if it is 1: the ring). scale, softcap,
     backend, accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the
     handshake is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its
-    masked part included, is not finite, a FloatingPointError on every rank names rank, block, tensor.
+    masked part included, is not finite, a FloatingPointError on every rank names rank, block and
+    tensor.
 
     Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
     Every rank of the group calls it, forward and backward. ValueError on every rank, before a block

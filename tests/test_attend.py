@@ -1,0 +1,390 @@
+"""attend and merge on one device: exact, clean beside NaN, within SDPA's own error."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ring_attention as ra
+from ring_attention import Mask, attend, choose_backend, definition, merge, relative
+
+KINDS = list(ra.examples(8))
+BACKENDS = ("math", "fused")
+
+
+def _draw(rows, keys=None, *, heads=4, groups=2, width=8, batch=2, dtype=torch.float64, seed=0):
+    keys, gen = rows if keys is None else keys, torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, rows, width), *[(batch, groups, keys, width)] * 2]
+    leaves = [torch.randn(s, generator=gen, dtype=torch.float64).to(dtype) for s in shapes]
+    dout = torch.randn(shapes[0], generator=gen, dtype=torch.float64).to(dtype)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def _dense(mask, rows, keys):
+    every = Mask.full(max(rows, keys)).slice(slice(rows), slice(keys))
+    return (every if mask is None else ra.as_mask(mask)).dense()
+
+
+def _worst(leaves, dout, mask, **options):
+    """The worst error of out, lse, and the gradients through out and through out and lse."""
+    visible = _dense(mask, leaves[0].shape[2], leaves[1].shape[2])
+    scores = {name: options[name] for name in ("scale", "softcap") if name in options}
+    pair, truth = attend(*leaves, mask, **options), definition(*leaves, visible, **scores)
+    dead = truth[1] == -math.inf
+    assert torch.equal(pair[1] == -math.inf, dead)
+    dlse = torch.randn(dead.shape, dtype=truth[1].dtype, generator=torch.Generator().manual_seed(5))
+    errors = [relative(pair[0].detach(), truth[0].detach())]
+    errors.append(relative(*(x[1].detach().masked_fill(dead, 0.0) for x in (pair, truth))))
+    for n in (1, 2):
+        grads, want = (
+            torch.autograd.grad(x[:n], leaves, (dout, dlse)[:n], retain_graph=True)
+            for x in (pair, truth)
+        )
+        errors += [relative(a, b) for a, b in zip(grads, want, strict=True)]
+    return max(errors)
+
+
+@pytest.fixture(params=[128, 8, 3])
+def tile(request, monkeypatch):
+    """The side of a tile: one, many, and ones that divide nothing."""
+    sizes = {name: (request.param, join) for name, (_, join) in ra.TILES.items()}
+    monkeypatch.setattr(ra, "TILES", sizes)
+
+
+# Exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_and_its_gradients_are_the_definition(kind, backend, tile):
+    leaves, dout = _draw(41)
+    assert _worst(leaves, dout, ra.examples(41, 4)[kind], backend=backend) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("width", [1, 3, 64, 129, 512])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_grouping_of_heads_and_any_head_dim(groups, width, backend):
+    leaves, dout = _draw(11, groups=groups, width=width)
+    assert _worst(leaves, dout, Mask.causal(11), backend=backend) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows, keys", [(5, 23), (23, 5), (1, 1), (1, 40), (0, 7), (7, 0), (0, 0)])
+def test_queries_and_keys_may_differ_in_number_and_be_none(rows, keys, backend):
+    leaves, dout = _draw(rows, keys)
+    mask = Mask.causal(40).slice(slice(40 - rows, 40), slice(keys))
+    assert _worst(leaves, dout, mask, backend=backend) < 1e-12
+    assert _worst(leaves, dout, None, backend=backend) < 1e-12
+
+
+@pytest.mark.quick
+def test_scale_and_softcap_are_those_of_the_definition(tile):
+    leaves, dout = _draw(30)
+    for mask in ra.examples(30, 4).values():
+        assert _worst(leaves, dout, mask, softcap=1.5) < 1e-12
+        assert _worst(leaves, dout, mask, scale=0.7, softcap=3.0) < 1e-12
+        assert _worst(leaves, dout, mask, scale=0.7) < 1e-12
+
+
+def _layouts(x):
+    """The same values behind other strides, one of them 0."""
+    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    wide[..., ::2] = x
+    return [x.mT.contiguous().mT, x.transpose(1, 2).contiguous().transpose(1, 2), wide[..., ::2]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", range(3))
+def test_strides_do_not_matter(backend, which):
+    leaves, dout = _draw(20, width=6)
+    truth = attend(*leaves, Mask.causal(20), backend=backend)[0]
+    want = torch.autograd.grad(truth, leaves, dout)
+    *views, upstream = (_layouts(x.detach())[which] for x in (*leaves, dout))
+    views = [x.requires_grad_() for x in views]
+    out = attend(*views, Mask.causal(20), backend=backend)[0]
+    grads = torch.autograd.grad(out, views, upstream)
+    for a, b in zip((out, *grads), (truth, *want), strict=True):
+        assert relative(a.detach(), b.detach()) < 1e-14
+    one = torch.autograd.grad(attend(*views, backend=backend)[0].sum(), views)  # expanded upstream
+    all_ones = torch.autograd.grad(attend(*leaves)[0], leaves, torch.ones_like(dout))
+    assert max(relative(a, b) for a, b in zip(one, all_ones, strict=True)) < 1e-12
+
+
+@pytest.mark.quick
+def test_a_zero_gradient_fails_the_comparison():
+    leaves, dout = _draw(9)
+    grads = torch.autograd.grad(attend(*leaves)[0], leaves, dout)
+    assert [relative(torch.zeros_like(grad), grad) for grad in grads] == [1.0] * 3
+
+
+@pytest.mark.quick
+def test_a_second_derivative_is_refused():
+    leaves, dout = _draw(5)
+    for function in (attend, lambda *qkv: ra.ring_attention(*qkv, return_lse=True)):
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            torch.autograd.grad(function(*leaves)[0], leaves[0], dout, create_graph=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_is_written_into_arguments(backend):
+    leaves, dout = _draw(12)
+    mask = ra.examples(12, 4)["blocks"]
+    before = [x.detach().clone() for x in (*leaves, dout)]
+    out, lse = attend(*leaves, mask, backend=backend)
+    kept = out.detach().clone(), lse.detach().clone()
+    out.backward(dout)
+    merge(out, lse, out, lse)
+    for a, b in zip((*leaves, dout, out, lse), (*before, *kept), strict=True):
+        assert torch.equal(a, b)
+
+
+# Lower precision -----------------------------------------------------------------------------
+
+
+def _three(dtype, mask, accurate=False):
+    """Errors of out, dq, dk, dv against float64: ours, and SDPA's at this dtype."""
+    leaves, dout = _draw(512, heads=8, groups=2, width=64, batch=1, dtype=dtype)
+
+    def run(attention, tensors, upstream):
+        out = attention(*tensors)
+        return [x.detach() for x in (out, *torch.autograd.grad(out, tensors, upstream))]
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth = run(lambda *x: definition(*x, mask.dense())[0], exact, dout.double())
+    options = {"attn_mask": mask.dense(), "enable_gqa": True}
+    rival = run(lambda *x: scaled_dot_product_attention(*x, **options), leaves, dout)
+    ours = run(lambda *x: attend(*x, mask, accurate=accurate)[0], leaves, dout)
+    assert all(x.dtype == dtype for x in ours)
+    return [[relative(a, b) for a, b in zip(x, truth, strict=True)] for x in (ours, rival)]
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(512), Mask.causal(512, window=200)])
+@pytest.mark.parametrize(
+    "dtype, most", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
+)
+def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, mask):
+    ours, rival = _three(dtype, mask)
+    assert max(a / b for a, b in zip(ours, rival, strict=True)) <= most
+
+
+def test_accurate_bf16_is_below_2e_3():
+    ours, rival = _three(torch.bfloat16, Mask.causal(512), accurate=True)
+    assert max(ours) < 2e-3 < max(rival)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", ra.DTYPES)
+def test_out_has_the_dtype_of_q_and_lse_float32_or_float64(dtype):
+    leaves, _ = _draw(4, dtype=dtype)
+    out, lse = attend(*leaves, Mask.causal(4))
+    assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
+
+
+# Rows that see nothing, NaN, large scores ----------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("upstream", [1.0, 1e300, math.inf, math.nan])
+def test_a_row_that_sees_nothing_is_zero_whatever_arrives(upstream, backend, tile):
+    valid = torch.arange(40) % 3 != 1
+    mask = Mask.blocks(torch.arange(40) // 7, valid)
+    leaves, dout = _draw(40)
+    clean = torch.autograd.grad(attend(*leaves, mask, backend=backend)[0], leaves, dout)
+    dout[:, :, ~valid] *= upstream
+    out, lse = attend(*leaves, mask, backend=backend)
+    dlse = torch.randn_like(lse).masked_fill(~valid, upstream)
+    grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    assert (out[:, :, ~valid] == 0).all() and (lse[:, :, ~valid] == -math.inf).all()
+    assert all((grad[:, :, ~valid] == 0).all() for grad in grads)
+    assert max(relative(a, b) for a, b in zip(grads, clean, strict=True)) < 1e-12
+    through_lse = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    assert all((g[:, :, ~valid] == 0).all() and g.isfinite().all() for g in through_lse)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("case", ["future", "document", "pad", "window"])
+def test_nan_in_masked_tokens_leaves_visible_rows_clean(case, poison, backend, tile):
+    bad, mask, reached = {
+        "future": (30, Mask.causal(40), torch.arange(40) >= 30),
+        "document": (
+            12,
+            Mask.documents(doc_ids=torch.arange(40) // 10),
+            torch.arange(40) // 10 == 1,
+        ),
+        "pad": (17, Mask.padding(torch.arange(40) != 17), torch.zeros(40, dtype=torch.bool)),
+        "window": (20, Mask.causal(40, window=6), torch.arange(40) // 6 * 6 == -1),
+    }[case]
+    if case == "document":
+        reached = reached & (torch.arange(40) >= 12)
+    if case == "window":
+        reached = (torch.arange(40) >= 20) & (torch.arange(40) < 26)
+    leaves, dout = _draw(40)
+    truth = attend(*leaves, mask, backend=backend)[0]
+    for which in (1, 2):
+        tensors = [x.detach().clone() for x in leaves]
+        tensors[which][:, :, bad] = poison
+        tensors[0][:, :, ~mask.dense()[0, 0].any(1)] = poison  # dead queries
+        tensors = [x.requires_grad_() for x in tensors]
+        out = attend(*tensors, mask, backend=backend)[0]
+        assert relative(out[:, :, ~reached].detach(), truth[:, :, ~reached].detach()) < 1e-12
+        if reached.any() and (which == 2 or math.isnan(poison)):
+            assert not out[:, :, reached].isfinite().all(-1).any()  # never hidden
+        upstream = torch.where(reached[:, None], 0.0, dout)
+        dq = torch.autograd.grad(out, tensors, upstream)[0]
+        want = torch.autograd.grad(truth, leaves, upstream, retain_graph=True)[0]
+        assert relative(dq[:, :, ~reached], want[:, :, ~reached]) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, backend, tile):
+    leaves, dout = _draw(40, dtype=dtype)
+    with torch.no_grad():
+        leaves[0][..., 0] = 100.0
+        leaves[1][..., 0] = (
+            torch.linspace(-3000, 3000, 40)[::order].clone()
+            if order > 0
+            else torch.linspace(3000, -3000, 40)
+        )
+    out, lse = attend(*leaves, Mask.causal(40), backend=backend)
+    grads = torch.autograd.grad(out, leaves, dout)
+    truth, true_lse = definition(*(x.double() for x in leaves), Mask.causal(40).dense())
+    assert lse.abs().max() > 1e4
+    assert all(x.isfinite().all() for x in (out, lse, *grads))
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    assert relative(out.detach(), truth.detach()) < bound
+    assert relative(lse.detach(), true_lse.detach()) < bound
+
+
+# merge ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_parts_merge_to_the_whole_in_any_order():
+    leaves, _ = _draw(9, 30)
+    q, k, v = leaves
+    parts = [attend(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 4), (4, 19), (19, 30))]
+    whole = attend(*leaves)
+    for a, b, c in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        for pair in (
+            merge(*merge(*parts[a], *parts[b]), *parts[c]),
+            merge(*parts[a], *merge(*parts[b], *parts[c])),
+        ):
+            assert all(
+                relative(x.detach(), y.detach()) < 1e-14 for x, y in zip(pair, whole, strict=True)
+            )
+
+
+@pytest.mark.quick
+def test_merge_of_dead_rows_has_clean_values_and_gradients():
+    gen = torch.Generator().manual_seed(0)
+    out1, out2 = (torch.randn(5, 3, generator=gen, dtype=torch.float64) for _ in range(2))
+    lse1, lse2 = (torch.randn(5, generator=gen, dtype=torch.float64) * 3 for _ in range(2))
+    tensors = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
+    assert torch.autograd.gradcheck(merge, tensors)
+    lse1, lse2 = lse1.detach().clone(), lse2.detach().clone()
+    lse1[[0, 1]], lse2[[0, 2]] = -math.inf, -math.inf
+    lse1[3], lse2[3] = 1e5, -1e5
+    tensors[1], tensors[3] = lse1.requires_grad_(), lse2.requires_grad_()
+    out, lse = merge(*tensors)
+    assert (
+        torch.equal(out[1], out2[1])
+        and torch.equal(out[2], out1[2])
+        and torch.equal(out[3], out1[3])
+    )
+    assert (out[0] == 0).all() and lse[0] == -math.inf and lse[1] == lse2[1] and lse[3] == 1e5
+    grads = torch.autograd.grad((out, lse), tensors, (torch.randn_like(out), torch.ones_like(lse)))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert all((grad[0] == 0).all() for grad in grads)
+    assert grads[1].tolist()[1] == 0 and grads[3].tolist()[2] == 0
+
+
+# Choice, bad input, memory -------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_the_backend_is_fused_where_the_kernel_can_and_says_why_not():
+    q = torch.zeros(1, 2, 3, 5)
+    cuda = torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16)
+    assert choose_backend(q) == "fused" and choose_backend(q.half()) == "fused"
+    assert choose_backend(q, softcap=1.0) == "math" and choose_backend(q, backend="math") == "math"
+    assert choose_backend(cuda) == "math"
+    with pytest.raises(ValueError, match="softcap"):
+        attend(q, q, q, softcap=1.0, backend="fused")
+    with pytest.raises(ValueError, match="meta"):
+        choose_backend(cuda, backend="fused")
+
+
+def _bad(**changes):
+    shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 5, 8), "v": (2, 2, 5, 8)} | changes
+    return [torch.zeros(shapes[name]) for name in "qkv"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "tensors, options, text",
+    [
+        (_bad(q=(2, 4, 8)), {}, r"expected q \(B, H, q, D\).*\(2, 4, 8\)"),
+        (_bad(v=(2, 2, 6, 8)), {}, "k and v must have one shape"),
+        (_bad(q=(1, 4, 5, 8)), {}, "batch and head_dim"),
+        (_bad(q=(2, 4, 5, 16)), {}, "batch and head_dim"),
+        (_bad(q=(2, 3, 5, 8)), {}, "multiple of key heads"),
+        (_bad(q=(2, 0, 5, 8)), {}, "multiple of key heads"),
+        (_bad(q=(2, 4, 5, 513), k=(2, 2, 5, 513), v=(2, 2, 5, 513)), {}, "1 to 512"),
+        ([*_bad()[:2], _bad()[2].double()], {}, "one dtype"),
+        ([x.long() for x in _bad()], {}, "one dtype"),
+        (_bad(), {"mask": Mask.causal(6)}, r"\(6, 6\) queries and keys, but there are \(5, 5\)"),
+        (_bad(), {"mask": Mask.causal(5, batch=3)}, "batch 3"),
+        (_bad(), {"mask": torch.ones(2, 3, 5, 5, dtype=torch.bool)}, "3 heads"),
+        (_bad(), {"mask": torch.ones(5, 5)}, "a mask is a Mask or a bool tensor"),
+        (_bad(), {"mask": "causal"}, "a mask is a Mask or a bool tensor"),
+        (_bad(), {"scale": -1.0}, "scale must be a positive number"),
+        (_bad(), {"softcap": math.inf}, "softcap must be a positive number"),
+        (_bad(), {"backend": "flash"}, "backend must be"),
+    ],
+)
+def test_bad_input_is_refused_with_what_came(tensors, options, text):
+    with pytest.raises(ValueError, match=text):
+        attend(*tensors, **options)
+
+
+class _Largest(TorchDispatchMode):
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.most = max(self.most, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "blocks", "padding", "tree", "window"])
+def test_nothing_of_size_s_by_s_is_allocated(kind):
+    leaves, dout = _draw(4096, heads=1, groups=1, width=16, batch=1, dtype=torch.float32)
+    at = torch.arange(4096)
+    mask = {
+        "causal": Mask.causal(4096),
+        "documents": Mask.documents(doc_ids=at // 300),
+        "blocks": Mask.blocks(at // 77, at % 50 != 3),
+        "padding": Mask.padding(at % 7 != 2),
+        "tree": Mask.tree(torch.where(at < 1000, 4096, torch.where(at < 2500, 2500, 4096))),
+        "window": Mask.causal(4096, window=1000),
+    }[kind]
+    for backend in BACKENDS:
+        with _Largest() as hook:
+            attend(*leaves, mask, backend=backend)[0].backward(dout)
+        assert hook.most <= 4096 * 4096 // 16

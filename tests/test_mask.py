@@ -1,0 +1,291 @@
+"""Masks: each constructor is its rule in words; tiles and regions cover what is visible, once."""
+
+import numpy as np
+import pytest
+import torch
+
+import ring_attention as ra
+from ring_attention import CAUSAL, EMPTY, FULL, DenseMask, Mask, indices
+
+pytestmark = pytest.mark.quick
+
+
+def _rule(rows, keys, sees, batch=1):
+    """bool (batch, 1, rows, keys) by asking sees(b, i, j) for each pair."""
+    table = [[[bool(sees(b, i, j)) for j in keys] for i in rows] for b in range(batch)]
+    return torch.tensor(table).reshape(batch, 1, len(rows), len(keys))
+
+
+def _tree(length, seed):
+    """Parents of a random forest in DFS preorder, -1 for a root, and the ends of the subtrees."""
+    rng, parent, path = np.random.default_rng(seed), [], []
+    for j in range(length):
+        path = path[: rng.integers(len(path) + 1)] if rng.random() < 0.4 else path
+        parent.append(path[-1] if path else -1)
+        path = [*path, j]
+    ends = [max(d + 1 for d in range(length) if j in _ancestors(parent, d)) for j in range(length)]
+    return parent, ends
+
+
+def _ancestors(parent, j):
+    """j, its parent, and so on to a root."""
+    found = [j]
+    while parent[found[-1]] >= 0:
+        found.append(parent[found[-1]])
+    return found
+
+
+def _many(length, seed):
+    """Masks of every kind, with a batch of 3, for random documents, blocks, PAD and trees."""
+    gen = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(n, (3, length), generator=gen)  # noqa: E731
+    valid, label = draw(4) > 0, (draw(4) == 0).cumsum(1)
+    tree = Mask.tree(_tree(length, seed)[1])
+    return [
+        Mask.full(length), Mask.causal(length, batch=2), Mask.causal(length, window=1 + seed),
+        Mask.documents(doc_ids=label.masked_fill(~valid, -1)), Mask.blocks(label, valid),
+        Mask.documents(doc_ids=label, window=3), Mask.padding(valid),
+        Mask.padding(valid, causal=False), tree, tree.with_window(2),
+        Mask(draw(length + 1), draw(length + 2), rows_BS=valid, position_BS=draw(9), window=4),
+        DenseMask(torch.rand(3, 2, length, length, generator=gen) > 0.7),
+    ]  # fmt: skip
+
+
+# Constructors --------------------------------------------------------------------------------
+
+
+def test_causal_sees_what_came_before():
+    want = _rule(range(6), range(6), lambda b, i, j: j <= i, batch=2)
+    assert torch.equal(Mask.causal(6, batch=2).dense(), want)
+    assert Mask.full(6).dense().all()
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 6, 99])
+def test_a_window_counts_the_token_itself(window):
+    want = _rule(range(6), range(6), lambda b, i, j: j <= i and i - j < window)
+    assert torch.equal(Mask.causal(6, window=window).dense(), want)
+    assert torch.equal(Mask.causal(6, window=3).with_window(window).dense(), want)
+    assert torch.equal(
+        Mask.causal(6, window=window).with_window(None).dense(), Mask.causal(6).dense()
+    )
+
+
+def test_a_window_measures_positions():
+    position = [0, 1, 2, 10, 11, 12]
+    mask = Mask(range(6), [6] * 6, position_BS=position, window=3)
+    want = _rule(range(6), range(6), lambda b, i, j: j <= i and position[i] - position[j] < 3)
+    assert torch.equal(mask.dense(), want)
+
+
+def test_documents_see_themselves_and_pad_sees_nothing():
+    doc = [[7, 7, -1, 7, 2, 2, -1], [0, 1, 1, 1, 2, -1, -1]]
+    sees = lambda b, i, j: j <= i and doc[b][i] == doc[b][j] >= 0  # noqa: E731
+    want = _rule(range(7), range(7), sees, batch=2)
+    for given in (doc, torch.tensor(doc), np.array(doc, np.int32)):
+        assert torch.equal(Mask.documents(doc_ids=given).dense(), want)
+
+
+def test_documents_start_where_positions_do_not_go_on_by_one():
+    position = [4, 5, 6, 0, 1, 2, 3, 7, 8, 9, 10]
+    same = Mask.documents(doc_ids=[0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]).dense()
+    assert torch.equal(Mask.documents(position_ids=position).dense(), same)
+    padded = Mask.documents(position_ids=[0, 1, -1, -1, 0, 1]).dense()
+    assert torch.equal(padded, Mask.documents(doc_ids=[0, 0, -1, -1, 1, 1]).dense())
+
+
+def test_doc_ids_win_over_position_ids_with_a_warning():
+    with pytest.warns(UserWarning, match="doc_ids decide"):
+        mask = Mask.documents(doc_ids=[0, 0, 1, 1], position_ids=[0, 5, 6, 7], window=3)
+    seen = [(0, 0), (1, 1), (2, 2), (3, 2), (3, 3)]  # 1 does not see 0: 5 positions apart
+    assert mask.dense()[0, 0].nonzero().tolist() == [list(pair) for pair in seen]
+
+
+def test_blocks_see_their_own_and_earlier_blocks_and_pad_stands_anywhere():
+    block = [[0, 0, 1, 1, 1, 5], [2, 2, 2, 3, 3, 3]]
+    valid = [[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0]]
+    sees = lambda b, i, j: valid[b][i] and valid[b][j] and block[b][j] <= block[b][i]  # noqa: E731
+    want = _rule(range(6), range(6), sees, batch=2)
+    assert torch.equal(Mask.blocks(block, valid).dense(), want)
+    free = _rule(range(6), range(6), lambda b, i, j: block[0][j] <= block[0][i])
+    assert torch.equal(Mask.blocks(block[0]).dense(), free)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_takes_no_part(causal):
+    valid = [[1, 0, 1, 1], [0, 0, 0, 0]]
+    sees = lambda b, i, j: valid[b][i] and valid[b][j] and (j <= i or not causal)  # noqa: E731
+    want = _rule(range(4), range(4), sees, batch=2)
+    assert torch.equal(Mask.padding(torch.tensor(valid) > 0, causal=causal).dense(), want)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_token_of_a_tree_sees_its_ancestors_and_a_window_counts_depth(seed):
+    parent, ends = _tree(17, seed)
+    want = _rule(range(17), range(17), lambda b, i, j: j in _ancestors(parent, i))
+    assert torch.equal(Mask.tree(ends).dense(), want)
+    near = _rule(range(17), range(17), lambda b, i, j: j in _ancestors(parent, i)[:3])
+    assert torch.equal(Mask.tree(ends, window=3).dense(), near)
+    depth = [len(_ancestors(parent, j)) for j in range(17)]
+    assert torch.equal(Mask.tree(ends, depth, window=3).dense(), near)
+
+
+def test_the_callers_arrays_are_neither_kept_nor_written():
+    start, end = torch.arange(4), torch.full((4,), 4)
+    mask = Mask(start, end)
+    before = mask.dense()
+    start += 3
+    end.zero_()
+    assert torch.equal(mask.dense(), before) and start.tolist() == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Mask([0, 1], [2, 2, 2]), r"one shape.*start \(1, 2\), end \(1, 3\)"),
+        (lambda: Mask([0.5, 1], [2, 2]), "integers; came float64"),
+        (lambda: Mask(torch.zeros(1, 1, 2), [2, 2]), r"\(B, S\) or \(S,\)"),
+        (lambda: Mask([0, 0], [2, 2], window=0), "at least 1; came 0"),
+        (lambda: Mask.causal(4).with_window(2.5), "came 2.5"),
+        (lambda: Mask.documents(), "neither came"),
+        (lambda: Mask.documents(doc_ids=[0, 1, 0]), "row 0: a document id comes back"),
+        (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers go down"),
+        (lambda: Mask.tree([1, 1]), "subtree_end"),
+        (lambda: Mask.tree([3, 2]), "subtree_end"),
+        (lambda: Mask.causal(4).slice([2, 1], slice(None)), "ascending"),
+        (lambda: DenseMask(torch.ones(2, 2)), "bool tensor"),
+        (lambda: DenseMask(torch.ones(1, 1, 2, 2) > 0).with_window(1), "no positions"),
+    ],
+)
+def test_what_cannot_be_a_mask_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+# Slices, digests -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slice_keeps_the_meaning(seed):
+    for mask in _many(13, seed):
+        whole = mask.dense()
+        for rows, keys in ((slice(3, 11), slice(None)), ([1, 4, 12], [0, 2]), (slice(5, 5), [3])):
+            part = mask.slice(rows, keys)
+            assert torch.equal(part.dense(), whole[:, :, rows][..., keys])
+            assert part.shape == tuple(part.dense().shape)
+        twice = mask.slice(slice(2, 12), slice(1, 13)).slice([0, 3, 9], slice(4, 8))
+        assert torch.equal(twice.dense(), whole[:, :, [2, 5, 11]][..., 5:9])
+
+
+def test_masks_share_a_digest_only_if_they_are_equal():
+    masks = [Mask.causal(9), Mask.causal(9, window=3), Mask.causal(9, batch=2), Mask.causal(10)]
+    masks += [Mask.full(9), Mask.padding(torch.arange(9) != 4), Mask.padding(torch.arange(9) != 5)]
+    masks += [
+        Mask.causal(9).slice(slice(1, 9), slice(None)),
+        Mask.documents(doc_ids=[0] * 5 + [1] * 4),
+    ]
+    masks += [Mask(range(9), [9] * 9, position_BS=[0] * 9), DenseMask(Mask.causal(9).dense())]
+    digests = [mask.digest() for mask in masks]
+    assert len(set(digests)) == len(masks) and all(0 <= d < 2**63 for d in digests)
+    assert Mask.causal(9, window=3).digest() == Mask.causal(9).with_window(3).digest() == digests[1]
+
+
+# Tiles and regions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [1, 2, 5, 100])
+@pytest.mark.parametrize("seed", range(3))
+def test_empty_tiles_see_nothing_and_full_tiles_everything(seed, tile):
+    for mask in _many(13, seed):
+        dense = mask.dense().numpy()
+        kinds = mask.tiles(tile)
+        assert kinds.shape == (mask.shape[0], -(-13 // tile), -(-13 // tile))
+        for b, r, c in np.ndindex(kinds.shape):
+            box = dense[b, :, r * tile : (r + 1) * tile, c * tile : (c + 1) * tile]
+            assert box.all() if kinds[b, r, c] == FULL else True
+            assert not box.any() if kinds[b, r, c] == EMPTY else True
+        assert sum(mask.count(tile).values()) == kinds.size
+
+
+def test_causal_tiles_are_told_apart_exactly():
+    assert Mask.causal(1024).count(128) == {"empty": 28, "partial": 8, "full": 28}
+    assert Mask.documents(doc_ids=np.arange(1024) // 128).count(128) == {
+        "empty": 56,
+        "partial": 8,
+        "full": 0,
+    }
+    assert Mask.blocks(np.arange(1024) // 128).count(128) == {"empty": 28, "partial": 0, "full": 36}
+    assert Mask.causal(1024, window=256).count(128) == {
+        "empty": 49 - 6,
+        "partial": 8 + 6,
+        "full": 7,
+    }
+
+
+def _covers(mask, tile, join):
+    """Regions are disjoint, hold all that is visible, and are of the kind that they say."""
+    dense, seen = mask.dense(), torch.zeros(mask.dense().shape, dtype=torch.int64)
+    for batch, rows, keys, kind in mask.regions(tile, join):
+        box = dense[batch, :, rows, keys]
+        seen[batch, :, rows, keys] += 1
+        if kind == FULL:
+            assert box.all()
+        if kind == CAUSAL:
+            assert torch.equal(box, torch.ones_like(box).tril()) and box.shape[2] == box.shape[3]
+        assert box.shape[2] <= tile and box.shape[3] <= tile * join
+    assert not (seen > 1).any()
+    assert not (dense & (seen == 0)).any()
+
+
+@pytest.mark.parametrize("tile, join", [(1, 1), (3, 2), (4, 8), (128, 32)])
+@pytest.mark.parametrize("seed", range(4))
+def test_regions_cover_every_visible_pair_once(seed, tile, join):
+    for mask in _many(23, seed):
+        _covers(mask, tile, join)
+        for world in (2, 3):
+            parts = [indices(23, rank, world).numpy() for rank in range(world)]
+            for rows in parts:
+                for keys in parts:
+                    _covers(mask.slice(rows, keys), tile, join)
+
+
+def test_no_tokens_have_no_regions():
+    for mask in (
+        Mask.causal(0),
+        Mask.causal(5).slice(slice(0), slice(5)),
+        Mask.causal(5).slice([4], []),
+    ):
+        assert mask.regions(8) == [] and mask.work() == 0
+
+
+def test_regions_are_few_and_waste_little():
+    causal = Mask.causal(8192)
+    assert len(causal.regions(128, 32)) <= 3 * 64
+    exact = 8192 * 8193 / 2
+    assert exact * 0.98 < causal.work() < 1.05 * exact
+    documents = Mask.documents(doc_ids=np.arange(4096) // 300)
+    assert documents.work() < 1.3 * documents.dense().sum().item()
+    short = Mask.documents(doc_ids=np.arange(4096) // 5)
+    assert len(short.regions(128, 32)) <= 4 * 32
+
+
+@pytest.mark.parametrize("layout, most", [("zigzag", 1.05), ("contiguous", 1.76)])
+def test_zigzag_balances_causal_work(layout, most):
+    parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
+    work = np.array([Mask.causal(4096).slice(part, slice(None)).work() for part in parts])
+    assert most - 0.1 < work.max() / work.mean() <= most
+
+
+@pytest.mark.parametrize("length", [200, 300, 517, 1000])
+def test_zigzag_balances_documents(length):
+    mask = Mask.documents(doc_ids=np.arange(4096) // length)
+    parts = (indices(4096, rank, 4).numpy() for rank in range(4))
+    work = np.array([mask.slice(part, slice(None)).work() for part in parts])
+    assert work.max() / work.mean() <= 1.25
+
+
+def test_memory_is_linear_and_regions_are_kept():
+    mask = Mask.causal(1000)
+    assert sum(x.nbytes for x in (mask.keys.start, mask.keys.end)) == 2 * 8 * 1000
+    assert mask.regions(128) is mask.regions(128)
+    assert mask.with_window(7) is mask.with_window(7)
+    assert ra.as_mask(mask) is mask and ra.as_mask(None) is None
