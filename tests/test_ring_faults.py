@@ -12,7 +12,7 @@ from test_ranks import ranks
 import ring_attention as sound
 
 SOURCE = Path(sound.__file__).read_text()
-DEAD = "    dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)\n"
+DEAD = "dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)\n"
 PROBABILITY = "    p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n"
 FAULTS = {
     "swapped dK and dV": [("torch.stack(part)", "torch.stack(part[::-1])")],
@@ -20,7 +20,7 @@ FAULTS = {
         ("self.hops = int(self.last.max()) + 1", "self.hops = max(int(self.last.max()), 1)")
     ],
     "P = 1 on masked rows": [
-        (DEAD, ""),
+        (DEAD, "pass\n"),
         (
             PROBABILITY,
             "    void = (s_bGrj == -math.inf).all(-1, keepdim=True)\n"
