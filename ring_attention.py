@@ -52,8 +52,8 @@ tell by their bounds which tiles of queries against keys are empty, full, causal
 How it deviates. Ring Attention: lse instead of a running maximum and sum. Ulysses: key heads are
 repeated to G' = lcm(G, u) where u does not divide them. FlashMask: one interval of rows a key.
 
-Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks. On
-CUDA flash computes full and causal tiles of bf16 and fp16, head_dim a multiple of 8 up to 256; what
+Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks;
+torch.compile leaves these calls out of its graphs. On CUDA flash computes full and causal tiles of bf16 and fp16, head_dim a multiple of 8 up to 256; what
 is left runs by the formulas in tiles ("math"): exact, slower.
 
 References: Ring Attention arXiv:2310.01889; zigzag: Striped Attention arXiv:2311.09431, Llama 3
@@ -63,6 +63,7 @@ arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and i
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -371,7 +372,7 @@ class Mask:
         places = np.unique(np.concatenate(places))
         places = _spaced(places[places < NEVER], tile)
         edges = [np.unique(np.append(0, np.searchsorted(x, places))) for x in index]
-        return [x[x < len(i)] for x, i in zip(edges, index, strict=True)]
+        return [x[x < len(i)].tolist() for x, i in zip(edges, index, strict=True)]
 
     def _is_causal(self):
         """Is this a square whose diagonal is the tokens' own: what a causal kernel computes?"""
@@ -422,7 +423,7 @@ class DenseMask(Mask):
         return [slice(b, b + 1) for b in range(len(self.bits))] if len(self.bits) > 1 else [ALL]
 
     def _edges(self, tile):
-        return [np.arange(0, n, tile) for n in self.shape[2:]]
+        return [list(range(0, n, tile)) for n in self.shape[2:]]
 
     def _is_causal(self):
         return False
@@ -439,12 +440,10 @@ def _integers(x, name):
 
 
 def _indexer(index):
-    if isinstance(index, slice):
-        return index
-    index = np.asarray(index, np.int64)
-    if (np.diff(index) <= 0).any():
-        raise ValueError("a mask is sliced by slices or by ascending indices")
-    return index
+    steps = index.step or 1 if isinstance(index, slice) else np.diff(np.asarray(index, np.int64))
+    if np.any(np.asarray(steps) < 1):
+        raise ValueError("a mask is sliced by slices or arrays of indices, both ascending")
+    return index if isinstance(index, slice) else np.asarray(index, np.int64)
 
 
 def _checked_window(window):
@@ -749,11 +748,24 @@ class _Attend(torch.autograd.Function):
         return (*(grad.to(q.dtype) for grad in grads), None, None)
 
 
+def not_compiled(function):
+    """Keep a function out of torch.compile's graphs, without importing the compiler before it runs."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **options)
+        return function(*args, **options)
+
+    return call
+
+
 def _refuse_second_derivative():
     if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
         raise NotImplementedError("attention has no second derivative here: no create_graph=True")
 
 
+@not_compiled
 def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
     """Attention with its log-sum-exp on one device: equations (1) to (4), differentiable.
 
@@ -1190,6 +1202,7 @@ def _gathered(k, v, route):
     return gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
 
 
+@not_compiled
 def ring_attention(
     q, k, v, /, *, group=None, mask=None, layout="zigzag", method="ring", scale=None, softcap=None,
     return_lse=False, backend=None, accurate=False, inner=None, batch=None, debug=False,

@@ -361,6 +361,19 @@ def test_bad_input_is_refused_with_what_came(tensors, options, text):
         attend(*tensors, **options)
 
 
+def test_a_compiled_model_calls_attention_outside_its_graphs():
+    leaves, dout = _draw(12)
+    mask = Mask.causal(12)
+
+    def model(q, k, v):
+        out = ra.ring_attention(2 * q, k, v, mask=mask)
+        return out + attend(q, k, v)[0]
+
+    plain = torch.autograd.grad(model(*leaves), leaves, dout)
+    compiled = torch.autograd.grad(torch.compile(model, backend="aot_eager")(*leaves), leaves, dout)
+    assert max(relative(a, b) for a, b in zip(compiled, plain, strict=True)) < 1e-14
+
+
 class _Largest(TorchDispatchMode):
     most = 0
 

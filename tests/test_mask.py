@@ -152,6 +152,7 @@ def test_the_callers_arrays_are_neither_kept_nor_written():
         (lambda: Mask.tree([1, 1]), "subtree_end"),
         (lambda: Mask.tree([3, 2]), "subtree_end"),
         (lambda: Mask.causal(4).slice([2, 1], slice(None)), "ascending"),
+        (lambda: Mask.causal(4).slice(slice(None), slice(None, None, -1)), "ascending"),
         (lambda: DenseMask(torch.ones(2, 2)), "bool tensor"),
         (lambda: DenseMask(torch.ones(1, 1, 2, 2) > 0).with_window(1), "no positions"),
     ],
