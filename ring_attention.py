@@ -542,7 +542,7 @@ def merge(out1, lse1, out2, lse2, /):
     total = weight1 + weight2
     dead = total == 0
     total = torch.where(dead, 1.0, total)
-    out = out1 * (weight1 / total)[..., None] + out2 * (weight2 / total)[..., None]
+    out = torch.addcmul(out1 * (weight1 / total)[..., None], out2, (weight2 / total)[..., None])
     return out.to(narrow), torch.where(dead, -math.inf, torch.log(total) + top)
 
 
@@ -1026,7 +1026,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
             part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
             part_EBgkD = torch.stack(part)
             probe.look(hop + 1, "dq, dk or dv", part_BhqD, part_EBgkD)
-            dq_BhqD = part_BhqD if hop == 0 else dq_BhqD + part_BhqD
+            dq_BhqD = part_BhqD if hop == 0 else dq_BhqD.add_(part_BhqD)
         for work in works:
             work.wait()
         if hop == 0:
