@@ -1541,9 +1541,10 @@ def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16
         return *(x.detach().double() for x in outputs), *(x.double() for x in grads)
 
     truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
-    found = run(over_ranks, *drawn)
-    for grad in found[2:] if ring.world > 1 else ():  # each rank has its tokens' part, W times
-        dist.all_reduce(grad.div_(ring.world), group=group)
+    mine = [x if ring.rank == 0 else torch.zeros_like(x) for x in drawn[3:]]  # one term, one rank
+    found = run(over_ranks, *drawn[:3], *mine)
+    for grad in found[2:] if ring.world > 1 else ():  # each rank has the part of its tokens
+        dist.all_reduce(grad, group=group)
     rival = found if dtype == torch.float64 else run(sdpa, *drawn)
     if not torch.equal(found[1] == -math.inf, truth[1] == -math.inf):
         return [math.inf] * 5, [1.0] * 5
@@ -1663,6 +1664,7 @@ def check():
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
         tables, rank = _objects(_check_rank(23, device), ring_of()), dist.get_rank()
+        dist.barrier()
         dist.destroy_process_group()
         if rank:
             return 0
