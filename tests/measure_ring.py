@@ -285,7 +285,7 @@ def _issue_300_rank():
     """What the two faults of OpenTau's issue 300 do, and the contract that prevents each.
 
     (a) The ranks of a ring held different batches: one's PAD was another's token. (b) A row that
-    sees nothing stored a finite sentinel as its lse, and the backward's P = exp(s - lse) was 1, not 0.
+    sees nothing stored a finite sentinel as its lse: P = exp(s - lse) was 1, not 0, in the backward.
     """
     rank, ring = dist.get_rank(), dist.get_world_size()
     batch = torch.arange(64) < 56 - 8 * rank  # (a) each rank has its own PAD
@@ -341,7 +341,7 @@ def stress(argv):
     bad += refused == "not refused" or right != 0.0 or not dead
     print(f"issue 300 (a), the ranks of a ring hold different batches: {refused}")
     print(
-        f"issue 300 (b), sum of P over a row that sees nothing: {wrong:.0f} by a sentinel, 0 here; ",
+        f"issue 300 (b), sum of P over a row without keys: {wrong:.0f} by a sentinel, 0 here; ",
         end="",
     )
     print(f"output and gradient of {dead} such rows under an upstream gradient of 1e4: {right}")
@@ -393,8 +393,8 @@ def bench(argv):
             share = (forward + backward) / base.sum()
             ideal = 1.0 if way == "SDPA" else 0.5
             result[f"{way}, {tokens}"] = round(share, 3)
-            print(f"{tokens:>7} {way:>20}  forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's "
-                  f"{share:.3f}  {100 * ideal / share:4.0f} % of the ideal")  # fmt: skip
+            seconds = f"forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's {share:.3f}"
+            print(f"{tokens:>7} {way:>20}  {seconds}  {100 * ideal / share:4.0f} % of the ideal")
     print(json.dumps({"bench": result, "threads_per_rank": 1, "torch": torch.__version__}))
     return 0
 

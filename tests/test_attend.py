@@ -65,6 +65,55 @@ def test_attention_and_its_gradients_are_the_definition(kind, backend, tile):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_of_any_mask_may_be_zero(kind):
+    """The sibling: each gradient that is compared is far from 0, but dv's through lse, which is."""
+    leaves, dout = _draw(41)
+    out, lse = definition(*leaves, _dense(ra.examples(41, 4)[kind], 41, 41))
+    dlse = torch.ones_like(lse).masked_fill(lse == -math.inf, 0.0)
+    for grad in torch.autograd.grad(out, leaves, dout, retain_graph=True):
+        assert grad.norm() > 1 and relative(torch.zeros_like(grad), grad) == 1.0
+    dq, dk, dv = torch.autograd.grad(lse, leaves, dlse, allow_unused=True)
+    assert dq.norm() > 1 and dk.norm() > 1 and dv is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_through_lse_alone_is_the_definitions(kind, backend, tile):
+    leaves, _ = _draw(21)
+    mask = ra.examples(21, 4)[kind]
+    lse, truth = (
+        attend(*leaves, mask, backend=backend)[1],
+        definition(*leaves, _dense(mask, 21, 21))[1],
+    )
+    dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(3))
+    dq, dk, dv = torch.autograd.grad(lse, leaves, dlse)
+    want = torch.autograd.grad(truth, leaves[:2], dlse)
+    assert max(relative(a, b) for a, b in zip((dq, dk), want, strict=True)) < 1e-12
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_part_of_the_queries_and_keys_of_any_mask_is_exact(kind, backend, monkeypatch):
+    monkeypatch.setattr(ra, "TILES", {name: (4, 2) for name in ra.TILES})
+    whole = ra.as_mask(ra.examples(29, 4)[kind])
+    for rows, keys in ((ra.indices(29, 1, 3), ra.indices(29, 0, 3)), (slice(9, 29), slice(0, 13))):
+        mask = whole.slice(rows, keys)
+        leaves, dout = _draw(*mask.shape[2:])
+        assert _worst(leaves, dout, mask, backend=backend) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_mask_row_serves_a_batch_and_equal_rows_may_share(backend, tile):
+    leaves, dout = _draw(20, batch=5)
+    doc = torch.arange(20) // torch.tensor([[6], [6], [6], [9], [6]])
+    for mask in (Mask.documents(doc_ids=doc), Mask.documents(doc_ids=doc[0])):
+        assert _worst(leaves, dout, mask, backend=backend) < 1e-12
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("width", [1, 3, 64, 129, 512])
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,6 +164,31 @@ def test_strides_do_not_matter(backend, which):
     one = torch.autograd.grad(attend(*views, backend=backend)[0].sum(), views)  # expanded upstream
     all_ones = torch.autograd.grad(attend(*leaves)[0], leaves, torch.ones_like(dout))
     assert max(relative(a, b) for a, b in zip(one, all_ones, strict=True)) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
+    leaves, dout = _draw(13, heads=4, groups=4)
+    one = [x.detach()[:1, :1].clone().requires_grad_() for x in leaves]
+    out, lse = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13), backend=backend)
+    truth = definition(*one, Mask.causal(13).dense())
+    grads = torch.autograd.grad(out, one, dout)
+    want = torch.autograd.grad(truth[0], one, dout.sum((0, 1), keepdim=True))
+    pairs = zip((out, lse, *grads), (*(x.expand(2, 4, *x.shape[2:]) for x in truth), *want))
+    assert max(relative(a.detach(), b.detach()) for a, b in pairs) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("which", range(3))
+def test_one_input_alone_may_need_its_gradient(which):
+    leaves, dout = _draw(9)
+    want = torch.autograd.grad(attend(*leaves, Mask.causal(9))[0], leaves[which], dout)[0]
+    alone = [x if i == which else x.detach() for i, x in enumerate(leaves)]
+    (grad,) = torch.autograd.grad(attend(*alone, Mask.causal(9))[0], leaves[which], dout)
+    assert torch.equal(grad, want)
+    with torch.no_grad():
+        assert not attend(*leaves)[0].requires_grad
 
 
 @pytest.mark.quick
@@ -208,6 +282,75 @@ def test_a_row_that_sees_nothing_is_zero_whatever_arrives(upstream, backend, til
     assert max(relative(a, b) for a, b in zip(grads, clean, strict=True)) < 1e-12
     through_lse = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     assert all((g[:, :, ~valid] == 0).all() and g.isfinite().all() for g in through_lse)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("upstream", [1.0, 1e4, math.inf, math.nan])
+def test_dead_rows_are_zero_in_low_precision_and_in_dense_masks(upstream, dtype, backend):
+    visible = torch.rand(2, 4, 30, 30, generator=torch.Generator().manual_seed(0)) > 0.7
+    dead = torch.arange(30) % 5 == 2
+    visible[:, :, dead] = False
+    leaves, dout = _draw(30, dtype=dtype)
+    want = torch.autograd.grad(attend(*leaves, visible, backend=backend)[0], leaves, dout)
+    out, lse = attend(*leaves, visible, backend=backend)
+    grads = torch.autograd.grad(out, leaves, dout.masked_fill(dead[:, None], upstream))
+    assert not out[:, :, dead].any() and (lse[:, :, dead] == -math.inf).all()
+    assert not grads[0][:, :, dead].any() and lse[:, :, ~dead].isfinite().all()
+    most = 1e-2 if dtype == torch.bfloat16 else 1e-3  # the way may be another, the value is not
+    assert max(relative(a, b.double()) for a, b in zip(grads, want, strict=True)) < most
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", range(3))
+def test_nan_stays_inside_its_document_in_every_gradient(which, backend, tile):
+    doc = torch.arange(40) // 10
+    leaves, dout = _draw(40)
+    want = torch.autograd.grad(attend(*leaves, Mask.documents(doc_ids=doc))[0], leaves, dout)
+    tensors = [x.detach().clone() for x in leaves]
+    tensors[which][:, :, 13] = math.nan
+    tensors = [x.requires_grad_() for x in tensors]
+    out, lse = attend(*tensors, Mask.documents(doc_ids=doc), backend=backend)
+    grads = torch.autograd.grad(out, tensors, dout)
+    for a, b in zip(grads, want, strict=True):
+        assert relative(a[:, :, doc != 1], b[:, :, doc != 1]) < 1e-12
+    assert out[:, :, 13].isnan().all() and (which == 2 or lse[:, :, 13].isnan().all())
+    assert grads[0][:, :, 13].isnan().all()  # and it is not hidden where it belongs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", range(3))
+def test_nan_in_a_pad_token_reaches_no_gradient(which, backend, tile):
+    pad = torch.arange(40) % 9 == 4
+    leaves, dout = _draw(40)
+    want = torch.autograd.grad(attend(*leaves, Mask.padding(~pad))[0], leaves, dout)
+    tensors = [x.detach().clone() for x in leaves]
+    tensors[which][:, :, pad] = math.nan
+    tensors = [x.requires_grad_() for x in tensors]
+    out = attend(*tensors, Mask.padding(~pad), backend=backend)[0]
+    grads = torch.autograd.grad(out, tensors, dout.masked_fill(pad[:, None], math.nan))
+    assert max(relative(a, b) for a, b in zip(grads, want, strict=True)) < 1e-12
+    assert not any(grad[:, :, pad].any() for grad in grads) and not out[:, :, pad].any()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", [1, 2])
+def test_huge_finite_numbers_in_a_pad_token_reach_no_row(which, backend):
+    valid = torch.arange(20) != 7
+    leaves, dout = _draw(20, dtype=torch.float32)
+    want = attend(*leaves, Mask.padding(valid))[0]
+    want = want, *torch.autograd.grad(want, leaves, dout)
+    tensors = [x.detach().clone() for x in leaves]
+    tensors[0] *= 8
+    tensors[1] /= 8
+    tensors[which][0, 0, 7, 0] = 3e38  # q . k and dout . v overflow; the sum of k or v does not
+    tensors = [x.requires_grad_() for x in tensors]
+    out = attend(*tensors, Mask.padding(valid), backend=backend)[0]
+    dq, dk, dv = torch.autograd.grad(out, tensors, 8 * dout)
+    found = out, dq, dk / 64, dv / 8
+    assert max(relative(a.detach(), b.double()) for a, b in zip(found, want, strict=True)) < 1e-5
 
 
 @pytest.mark.quick
@@ -312,6 +455,39 @@ def test_merge_of_dead_rows_has_clean_values_and_gradients():
     assert grads[1].tolist()[1] == 0 and grads[3].tolist()[2] == 0
 
 
+@pytest.mark.quick
+def test_the_gradient_through_a_merge_is_that_of_the_whole():
+    leaves, dout = _draw(11, 24)
+    mask, (q, k, v) = Mask.causal(24).slice(slice(4, 15), slice(24)), leaves  # dead beyond key 14
+    dlse = torch.randn(dout.shape[:3], dtype=dout.dtype, generator=torch.Generator().manual_seed(2))
+    parts = []
+    for keys in (slice(0, 3), slice(3, 9), slice(9, 24)):
+        parts += [*attend(q, k[:, :, keys], v[:, :, keys], mask.slice(slice(None), keys))]
+    assert (parts[5] == -math.inf).any() and (parts[1] > -math.inf).all()
+    merged = merge(*merge(*parts[:4]), *parts[4:])
+    grads = torch.autograd.grad(merged, leaves, (dout, dlse))
+    want = torch.autograd.grad(definition(*leaves, mask.dense()), leaves, (dout, dlse))
+    assert max(relative(a, b) for a, b in zip(grads, want, strict=True)) < 1e-12
+    assert all(grad.norm() > 1 for grad in want)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
+    gen = torch.Generator().manual_seed(0)
+    out1, out2, dout = torch.randn(3, 6, 4, generator=gen).to(dtype)
+    lse1, lse2, dlse = torch.randn(3, 6, generator=gen)
+    given = [x.requires_grad_() for x in (out1, lse1, out2, lse2)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    pair, truth = merge(*given), merge(*exact)
+    grads = torch.autograd.grad(pair, given, (dout, dlse))
+    want = torch.autograd.grad(truth, exact, (dout.double(), dlse.double()))
+    assert [x.dtype for x in (*pair, *grads)] == [dtype, torch.float32] * 3
+    most = 4 * torch.finfo(dtype).eps
+    for a, b in zip((*pair, *grads), (*truth, *want), strict=True):
+        assert relative(a.detach(), b.detach()) < most
+
+
 # Choice, bad input, memory -------------------------------------------------------------------
 
 
@@ -401,3 +577,10 @@ def test_nothing_of_size_s_by_s_is_allocated(kind):
         with _Largest() as hook:
             attend(*leaves, mask, backend=backend)[0].backward(dout)
         assert hook.most <= 4096 * 4096 // 16
+
+
+def test_the_hook_sees_what_the_definition_allocates():
+    leaves, dout = _draw(512, heads=1, groups=1, batch=1, dtype=torch.float32)
+    with _Largest() as hook:
+        definition(*leaves, Mask.causal(512).dense())[0].backward(dout)
+    assert hook.most >= 512 * 512

@@ -129,6 +129,78 @@ def test_a_token_of_a_tree_sees_its_ancestors_and_a_window_counts_depth(seed):
     assert torch.equal(Mask.tree(ends, depth, window=3).dense(), near)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_positions_cut_documents_where_a_loop_does(seed):
+    gen = torch.Generator().manual_seed(seed)
+    step = torch.randint(4, (3, 19), generator=gen)  # 0: a jump, else one more
+    position, doc = [[0] * 19 for _ in range(3)], [[0] * 19 for _ in range(3)]
+    for b in range(3):
+        for j in range(1, 19):
+            goes_on = bool(step[b, j])
+            position[b][j] = position[b][j - 1] + 1 if goes_on else 5 * j % 7
+            doc[b][j] = doc[b][j - 1] + (position[b][j] != position[b][j - 1] + 1)
+    near = lambda b, i, j: j <= i and doc[b][i] == doc[b][j] and i - j < 3  # noqa: E731
+    want = _rule(range(19), range(19), near, batch=3)
+    assert torch.equal(Mask.documents(position_ids=position, window=3).dense(), want)
+
+
+@pytest.mark.parametrize("off", [[5], [4, 5], [0], [2, 3], range(6), []])
+def test_pad_takes_no_part_wherever_it_stands(off):
+    block = [0, 0, 1, 1, 2, 2]
+    on = lambda i, j: i not in off and j not in off  # noqa: E731
+    valid = [i not in off for i in range(6)]
+    rule = lambda b, i, j: on(i, j) and block[j] <= block[i]  # noqa: E731
+    assert torch.equal(Mask.blocks(block, valid).dense(), _rule(range(6), range(6), rule))
+    rule = lambda b, i, j: on(i, j) and j <= i  # noqa: E731
+    assert torch.equal(Mask.padding(valid).dense(), _rule(range(6), range(6), rule))
+    rule = lambda b, i, j: on(i, j) and block[j] == block[i] and j <= i  # noqa: E731
+    doc = [-1 if i in off else block[i] for i in range(6)]
+    assert torch.equal(Mask.documents(doc_ids=doc).dense(), _rule(range(6), range(6), rule))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_intervals_rows_positions_and_window_are_the_rule(seed):
+    gen = torch.Generator().manual_seed(seed)
+    start, end, position = torch.randint(-5, 20, (3, 2, 14), generator=gen).tolist()
+    rows = (torch.rand(14, generator=gen) > 0.2).tolist()  # one row serves the batch
+    sees = lambda b, i, j: (  # noqa: E731
+        rows[i] and start[b][j] <= i < end[b][j] and position[b][i] - position[b][j] < 3
+    )
+    mask = Mask(start, end, rows_BS=rows, position_BS=position, window=3)
+    assert torch.equal(mask.dense(), _rule(range(14), range(14), sees, batch=2))
+    for tile in (1, 2, 8):
+        _covers(mask, tile, 4)
+        _covers(mask.slice([0, 1, 5, 6, 7, 13], slice(2, 12)), tile, 4)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_no_token_and_one_token_make_masks(n):
+    zeros, ones = np.zeros(n, int), np.ones(n, int)
+    for mask in (
+        Mask.full(n), Mask.causal(n, window=1), Mask.documents(doc_ids=zeros), Mask.tree(ones),
+        Mask.documents(position_ids=zeros + 3), Mask.blocks(zeros), Mask.padding(ones),
+        Mask.padding(ones, causal=False), DenseMask(torch.ones(1, 1, n, n) > 0),
+    ):  # fmt: skip
+        assert mask.shape == (1, 1, n, n) and mask.dense().all()
+        assert mask.tiles(4).shape == (1, n, n) and len(mask.regions(4)) == n
+        assert sum(mask.count(4).values()) == n
+
+
+def test_a_dense_mask_may_differ_by_head():
+    bits = torch.rand(2, 4, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask = DenseMask(bits)
+    assert mask.shape == (2, 4, 9, 9) and torch.equal(mask.dense(), bits)
+    assert torch.equal(mask.heads(slice(1, 3)).dense(), bits[:, 1:3])
+    assert torch.equal(mask.slice([0, 4], slice(3)).dense(), bits[:, :, [0, 4]][..., :3])
+
+
+def test_a_dense_mask_keeps_what_came_when_the_caller_writes_on():
+    bits = torch.ones(1, 1, 6, 6).tril() > 0
+    mask = DenseMask(bits)
+    bits.fill_(True)
+    assert torch.equal(mask.dense(), torch.ones(1, 1, 6, 6).tril() > 0)
+
+
 def test_the_callers_arrays_are_neither_kept_nor_written():
     start, end = torch.arange(4), torch.full((4,), 4)
     mask = Mask(start, end)
@@ -151,6 +223,9 @@ def test_the_callers_arrays_are_neither_kept_nor_written():
         (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers go down"),
         (lambda: Mask.tree([1, 1]), "subtree_end"),
         (lambda: Mask.tree([3, 2]), "subtree_end"),
+        (lambda: Mask.tree([3, 4, 3, 4]), "subtree_end.1. lies outside"),
+        (lambda: Mask.causal(2).slice([False, True], slice(None)), "arrays of integers"),
+        (lambda: Mask.causal(2).slice([0.0, 1.0], slice(None)), "arrays of integers"),
         (lambda: Mask.causal(4).slice([2, 1], slice(None)), "ascending"),
         (lambda: Mask.causal(4).slice(slice(None), slice(None, None, -1)), "ascending"),
         (lambda: DenseMask(torch.ones(2, 2)), "bool tensor"),
@@ -188,6 +263,36 @@ def test_masks_share_a_digest_only_if_they_are_equal():
     digests = [mask.digest() for mask in masks]
     assert len(set(digests)) == len(masks) and all(0 <= d < 2**63 for d in digests)
     assert Mask.causal(9, window=3).digest() == Mask.causal(9).with_window(3).digest() == digests[1]
+
+
+@pytest.mark.parametrize("what", ["start", "end", "rows", "position", "window", "batch"])
+def test_one_change_changes_the_digest(what):
+    gen = torch.Generator().manual_seed(0)
+    start, end, position = torch.randint(12, (3, 2, 11), generator=gen)
+    start, end = torch.minimum(start, end), torch.maximum(start, end) + 1
+    parts = dict(start=start, end=end, rows=torch.ones_like(start), position=position)
+
+    def made(window=5):
+        rows, position = parts["rows"], parts["position"]
+        mask = Mask(parts["start"], parts["end"], rows_BS=rows, position_BS=position, window=window)
+        return mask.digest()
+
+    before = made()
+    assert made() == before
+    if what in parts:
+        parts[what][1, 7] -= 1
+    elif what == "batch":
+        parts = {name: x.flip(0) for name, x in parts.items()}
+    assert made(6 if what == "window" else 5) != before
+
+
+def test_one_bit_or_the_order_of_heads_changes_the_digest_of_a_dense_mask():
+    bits = torch.rand(2, 3, 7, 7, generator=torch.Generator().manual_seed(0)) > 0.5
+    other = bits.clone()
+    other[1, 2, 6, 0] ^= True
+    masks = [bits, other, bits.flip(1), bits.flip(0), bits.mT, bits.reshape(3, 2, 7, 7)]
+    assert len({DenseMask(x).digest() for x in masks}) == len(masks)
+    assert DenseMask(bits.clone()).digest() == DenseMask(bits).digest()
 
 
 # Tiles and regions ---------------------------------------------------------------------------
@@ -247,6 +352,27 @@ def test_regions_cover_every_visible_pair_once(seed, tile, join):
             for rows in parts:
                 for keys in parts:
                     _covers(mask.slice(rows, keys), tile, join)
+
+
+def test_equal_neighbours_in_a_batch_share_their_regions():
+    doc = torch.tensor([[0] * 5 + [1] * 6] * 3 + [[0] * 11] + [[0] * 5 + [1] * 6])
+    mask = Mask.documents(doc_ids=doc)
+    _covers(mask, 4, 8)
+    runs = {(batch.start, batch.stop) for batch, *_ in mask.regions(4)}
+    assert runs == {(0, 3), (3, 4), (4, 5)}
+    alone = sum(Mask.documents(doc_ids=row).work(4) for row in doc)
+    assert mask.work(4) == alone
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tiles_of_uneven_edges_are_told_apart_safely(seed):
+    rows, keys = [0, 1, 4, 11], [0, 6, 7]
+    for mask in _many(13, seed):
+        kinds, dense = mask.classify(rows, keys), mask.dense()
+        for b, r, c in np.ndindex(kinds.shape):
+            i, j = slice(rows[r], [*rows, 13][r + 1]), slice(keys[c], [*keys, 13][c + 1])
+            box = dense[b, :, i, j]
+            assert {FULL: box.all(), EMPTY: not box.any()}.get(kinds[b, r, c], True)
 
 
 def test_no_tokens_have_no_regions():

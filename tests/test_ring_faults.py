@@ -21,6 +21,7 @@ FAULTS = {
     ],
     "P = 1 on masked rows": [
         (DEAD, "pass\n"),
+        ("(x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))", "(p_bGrj, ds_bGrj.where(visible_bGrj, 0.0))"),
         (
             PROBABILITY,
             "    void = (s_bGrj == -math.inf).all(-1, keepdim=True)\n"
