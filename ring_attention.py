@@ -763,7 +763,7 @@ class _Attend(torch.autograd.Function):
 
 
 def not_compiled(function):
-    """Keep a function out of torch.compile's graphs; the compiler is imported only where it runs."""
+    """Keep a function out of torch.compile's graphs; imports the compiler only where it runs."""
 
     @functools.wraps(function)
     def call(*args, **options):

@@ -285,7 +285,7 @@ def _issue_300_rank():
     """What the two faults of OpenTau's issue 300 do, and the contract that prevents each.
 
     (a) The ranks of a ring held different batches: one's PAD was another's token. (b) A row that
-    sees nothing stored a finite sentinel as its lse: P = exp(s - lse) was 1, not 0, in the backward.
+    sees nothing stored a finite sentinel as its lse: P = exp(s - lse) was 1 in the backward, not 0.
     """
     rank, ring = dist.get_rank(), dist.get_world_size()
     batch = torch.arange(64) < 56 - 8 * rank  # (a) each rank has its own PAD
