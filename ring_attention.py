@@ -32,7 +32,8 @@ and with P_ij = exp(s_ij - lse_i), delta_i = dout_i . out_i - dlse_i of the *glo
 is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
 
     B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k, v
-    q, k      queries and keys of this rank or call     b, i, j, r   of a tile; r = N i rows
+    q, k      queries, keys of this rank or call   b, i, j, r   of a tile, r = N i   X   anything
+    m, n, p   keys of a block on its way: here, the next, one whose gradient is summed up
     W ranks = c outer x u inner.  Capital: the same on every rank.  Small: this rank's share, a part
 
     | method    | keys reach queries by          | numbers a rank sends, forward   | it holds      |
@@ -227,9 +228,9 @@ class Mask:
         if (end_BS <= index_S).any() or (end_BS > len(index_S)).any():
             raise ValueError("subtree_end[j] must lie in j + 1 .. S")
         depth_BS = np.stack([_depth(end_S) for end_S in end_BS])
-        position_S = depth_BS if position_S is None else position_S
+        position_BS = depth_BS if position_S is None else position_S
         start_BS = np.broadcast_to(index_S, end_BS.shape)
-        return cls(start_BS, end_BS, position_BS=position_S, window=window)
+        return cls(start_BS, end_BS, position_BS=position_BS, window=window)
 
     @property
     def shape(self):
@@ -570,21 +571,20 @@ def product(weight_bGij, value_bGjD, visible_bGij, clean, /):
     return torch.where(reached_bGiD, math.nan, weight_bGij @ value_bGjD.masked_fill(bad_bGjD, 0.0))
 
 
-def fold(x_bHiD, like_bGjD, /):
-    """(b, H, i, D) -> (b, G, r, D), r = N i: the query heads of a key head as more rows of it."""
-    b, h, i, d = x_bHiD.shape
-    g = like_bGjD.shape[1]
-    return x_bHiD.reshape(b, g, h // g * i, d)
+def fold(x_bHiX, g, /):
+    """(b, H, i, X) -> (b, G, r, X), r = N i: the query heads of a key head as more rows of it."""
+    b, h, i, x = x_bHiX.shape
+    return x_bHiX.reshape(b, g, h // g * i, x)
 
 
 def _scores(q_bHiD, k_bGjD, visible, kernel):
     """Equation (2), folded, -inf where masked; and which are visible, folded (None: all)."""
-    s_bGrj = fold(q_bHiD, k_bGjD) @ k_bGjD.transpose(-1, -2) * kernel.scale
+    s_bGrj = fold(q_bHiD, k_bGjD.shape[1]) @ k_bGjD.transpose(-1, -2) * kernel.scale
     if kernel.softcap is not None:
         s_bGrj = kernel.softcap * torch.tanh(s_bGrj / kernel.softcap)
     if visible is None:
         return s_bGrj, None
-    visible_bGrj = fold(visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2]), k_bGjD)
+    visible_bGrj = fold(visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2]), k_bGjD.shape[1])
     return s_bGrj.masked_fill(~visible_bGrj, -math.inf), visible_bGrj
 
 
@@ -604,7 +604,7 @@ def _math_backward(
     s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
     delta_bHi = (dout_bHiD * out_bHiD).sum(-1) - dlse_bHi
     rows = (dout_bHiD, q_bHiD, lse_bHi[..., None], delta_bHi[..., None])
-    dout_bGrD, q_bGrD, lse_bGr1, delta_bGr1 = (fold(x, k_bGjD) for x in rows)
+    dout_bGrD, q_bGrD, lse_bGr1, delta_bGr1 = (fold(x, k_bGjD.shape[1]) for x in rows)
     p_bGrj = torch.exp(s_bGrj - lse_bGr1)
     ds_bGrj = p_bGrj * (dout_bGrD @ v_bGjD.transpose(-1, -2) - delta_bGr1) * kernel.scale
     if kernel.softcap is not None:  # d tanh = 1 - tanh^2
@@ -978,34 +978,34 @@ def swap(x_BhsD, route, /, *, back=False):
     return torch.cat(parts, 1) if back else torch.cat(parts, 2)[:, :, order]
 
 
-def _onward(route, kv_EBgkD, hop):
+def _onward(route, kv_EBgmD, hop):
     """Room for the next block (or nothing), and the messages that move blocks one rank on."""
     held, coming, messages = route.block_at(hop), route.block_at(hop + 1), []
-    next_EBgkD = kv_EBgkD[:, :, :, :0]
+    next_EBgnD = kv_EBgmD[:, :, :, :0]
     if route.last[held] > hop:
-        messages.append((dist.isend, kv_EBgkD, route.b + 1, 0))
+        messages.append((dist.isend, kv_EBgmD, route.b + 1, 0))
     if route.last[coming] > hop:
-        next_EBgkD = route.buffer(kv_EBgkD, coming)
-        messages.append((dist.irecv, next_EBgkD, route.b - 1, 0))
-    return next_EBgkD, messages
+        next_EBgnD = route.buffer(kv_EBgmD, coming)
+        messages.append((dist.irecv, next_EBgnD, route.b - 1, 0))
+    return next_EBgnD, messages
 
 
 def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     """(5) round the ring: out_BhqD and lse_Bhq of this rank's queries over all keys."""
-    kv_EBgkD, out_BhqD, lse_Bhq = torch.stack((k_BgkD, v_BgkD)), None, None
+    kv_EBgmD, out_BhqD, lse_Bhq = torch.stack((k_BgkD, v_BgkD)), None, None
     for hop in range(route.hops):
         # COMM: each rank posts both directions, then computes, then waits: the next block travels
         # under the compute of this one, and nobody waits in a circle. Pinned by
         # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
-        next_EBgkD, messages = _onward(route, kv_EBgkD, hop)
+        next_EBgnD, messages = _onward(route, kv_EBgmD, hop)
         works, block = route.post(messages), route.block_at(hop)
         if hop == 0 or route.there[block, hop]:
-            part = forward_tiles(q_BhqD, *kv_EBgkD, route.part(block), kernel)
+            part = forward_tiles(q_BhqD, *kv_EBgmD, route.part(block), kernel)
             probe.look(hop + 1, "out", part[0])
             out_BhqD, lse_Bhq = part if hop == 0 else merge(out_BhqD, lse_Bhq, *part)
         for work in works:
             work.wait()
-        kv_EBgkD = next_EBgkD
+        kv_EBgmD = next_EBgnD
     return out_BhqD, lse_Bhq
 
 
@@ -1015,43 +1015,43 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     Blocks travel as in the forward. A block's gradient follows one hop behind, gains each rank's
     part, and goes home to its owner from the last rank that needs the block.
     """
-    kv_EBgkD = torch.stack((k_BgkD, v_BgkD))
-    dq_BhqD = dkv_EBgkD = part_EBgkD = None
+    kv_EBgmD = torch.stack((k_BgkD, v_BgkD))
+    dq_BhqD = dkv_EBgkD = part_EBgpD = None
     for hop in range(route.hops + 1):
         block, before = route.block_at(hop), route.block_at(hop - 1)
-        next_EBgkD, messages = _onward(route, kv_EBgkD, hop)
-        come_EBgkD = home_EBgkD = None
+        next_EBgnD, messages = _onward(route, kv_EBgmD, hop)
+        come_EBgpD = home_EBgkD = None
         # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, and
         # gradients that go home, in one order on both sides (NCCL), with tags (gloo). Pinned by
         # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
         if hop > 1 and route.first[before] < hop <= route.last[before]:
-            messages.append((dist.isend, part_EBgkD, route.b + 1, 1))
+            messages.append((dist.isend, part_EBgpD, route.b + 1, 1))
         if hop > 1 and route.first[block] < hop <= route.last[block]:
-            come_EBgkD = route.buffer(dkv_EBgkD, block)
-            messages.append((dist.irecv, come_EBgkD, route.b - 1, 1))
+            come_EBgpD = route.buffer(dkv_EBgkD, block)
+            messages.append((dist.irecv, come_EBgpD, route.b - 1, 1))
         if hop > 1 and route.last[before] == hop - 1:
-            messages.append((dist.isend, part_EBgkD, before, 2))
+            messages.append((dist.isend, part_EBgpD, before, 2))
         if hop > 1 and route.last[route.b] == hop - 1:
             home_EBgkD = torch.empty_like(dkv_EBgkD)
             messages.append((dist.irecv, home_EBgkD, route.b + hop - 1, 2))
-        works, part_EBgkD = route.post(messages), None
+        works, part_EBgpD = route.post(messages), None
         if hop == 0 or (hop < route.hops and route.there[block, hop]):
-            saved = dout_BhqD, q_BhqD, *kv_EBgkD, out, lse, dlse
+            saved = dout_BhqD, q_BhqD, *kv_EBgmD, out, lse, dlse
             part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
-            part_EBgkD = torch.stack(part)
-            probe.look(hop + 1, "dq, dk or dv", part_BhqD, part_EBgkD)
+            part_EBgpD = torch.stack(part)
+            probe.look(hop + 1, "dq, dk or dv", part_BhqD, part_EBgpD)
             dq_BhqD = part_BhqD if hop == 0 else dq_BhqD.add_(part_BhqD)
         for work in works:
             work.wait()
         if hop == 0:
-            dkv_EBgkD = part_EBgkD
+            dkv_EBgkD = part_EBgpD
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
         # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
-        if come_EBgkD is not None:
-            part_EBgkD = come_EBgkD if part_EBgkD is None else part_EBgkD + come_EBgkD
+        if come_EBgpD is not None:
+            part_EBgpD = come_EBgpD if part_EBgpD is None else part_EBgpD + come_EBgpD
         if home_EBgkD is not None:
             dkv_EBgkD = dkv_EBgkD + home_EBgkD
-        kv_EBgkD = next_EBgkD
+        kv_EBgmD = next_EBgnD
     return dq_BhqD, *dkv_EBgkD
 
 

@@ -31,8 +31,8 @@ FAULTS = {
     "slice-only gather": [("ring_of(group), layout, length, True", "ring_of(group), layout, length, False")],
     "window off by one": [("position_Bq1 - position_B1k < self.window", "position_Bq1 - position_B1k <= self.window")],
     "lse in bf16": [("ctx.save_for_backward(q, k, v, out, lse)", "ctx.save_for_backward(q, k, v, out, lse.bfloat16().to(lse.dtype))")],
-    "wrong GQA mapping": [("return x_bHiD.reshape(b, g, h // g * i, d)", "return x_bHiD.unflatten(1, (-1, g)).transpose(1, 2).reshape(b, g, h // g * i, d)")],
-    "stale K and V in the backward": [("            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgkD = next_EBgkD\n", "            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgkD = kv_EBgkD + 0 * next_EBgkD if next_EBgkD.numel() else next_EBgkD\n")],
+    "wrong GQA mapping": [("return x_bHiX.reshape(b, g, h // g * i, x)", "return x_bHiX.unflatten(1, (-1, g)).transpose(1, 2).reshape(b, g, h // g * i, x)")],
+    "stale K and V in the backward": [("            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgmD = next_EBgnD\n", "            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgmD = kv_EBgmD + 0 * next_EBgnD if next_EBgnD.numel() else next_EBgnD\n")],
 }  # fmt: skip
 
 
