@@ -12,28 +12,31 @@ from test_ranks import ranks
 import ring_attention as sound
 
 SOURCE = Path(sound.__file__).read_text()
-DEAD = "dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)\n"
-PROBABILITY = "    p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n"
-FAULTS = {
+VOID = """void = (s_bGrj == -math.inf).all(-1, keepdim=True)
+    p_bGrj = torch.exp(torch.where(void, lse_bGr1, s_bGrj) - lse_bGr1)
+"""
+FAULTS = {  # name: [(a passage of the file, what stands there instead)]
     "swapped dK and dV": [("torch.stack(part)", "torch.stack(part[::-1])")],
-    "dropped last hop": [
-        ("self.hops = int(self.last.max()) + 1", "self.hops = max(int(self.last.max()), 1)")
-    ],
+    "dropped last hop": [("int(self.last.max()) + 1", "max(int(self.last.max()), 1)")],
     "P = 1 on masked rows": [
-        (DEAD, "pass\n"),
-        ("(x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))", "(p_bGrj, ds_bGrj.where(visible_bGrj, 0.0))"),
-        (
-            PROBABILITY,
-            "    void = (s_bGrj == -math.inf).all(-1, keepdim=True)\n"
-            "    p_bGrj = torch.exp(torch.where(void, lse_bGr1, s_bGrj) - lse_bGr1)\n",
-        ),
+        ("dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)", "pass"),
+        ("p_bGrj, ds_bGrj = (x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))", "pass"),
+        ("p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n", VOID),
     ],
-    "slice-only gather": [("ring_of(group), layout, length, True", "ring_of(group), layout, length, False")],
-    "window off by one": [("position_Bq1 - position_B1k < self.window", "position_Bq1 - position_B1k <= self.window")],
-    "lse in bf16": [("ctx.save_for_backward(q, k, v, out, lse)", "ctx.save_for_backward(q, k, v, out, lse.bfloat16().to(lse.dtype))")],
-    "wrong GQA mapping": [("return x_bHiX.reshape(b, g, h // g * i, x)", "return x_bHiX.unflatten(1, (-1, g)).transpose(1, 2).reshape(b, g, h // g * i, x)")],
-    "stale K and V in the backward": [("            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgmD = next_EBgnD\n", "            dkv_EBgkD = dkv_EBgkD + home_EBgkD\n        kv_EBgmD = kv_EBgmD + 0 * next_EBgnD if next_EBgnD.numel() else next_EBgnD\n")],
-}  # fmt: skip
+    "slice-only gather": [("layout, length, True)", "layout, length, False)")],
+    "window off by one": [("- position_B1k < self.window", "- position_B1k <= self.window")],
+    "lse in bf16": [("(q, k, v, out, lse)\n", "(q, k, v, out, lse.bfloat16().to(lse.dtype))\n")],
+    "wrong GQA mapping": [
+        ("return x_bHiX.reshape(", "return x_bHiX.unflatten(1, (-1, g)).transpose(1, 2).reshape(")
+    ],
+    "stale K and V in the backward": [
+        (
+            "dkv_EBgkD + home_EBgkD\n        kv_EBgmD = next_EBgnD\n",
+            "dkv_EBgkD + home_EBgkD\n        kv_EBgmD = kv_EBgmD + 0 * next_EBgnD"
+            " if next_EBgnD.numel() else next_EBgnD\n",
+        )
+    ],
+}
 
 
 def _masks(module):
