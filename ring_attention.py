@@ -1165,7 +1165,7 @@ class _RingAttention(torch.autograd.Function):
     """Saves q, k, v, out, lse of this rank (its heads of the block, after `swap`); nothing else."""
 
     @staticmethod
-    def forward(ctx, q, k, v, route, kernel, method, debug):
+    def forward(ctx, q, k, v, route, kernel, method, debug, return_lse):
         probe = Probe(debug, route.ring, "forward")
         for name, x in (("q", q), ("k", k), ("v", v)):
             probe.look(0, name, x)
@@ -1182,21 +1182,22 @@ class _RingAttention(torch.autograd.Function):
         # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
         # Pinned by tests/test_ring_faults.py::test_the_suite_catches_eight_planted_faults.
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = route, kernel, method, debug, repeat
-        ctx.set_materialize_grads(False)
+        ctx.options = route, kernel, method, debug, repeat, return_lse
         return swap(out, route, back=True), swap(lse[..., None], route, back=True)[..., 0]
 
     @staticmethod
     def backward(ctx, dout, dlse):
         _refuse_second_derivative()
         q, k, v, out, lse = ctx.saved_tensors
-        route, kernel, method, debug, repeat = ctx.options
+        route, kernel, method, debug, repeat, return_lse = ctx.options
         probe = Probe(debug, route.ring, "backward")
-        if dout is None:
-            dout = torch.zeros_like(swap(out, route, back=True))
         probe.look(0, "dout", dout)
+        # COMM: autograd gives zeros for an output that this rank's loss leaves out, so all ranks send
+        # the same messages, whichever outputs each of them uses. Pinned by
+        # tests/test_ring.py::test_ranks_may_use_different_outputs.
         dout = swap(dout, route)
-        dlse = None if dlse is None else swap(dlse[..., None], route)[..., 0]
+        dlse = swap(dlse[..., None], route)[..., 0] if return_lse else None
+        dlse = dlse if return_lse and dlse.any() else None
         if method == "allgather":
             saved = dout, q, *_gathered(k, v, route), out, lse, dlse
             dq, *dkv = backward_tiles(*saved, route.part(), kernel)
@@ -1209,7 +1210,7 @@ class _RingAttention(torch.autograd.Function):
         # NUMERICS: copies of a key head are summed before the cast. Pinned by
         # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
         dk, dv = (x.unflatten(1, (-1, repeat)).sum(2).to(q.dtype) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 def _gathered(k, v, route):
@@ -1250,7 +1251,7 @@ def ring_attention(
                 f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
                 f"{held} of the mask's {length} in {layout} layout; take them by shard()"
             )
-        options = layout, method, inner, kernel, bool(debug)
+        options = layout, method, inner, kernel, bool(debug), bool(return_lse)
         numbers = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
         facts = [*numbers, mask.digest() if mask else 0, digest(options), digest_of(batch)]
     except (ValueError, TypeError, AttributeError, IndexError) as error:
@@ -1263,7 +1264,7 @@ def ring_attention(
             f"take them by shard()"
         )
     route = route_of(ring, sum(held), layout, inner, mask)
-    out, lse = _RingAttention.apply(q, k, v, route, kernel, method, debug)
+    out, lse = _RingAttention.apply(q, k, v, route, kernel, method, debug, return_lse)
     return (out, lse) if return_lse else out
 
 

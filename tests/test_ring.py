@@ -407,6 +407,28 @@ def test_a_gather_undoes_a_shard_and_its_two_gradients_are_sum_and_slice(tmp_pat
     assert all(all(found) for found in ranks(tmp_path, world, _gathered))
 
 
+def _different(rank, method):
+    """Errors where rank 0's loss uses only out, rank 1's only lse, and the last rank's neither."""
+    qkv, dout = _draw(13)
+    out, lse = definition(*qkv, _dense(Mask.causal(13), 13))
+    pieces = [indices(13, r, 3) for r in range(3)]
+    loss = (out * dout)[:, :, pieces[0]].sum() + lse[:, :, pieces[1]].pow(2).sum()
+    want = torch.autograd.grad(loss, qkv)
+    parts = [shard(x, dim=2) for x in qkv]
+    ours, log = ring_attention(*parts, mask=Mask.causal(13), method=method, return_lse=True)
+    upstream = dout[:, :, pieces[rank]]
+    loss = [(ours * upstream).sum(), log.pow(2).sum(), 0.0 * ours.sum()][rank]
+    grads = torch.autograd.grad(loss, qkv)
+    for grad in grads:
+        dist.all_reduce(grad)
+    return [relative(a, b) for a, b in zip(grads, want, strict=True)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_may_use_different_outputs(tmp_path, method):
+    assert max(max(errors) for errors in ranks(tmp_path, 3, _different, method)) < 1e-12
+
+
 Pair = namedtuple("Pair", "left right")
 
 
