@@ -1192,8 +1192,8 @@ class _RingAttention(torch.autograd.Function):
         route, kernel, method, debug, repeat, return_lse = ctx.options
         probe = Probe(debug, route.ring, "backward")
         probe.look(0, "dout", dout)
-        # COMM: autograd gives zeros for an output that this rank's loss leaves out, so all ranks send
-        # the same messages, whichever outputs each of them uses. Pinned by
+        # COMM: autograd gives zeros for an output that this rank's loss leaves out, so all ranks
+        # send the same messages, whichever outputs each of them uses. Pinned by
         # tests/test_ring.py::test_ranks_may_use_different_outputs.
         dout = swap(dout, route)
         dlse = swap(dlse[..., None], route)[..., 0] if return_lse else None
