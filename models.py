@@ -1,84 +1,134 @@
-"""Qwen2 and Qwen3 (dense): the Hugging Face checkpoints, with attention as an argument.
+"""Qwen2, Qwen3, Qwen3-MoE, Gemma 3 and an action expert: Hugging Face's checkpoints, five families.
 
-The model knows nothing of masks, rings, trees or caches. Every layer calls one function,
-`attention(q, k, v, layer=, scale=, ...)`, that the caller made; packed documents and the KV cache
-below are two such functions, and a file that you write can be a third. The model therefore never
-changes when attention does, and what it computes can be read in 100 lines.
+One Transformer; the families differ in a row of a table. The model knows nothing of masks, rings,
+trees or caches: every layer calls one function, `attention(q, k, v, layer=, scale=, window=)`, that
+the caller made. Packed documents and the KV cache below are two such functions, `ring_attention`
+and `tree_attention` close over two more. What a model computes can so be read in 150 lines.
 
-    python models.py check          # seconds: every path against the slow definition, in float64
-    python models.py inspect DIR    # what a checkpoint holds: config, parameter count, bytes
+    python models.py check          # < 1 min on 2 cores: every path against the definition, float64
+    python models.py inspect DIR    # a checkpoint: config, table of tensors, what would be loaded
+    python models.py bench          # tokens/s, memory, FLOPs, against transformers if it is there
+    python models.py control        # 20 s: trains an action expert on a toy task, prints its error
 
 What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
 
-    (1)  x^0_i   = embed[t_i]
-    (2)  y_i     = x_i + O [ attention(q, k, v) ]_i
+    (1)  x^0_i   = embed[t_i]                                            gemma: times sqrt(M)
+    (2)  y_i     = x_i + O [ a_i ]                                       gemma: norm'(O [ a_i ])
+         a_i     = sum_j softmax_j( scale q_i . k_j ) v_j, over j <= i, sliding: and i - j < window
          q_i     = rope_i(norm_q(Q norm(x_i))), k_i likewise with K, v_i = V norm(x_i)
-    (3)  x'_i    = y_i + down( silu(gate norm(y_i)) * (up norm(y_i)) )
-    (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)
+    (3)  x'_i    = y_i + ffn(norm(y_i))                                  gemma: norm'(ffn(..))
+         ffn(h)  = down( act(gate h) * (up h) )
+    (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)                         gemma: (1 + w)
     (5)  rope_p(x) = x cos(p f) + (-x[D/2:], x[:D/2]) sin(p f),  f_n = theta^(-2n/D), n = 0..D/2-1
-    (6)  z_i     = head norm(x^L_i)                                      logits, over the vocabulary
-    (7)  logprob_i(t) = z_it / T - log sum_u exp(z_iu / T)               T the temperature
-    (8)  entropy_i    = - sum_u exp(logprob_i(u)) logprob_i(u)
+    (6)  sparse:   ffn(h) = sum_e g_e ffn_e(h) over the K experts e with the largest p_e + b_e,
+                   p = softmax(R h), g_e = p_e, or p_e / (sum of the K p's) if `norm_topk_prob`
+    (7)  z_i     = head norm(x^L_i)                gemma: c tanh(z / c), c the final softcap, if any
+    (8)  logprob_i(t) = z_it / T - log sum_u exp(z_iu / T)               T the temperature
+    (9)  entropy_i    = - sum_u exp(logprob_i(u)) logprob_i(u)
+    (10) balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie sequences s of T_s tokens,
+                   n_se of whose T_s K choices fell on e (a constant for the gradient)
+    (11) b_e     = rate * (steps in which e had less than the mean load - steps it had more)
+    (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
+    (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
 
-`definition` below computes (1)-(8) with Python loops; `check` compares everything with it.
+`definition` below computes (1)-(7) with Python loops; `check` compares everything with it.
 
-The families, as rows (a new family is a row of FAMILIES and a reader of its config):
+The families (a new one is a row of FAMILIES and a reader of its config, nothing else: see the test
+`test_a_new_family_is_a_row_and_a_reader`):
 
-    |                     | qwen2                   | qwen3              |
-    | q, k, v bias        | yes                     | `attention_bias`   |
-    | o bias              | no                      | `attention_bias`   |
-    | q/k norm per head   | no                      | yes, before RoPE   |
-    | head_dim if absent  | hidden_size / heads     | 128                |
+    |                     | qwen2     | qwen3            | qwen3_moe        | gemma3_text              |
+    | q, k, v bias        | yes       | `attention_bias` | `attention_bias` | `attention_bias`         |
+    | o bias              | no        | `attention_bias` | `attention_bias` | `attention_bias`         |
+    | q/k norm per head   | no        | before RoPE      | before RoPE      | before RoPE              |
+    | head_dim if absent  | M / heads | 128              | M / heads        | 256                      |
+    | norm weight (4)     | w         | w                | w                | 1 + w, in float32        |
+    | norms a layer       | 2         | 2                | 2                | 4: before and after both |
+    | activation          | silu      | silu             | silu             | gelu, tanh form          |
+    | embedding scale     | -         | -                | -                | sqrt(M), in embed's dtype|
+    | attention scale     | D^-1/2    | D^-1/2           | D^-1/2           | query_pre_attn_scalar^-1/2 |
+    | feed-forward        | dense     | dense            | experts, or dense| dense                    |
+    | sliding layers      | (a)       | (a)              | all or none      | `layer_types`, else (b)  |
+    | RoPE theta          | one       | one              | one              | 1e6; 1e4 where sliding   |
+    | tied                | by config | by config        | by config        | yes                      |
 
-Letters (a small letter would be one rank's share; this file has one rank):
+(a) `layer_types`, else with `use_sliding_window` the layers from `max_window_layers` on. (b) all
+but each `sliding_window_pattern`-th. RoPE types: default, linear, dynamic, yarn, llama3. Gemma's
+`attn_logit_softcapping` is read by nobody, transformers included. A multimodal Gemma 3 checkpoint
+gives its text model. Whatever else would change the numbers is refused by name.
+
+Letters (small: this rank's share; only vocabulary-parallel log-probs have one, v):
 
     B batch rows    S tokens in a row     M model width (hidden_size)   V vocabulary
     H query heads   G key/value heads     D head_dim                    L padded document length
-    N scored tokens (any subset of B x S) C tokens that a cache has room for
-    E documents in a bucket
+    N tokens (any subset of B x S)        C tokens that a cache has room for
+    E experts       K experts a token     I width of an expert          P prefix tokens
+    T suffix tokens A action dimensions   U documents in a bucket       R the H + G heads with RoPE
 
-Cost per token, P parameters outside the embedding: 2 P flops forward and 4 P backward, plus
-attention's 4 S H D forward per layer (half of it is masked out). The cache holds 2 G D numbers per
-token and layer. Log-probs never hold a whole (N, V) tensor: chunks, whose logits the backward
-computes again (one more head product, 2 M V flops a scored token).
+Cost per token, with P the parameters that a token meets outside the embedding (K of the E experts):
+2 P flops forward, 4 P backward, and attention's 4 S H D forward per layer (half is masked out). The
+cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding layer. Log-probs never
+hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a token).
 
-Not here: MoE, Gemma, sliding windows, RoPE scaling (refused by name), dropout (none of the
-released models has any), quantised weights.
+Deviates: dynamic RoPE depends on the longest position of the call alone, not of earlier calls; under
+it, packed is not separate and a cache keeps the angles its tokens were written with. (12) has pi0's
+path from noise at 0 to action at 1, and the sign that integrates it forward. b of (11) lives in the
+state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless it is zero.
 
-References: Qwen2 arXiv:2407.10671; Qwen3 arXiv:2505.09388; RoPE arXiv:2104.09864 (half-split form,
-as in Hugging Face); RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
+Not here: dropout (no released model has any), quantised weights, the vision tower, shared experts.
+
+References: Qwen2 arXiv:2407.10671; Qwen3 arXiv:2505.09388; Gemma 3 arXiv:2503.19786; RoPE
+arXiv:2104.09864 (half-split form); YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783; RMSNorm
+arXiv:1910.07467; GQA arXiv:2305.13245; (10), (11) DeepSeek-V3 arXiv:2412.19437 eq. 16-20 and
+arXiv:2408.15664; (12), (13) pi0 arXiv:2410.24164; stopped gradient arXiv:2505.23705; min-p
+arXiv:2407.01082.
 """
 
 import dataclasses
 import json
 import math
+import os
 import sys
+import tempfile
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 
 # 1. The configuration ------------------------------------------------------------------------
 
-# What a family fixes, and the class defaults that transformers gives a field absent from the file.
-FAMILIES = {
-    "qwen2": dict(qk_norm=False, qkv_bias=True, o_bias=False, head_dim=None),
-    "qwen3": dict(qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias", head_dim=128),
+FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-HF_DEFAULTS = dict(
-    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
-    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02,
-)  # fmt: skip
+ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
+}  # fmt: skip
 
 
 @dataclass
 class ModelConfig:
-    """The shape of a `Transformer`. Field names are Hugging Face's wherever it has one."""
+    """The shape of a `Transformer`. Field names are Hugging Face's wherever it has one.
+
+    layer_types, one per layer, default all "full_attention". rope_parameters: layer type ->
+    {"rope_type", "rope_theta", ...}. sparse_layers: the indices of the layers with experts.
+    router_bias_rate: the rate of (11); 0, the default: no such bias. value_head: see
+    `Transformer.values`.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -90,17 +140,47 @@ class ModelConfig:
     model_type: str = "qwen3"
     max_position_embeddings: int = 32768
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    rope_parameters: dict = field(default_factory=dict)
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
     qk_norm: bool = True
     qkv_bias: bool = False
     o_bias: bool = False
-    initializer_range: float = 0.02
-    eos_token_id: tuple[int, ...] = ()
+    hidden_act: str = "silu"
+    norm_offset: bool = False  # (4) with 1 + w
+    sandwich_norms: bool = False  # the norms marked ' in (2) and (3)
+    scale_embedding: bool = False
+    query_pre_attn_scalar: int | None = None  # None: head_dim
+    final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[int, ...] = ()
+    router_bias_rate: float = 0.0
+    value_head: bool = False
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                     "num_attention_heads", "num_key_value_heads", "head_dim"):  # fmt: skip
+        self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
+        self.rope_parameters = {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            | self.rope_parameters.get(kind, {})
+            for kind in sorted(set(self.layer_types))
+        }
+        self._check_sizes()
+        self._check_layers()
+        for rope in self.rope_parameters.values():
+            _check_rope(rope, self.max_position_embeddings)
+
+    def _check_sizes(self):
+        sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                 "num_attention_heads", "num_key_value_heads", "head_dim"]  # fmt: skip
+        if self.sparse_layers:
+            sizes += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -110,42 +190,59 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for half-split RoPE, got {self.head_dim}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} exceeds {self.num_experts} experts"
+            )
+
+    def _check_layers(self):
+        wrong = set(self.layer_types) - {FULL, SLIDING}
+        if wrong or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; got "
+                f"{list(self.layer_types)}"
+            )
+        if SLIDING in self.layer_types and not (self.sliding_window or 0) > 0:
+            raise ValueError(f"sliding layers need a sliding_window, got {self.sliding_window}")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {list(ACTIVATIONS)}")
+        if any(not 0 <= n < self.num_hidden_layers for n in self.sparse_layers):
+            raise ValueError(f"sparse_layers {self.sparse_layers} are not layers of this model")
 
     @classmethod
     def from_hf(cls, source, /) -> "ModelConfig":
         """Read a Hugging Face config: a directory, a config.json, or the dict itself.
 
-        Both spellings are read (transformers 4 and 5). Anything that would change the numbers and
-        is not implemented is a ValueError that names it.
+        Both spellings are read (transformers 4 and 5), absent fields have transformers' defaults.
+        Anything that would change the numbers and is not implemented is a ValueError that names it.
         """
         if not isinstance(source, dict):
             path = Path(source)
             source = _read_json(path / "config.json" if path.is_dir() else path)
         raw = source
+        if "text_config" in raw:  # multimodal: the text model; what it lacks may stand outside
+            outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
+            kind = raw.get("model_type")
+            raw = {"model_type": f"{kind}_text"} | outside | raw["text_config"]
         family = FAMILIES.get(raw.get("model_type"))
         if family is None:
             raise ValueError(
                 f"model_type {raw.get('model_type')!r} is not implemented; implemented: "
                 + ", ".join(FAMILIES)
             )
+        raw = COMMON | family.defaults | raw
         _refuse_unimplemented(raw)
-        fields = {name: raw.get(name, default) for name, default in HF_DEFAULTS.items()}
+        fields = {name: raw[name] for name in COMMON}
         if fields["num_key_value_heads"] is None:
             fields["num_key_value_heads"] = fields["num_attention_heads"]
         empty = [name for name, value in fields.items() if value is None]
         if empty:
             raise ValueError(f"config leaves {', '.join(empty)} null")
-        for name in ("qk_norm", "qkv_bias", "o_bias"):
-            rule = family[name]
-            fields[name] = raw.get(rule, False) if isinstance(rule, str) else rule
-        head_dim = raw.get("head_dim") or family["head_dim"]
-        fields["head_dim"] = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
-        rope = raw.get("rope_parameters") or {}
-        fields["rope_theta"] = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
         eos = raw.get("eos_token_id")
-        eos = eos if isinstance(eos, list) else [eos]
+        eos = eos if isinstance(eos, list | tuple) else [eos]
         fields["eos_token_id"] = tuple(token for token in eos if token is not None)
-        return cls(model_type=raw["model_type"], **fields)
+        fields["value_head"] = raw.get("value_head", False)
+        return cls(model_type=raw["model_type"], **fields | family.fixed | family.read(raw))
 
     def require_same_numbers(self, other, where) -> None:
         """ValueError if a model of the other configuration would compute something else."""
@@ -155,44 +252,48 @@ class ModelConfig:
                 raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
 
     def to_hf(self) -> dict:
-        """The config.json that both transformers 4 and 5 read back to this model."""
-        for name, rule in FAMILIES[self.model_type].items():
-            if isinstance(rule, bool) and getattr(self, name) != rule:
-                raise ValueError(f"{self.model_type} has {name}={rule}, this model not")
-        if self.model_type == "qwen3" and self.qkv_bias != self.o_bias:
-            raise ValueError("qwen3 has one attention_bias: qkv_bias and o_bias must be equal")
-        raw = {name: getattr(self, name) for name in HF_DEFAULTS}
-        raw |= {
-            "architectures": [self.model_type.capitalize() + "ForCausalLM"],
-            "model_type": self.model_type, "head_dim": self.head_dim, "hidden_act": "silu",
-            "rope_theta": self.rope_theta, "attention_dropout": 0.0, "use_sliding_window": False,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "eos_token_id": list(self.eos_token_id) or None,
+        """The config.json that transformers 4 and 5 and `from_hf` read back to this model."""
+        family = FAMILIES[self.model_type]
+        raw = {name: getattr(self, name) for name in COMMON} | {
+            "architectures": [family.architecture], "model_type": self.model_type,
+            "head_dim": self.head_dim, "attention_bias": self.o_bias, "attention_dropout": 0.0,
+            "layer_types": list(self.layer_types), "sliding_window": self.sliding_window,
+            "use_sliding_window": SLIDING in self.layer_types,
+            "eos_token_id": list(self.eos_token_id) or None, family.act_key: self.hidden_act,
         }  # fmt: skip
-        if self.model_type == "qwen3":
-            raw["attention_bias"] = self.qkv_bias
+        optional = [*MOE] if self.num_experts else []
+        optional += ["query_pre_attn_scalar", "final_logit_softcapping", "value_head"]
+        raw |= {name: getattr(self, name) for name in optional if getattr(self, name)}
+        if self.num_experts:
+            dense = sorted(set(range(self.num_hidden_layers)) - set(self.sparse_layers))
+            raw |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+        raw |= _write_rope(self.rope_parameters, family)
+        back, self_hf = ModelConfig.from_hf(raw), dataclasses.replace(self, router_bias_rate=0.0)
+        back.require_same_numbers(self_hf, f"a {self.model_type} config cannot say this: it")
         return raw
+
+
+def _check_rope(rope, max_position_embeddings):
+    """Fill in what transformers takes for granted; ValueError for what (5) does not cover."""
+    kind = rope["rope_type"]
+    if kind not in ROPE_NEEDS:
+        raise ValueError(f"rope_type {kind!r} is not implemented; there are {list(ROPE_NEEDS)}")
+    if kind in ("yarn", "llama3"):
+        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
+    unknown = sorted(set(rope) - ROPE_KEYS)
+    missing = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
+    if unknown or missing:
+        raise ValueError(f"rope_type {kind}: unknown {unknown}, missing {missing}")
+    if rope.pop("partial_rotary_factor", None) not in (None, 1):
+        raise ValueError("partial_rotary_factor other than 1 is not implemented")
 
 
 def _refuse_unimplemented(raw):
     """Raise for each field that changes the numbers and that this file does not implement."""
-    ropes = [raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)]
-    types = [rope.get("rope_type", rope.get("type", "default")) for rope in ropes]
-    partial = [x.get("partial_rotary_factor") for x in (raw, *ropes)]
-    layers, layer_types = raw.get("num_hidden_layers", 32), raw.get("layer_types")
-    sliding = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
-    known = {"full_attention", "sliding_attention"}
-    late = sliding and layer_types is None and raw.get("max_window_layers", 28) < layers
     refused = {
-        f"rope_type {types}": any(kind != "default" for kind in types),
-        "RoPE per layer type": any(isinstance(v, dict) for rope in ropes for v in rope.values()),
-        "partial_rotary_factor": any(factor not in (None, 1) for factor in partial),
-        f"hidden_act {raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
         "attention_dropout > 0": (raw.get("attention_dropout") or 0) > 0,
-        "sliding-window layers": late or "sliding_attention" in (layer_types or ()),
-        f"layer_types {layer_types}": layer_types and (
-            len(layer_types) != layers or not known.issuperset(layer_types)
-        ),
+        "use_bidirectional_attention": raw.get("use_bidirectional_attention"),
+        "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
         "quantization_config": raw.get("quantization_config") is not None,
     }
     found = [name for name, present in refused.items() if present]
@@ -200,46 +301,246 @@ def _refuse_unimplemented(raw):
         raise ValueError(f"config asks for {', '.join(found)}: not implemented in models.py")
 
 
+def read_layers(raw, default, /) -> dict:
+    """layer_types and sliding_window; default(layer) -> bool: slides, where no list says so."""
+    kinds = raw.get("layer_types") or [
+        SLIDING if default(layer) else FULL for layer in range(raw["num_hidden_layers"])
+    ]
+    window = raw["sliding_window"] if SLIDING in kinds else None
+    return {"layer_types": tuple(kinds), "sliding_window": window}
+
+
+def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
+    """layer type -> RoPE parameters, from both spellings.
+
+    transformers 4: rope_theta, rope_scaling and, where sliding layers have a theta of their own,
+    rope_local_base_freq, which is never scaled. transformers 5: rope_parameters, one dict, or with
+    sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
+    """
+    scaling, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
+    by_type = any(isinstance(value, dict) for value in (new | scaling).values())
+    if by_type and sliding_theta is None:
+        raise ValueError(f"RoPE per layer type in {raw['model_type']}: transformers has none")
+    out = {}
+    for kind in set(kinds):
+        theta = raw.get("rope_theta")
+        rope = dict(new.get(kind) or {}) if sliding_theta else dict(scaling or new)
+        if sliding_theta and kind == SLIDING:
+            theta = raw.get("rope_local_base_freq", sliding_theta)
+        elif sliding_theta:
+            rope |= scaling
+        rope.setdefault("rope_theta", theta)
+        rope["rope_theta"] = float(rope["rope_theta"])
+        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        if raw.get("original_max_position_embeddings") and rope["rope_type"] in ("yarn", "llama3"):
+            rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+        out[kind] = rope
+    return out
+
+
+def _write_rope(ropes, family) -> dict:
+    """Both spellings of `ropes`, as far as the older one can say it."""
+    full = ropes.get(FULL) or next(iter(ropes.values()))
+    if not family.rope_per_type:
+        scaling = None if full["rope_type"] == "default" else full
+        return {"rope_parameters": full, "rope_theta": full["rope_theta"], "rope_scaling": scaling}
+    return {"rope_parameters": ropes} | {
+        name: ropes[kind]["rope_theta"]
+        for name, kind in (("rope_theta", FULL), ("rope_local_base_freq", SLIDING))
+        if kind in ropes
+    }
+
+
+# What a config that leaves a field out gets from transformers, if its family says nothing else.
+COMMON = dict(
+    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02,
+)  # fmt: skip
+QWEN = dict(
+    rope_theta=10000.0, use_sliding_window=False, sliding_window=4096, max_window_layers=28,
+    attention_bias=False, hidden_act="silu",
+)  # fmt: skip
+MOE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
+
+
+def read_qwen(raw, /) -> dict:
+    """Qwen2 and Qwen3: the fields of ModelConfig that need a rule."""
+    slides = raw["use_sliding_window"] and raw["sliding_window"] is not None
+    layers = read_layers(raw, lambda layer: slides and layer >= raw["max_window_layers"])
+    bias = raw["attention_bias"]
+    family = FAMILIES[raw["model_type"]]
+    return {
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "qkv_bias": family.fixed.get("qkv_bias", bias), "o_bias": family.fixed.get("o_bias", bias),
+        "hidden_act": raw["hidden_act"], **layers,
+        "rope_parameters": read_rope(raw, layers["layer_types"]),
+    }  # fmt: skip
+
+
+def read_qwen_moe(raw, /) -> dict:
+    """Qwen3-MoE. Its window, where there is one, is every layer's, whatever `max_window_layers`."""
+    fields = read_qwen(raw | {"max_window_layers": 0})
+    if len(set(fields["layer_types"])) > 1:
+        raise ValueError(f"layer_types {raw['layer_types']} of a qwen3_moe: transformers has no mix")
+    experts = raw.get("num_local_experts") or raw["num_experts"]
+    dense, step = raw["mlp_only_layers"] or (), raw["decoder_sparse_step"]
+    sparse = [n for n in range(raw["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0]
+    return fields | {name: raw[name] for name in MOE} | {
+        "num_experts": experts, "sparse_layers": tuple(sparse) if experts else (),
+    }  # fmt: skip
+
+
+def read_gemma(raw, /) -> dict:
+    """Gemma 3's text model."""
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    layers = read_layers(raw, lambda layer: (layer + 1) % pattern != 0)
+    return {
+        "head_dim": raw["head_dim"], "qkv_bias": raw["attention_bias"],
+        "o_bias": raw["attention_bias"], "hidden_act": raw["hidden_activation"],
+        "query_pre_attn_scalar": raw["query_pre_attn_scalar"], **layers,
+        "final_logit_softcapping": raw.get("final_logit_softcapping"),
+        "rope_parameters": read_rope(raw, layers["layer_types"], 10000.0),
+    }  # fmt: skip
+
+
+class Family(NamedTuple):
+    """A row of the table above: what transformers fixes for one model_type."""
+
+    architecture: str
+    read: Callable  # raw config, defaults filled in -> ModelConfig fields that need a rule
+    fixed: dict  # ModelConfig fields that no config changes
+    defaults: dict  # config fields that transformers fills in
+    act_key: str = "hidden_act"
+    rope_per_type: bool = False
+
+
+FAMILIES = {
+    "qwen2": Family(
+        "Qwen2ForCausalLM", read_qwen, dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", read_qwen, dict(qk_norm=True), QWEN | dict(head_dim=128)),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", read_qwen_moe, dict(qk_norm=True),
+        QWEN | dict(
+            hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
+            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+            norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=None,
+        ),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", read_gemma,
+        dict(qk_norm=True, norm_offset=True, sandwich_norms=True, scale_embedding=True),
+        dict(
+            vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
+            max_position_embeddings=131072, tie_word_embeddings=True, rope_theta=1e6,
+            attention_bias=False, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+            eos_token_id=1,
+        ),
+        act_key="hidden_activation", rope_per_type=True,
+    ),
+}  # fmt: skip
+
+
 # 2. The definition ---------------------------------------------------------------------------
+
+DEFINED_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_pytorch_tanh": lambda x: x / (1 + (-((8 / math.pi) ** 0.5) * (x + 0.044715 * x**3)).exp()),
+}
 
 
 def definition(model, tokens, /):
-    """Logits (S, V) of one document (S,), equations (1)-(6) token by token. Slow, float64."""
-    config, D = model.config, model.config.head_dim
-    w = {name: p.detach().double() for name, p in model.named_parameters()}
+    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64."""
+    c, D, layers = model.config, model.config.head_dim, "model.layers."
+    w = {name: p.double() for name, p in model.named_parameters()}
+    bias = {name[:-5]: c.router_bias_rate * b for name, b in model.named_buffers()}
+    act, scale = DEFINED_ACTIVATIONS[c.hidden_act], (c.query_pre_attn_scalar or D) ** -0.5
 
-    def norm(x, weight):  # (4)
-        return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+    def norm(x, name):  # (4)
+        weight = w[name + ".weight"] + (1 if c.norm_offset else 0)
+        return weight * x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt()
 
-    def heads(x, prefix):  # project and split in heads: (heads, D)
-        return (w[prefix + "_proj.weight"] @ x + w.get(prefix + "_proj.bias", 0)).view(-1, D)
-
-    def rotated(x, prefix, p):  # the same, normalised and rotated to position p
-        y = heads(x, prefix)
-        y = norm(y, w[prefix + "_norm.weight"]) if prefix + "_norm.weight" in w else y
-        angle = p * config.rope_theta ** (-torch.arange(0, D, 2).double() / D)
+    def heads(x, name, p=None):  # project, split in heads (H, D), normalise, rotate to position p
+        y = (w[name + "_proj.weight"] @ x + w.get(name + "_proj.bias", 0)).view(-1, D)
+        y = norm(y, name + "_norm") if name + "_norm.weight" in w else y
+        if p is None:
+            return y
+        rope = c.rope_parameters[c.layer_types[int(name.split(".")[2])]]
+        f, grow = defined_frequencies(rope, D, len(tokens), c.max_position_embeddings)
         a, b = y.chunk(2, -1)  # (5)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+        angle = p * torch.tensor(f, dtype=torch.float64)
+        cos, sin = grow * angle.cos(), grow * angle.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    xs = [w["model.embed_tokens.weight"][t] for t in tokens.tolist()]  # (1)
-    for n in range(config.num_hidden_layers):
-        at = f"model.layers.{n}.self_attn."
-        hs = [norm(x, w[f"model.layers.{n}.input_layernorm.weight"]) for x in xs]
-        q, k = ([rotated(h, at + s, p) for p, h in enumerate(hs)] for s in "qk")
+    def swiglu(h, gate, up, down):  # (3)
+        return down @ (act(gate @ h) * (up @ h))
+
+    def ffn(h, n):
+        name, parts = f"{layers}{n}.mlp.", ("gate_proj", "up_proj", "down_proj")
+        if n not in c.sparse_layers:
+            return swiglu(h, *(w[f"{name}{part}.weight"] for part in parts))
+        p = (w[name + "gate.weight"] @ h).softmax(0)  # (6)
+        order = (-p - bias.get(name, 0)).argsort()[: c.num_experts_per_tok]
+        total = p[order].sum() if c.norm_topk_prob else 1
+        each = (swiglu(h, *(w[f"{name}experts.{part}"][e] for part in parts)) for e in order)
+        return sum(p[e] / total * out for e, out in zip(order, each))
+
+    embed = w["model.embed_tokens.weight"]
+    xs = [embed[t] * (c.hidden_size**0.5 if c.scale_embedding else 1) for t in tokens.tolist()]  # (1)
+    for n, kind in enumerate(c.layer_types):
+        at, pre = f"{layers}{n}.self_attn.", f"{layers}{n}."
+        hs = [norm(x, pre + "input_layernorm") for x in xs]
+        q, k = ([heads(h, at + s, p) for p, h in enumerate(hs)] for s in "qk")
         v = [heads(h, at + "v") for h in hs]
         for i, x in enumerate(xs):
-            out = []
-            for head in range(config.num_attention_heads):
-                g = head * config.num_key_value_heads // config.num_attention_heads
-                score = torch.stack([q[i][head] @ k[j][g] for j in range(i + 1)]) / D**0.5
-                out.append(sum(p * v[j][g] for j, p in enumerate(score.softmax(0))))
-            y = x + w[at + "o_proj.weight"] @ torch.cat(out) + w.get(at + "o_proj.bias", 0)  # (2)
-            h = norm(y, w[f"model.layers.{n}.post_attention_layernorm.weight"])
-            mlp = f"model.layers.{n}.mlp."
-            gate, up, down = (w[f"{mlp}{s}_proj.weight"] for s in ("gate", "up", "down"))
-            xs[i] = y + down @ (F.silu(gate @ h) * (up @ h))  # (3); later i never read xs[i] again
-    head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-    return torch.stack([head @ norm(x, w["model.norm.weight"]) for x in xs])  # (6)
+            first, out = max(0, i - c.sliding_window + 1) if kind == SLIDING else 0, []
+            for head in range(c.num_attention_heads):
+                g = head * c.num_key_value_heads // c.num_attention_heads
+                score = torch.stack([q[i][head] @ k[j][g] * scale for j in range(first, i + 1)])
+                out.append(sum(p * v[first + j][g] for j, p in enumerate(score.softmax(0))))
+            y = w[at + "o_proj.weight"] @ torch.cat(out) + w.get(at + "o_proj.bias", 0)  # (2)
+            if c.sandwich_norms:
+                y = x + norm(y, pre + "post_attention_layernorm")
+                h = ffn(norm(y, pre + "pre_feedforward_layernorm"), n)
+                xs[i] = y + norm(h, pre + "post_feedforward_layernorm")
+            else:  # later i never read xs[i] again: q, k, v of all tokens were made before
+                xs[i] = x + y + ffn(norm(x + y, pre + "post_attention_layernorm"), n)
+    z = torch.stack([w.get("lm_head.weight", embed) @ norm(x, "model.norm") for x in xs])  # (7)
+    cap = c.final_logit_softcapping
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def defined_frequencies(rope, D, length, longest):
+    """f_n of (5) as Python floats, and the factor on cos and sin: rope's five types, one by one."""
+    kind, theta, out = rope["rope_type"], rope["rope_theta"], []
+    factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if kind == "dynamic":  # a longer call turns more slowly
+        theta *= (factor * max(length, longest) / longest - factor + 1) ** (D / (D - 2))
+    for n in range(D // 2):
+        f = theta ** (-2 * n / D)
+        turns = old and old * f / (2 * math.pi)  # over the length that the model was trained on
+        if kind == "linear":
+            f /= factor
+        elif kind == "llama3":  # few turns: stretched by factor; many: as they are; between: mixed
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            keep = min(max((turns - low) / (high - low), 0), 1)
+            f = keep * f + (1 - keep) * f / factor
+        elif kind == "yarn":  # the same, with a ramp that is linear in n
+            ends = [
+                D * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+            ]
+            if rope.get("truncate", True):
+                ends = [math.floor(ends[0]), math.ceil(ends[1])]
+            low, high = max(ends[0], 0), min(ends[1], D - 1)
+            keep = 1 - min(max((n - low) / (high - low or 0.001), 0), 1)
+            f = keep * f + (1 - keep) * f / factor
+        out.append(f)
+    return out, _yarn_attention_factor(rope) if kind == "yarn" else 1.0
 
 
 # 3. The model --------------------------------------------------------------------------------
@@ -248,42 +549,108 @@ def definition(model, tokens, /):
 class RMSNorm(nn.Module):
     """(4). (..., M) -> (..., M)."""
 
-    def __init__(self, width, eps):
+    def __init__(self, width, config):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.offset else 1.0))
 
     def forward(self, x, /):
         # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
         # float64 in float64. Pinned by tests/test_models.py::test_rms_norm_accumulates_in_float32.
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
+        # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(
+            x.dtype
+        )
 
 
-def rope_angles(positions_BS, /, *, head_dim, theta, dtype):
-    """cos and sin of (5), each (B, 1, S, D/2), in float32 or better."""
+def _yarn_attention_factor(rope):
+    """YaRN's factor on cos and sin, so that attention is as sharp as before the stretching."""
+
+    def grown(weight):
+        return 0.1 * weight * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
+    return grown(1)
+
+
+def rope_frequencies(rope, head_dim, /, *, length, longest):
+    """f of (5), (D/2,) float64, and the factor on cos and sin.
+
+    rope: {"rope_type", "rope_theta", ...}. length: of the longest row of this call, which only
+    dynamic RoPE asks for; longest: max_position_embeddings.
+    """
+    n = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    kind, theta, factor = rope["rope_type"], rope["rope_theta"], rope.get("factor")
+    if kind == "dynamic":
+        stretch = factor * max(length, longest) / longest - (factor - 1)
+        theta = theta * stretch ** (head_dim / (head_dim - 2))
+    f = theta**-n
+    if kind == "linear":
+        return f / factor, 1.0
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * f / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(f / factor, f, keep), 1.0
+    if kind == "yarn":
+        length = rope["original_max_position_embeddings"] / (2 * math.pi)
+        betas = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        low, high = (head_dim * math.log(length / b) / (2 * math.log(theta)) for b in betas)
+        if rope.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = (torch.arange(head_dim // 2).double() - low) / ((high - low) or 0.001)
+        return torch.lerp(f, f / factor, ramp.clamp(0, 1)), _yarn_attention_factor(rope)
+    return f, 1.0
+
+
+def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
+    """cos and sin of (5) for `rotate`, each (B, S, 1, D), in float32 or better."""
     # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
     # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
     dtype = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions_BS.device) / head_dim
-    angle_B1SD = positions_BS.to(dtype)[:, None, :, None] * theta**-exponent
-    return angle_B1SD.cos(), angle_B1SD.sin()
+    angle_BS1D = positions_BS.to(dtype)[:, :, None, None] * frequencies.to(dtype)
+    cos_BS1D, sin_BS1D = angle_BS1D.cos(), angle_BS1D.sin()
+    if factor != 1:
+        cos_BS1D, sin_BS1D = cos_BS1D * factor, sin_BS1D * factor
+    return torch.cat([cos_BS1D, cos_BS1D], -1), torch.cat([-sin_BS1D, sin_BS1D], -1)
 
 
-def rotate(x_BHSD, cos_B1SD, sin_B1SD, /):
-    """(5), half-split form; (B, H, S, D) -> the same. The D of cos and sin is half of x's."""
-    a_BHSD, b_BHSD = x_BHSD.chunk(2, -1)
-    out_BHSD = torch.cat(
-        [a_BHSD * cos_B1SD - b_BHSD * sin_B1SD, b_BHSD * cos_B1SD + a_BHSD * sin_B1SD], -1
-    )
-    return out_BHSD.to(x_BHSD.dtype)
+def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
+    """(5), half-split form; (B, S, R, D) -> the same. sin has its sign: minus in the first half."""
+    a_BSRD, b_BSRD = x_BSRD.chunk(2, -1)
+    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRD, a_BSRD], -1), sin_BS1D)
+    return out_BSRD.to(x_BSRD.dtype)
 
 
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-    """The default attention: token i of each row sees tokens 0..i. Right padding needs no mask."""
-    if window is not None or softcap is not None:
-        raise ValueError("causal_attention has no window and no softcap; pass another attention")
-    return F.scaled_dot_product_attention(
-        q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=scale, enable_gqa=True
-    )
+    """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
+
+    Right padding needs no mask. With a window, blocks of queries against the keys that they can
+    see: O(S window) work and memory.
+    """
+    if softcap is not None:
+        raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
+    S, options = q_BHSD.shape[2], dict(scale=scale, enable_gqa=True)
+    if window is None or window >= S:
+        return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, **options)
+    out, block = [], max(window, 128)
+    for start in range(0, S, block):
+        first, stop = max(0, start - window + 1), min(S, start + block)
+        i, j = (torch.arange(at, stop, device=q_BHSD.device) for at in (start, first))
+        mask = (j <= i[:, None]) & (i[:, None] - j < window)
+        out.append(F.scaled_dot_product_attention(
+            q_BHSD[:, :, start:stop], k_BGSD[:, :, first:stop], v_BGSD[:, :, first:stop],
+            attn_mask=mask, **options,
+        ))  # fmt: skip
+    return torch.cat(out, 2)
 
 
 class Attention(nn.Module):
@@ -291,52 +658,70 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.layer, self.head_dim = layer, config.head_dim
-        width, D = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * D, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * D, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * D, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, width, bias=config.o_bias)
-        self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.layer, self.head_dim, self.kind = layer, config.head_dim, config.layer_types[layer]
+        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.window = config.sliding_window if self.kind == SLIDING else None
+        M, D, H, G = (
+            getattr(config, name)
+            for name in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+        )
+        self.q_proj = nn.Linear(M, H * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(H * D, M, bias=config.o_bias)
+        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BSM, cos_B1SD, sin_B1SD, attention, /):
+    def forward(self, x_BSM, ropes, attention, /):
         def heads(x_BSM):
             return x_BSM.unflatten(-1, (-1, self.head_dim))
 
-        q_BHSD = self.q_norm(heads(self.q_proj(x_BSM))).transpose(1, 2)
-        k_BGSD = self.k_norm(heads(self.k_proj(x_BSM))).transpose(1, 2)
+        q_BSHD, k_BSGD = self.q_norm(heads(self.q_proj(x_BSM))), self.k_norm(heads(self.k_proj(x_BSM)))
+        H, G = q_BSHD.shape[2], k_BSGD.shape[2]
+        qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])  # one call for both
+        q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
         v_BGSD = heads(self.v_proj(x_BSM)).transpose(1, 2)
-        q_BHSD, k_BGSD = rotate(q_BHSD, cos_B1SD, sin_B1SD), rotate(k_BGSD, cos_B1SD, sin_B1SD)
-        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, layer=self.layer, scale=self.head_dim**-0.5)
+        out_BHSD = attention(
+            q_BHSD, k_BGSD, v_BGSD, layer=self.layer, scale=self.scale, window=self.window
+        )
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """(3) without its residual."""
+    """ffn of (3)."""
 
     def __init__(self, config):
         super().__init__()
+        self.act = ACTIVATIONS[config.hidden_act]
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BSM, /):
-        return self.down_proj(F.silu(self.gate_proj(x_BSM)) * self.up_proj(x_BSM))
+    def forward(self, x_BSM, balance=None, /):
+        return self.down_proj(self.act(self.gate_proj(x_BSM)) * self.up_proj(x_BSM))
 
 
 class Layer(nn.Module):
-    """(2) and (3): pre-norm residual block."""
+    """(2) and (3): a residual block, normalised before its parts and, in Gemma, after them too."""
 
     def __init__(self, config, layer):
         super().__init__()
-        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn, self.sandwich = Attention(config, layer), config.sandwich_norms
+        self.mlp = SparseMLP(config, layer) if layer in config.sparse_layers else MLP(config)
+        names = ["input_layernorm", "post_attention_layernorm"]
+        if self.sandwich:
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in names:
+            self.add_module(name, RMSNorm(config.hidden_size, config))
 
-    def forward(self, x_BSM, cos_B1SD, sin_B1SD, attention, /):
-        x_BSM = x_BSM + self.self_attn(self.input_layernorm(x_BSM), cos_B1SD, sin_B1SD, attention)
-        return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM))
+    def forward(self, x_BSM, ropes, attention, balance=None, /):
+        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.sandwich:
+            x_BSM = x_BSM + h_BSM
+            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), balance)
+        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), balance)
+        return x_BSM + self.post_feedforward_layernorm(h_BSM)
 
 
 class Decoder(nn.Module):
@@ -346,7 +731,29 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
+
+
+class Rope:
+    """positions (B, S) -> {layer type: (cos, sin)} for `rotate`; computes frequencies once."""
+
+    def __init__(self, config):
+        self.config, self.known = config, {}
+
+    def __call__(self, positions_BS, dtype, /):
+        out = {}
+        for kind, rope in self.config.rope_parameters.items():
+            moving = rope["rope_type"] == "dynamic"
+            key = kind, positions_BS.device
+            if moving or key not in self.known:
+                length = int(positions_BS.max()) + 1 if moving and positions_BS.numel() else 0
+                f, factor = rope_frequencies(
+                    rope, self.config.head_dim, length=length,
+                    longest=self.config.max_position_embeddings,
+                )  # fmt: skip
+                self.known[key] = f.to(positions_BS.device), factor
+            out[kind] = rope_angles(positions_BS, *self.known[key], dtype=dtype)
+        return out
 
 
 class Transformer(nn.Module):
@@ -355,199 +762,477 @@ class Transformer(nn.Module):
     `forward(tokens)` gives logits (B, S, V); `.hidden(tokens)` stops before the head, (B, S, M);
     `.logprobs(hidden, targets)` applies the head to the positions that are scored, in chunks.
     Tied embeddings are one parameter, `model.embed_tokens.weight`; there is then no `lm_head`.
+    With config.value_head, `score` (1, M) is a critic's head, see `values`.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
+        self.config, self.rope = config, Rope(config)
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.value_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     @property
     def head_weight(self):
-        """The (V, M) matrix of (6)."""
+        """The (V, M) matrix of (7)."""
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> "Transformer":
-        """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype."""
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
-                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter.copy_(draw * self.config.initializer_range)
+        """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
+
+        A value head starts at zero, so that the first values are 0.
+        """
+        _initialise(self, seed, self.config)
         return self
 
-    def hidden(self, tokens_BS, /, *, positions=None, attention=None):
-        """Final normalised states (B, S, M) of int64 tokens (B, S).
+    def add_value_head(self) -> "Transformer":
+        """Give a model that has none a value head of zeros: a critic starts from a policy."""
+        if not self.config.value_head:
+            self.config = dataclasses.replace(self.config, value_head=True)
+            weight = self.head_weight
+            self.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
+            nn.init.zeros_(self.score.weight)
+        return self
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+        """Final normalised states (B, S, M) of int64 tokens (B, S), or of embeddings (B, S, M).
 
         positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
-        layer calls as attention(q, k, v, layer=, scale=), q (B, H, S, D), k and v (B, G, S, D),
-        returning (B, H, S, D); default `causal_attention`.
+        layer calls as attention(q, k, v, layer=, scale=, window=), q (B, H, S, D), k and v (B, G, S,
+        D), returning (B, H, S, D); default `causal_attention`. balance: what sparse layers tell of
+        their routing, see `Balance`. Embeddings are taken as they are: Gemma's sqrt(M) is not
+        applied to them.
         """
-        if tokens_BS.dim() != 2:
-            raise ValueError(f"tokens must be (B, S), got shape {tuple(tokens_BS.shape)}")
+        given = tokens_BS.is_floating_point()
+        if tokens_BS.dim() != 2 + given:
+            raise ValueError(
+                f"tokens must be (B, S), or embeddings (B, S, M); got {tuple(tokens_BS.shape)}"
+            )
+        x_BSM = tokens_BS if given else self.embed(tokens_BS)
         if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-        x_BSM, config = self.model.embed_tokens(tokens_BS), self.config  # (1)
-        cos_B1SD, sin_B1SD = rope_angles(
-            positions, head_dim=config.head_dim, theta=config.rope_theta, dtype=x_BSM.dtype
-        )
+            positions = torch.arange(x_BSM.shape[1], device=x_BSM.device)[None]
+        ropes = self.rope(positions, x_BSM.dtype)
         for layer in self.model.layers:
-            x_BSM = layer(x_BSM, cos_B1SD, sin_B1SD, attention or causal_attention)
+            x_BSM = layer(x_BSM, ropes, attention or causal_attention, balance)
         return self.model.norm(x_BSM)
 
-    def forward(self, tokens_BS, /, *, positions=None, attention=None):
-        """Logits (B, S, V), (6), in the model's dtype. Training wants `.logprobs` instead."""
-        x_BSM = self.hidden(tokens_BS, positions=positions, attention=attention)
-        return F.linear(x_BSM, self.head_weight)
+    def embed(self, tokens_BS, /):
+        """(1)."""
+        x_BSM = self.model.embed_tokens(tokens_BS)
+        if not self.config.scale_embedding:
+            return x_BSM
+        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
+        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
+        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+
+    def logits(self, hidden, /):
+        """(7): (..., M) -> (..., V), in the model's dtype."""
+        z = F.linear(hidden, self.head_weight)
+        cap = self.config.final_logit_softcapping
+        return cap * torch.tanh(z / cap) if cap else z
+
+    def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+        """Logits (B, S, V), (7), in the model's dtype. Training wants `.logprobs` instead."""
+        options = dict(positions=positions, attention=attention, balance=balance)
+        return self.logits(self.hidden(tokens_BS, **options))
 
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
-        """(7) and (8) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
-        return token_logprobs(hidden, self.head_weight, targets, temperature=temperature)
+        """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
+        cap = self.config.final_logit_softcapping
+        options = dict(temperature=temperature, softcap=cap)
+        return token_logprobs(hidden, self.head_weight, targets, **options)
+
+    def values(self, hidden, /):
+        """A critic's value of each state, (..., M) -> (...), float32 or better."""
+        if not self.config.value_head:
+            raise ValueError("this model has no value head; call add_value_head() first")
+        value = self.score(hidden)[..., 0]
+        return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-# 4. Log-probabilities in chunks --------------------------------------------------------------
+def _initialise(module, seed, config):
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(0 if config.norm_offset else 1)
+        elif name.endswith("bias") or name == "score.weight":
+            parameter.zero_()
+        else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
+            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(draw * config.initializer_range)
+    for buffer in module.buffers():
+        buffer.zero_()
+
+
+# 4. Mixture of experts -----------------------------------------------------------------------
+
+
+def grouped_linear(x_NM, weight_EIM, counts_E, /):
+    """x[n] @ weight[e(n)].T, (N, I): the first counts[0] rows go to expert 0, and so on.
+
+    counts_E: (E,) int64, sums to N; zeros are fine. torch's grouped product where it can, else one
+    product an expert, which is the definition.
+    """
+    if can_group(x_NM, weight_EIM):
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
+    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
+    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
+
+
+def can_group(x_NM, weight_EIM, /) -> bool:
+    """Whether torch.nn.functional.grouped_mm takes these: its dtypes, rows of 16 bytes, some rows."""
+    dtypes = torch.bfloat16, *((torch.float32, torch.float16) if x_NM.device.type == "cpu" else ())
+    aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
+    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
+
+
+class Experts(nn.Module):
+    """ffn_e of (6) for rows that are sorted by expert: (N, M), counts (E,) -> (N, M)."""
+
+    def __init__(self, config):
+        super().__init__()
+        E, INNER, M = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.act = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = nn.Parameter(torch.empty(E, INNER, M))
+        self.up_proj = nn.Parameter(torch.empty(E, INNER, M))
+        self.down_proj = nn.Parameter(torch.empty(E, M, INNER))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=config.initializer_range)
+
+    def forward(self, x_NM, counts_E, /):
+        gate_NI = grouped_linear(x_NM, self.gate_proj, counts_E)
+        up_NI = grouped_linear(x_NM, self.up_proj, counts_E)
+        return grouped_linear(self.act(gate_NI) * up_NI, self.down_proj, counts_E)
+
+
+class SparseMLP(nn.Module):
+    """(6): each token goes to its K likeliest experts. `votes` (E,) is b of (11) over its rate."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.top_k = layer, config.num_experts_per_tok
+        self.normalised, self.rate = config.norm_topk_prob, config.router_bias_rate
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        if self.rate:
+            # NUMERICS: whole steps, not their product with the rate, so that no cast of the model
+            # rounds b. Pinned by tests/test_models.py::test_the_router_bias_survives_bfloat16.
+            self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
+
+    def forward(self, x_BSM, balance=None, /):
+        x_NM = x_BSM.flatten(0, -2)
+        scores_NE, chosen_NK, weight_NK = self.route(x_NM)
+        # NUMERICS: rows sorted by expert and back by the inverse permutation, then one sum over K:
+        # no atomics, the same bits every time. Pinned by tests/test_models.py::test_moe_is_repeatable.
+        order = chosen_NK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
+        out_NM = self.experts(x_NM.index_select(0, order // self.top_k), counts_E)
+        out_NKM = out_NM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
+        out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)
+        loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
+        return out_BSM if loss is None else _Attach.apply(out_BSM, loss)
+
+    def route(self, x_NM, /):
+        """p (N, E) of (6), the chosen experts (N, K) and their g (N, K) in x's dtype."""
+        # NUMERICS: softmax and its sum in float32 or better, g cast back, as the models were
+        # trained. Pinned by tests/test_models.py::test_the_router_works_in_float32.
+        wide = torch.promote_types(x_NM.dtype, torch.float32)
+        scores_NE = self.gate(x_NM).softmax(-1, dtype=wide)
+        biased_NE = scores_NE + self.rate * self.votes if self.rate else scores_NE
+        chosen_NK = biased_NE.topk(self.top_k, dim=-1).indices
+        weight_NK = scores_NE.gather(-1, chosen_NK)
+        if self.normalised:
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+        return scores_NE, chosen_NK, weight_NK.to(x_NM.dtype)
+
+
+class _Attach(torch.autograd.Function):
+    """x, with a loss hung on it: the backward that reaches x adds the loss's gradient, once.
+
+    A layer can so add its own loss wherever it runs, in a pipeline stage too.
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.one = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, ctx.one
+
+
+class Balance:
+    """(10) over the sparse layers of one forward pass: `hidden(..., balance=Balance(...))`.
+
+    sequence_J, token_J: (J,) int64: sequence sequence_J[j] holds the forward's token token_J[j],
+    counted over its B x S. A token that several sequences share stands once for each of them and
+    counts so often; PAD stands in none. Default of token_J: token j. coef: (10)'s.
+
+    The layers attach the loss to what they return: whatever backward comes adds its gradient. A
+    sum over sequences, so micro-batches and ranks add up. After the forward, losses[layer] is (10),
+    detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
+    """
+
+    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0):
+        if token_J is None:
+            token_J = torch.arange(len(sequence_J), device=sequence_J.device)
+        if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
+            raise ValueError(
+                f"sequences and tokens must be (J,) alike, got {tuple(sequence_J.shape)} and "
+                f"{tuple(token_J.shape)}"
+            )
+        self.sequence_J, self.token_J, self.coef = sequence_J, token_J, coef
+        self.losses, self.counts = {}, {}  # by layer: a recomputed layer overwrites its own
+
+    @classmethod
+    def documents(cls, doc_ids_BS, /, *, coef=0.0):
+        """One sequence per document of a packed batch; doc_ids as in `packed_attention`."""
+        token_J = (doc_ids_BS.flatten() >= 0).nonzero()[:, 0]
+        row_J = token_J // doc_ids_BS.shape[1]
+        pairs_J2 = torch.stack([row_J, doc_ids_BS.flatten()[token_J]], 1)
+        return cls(pairs_J2.unique(dim=0, return_inverse=True)[1], token_J, coef=coef)
+
+    def __call__(self, scores_NE, chosen_NK, /, *, layer):
+        (N, E), K = scores_NE.shape, chosen_NK.shape[1]
+        sequences = int(self.sequence_J.max()) + 1 if len(self.sequence_J) else 0
+        chosen_NE = scores_NE.new_zeros(N, E).scatter_(1, chosen_NK, 1)
+        n_SE = scores_NE.new_zeros(sequences, E)
+        n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
+        self.counts[layer] = n_SE.sum(0)
+        if not self.coef:
+            return None
+        length_S1 = n_SE.sum(1, keepdim=True) / K
+        factor_SE = self.coef * E / K * n_SE / length_S1.square().clamp(min=1)
+        factor_NE = torch.zeros_like(chosen_NE)
+        factor_NE.index_add_(0, self.token_J, factor_SE[self.sequence_J])
+        loss = (factor_NE * scores_NE).sum()  # (10)
+        self.losses[layer] = loss.detach()
+        return loss
+
+
+@torch.no_grad()
+def update_router_bias(model, counts, /):
+    """(11), after an optimiser step. counts: {layer: (E,)} of the whole step, over all ranks."""
+    for layer, counts_E in counts.items():
+        mlp = model.model.layers[layer].mlp
+        if not getattr(mlp, "rate", 0):
+            raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
+        counts_E = counts_E.double()
+        mlp.votes += (counts_E.mean() - counts_E).sign().long()
+
+
+# 5. Log-probabilities in chunks --------------------------------------------------------------
 
 
 def token_logprobs(
-    hidden_NM, weight_VM, targets_N, /, *, temperature=1.0, softcap=None, chunk=1024
-):
-    """Log-prob of each target and entropy of each distribution, (7) and (8).
+    hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
+    group=None, vocab_start=0,
+):  # fmt: skip
+    """Log-prob of each target and entropy of each distribution, (8) and (9).
 
-    hidden_NM (N, M) and weight_VM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
-    softcap: z := c tanh(z / c) before the temperature (Gemma 2). Returns two (N,) tensors in
-    float32 (float64 for float64), differentiable in hidden and weight. At most (chunk, V) logits
-    exist at a time, forward and backward.
+    hidden_NM (N, M) and weight_vM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
+    softcap: z := c tanh(z / c) before the temperature (Gemma). Returns two (N,) tensors in float32
+    (float64 for float64), differentiable in hidden and weight. At most (chunk, V) logits exist at a
+    time, forward and backward; by default 2^22 of them, in two chunks at least.
+
+    Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
+    vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
+    gradient of hidden and its rows' gradient of the weight. A target in nobody's rows gives -inf.
     """
     if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
         raise ValueError(
             f"hidden must be (N, M) and targets (N,), got {tuple(hidden_NM.shape)} and "
             f"{tuple(targets_N.shape)}"
         )
+    if chunk is None:
+        chunk = max(1, min((len(targets_N) + 1) // 2, 2**22 // weight_vM.shape[0]))
     if not temperature > 0 or chunk < 1:
         raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
-    return _TokenLogprobs.apply(hidden_NM, weight_VM, targets_N, temperature, softcap, chunk)
+    options = temperature, softcap, chunk, group, vocab_start
+    return _TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
 
-def _scaled_logits(hidden_NM, weight_VM, temperature, softcap):
+def _scaled_logits(hidden_NM, weight_vM, temperature, softcap):
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
-    z_NV = F.linear(hidden_NM, weight_VM)
-    z_NV = z_NV.to(torch.promote_types(z_NV.dtype, torch.float32))
+    z_Nv = F.linear(hidden_NM, weight_vM)
+    z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
     if softcap is not None:
-        z_NV = softcap * torch.tanh(z_NV / softcap)
-    return z_NV if temperature == 1 else z_NV / temperature
+        z_Nv = softcap * torch.tanh(z_Nv / softcap)
+    return z_Nv if temperature == 1 else z_Nv / temperature
+
+
+def _local_targets(targets_N, rows, group, vocab_start):
+    """Targets counted from this rank's first row, those of others at 0; which are its own (N, 1)."""
+    local_N1 = targets_N[:, None] - vocab_start
+    if group is None:  # all of them, or gather will complain
+        return local_N1, torch.ones_like(local_N1, dtype=torch.bool)
+    own_N1 = (local_N1 >= 0) & (local_N1 < rows)
+    return torch.where(own_N1, local_N1, 0), own_N1
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """p = exp(logprob); d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy)."""
 
     @staticmethod
-    def forward(ctx, hidden_NM, weight_VM, targets_N, temperature, softcap, chunk):
-        ctx.save_for_backward(hidden_NM, weight_VM, targets_N)
-        ctx.options = temperature, softcap, chunk
+    def forward(ctx, hidden_NM, weight_vM, targets_N, options):
+        temperature, softcap, chunk, group, vocab_start = options
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
-        logprobs_N = torch.empty(targets_N.shape, dtype=dtype, device=hidden_NM.device)
-        entropy_N = torch.empty_like(logprobs_N)
+        found_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
+        largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
         for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
-            z_NV = _scaled_logits(hidden_NM[rows], weight_VM, temperature, softcap)
-            lse_N = z_NV.logsumexp(-1)
-            logprobs_N[rows] = z_NV.gather(-1, targets_N[rows, None])[:, 0] - lse_N  # (7)
-            entropy_N[rows] = lse_N - ((z_NV - lse_N[:, None]).exp() * z_NV).sum(-1)  # (8)
+            z_Nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
+            at_N1, own_N1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
+            target_N = torch.where(own_N1, z_Nv.gather(-1, at_N1), 0)[:, 0]
+            largest_N[rows] = z_Nv.amax(-1)
+            if group is not None:
+                dist.all_reduce(largest_N[rows], dist.ReduceOp.MAX, group)
+            shifted_Nv = z_Nv.sub_(largest_N[rows, None])
+            e_Nv = shifted_Nv.exp()
+            weighted_N = torch.einsum("nv,nv->n", e_Nv, shifted_Nv)
+            found_4N[:, rows] = torch.stack([target_N, e_Nv.sum(-1), weighted_N, own_N1[:, 0]])
+        if group is not None:
+            # COMM: one sum over the vocabulary's ranks for all tokens; the maximum above went
+            # chunk by chunk, equally many on every rank since N and chunk are. Pinned by
+            # tests/test_models.py::test_vocabulary_parallel_equals_one_process.
+            dist.all_reduce(found_4N, group=group)
+        target_N, total_N, weighted_N, owners_N = found_4N
+        lse_N = largest_N + total_N.log()
+        entropy_N = total_N.log() - weighted_N / total_N  # (9), around the largest logit
+        logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)
+        ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, entropy_N)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, dlogprobs_N, dentropy_N):
-        hidden_NM, weight_VM, targets_N = ctx.saved_tensors
-        temperature, softcap, chunk = ctx.options
+        hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        temperature, softcap, chunk, group, vocab_start = ctx.options
+        if dlogprobs_N is None:
+            dlogprobs_N = torch.zeros_like(lse_N)
         dhidden_NM = torch.empty_like(hidden_NM)
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
         # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
-        dweight_VM = torch.zeros_like(weight_VM, dtype=dlogprobs_N.dtype)
+        dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
-            z_NV = _scaled_logits(hidden_NM[rows], weight_VM, temperature, softcap)
-            logp_NV = z_NV.log_softmax(-1)
-            p_NV = logp_NV.exp()
-            entropy_N1 = -(p_NV * logp_NV).sum(-1, keepdim=True)
-            dlogprobs_N1, dentropy_N1 = dlogprobs_N[rows, None], dentropy_N[rows, None]
-            dz_NV = -p_NV * (dlogprobs_N1 + dentropy_N1 * (logp_NV + entropy_N1))
-            dz_NV.scatter_add_(-1, targets_N[rows, None], dlogprobs_N1)
-            dz_NV = dz_NV / temperature
-            if softcap is not None:
-                dz_NV = dz_NV * (1 - (z_NV * temperature / softcap).square())
-            dz_NV = dz_NV.to(hidden_NM.dtype)
-            dhidden_NM[rows] = dz_NV @ weight_VM
-            dweight_VM += dz_NV.T @ hidden_NM[rows]
-        return dhidden_NM, dweight_VM.to(weight_VM.dtype), None, None, None, None
+            z_Nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
+            slope_Nv = None if softcap is None else 1 - (z_Nv * temperature / softcap).square()
+            logp_Nv, g_N1 = z_Nv.sub_(lse_N[rows, None]), dlogprobs_N[rows, None]
+            if dentropy_N is None:
+                dz_Nv = logp_Nv.exp_().mul_(-g_N1)
+            else:
+                h_N1 = dentropy_N[rows, None]
+                upstream_Nv = logp_Nv * -h_N1 - (g_N1 + h_N1 * entropy_N[rows, None])
+                dz_Nv = logp_Nv.exp_().mul_(upstream_Nv)
+            at_N1, own_N1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
+            dz_Nv.scatter_add_(-1, at_N1, torch.where(own_N1, g_N1, 0))
+            dz_Nv = dz_Nv if softcap is None else dz_Nv.mul_(slope_Nv)
+            dz_Nv = dz_Nv.to(hidden_NM.dtype) if temperature == 1 else (dz_Nv / temperature).to(
+                hidden_NM.dtype
+            )
+            dhidden_NM[rows] = dz_Nv @ weight_vM
+            if dweight_vM.dtype == dz_Nv.dtype:
+                dweight_vM.addmm_(dz_Nv.T, hidden_NM[rows])
+            else:
+                dweight_vM += dz_Nv.T @ hidden_NM[rows]
+        if group is not None:
+            dist.all_reduce(dhidden_NM, group=group)
+        return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
 
 
-# 5. Attention callables: packed documents and the cache --------------------------------------
+# 6. Attention callables: packed documents, blocks, the cache ---------------------------------
 
 
-def packed_attention(lengths, /, *, waste=1.25):
-    """Causal attention inside each of the documents that lie end to end in one row (1, S).
+def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=1.25):
+    """Causal attention inside each document of a packed batch: the callable for `hidden`.
 
-    lengths: the documents' lengths in order, summing to S. Documents of similar length are
-    gathered into padded buckets (the longest at most `waste` times the shortest), so the
-    projections and the MLP see no padding and attention sees little.
+    One of: lengths, of documents that lie end to end in one row (1, S). doc_ids (B, S) int64, one
+    number per document, -1 for PAD, anywhere. position_ids (B, S): a document starts where a
+    position is not the one before plus 1; -1 is PAD. PAD's output is 0 and nothing sees it.
+
+    Documents of similar length are gathered into padded buckets (the longest at most `waste` times
+    the shortest), so the projections and the MLP see no padding and attention sees little.
 
         lengths 3 2 3:   a a a b b c c c   ->   bucket (2, 3):  a a a    bucket (1, 2):  b b
                                                                 c c c
     """
-    lengths = [int(n) for n in lengths]
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"packed_attention needs documents of at least one token, got {lengths}")
-    starts = [0]
-    for n in lengths[:-1]:
-        starts.append(starts[-1] + n)
-    order = sorted(range(len(lengths)), key=lambda d: (lengths[d], d))
-    buckets = [[]]
-    for d in order:
-        if buckets[-1] and lengths[d] > waste * lengths[buckets[-1][0]]:
-            buckets.append([])
-        buckets[-1].append(d)
-
+    doc_BS = _documents(lengths, doc_ids, position_ids)
+    token_N = (doc_BS.flatten() >= 0).nonzero()[:, 0]
+    pairs_N2 = torch.stack([token_N // doc_BS.shape[1], doc_BS.flatten()[token_N]], 1)
+    runs, lengths = pairs_N2.unique_consecutive(dim=0, return_counts=True)
+    if len(runs.unique(dim=0)) < len(runs):
+        raise ValueError("a document id comes back after another one; give each its own number")
+    starts, lengths = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
+    buckets = []
+    for d in sorted(range(len(lengths)), key=lambda d: (lengths[d], d)):
+        if buckets and lengths[d] <= waste * lengths[buckets[-1][0]]:
+            buckets[-1].append(d)
+        else:
+            buckets.append([d])
     # One gather index a bucket: padding repeats a document's last token, which is after every real
     # query, so that no real row sees it and its gradient is exactly zero.
     index = []
     for bucket in buckets:
-        start, length = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
-        column = torch.arange(int(length.max()))
-        real = column < length[:, None]
-        index.append((start[:, None] + column.minimum(length[:, None] - 1), real))
-    back = torch.cat([i[real] for i, real in index]).argsort()  # bucket order -> row order
+        start_U, length_U = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
+        column_L = torch.arange(int(length_U.max()))
+        real_UL = column_L < length_U[:, None]
+        index.append((token_N[start_U[:, None] + column_L.minimum(length_U[:, None] - 1)], real_UL))
+    shape, equal = tuple(doc_BS.shape), len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
     on_device = {}
 
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        if q_BHSD.shape[0] != 1 or q_BHSD.shape[2] != len(back):
-            raise ValueError(f"packed for (1, {len(back)}) tokens, got {tuple(q_BHSD.shape)}")
-        if q_BHSD.device not in on_device:
-            on_device[q_BHSD.device] = (
-                [(i.to(q_BHSD.device), real.to(q_BHSD.device)) for i, real in index],
-                back.to(q_BHSD.device),
-            )
-        parts, order_S = on_device[q_BHSD.device]
-        options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
-        out, whole = [], (q_BHSD, k_BGSD, v_BGSD)
-        if len(set(lengths)) == 1:  # views instead of gathers
-            rows = (x[0].unflatten(1, (-1, lengths[0])).transpose(0, 1) for x in whole)
-            return causal_attention(*rows, **options).transpose(0, 1).flatten(1, 2)[None]
-        for index_EL, real_EL in parts:
-            rows = (x[0][:, index_EL].transpose(0, 1) for x in whole)
-            out_EHLD = causal_attention(*rows, **options)
-            out.append(out_EHLD.transpose(1, 2)[real_EL])
-        return torch.cat(out)[order_S].transpose(0, 1)[None]
+    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
+        if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
+            raise ValueError(f"packed for {shape} tokens, got {tuple(q_BHSD.shape)}")
+        whole = q_BHSD, k_BGSD, v_BGSD
+        if equal:  # views instead of gathers
+            rows = (x.unflatten(2, (-1, lengths[0])).transpose(1, 2).flatten(0, 1) for x in whole)
+            out_UHLD = causal_attention(*rows, **options)
+            return out_UHLD.unflatten(0, (shape[0], -1)).transpose(1, 2).flatten(2, 3)
+        device = q_BHSD.device
+        if device not in on_device:
+            parts = [(i_UL.to(device), real_UL.to(device)) for i_UL, real_UL in index]
+            on_device[device] = parts, [i_UL[real_UL] for i_UL, real_UL in parts]
+        parts, back = on_device[device]
+        flat, out = [x.transpose(1, 2).flatten(0, 1) for x in whole], []
+        for index_UL, real_UL in parts:
+            rows = (x.index_select(0, index_UL.flatten()).unflatten(0, index_UL.shape) for x in flat)
+            out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
+            out.append(out_UHLD.transpose(1, 2)[real_UL])
+        out_NHD = torch.zeros_like(flat[0])
+        if out:
+            out_NHD = out_NHD.index_copy(0, torch.cat(back), torch.cat(out))
+        return out_NHD.unflatten(0, shape).transpose(1, 2)
 
     return attention
+
+
+def _documents(lengths, doc_ids, position_ids):
+    """doc_ids (B, S) int64 on the CPU from whichever of the three was given."""
+    given = [x for x in (lengths, doc_ids, position_ids) if x is not None]
+    if len(given) != 1:
+        raise ValueError(f"give one of lengths, doc_ids, position_ids; got {len(given)} of them")
+    if lengths is not None:
+        lengths = torch.tensor([int(n) for n in lengths], dtype=torch.long)
+        if not len(lengths) or lengths.min() < 1:
+            raise ValueError(f"documents need at least one token each, got {lengths.tolist()}")
+        return torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    ids_BS = torch.as_tensor(given[0]).cpu()
+    if ids_BS.dim() != 2 or ids_BS.is_floating_point():
+        raise ValueError(f"doc_ids and position_ids must be (B, S) integers, got {ids_BS.shape}")
+    if doc_ids is not None:
+        return ids_BS.long()
+    first_B1 = torch.full_like(ids_BS[:, :1], -2)
+    jump_BS = torch.diff(ids_BS, dim=1, prepend=first_B1) != 1
+    return torch.where(ids_BS < 0, -1, jump_BS.cumsum(1))
 
 
 def packed_positions(lengths, /):
@@ -575,12 +1260,46 @@ def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
     return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
 
 
+def block_attention(block_BS, valid_BS=None, /):
+    """Prefix-LM (pi0): a token sees its own block, both ways, and all blocks before it.
+
+    block_BS (B, S) integers, ascending along S; valid_BS off for PAD, whose output is 0.
+    """
+    valid_BS = torch.ones_like(block_BS, dtype=torch.bool) if valid_BS is None else valid_BS.bool()
+    seen_BSS = (block_BS[:, None] <= block_BS[:, :, None]) & valid_BS[:, None]
+
+    def attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
+        place_S = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+        near_SS = place_S[:, None] - place_S < (window or len(place_S))
+        return masked_attention(
+            q_BHSD, k_BGSD, v_BGSD, seen_BSS & near_SS & valid_BS[:, :, None],
+            scale=scale, softcap=softcap,
+        )  # fmt: skip
+
+    return attention
+
+
+def masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, /, *, scale, softcap=None):
+    """Attention by a dense mask (B, S, k); a row that sees nothing gives 0."""
+    if softcap is not None:
+        raise ValueError("masked_attention has no softcap; pass ring_attention.attend or the like")
+    # NUMERICS: kernels differ in what they give for a row that sees nothing (0 or NaN); it sees all
+    # here and is zeroed after. Pinned by tests/test_models.py::test_padding_gives_zero_not_nan.
+    alive_BS1 = seen_BSk.any(-1, keepdim=True)
+    out_BHSD = F.scaled_dot_product_attention(
+        q_BHSD, k_BGkD, v_BGkD, attn_mask=(seen_BSk | ~alive_BS1)[:, None], scale=scale,
+        enable_gqa=True,
+    )  # fmt: skip
+    return torch.where(alive_BS1[:, None], out_BHSD, 0)
+
+
 class KVCache:
     """Keys and values of the tokens so far; row b holds `lengths_B[b]` of them, left-aligned.
 
         row 0   k k k k . .        lengths 4 2, room for C = 6
         row 1   k k . . . .        the next token of row 1 is written at 2, whatever row 0 does
 
+    A sliding layer has room for its window only: the token at position p stands at p % window.
     `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
     lengths. `select(rows)` repeats, drops and reorders rows: one prompt for a whole group, a fork
     of a conversation, finished rows out.
@@ -590,50 +1309,84 @@ class KVCache:
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest, self.even = 0, True  # of lengths_B, as Python values: no sync in every layer
         self.layers = {}  # layer -> k, v, each (B, G, C, D)
+        self.counts_B = None  # real tokens a row of the call under way; None: all of them
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
         S, past = q_BHSD.shape[2], self.longest
-        k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD)
+        options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
         if past == 0:  # a prompt: nothing older to see, and right padding needs no mask
-            return causal_attention(
-                q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window, softcap=softcap
-            )
-        if window is not None or softcap is not None:
-            raise ValueError("KVCache has no window and no softcap")
-        mask = None
+            self._write(layer, k_BGSD, v_BGSD, window)
+            return causal_attention(q_BHSD, k_BGSD, v_BGSD, **options)
+        if softcap is not None:
+            raise ValueError("KVCache has no softcap")
+        if window is not None and S > 1:
+            return self._windowed(q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
+        k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD, window)
+        room, mask = min(past + S, window or past + S), None
         if S > 1 or not self.even:
             last_BS = self.lengths_B[:, None] + torch.arange(S, device=q_BHSD.device)
-            key_C = torch.arange(past + S, device=q_BHSD.device)
+            key_C = torch.arange(room, device=q_BHSD.device)
             mask = (key_C <= last_BS[:, :, None])[:, None]
-        return F.scaled_dot_product_attention(
-            q_BHSD, k_BGCD[:, :, : past + S], v_BGCD[:, :, : past + S],
-            attn_mask=mask, scale=scale, enable_gqa=True,
+        q_BGhD = q_BHSD.unflatten(1, (k_BGCD.shape[1], -1)).flatten(2, 3)  # one token: h = H / G
+        seen = q_BGhD if S == 1 else q_BHSD
+        out = F.scaled_dot_product_attention(
+            seen, k_BGCD[:, :, :room], v_BGCD[:, :, :room],
+            attn_mask=mask, scale=scale, enable_gqa=S > 1,
         )  # fmt: skip
+        return out.reshape(q_BHSD.shape)
 
-    def _write(self, layer, k_BGSD, v_BGSD):
+    def _windowed(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window):
+        """Several new tokens in a sliding layer: they see the old window and each other."""
+        S, room = q_BHSD.shape[2], min(self.longest, window)
+        slot_C, new_S = (torch.arange(n, device=q_BHSD.device) for n in (room, S))
+        last_B1 = self.lengths_B[:, None] - 1
+        old_BC = last_B1 - (last_B1 - slot_C) % window  # the position that stands in each slot
+        query_BS = self.lengths_B[:, None] + new_S
+        key_Bk = torch.cat([old_BC, query_BS], 1)
+        ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
+        seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
+        old = self.layers[layer]
+        both = (torch.cat([c[:, :, :room], x], 2) for c, x in zip(old, (k_BGSD, v_BGSD)))
+        out_BHSD = masked_attention(q_BHSD, *both, seen_BSk, scale=scale)
+        self._write(layer, k_BGSD, v_BGSD, window)
+        return out_BHSD
+
+    def _write(self, layer, k_BGSD, v_BGSD, window):
         B, G, S, D = k_BGSD.shape
-        need = self.longest + S
-        old = self.layers.get(layer)
+        need, old = self.longest + S, self.layers.get(layer)
+        if window is not None:
+            need = min(need, window)
         if old is None or old[0].shape[2] < need:  # grow by half, at least 32: no room before need
-            new = k_BGSD.new_zeros(2, B, G, max(need + 32, need * 3 // 2), D)
+            room = max(need + 32, need * 3 // 2)
+            new = k_BGSD.new_zeros(2, B, G, room if window is None else min(room, window), D)
             if old is not None:
-                new[0, :, :, : self.longest] = old[0][:, :, : self.longest]
-                new[1, :, :, : self.longest] = old[1][:, :, : self.longest]
+                new[0, :, :, : old[0].shape[2]], new[1, :, :, : old[1].shape[2]] = old
             self.layers[layer] = new[0], new[1]
         k_BGCD, v_BGCD = self.layers[layer]
-        if self.even:
-            k_BGCD[:, :, self.longest : need], v_BGCD[:, :, self.longest : need] = k_BGSD, v_BGSD
-        else:
-            row_B1 = torch.arange(B, device=k_BGSD.device)[:, None]
-            slot_BS = self.lengths_B[:, None] + torch.arange(S, device=k_BGSD.device)
-            k_BGCD[row_B1, :, slot_BS] = k_BGSD.transpose(1, 2)
-            v_BGCD[row_B1, :, slot_BS] = v_BGSD.transpose(1, 2)
+        if self.even and (window is None or S == 1 or need < window):
+            at = self.longest if window is None else self.longest % window
+            k_BGCD[:, :, at : at + S], v_BGCD[:, :, at : at + S] = k_BGSD, v_BGSD
+            return k_BGCD, v_BGCD
+        slot_BS = self.lengths_B[:, None] + torch.arange(S, device=k_BGSD.device)
+        row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
+        k_BSGD, v_BSGD = k_BGSD.transpose(1, 2), v_BGSD.transpose(1, 2)
+        if window is None:
+            k_BGCD[row_BS, :, slot_BS], v_BGCD[row_BS, :, slot_BS] = k_BSGD, v_BSGD
+            return k_BGCD, v_BGCD
+        # Of each row's new tokens only the last `window` real ones: padding and older ones would
+        # land on slots that hold what is still seen.
+        end_B = self.lengths_B + (S if self.counts_B is None else self.counts_B)
+        keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
+        row_N, slot_N = row_BS[keep_BS], slot_BS[keep_BS] % window
+        k_BGCD[row_N, :, slot_N], v_BGCD[row_N, :, slot_N] = k_BSGD[keep_BS], v_BSGD[keep_BS]
         return k_BGCD, v_BGCD
 
-    def advance(self, counts_B, /):
-        """Row b now holds counts_B[b] tokens more; what was written behind them is written over."""
-        self._set_lengths(self.lengths_B + counts_B)
+    def advance(self, counts_B=None, /, *, steps=1):
+        """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
+        if counts_B is not None:
+            return self._set_lengths(self.lengths_B + counts_B)
+        self.lengths_B, self.longest = self.lengths_B + steps, self.longest + steps
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
@@ -654,13 +1407,15 @@ def extend(model, cache, tokens_BS, /, counts=None):
     """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
     after the last real token of each row. Positions go on from the cache's lengths."""
     B, S = tokens_BS.shape
-    if counts is None:
-        counts = torch.full((B,), S, device=tokens_BS.device)
-    positions = cache.lengths_B[:, None] + torch.arange(S, device=tokens_BS.device)
+    positions = cache.lengths_B[:, None]
+    if S > 1:
+        positions = positions + torch.arange(S, device=tokens_BS.device)
+    cache.counts_B = counts
     x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
-    cache.advance(counts)
-    last_BM = x_BSM[torch.arange(B, device=counts.device), counts - 1]
-    return F.linear(last_BM, model.head_weight)
+    cache.advance(counts, steps=S)
+    if counts is None:
+        return model.logits(x_BSM[:, -1])
+    return model.logits(x_BSM[torch.arange(B, device=counts.device), counts - 1])
 
 
 @torch.no_grad()
@@ -670,91 +1425,171 @@ def prefill(model, prompts, /):
     for prompt in prompts:
         if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
             raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
-    counts = torch.tensor([len(p) for p in prompts], device=device)
+    lengths = [len(p) for p in prompts]
+    counts = torch.tensor(lengths, device=device) if len(set(lengths)) > 1 else None
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
     cache = KVCache(len(prompts), device=device)
     return cache, extend(model, cache, tokens_BS.to(device), counts)
 
 
+# 7. Generation -------------------------------------------------------------------------------
+
+
+class Sampled(NamedTuple):
+    """Tokens (B,) int64 and two log-probs (B,) of each, in float32 or better.
+
+    logprobs: under the distribution that was sampled: temperature, then top-k, top-p, min-p, and
+    what is left sums to 1. full_logprobs: under softmax(logits / temperature) over the whole
+    vocabulary. Temperature 0 samples nothing: both are then under softmax(logits).
+    """
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    full_logprobs: torch.Tensor
+
+
 @torch.no_grad()
-def sample(logits_BV, uniform_B, /, *, temperature: float):
+def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=None, min_p=None):
     """Draw a token a row: invert the cumulative distribution at uniform_B (B,), float64 in [0, 1).
 
     The randomness is an argument, so a draw depends on its own row only, never on which rows share
-    the batch. temperature 0 takes the likeliest token. Returns tokens (B,) int64 and their
-    log-probs (B,) under softmax(logits / temperature); under softmax(logits) for temperature 0.
+    the batch. temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens, top_p
+    of those the fewest that hold so much, min_p what is at least so likely relative to the
+    likeliest; in this order, as in transformers. Returns `Sampled`.
     """
+    _check_sampling(temperature, top_k, top_p, min_p)
     dtype = torch.promote_types(logits_BV.dtype, torch.float32)
-    logp_BV = (logits_BV.to(dtype) / (temperature or 1.0)).log_softmax(-1)
+    z_BV = logits_BV.to(dtype) if temperature in (0, 1) else logits_BV.to(dtype) / temperature
+    # NUMERICS: not log_softmax, whose float32 normaliser adds the terms one by one and loses a long
+    # tail (1e-4 at 150 thousand tokens); torch's sum adds in pairs. Pinned by
+    # tests/test_models.py::test_the_samplers_logprobs_are_the_trainers.
+    largest_B1 = z_BV.amax(-1, keepdim=True)
+    e_BV = (z_BV - largest_B1).exp()
+    kept_BV = e_BV
     if temperature == 0:
-        tokens_B = logp_BV.argmax(-1)
+        tokens_B1 = z_BV.argmax(-1, keepdim=True)
     elif uniform_B.dtype != torch.float64:
         raise ValueError(f"uniform must be float64 (float32 rounds up to 1), got {uniform_B.dtype}")
     else:
-        # NUMERICS: in float32 a cumulative sum over 150 thousand tokens is off by more than the
-        # tail's probabilities; float64 is not. Tokens of probability 0 are never drawn.
-        # Pinned by tests/test_models.py::test_sampling_follows_the_distribution.
-        cdf_BV = logp_BV.double().exp().cumsum(-1)
-        at_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
-        found_B = torch.searchsorted(cdf_BV, at_B1, right=True)[:, 0]
-        tokens_B = found_B.clamp(max=cdf_BV.shape[1] - 1)
-    return tokens_B, logp_BV.gather(-1, tokens_B[:, None])[:, 0]
+        if top_k or min_p or top_p not in (None, 1):
+            kept_BV = e_BV * _kept(e_BV, top_k, top_p, min_p)
+        tokens_B1 = _invert(kept_BV, uniform_B)
+    score_B = (z_BV.gather(-1, tokens_B1) - largest_B1)[:, 0]
+    full_B = score_B - e_BV.sum(-1).log()
+    cut_B = full_B if kept_BV is e_BV else score_B - kept_BV.sum(-1).log()
+    return Sampled(tokens_B1[:, 0], cut_B, full_B)
+
+
+def _check_sampling(temperature, top_k, top_p, min_p):
+    if temperature < 0 or not math.isfinite(temperature):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if top_k is not None and (top_k != int(top_k) or top_k < 0):
+        raise ValueError(f"top_k must be a number of tokens, 0 or None for all; got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1 or min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1]; got {top_p} and {min_p}")
+
+
+def _kept(e_BV, top_k, top_p, min_p):
+    """Which tokens top-k, top-p and min-p leave, (B, V) bool: always the likeliest."""
+    sorted_BV, order_BV = e_BV.sort(dim=-1, descending=True, stable=True)
+    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
+    if top_k:
+        keep_BV &= sorted_BV >= sorted_BV[:, min(int(top_k), sorted_BV.shape[1]) - 1, None]
+    if top_p is not None:
+        left_BV = (sorted_BV * keep_BV).double()
+        before_BV = left_BV.cumsum(-1) - left_BV
+        keep_BV &= before_BV < top_p * left_BV.sum(-1, keepdim=True)  # not enough without it
+    if min_p:
+        keep_BV &= sorted_BV >= min_p * sorted_BV[:, :1]
+    keep_BV[:, 0] = True
+    return torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
+
+
+def _invert(p_BV, uniform_B):
+    """The token (B, 1) at which the running sum of p, of any total, reaches uniform times it."""
+    # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
+    # probabilities; in float64 it is not. First over blocks of 128 tokens, then inside one: a
+    # running sum of V numbers is slow, and so is a float64 copy of p. A token of probability 0 is
+    # never drawn. Pinned by
+    # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
+    p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128)) if p_BV.shape[1] % 128 else p_BV
+    blocks_BnW = p_BV.unflatten(-1, (-1, 128))
+    some = blocks_BnW.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
+    ends_Bn = torch.cat([x_BnW.sum(-1, dtype=torch.float64) for x_BnW in some], 1).cumsum(-1)
+    at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
+    block_B1 = torch.searchsorted(ends_Bn, at_B1, right=True).clamp(max=ends_Bn.shape[1] - 1)
+    inside_BW = blocks_BnW[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
+    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_BW.sum(-1, keepdim=True))
+    place_B1 = torch.searchsorted(inside_BW.cumsum(-1), left_B1, right=True)
+    # Rounding may carry the rest past the block's last token: take the last that can be drawn.
+    column_W = torch.arange(128, device=p_BV.device)
+    last_B1 = torch.where(inside_BW > 0, column_W, 0).amax(-1, keepdim=True)
+    return block_B1 * 128 + place_B1.minimum(last_B1)
 
 
 class Row:
     """A sequence under way: it takes its next queued token or, with none queued, the sampled one.
 
-    mask says which tokens were sampled, logprobs what the sampler gave them (0 where queued); both
-    have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th token behind the
-    prompt.
+    mask says which tokens were sampled; logprobs and full_logprobs are those of `Sampled` (0 where
+    queued); all three have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th
+    token behind the prompt.
     """
 
     def __init__(self, prompt, draws=()):
         self.tokens, self.draws, self.queue = list(prompt), draws, deque()
         self.new, self.truncated = 0, False  # tokens behind the prompt; ended by the limit
-        self.mask, self.logprobs = [False] * (len(prompt) - 1), [0.0] * (len(prompt) - 1)
+        known = max(len(prompt) - 1, 0)
+        self.mask, self.logprobs, self.full_logprobs = [False] * known, [0.0] * known, [0.0] * known
 
-    def append(self, token, logprob) -> bool:
+    def append(self, token, logprob, full_logprob=0.0) -> bool:
         """Take one token; True if it was the sampled one."""
         sampled = not self.queue
         self.tokens.append(token if sampled else self.queue.popleft())
         self.mask.append(sampled)
         self.logprobs.append(logprob if sampled else 0.0)
+        self.full_logprobs.append(full_logprob if sampled else 0.0)
         self.new += 1
         return sampled
 
 
-@torch.no_grad()
-def generate(model, rows, /, *, max_new_tokens, temperature, end=(), after=None):
-    """Decode rows (of one model, any prompts) until each has ended; they are returned as they end.
+@torch.inference_mode()
+def generate(
+    model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
+    end=(), after=None, seed=None,
+):  # fmt: skip
+    """Decode rows (prompts of any lengths) until each has ended; they are returned as they end.
 
-    A sampled token in `end` calls after(row) -> rows that go on in its place: none ends it, itself
-    with tokens in its queue is the next turn of a conversation, several are a fork. A row of
-    max_new_tokens tokens behind its prompt ends with truncated set. temperature 0 is greedy and
-    needs no draws. Equal prompts are computed once; an ended row leaves the batch.
+    rows: `Row`s, or lists of token ids, of which Rows are made. A row without draws needs `seed`,
+    which makes them. A sampled token in `end` (the stop tokens) calls after(row) -> rows that go on
+    in its place: none, the default, ends it; itself with tokens in its queue is the next turn of a
+    conversation; several are a fork. A row of max_new_tokens tokens behind its prompt ends with
+    truncated set. temperature 0 is greedy and needs no draws; the others are those of `sample`.
+    Equal prompts are computed once; an ended row leaves the batch.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    _check_sampling(*options.values())
+    rows = _with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
     if not rows:
         return []
-    if temperature > 0 and min(len(row.draws) for row in rows) < max_new_tokens:
-        raise ValueError(f"each row needs {max_new_tokens} draws, one for each new token")
     distinct = dict.fromkeys(tuple(row.tokens) for row in rows)
     distinct = {prompt: n for n, prompt in enumerate(distinct)}
     _check_positions(model.config, distinct, max_new_tokens)
     cache, logits_BV = prefill(model, list(distinct))
     batch, done = [distinct[tuple(row.tokens)] for row in rows], []
-    cache.select(batch)
-    logits_BV = logits_BV[batch]
+    if batch != list(range(len(distinct))):
+        cache.select(batch)
+        logits_BV = logits_BV[batch]
     while rows:
         uniform_B = None
         if temperature > 0:
             draws = [row.draws[row.new] for row in rows]
             uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
-        drawn = [x.tolist() for x in sample(logits_BV, uniform_B, temperature=temperature)]
+        drawn = [x.tolist() for x in sample(logits_BV, uniform_B, **options)]
         going = []  # (place in the batch, row after this token)
-        for b, (row, token, logprob) in enumerate(zip(rows, *drawn)):
-            ended = row.append(token, logprob) and token in end
+        for b, (row, token, *logprobs) in enumerate(zip(rows, *drawn)):
+            ended = row.append(token, *logprobs) and token in end
             followers = (after(row) if after else []) if ended else [row]
             done += [] if followers else [row]
             for follower in followers:
@@ -772,6 +1607,19 @@ def generate(model, rows, /, *, max_new_tokens, temperature, end=(), after=None)
     return done
 
 
+def _with_draws(rows, needed, seed):
+    """Rows from rows or lists of tokens, each with at least `needed` draws."""
+    rows = [row if isinstance(row, Row) else Row(row) for row in rows]
+    if seed is not None and needed:
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
+    if any(len(row.draws) < needed for row in rows):
+        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
+    return rows
+
+
 def _check_positions(config, prompts, max_new_tokens):
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.max_position_embeddings:
@@ -781,7 +1629,144 @@ def _check_positions(config, prompts, max_new_tokens):
         )
 
 
-# 6. Checkpoints ------------------------------------------------------------------------------
+# 8. An action expert -------------------------------------------------------------------------
+
+
+class Prefix:
+    """A prefix's keys and values by layer, and the attention of the suffix that follows it.
+
+        prefix = Prefix(block_attention(block_BP))
+        model.hidden(tokens_BP, attention=prefix.record)
+        v = expert(actions, tau, prefix, positions_B1=first)
+
+    attention: how the prefix attends to itself, any callable of the model's form. A suffix token
+    sees all of the prefix but PAD (off in valid_BP), in sliding layers what is less than `window`
+    positions back, and the suffix tokens of its own block (blocks_T, ascending) and of earlier
+    ones. positions_BP: default 0..P-1. detach: no gradient goes back into the prefix, which keeps
+    a pretrained model from the expert's noise (knowledge insulation).
+    """
+
+    def __init__(self, attention=None, *, valid_BP=None, positions_BP=None, detach=False):
+        self.attention, self.detach = attention or causal_attention, detach
+        self.valid_BP, self.positions_BP, self.layers = valid_BP, positions_BP, {}
+
+    def record(self, q_BHPD, k_BGPD, v_BGPD, /, *, layer, **options):
+        self.layers[layer] = tuple(x.detach() if self.detach else x for x in (k_BGPD, v_BGPD))
+        return self.attention(q_BHPD, k_BGPD, v_BGPD, layer=layer, **options)
+
+    def after(self, positions_BT, blocks_T=None, /):
+        """The callable of a suffix at these positions; blocks_T: default all one block."""
+
+        def suffix(q_BHTD, k_BGTD, v_BGTD, /, *, layer, scale, window=None, softcap=None):
+            k_BGPD, v_BGPD = self.layers[layer]
+            (B, _, P, _), T = k_BGPD.shape, q_BHTD.shape[2]
+            seen_BTk = torch.ones(B, T, P + T, dtype=torch.bool, device=q_BHTD.device)
+            if self.valid_BP is not None:
+                seen_BTk[:, :, :P] &= self.valid_BP[:, None].bool()
+            if blocks_T is not None:
+                seen_BTk[:, :, P:] &= blocks_T <= blocks_T[:, None]
+            if window is not None:
+                at_BP = torch.arange(P, device=q_BHTD.device)[None]
+                at_BP = at_BP if self.positions_BP is None else self.positions_BP
+                key_Bk = torch.cat([at_BP.expand(B, P), positions_BT.expand(B, T)], 1)
+                seen_BTk &= positions_BT[:, :, None] - key_Bk[:, None] < window
+            k_BGkD, v_BGkD = torch.cat([k_BGPD, k_BGTD], 2), torch.cat([v_BGPD, v_BGTD], 2)
+            return masked_attention(q_BHTD, k_BGkD, v_BGkD, seen_BTk, scale=scale, softcap=softcap)
+
+        return suffix
+
+
+class ActionExpert(nn.Module):
+    """v of (12): a second, narrower stream of layers that reads a prefix's keys and values.
+
+    config: its own hidden_size and intermediate_size; layers, head_dim and num_key_value_heads must
+    be the prefix model's. action_dim A; state_dim: a state (B, state_dim) becomes one token before
+    the actions, in a block of its own. Each action token is made of its noisy action and of tau, as
+    in pi0: w_out silu(w_in [action, sines of tau]). Module names are openpi's.
+    """
+
+    def __init__(self, config: ModelConfig, *, action_dim: int, state_dim: int = 0):
+        super().__init__()
+        M = config.hidden_size
+        if config.sparse_layers or M % 2:
+            raise ValueError(f"an action expert is dense and of even width, got {config}")
+        self.config, self.rope, self.action_dim = config, Rope(config), action_dim
+        self.action_in_proj = nn.Linear(action_dim, M)
+        self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * M, M), nn.Linear(M, M)
+        self.action_out_proj = nn.Linear(M, action_dim)
+        self.state_proj = nn.Linear(state_dim, M) if state_dim else None
+        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
+        self.norm = RMSNorm(M, config)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> "ActionExpert":
+        _initialise(self, seed, self.config)
+        return self
+
+    def require_fits(self, prefix_config) -> None:
+        """ValueError if the prefix's keys and values cannot be attended to."""
+        for name in ("num_hidden_layers", "head_dim", "num_key_value_heads", "layer_types"):
+            mine, theirs = getattr(self.config, name), getattr(prefix_config, name)
+            if mine != theirs:
+                raise ValueError(f"{name} is {mine} in the expert and {theirs} in the prefix")
+
+    def forward(self, actions_BTA, tau_B, /, prefix, *, positions_B1, state_BC=None):
+        """v (B, T, A) of noisy actions at tau in [0, 1], (12).
+
+        prefix: a `Prefix` that has recorded, or any object whose after(positions, blocks) gives
+        the suffix's attention. positions_B1 (B, 1) int64: of the first suffix token, the prefix's
+        length as a rule.
+        """
+        if (self.state_proj is None) != (state_BC is None):
+            raise ValueError(f"state_BC: this expert {'has no' if state_BC is not None else 'needs a'} state")
+        width = self.config.hidden_size
+        time_BM = time_features(tau_B, width).to(actions_BTA.dtype)
+        time_BTM = time_BM[:, None].expand(-1, actions_BTA.shape[1], -1)
+        x_BTM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
+        x_BTM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BTM)))
+        if state_BC is not None:
+            x_BTM = torch.cat([self.state_proj(state_BC)[:, None], x_BTM], 1)
+        place_T = torch.arange(x_BTM.shape[1], device=x_BTM.device)
+        positions_BT = positions_B1 + place_T
+        blocks_T = (place_T > 0).long() if state_BC is not None else None
+        ropes, attention = self.rope(positions_BT, x_BTM.dtype), prefix.after(positions_BT, blocks_T)
+        for layer in self.layers:
+            x_BTM = layer(x_BTM, ropes, attention)
+        return self.action_out_proj(self.norm(x_BTM)[:, -actions_BTA.shape[1] :])
+
+
+def time_features(tau_B, width, /):
+    """Sines and cosines of tau, (B, width), of periods from 0.004 to 4, as in pi0."""
+    wide = torch.promote_types(tau_B.dtype, torch.float32)
+    fraction = torch.linspace(0, 1, width // 2, dtype=wide, device=tau_B.device)
+    angle_BW = 2 * math.pi * tau_B.to(wide)[:, None] / (0.004 * 1000**fraction)
+    return torch.cat([angle_BW.sin(), angle_BW.cos()], -1)
+
+
+def flow_time(uniform, /):
+    """tau of (12) from a uniform draw: 1 - tau is Beta(1.5, 1), up to 0.999. Noisy times are
+    likelier, since there the actions still have to be chosen (pi0, appendix B)."""
+    return 0.999 * (1 - uniform ** (2 / 3))
+
+
+def flow_matching_loss(velocity, actions_BTA, noise_BTA, tau_B, /):
+    """(12) for each row, (B,), float32 or better. velocity(x (B, T, A), tau (B,)) -> (B, T, A)."""
+    tau_B11 = tau_B[:, None, None]
+    x_BTA = tau_B11 * actions_BTA + (1 - tau_B11) * noise_BTA
+    error_BTA = velocity(x_BTA, tau_B) - (actions_BTA - noise_BTA)
+    return error_BTA.to(torch.promote_types(error_BTA.dtype, torch.float32)).square().mean((1, 2))
+
+
+@torch.no_grad()
+def sample_actions(velocity, noise_BTA, /, *, steps=10):
+    """(13): `steps` Euler steps from noise to actions (B, T, A)."""
+    x_BTA = noise_BTA
+    for n in range(steps):
+        x_BTA = x_BTA + velocity(x_BTA, x_BTA.new_full(x_BTA.shape[:1], n / steps)) / steps
+    return x_BTA
+
+
+# 9. Checkpoints ------------------------------------------------------------------------------
 
 
 def _safetensors():
@@ -827,8 +1812,19 @@ def _open_shard(path):
         raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
-def _open_checkpoint(directory) -> dict:
-    """tensor name -> (file, reader), every shard open; the index, if any, must agree with them."""
+class Stored(NamedTuple):
+    """A tensor in a safetensors file, read when asked for."""
+
+    path: Path
+    reader: object
+    name: str  # in the file
+
+    def slice(self):
+        return self.reader.get_slice(self.name)
+
+
+def _open_checkpoint(directory) -> dict[str, Stored]:
+    """By tensor name, every shard open; the index, if any, must agree with the shards."""
     directory = Path(directory)
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.exists() and not single.exists():
@@ -841,127 +1837,347 @@ def _open_checkpoint(directory) -> dict:
     wrong = sorted(n for n in named.keys() | found.keys() if named.get(n) != found.get(n))
     if listed and wrong:
         raise ValueError(f"{index} and its shards disagree about {', '.join(wrong[:4])}")
-    return {name: (path, readers[path]) for name, path in found.items()}
+    return {name: Stored(path, readers[path], name) for name, path in found.items()}
+
+
+def _text_tensors(tensors) -> tuple[dict, list]:
+    """The language model's tensors under their text-only names, and the names of all others.
+
+    Multimodal Gemma 3 has them under `language_model.` or, newer, `model.language_model.`.
+    """
+    text, others = {}, []
+    for name, place in tensors.items():
+        if name.startswith("model.language_model."):
+            text["model." + name.removeprefix("model.language_model.")] = place
+        elif name.startswith("language_model."):
+            text[name.removeprefix("language_model.")] = place
+        elif name == "lm_head.weight":
+            text[name] = place
+        else:
+            others.append(name)
+    return text, others
+
+
+class Piece(NamedTuple):
+    """Where a part of one of our parameters stands in a checkpoint."""
+
+    name: str
+    expert: int | None = None  # the part is [expert]; None: all of the parameter
+    row: int = 0  # first row, counted in the tensor's second to last dimension
+    rows: int | None = None  # that dimension's size, if it is not the parameter's
+
+
+def _pieces(name, shape, stored) -> list[Piece]:
+    """The stored tensors that make parameter `name`: itself, or for experts one each or fused."""
+    path, _, leaf = name.rpartition(".")
+    if not path.endswith(".experts"):
+        return [Piece(name)]
+    if leaf == "down_proj" and f"{path}.down_proj" in stored:
+        return [Piece(f"{path}.down_proj")]
+    if f"{path}.gate_up_proj" in stored and leaf != "down_proj":
+        return [Piece(f"{path}.gate_up_proj", None, shape[1] * (leaf == "up_proj"), 2 * shape[1])]
+    return [Piece(f"{path}.{e}.{leaf}.weight", e) for e in range(shape[0])]
+
+
+def _region(parameter) -> list[tuple[int, int]]:
+    """This rank's part of a parameter, a [start, stop) per dimension: all, if it is no DTensor."""
+    ranges = [(0, n) for n in parameter.shape]
+    for mesh_dim, placement in _in_order_of_cutting(parameter):
+        if placement.is_replicate():
+            continue
+        (a, b), ranks = ranges[placement.dim], parameter.device_mesh.size(mesh_dim)
+        size = -(-(b - a) // ranks)
+        a = min(a + size * parameter.device_mesh.get_local_rank(mesh_dim), b)
+        ranges[placement.dim] = a, min(a + size, b)
+    local = list(parameter.to_local().shape) if hasattr(parameter, "to_local") else None
+    if local is not None and local != [b - a for a, b in ranges]:
+        raise ValueError(f"cannot cut {parameter.placements}: {ranges} against a shard of {local}")
+    return ranges
+
+
+def _in_order_of_cutting(parameter):
+    """(mesh dimension, placement) of a DTensor: FSDP's cut of what TP cut already comes last."""
+    cuts = list(enumerate(getattr(parameter, "placements", ())))
+    return sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor"))
 
 
 def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
     Everything is checked before anything is copied; then one tensor at a time is read. dtype and
-    device: default the checkpoint's own dtype, on the CPU; or model: fill this one as it is.
+    device: default the checkpoint's own dtype, on the CPU; or model: fill this one as it is. Its
+    parameters may be DTensors (FSDP, TP): each rank then reads its own part, with no message.
     """
     config, tensors = ModelConfig.from_hf(directory), _open_checkpoint(directory)
+    if any(".language_model." in f".{name}" for name in tensors):
+        tensors, _ = _text_tensors(tensors)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some writers store the tied matrix twice
     if model is None:
-        names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        name, (_, reader) = next(iter(tensors.items()))
-        stored = reader.get_slice(name).get_dtype()
-        if dtype is None and stored not in names:
-            raise ValueError(f"{directory} stores dtype {stored}; pass dtype= to convert")
-        with torch.device("meta"):
-            model = Transformer(config)
-        model.to(dtype or getattr(torch, names[stored])).to_empty(device=device or "cpu")
+        model = _empty_model(config, tensors, directory, dtype, device)
     elif dtype or device:
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
-    config.require_same_numbers(model.config, directory)
+    lost = dataclasses.replace(model.config, router_bias_rate=0.0)
+    config.require_same_numbers(lost, directory)
     have = dict(model.named_parameters())
-    missing, unexpected = sorted(have.keys() - tensors.keys()), sorted(tensors.keys() - have.keys())
+    pieces = {name: _pieces(name, p.shape, tensors) for name, p in have.items()}
+    wanted = {piece.name for parts in pieces.values() for piece in parts}
+    missing, unexpected = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
     if missing or unexpected:
         raise ValueError(f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}")
-    for name, (path, reader) in tensors.items():
-        shape, wanted = reader.get_slice(name).get_shape(), list(have[name].shape)
-        if shape != wanted:
-            raise ValueError(f"{path}: {name} has shape {shape}, config asks for {wanted}")
+    for name, parts in pieces.items():
+        for piece in parts:
+            _check_shape(have[name].shape, piece, tensors[piece.name])
     with torch.no_grad():
-        for name, (_, reader) in tensors.items():
-            have[name].copy_(reader.get_tensor(name))
+        for name, parts in pieces.items():
+            _fill(have[name], parts, tensors)
+        for buffer in model.buffers():
+            buffer.zero_()
     return model
 
 
-def save_hf(model, directory) -> None:
-    """Write config.json and model.safetensors, in its own dtype, for transformers and load_hf."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+def _empty_model(config, tensors, directory, dtype, device):
+    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    stored = next(iter(tensors.values())).slice().get_dtype()
+    if dtype is None and stored not in names:
+        raise ValueError(f"{directory} stores dtype {stored}; pass dtype= to convert")
+    with torch.device("meta"):
+        model = Transformer(config)
+    return model.to(dtype or getattr(torch, names[stored])).to_empty(device=device or "cpu")
+
+
+def _check_shape(shape, piece, stored):
+    wanted = list(shape[1:] if piece.expert is not None else shape)
+    if piece.rows is not None:
+        wanted[-2] = piece.rows
+    found = stored.slice().get_shape()
+    if found != wanted:
+        raise ValueError(f"{stored.path}: {stored.name} has shape {found}, config asks for {wanted}")
+
+
+def _fill(parameter, parts, tensors):
+    """Copy this rank's region of a parameter, reading no more of each stored tensor than it needs."""
+    region = _region(parameter)
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    for piece in parts:
+        cut, into = list(region), local
+        if piece.expert is not None:
+            (first, stop), *cut = region
+            if not first <= piece.expert < stop:
+                continue
+            into = local[piece.expert - first]
+        if piece.row:
+            cut[-2] = cut[-2][0] + piece.row, cut[-2][1] + piece.row
+        if into.numel():
+            into.copy_(tensors[piece.name].slice()[tuple(slice(a, b) for a, b in cut)])
+
+
+def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
+    """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
+
+    Experts are written one by one. More than max_shard_bytes go into several files with an index;
+    at most one file's tensors are in memory. Of a sharded model (DTensors), every rank must call:
+    each tensor is gathered, and the first rank writes. What stood in the directory is replaced.
+    """
+    if any(buffer.any() for buffer in model.buffers()):
+        raise ValueError("no Hugging Face checkpoint holds a router bias; save the state dict, or zero it")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
+    directory, save = Path(directory), _safetensors().torch.save_file
+    writes = all(p.device_mesh.get_rank() == 0 for p in model.parameters() if hasattr(p, "placements"))
+    plan = _plan_shards(model, max_shard_bytes)
+    if writes:
+        directory.mkdir(parents=True, exist_ok=True)
+    parameters, weight_map = dict(model.named_parameters()), {}
+    for n, names in enumerate(plan):
+        file = f"model-{n + 1:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors"
+        tensors = {}
+        for name in names:
+            whole = parameters[name].detach()
+            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+            if writes:
+                tensors |= {k: x.cpu().contiguous() for k, x in _written(name, whole)}
+        if writes:
+            save(tensors, directory / f"{file}.partial", metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file)
+    if writes:
+        _replace_checkpoint(directory, raw, weight_map, model)
+
+
+def _plan_shards(model, max_bytes) -> list[list[str]]:
+    """Names of parameters, file by file."""
+    plan, size = [[]], 0
+    for name, p in model.named_parameters():
+        size += p.numel() * p.element_size()
+        if size > max_bytes and plan[-1]:
+            plan.append([])
+            size = p.numel() * p.element_size()
+        plan[-1].append(name)
+    return plan
+
+
+def _written(name, whole):
+    """(stored name, tensor) of a parameter: experts one by one."""
+    path, _, leaf = name.rpartition(".")
+    if not path.endswith(".experts"):
+        return [(name, whole)]
+    return [(f"{path}.{e}.{leaf}.weight", whole[e].clone()) for e in range(len(whole))]
+
+
+def _replace_checkpoint(directory, raw, weight_map, model):
+    """Move the new files over the old ones, and remove old ones that would be read with them."""
+    files = set(weight_map.values())
+    for old in [*directory.glob("model*.safetensors"), directory / "model.safetensors.index.json"]:
+        if old.name not in files:
+            old.unlink(missing_ok=True)
+    for file in files:
+        os.replace(directory / f"{file}.partial", directory / file)
+    if len(files) > 1:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
-    path, metadata = directory / "model.safetensors", {"format": "pt"}
-    _safetensors().torch.save_file(tensors, path, metadata=metadata)
 
 
-# 7. check and inspect ------------------------------------------------------------------------
+# 10. check and inspect -----------------------------------------------------------------------
+
+TINY = {  # what a tiny model of each family needs beyond the sizes
+    "qwen2": dict(qk_norm=False, qkv_bias=True),
+    "qwen3": dict(),
+    "qwen3_moe": dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=16, sparse_layers=(1,),
+        norm_topk_prob=True,
+    ),
+    "gemma3_text": dict(
+        norm_offset=True, sandwich_norms=True, scale_embedding=True, sliding_window=4,
+        layer_types=(SLIDING, FULL), hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=12,
+        tie_word_embeddings=True, rope_parameters={
+            FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+}  # fmt: skip
+ROPES = {  # one of each type, short enough that a few tokens tell them apart
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+}  # fmt: skip
+CASES = {
+    **{name: (name, {}) for name in TINY},
+    "qwen3 tied, slides": ("qwen3", dict(
+        tie_word_embeddings=True, layer_types=(FULL, SLIDING), sliding_window=3)),
+    **{f"qwen3 {kind}": ("qwen3", dict(
+        max_position_embeddings=40, rope_parameters={FULL: {"rope_type": kind, **rope}}))
+        for kind, rope in ROPES.items()},
+    "qwen3_moe biased": ("qwen3_moe", dict(
+        router_bias_rate=0.05, norm_topk_prob=False, sparse_layers=(0, 1))),
+    "gemma3_text capped": ("gemma3_text", dict(final_logit_softcapping=4.0)),
+}  # fmt: skip
 
 
 def tiny(model_type="qwen3", **changes) -> ModelConfig:
     """A small configuration with grouped heads and nothing square, for tests."""
-    family = FAMILIES[model_type]
     base = dict(
         vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10,
         num_attention_heads=4, num_key_value_heads=2, model_type=model_type, initializer_range=0.3,
-        qk_norm=family["qk_norm"], qkv_bias=family["qkv_bias"] is True, o_bias=False,
     )  # fmt: skip
-    return ModelConfig(**base | changes)
+    return ModelConfig(**base | TINY[model_type] | changes)
+
+
+def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Transformer:
+    """A `tiny` model whose norms, biases and votes are away from their neutral values."""
+    model = Transformer(tiny(model_type, **changes)).to(dtype).init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
+        for votes in model.buffers():
+            votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
+    return model
 
 
 def _relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+    """|a - b| / |b|, infinite for a NaN."""
+    error = ((a.double() - b.double()).norm() / b.double().norm()).item()
+    return error if error == error else math.inf
 
 
-def check() -> bool:
-    """Each path against `definition` in float64; prints a table, True if every row is <= 1e-12."""
+def _gradients(model, out, upstream):
+    return torch.autograd.grad((out * upstream).sum(), list(model.parameters()), retain_graph=True)
+
+
+def check(cases=None, transformers=True) -> bool:
+    """Each path against `definition` in float64; prints a table, True if every row is <= 1e-12.
+
+    Then, if transformers is installed, logits and gradients against it in float32, <= 1e-5. cases:
+    some of CASES, default all.
+    """
     torch.manual_seed(0)
-    rows = []
-    for model_type in FAMILIES:
-        for tied in (False, True):
-            config = tiny(model_type, tie_word_embeddings=tied)
-            model = Transformer(config).double().init_weights(1)
-            for p in model.parameters():
-                p.data += 0.1 * torch.randn_like(p)  # biases and norms away from 0 and 1
-            name = f"{model_type}{' tied' if tied else ''}"
-            rows += [(f"{name}: {path}", error) for path, error in _errors(model)]
-    print(f"{'path against the definition, float64':55} relative error")
-    for name, error in rows:
-        print(f"{name:55} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
-    ok = all(error <= 1e-12 for _, error in rows)
-    print(json.dumps({"check": "models", "ok": ok, "max_error": max(e for _, e in rows)}))
+    cases = cases or CASES
+    rows = [
+        (f"{name}: {path}", error, 1e-12)
+        for name, (model_type, changes) in cases.items()
+        for path, error in _errors(tiny_model(model_type, **changes))
+    ]
+    rows += [(f"experts: {path}", error, bound) for path, error, bound in _expert_errors()]
+    rows += _transformers_errors(cases) if transformers else []
+    print(f"{'path against its definition':55} relative error")
+    for name, error, bound in rows:
+        print(f"{name:55} {error:.1e}  {'ok' if error <= bound else f'FAILED, above {bound}'}")
+    ok = all(error <= bound for _, error, bound in rows)
+    exact = max(error for _, error, bound in rows if bound == 1e-12)
+    print(json.dumps({"check": "models", "ok": ok, "max_error": exact}))
     return ok
 
 
-@torch.no_grad()
 def _errors(model):
+    """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
+    moving = any(r["rope_type"] == "dynamic" for r in model.config.rope_parameters.values())
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 1, 6, 12)]
-    lengths = [len(d) for d in documents]
     truth = torch.cat([definition(model, d) for d in documents])
-    yield "one at a time", _relative(torch.cat([model(d[None])[0] for d in documents]), truth)
-    tokens_1S = torch.cat(documents)[None]
-    packed = dict(positions=packed_positions(lengths), attention=packed_attention(lengths))
-    yield "packed", _relative(model(tokens_1S, **packed)[0], truth)
-    yield "cache, ragged rows", _relative(torch.cat(_by_cache(model, documents)), truth)
+    upstream = torch.randn_like(truth)
+    wanted = _gradients(model, truth, upstream)
+    alone = torch.cat([model(d[None])[0] for d in documents])
+    yield "one at a time", _relative(alone, truth)
+    got = _gradients(model, alone, upstream)
+    yield "gradient, worst parameter", max(map(_relative, got, wanted))
+    if moving:  # depends on the call's longest row: neither packed nor in pieces
+        long = torch.randint(model.config.vocab_size, (50,))
+        yield "beyond its length", _relative(model(long[None])[0], definition(model, long))
+        return
+    with torch.no_grad():
+        packed, valid = _pack(documents)
+        tokens = packed.pop("tokens")
+        yield "packed, PAD anywhere", _relative(model(tokens, **packed)[valid], truth)
+        yield "cache, ragged rows", _relative(torch.cat(_by_cache(model, documents)), truth)
     logp = (truth / 0.7).log_softmax(-1)
     targets = torch.randint(model.config.vocab_size, (len(truth),))
-    hidden = model.hidden(tokens_1S, **packed)[0]
-    got = token_logprobs(hidden, model.head_weight, targets, temperature=0.7, chunk=5)
-    yield "log-probs in chunks", _relative(got[0], logp.gather(-1, targets[:, None])[:, 0])
-    yield "entropy in chunks", _relative(got[1], -(logp.exp() * logp).sum(-1))
-    yield "gradient in chunks", _chunked_gradient(hidden, model.head_weight.detach(), targets)
+    hidden = torch.cat([model.hidden(d[None])[0] for d in documents])
+    cap = model.config.final_logit_softcapping
+    options = dict(temperature=0.7, softcap=cap, chunk=5)
+    got = torch.stack(token_logprobs(hidden, model.head_weight, targets, **options))
+    want = torch.stack([logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
+    yield "log-probs and entropy in chunks", _relative(got, want)
+    upstream = torch.randn_like(want)
+    pair = (_gradients(model, x, upstream) for x in (got, want))
+    yield "gradient in chunks, worst parameter", max(map(_relative, *pair))
 
 
-@torch.enable_grad()
-def _chunked_gradient(hidden_NM, weight_VM, targets_N):
-    """The gradient of log-probs and entropies against autograd of the plain log_softmax."""
-    upstream = torch.randn(2, len(targets_N), dtype=torch.float64)
-    grads = []
-    for chunked in (True, False):
-        h_NM, w_VM = hidden_NM.clone().requires_grad_(), weight_VM.clone().requires_grad_()
-        if chunked:
-            out = token_logprobs(h_NM, w_VM, targets_N, temperature=0.7, chunk=5)
-        else:
-            logp_NV = (h_NM @ w_VM.T / 0.7).log_softmax(-1)
-            out = logp_NV.gather(-1, targets_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
-        (torch.stack(out) * upstream).sum().backward()
-        grads.append(torch.cat([h_NM.grad.flatten(), w_VM.grad.flatten()]))
-    return _relative(*grads)
+def _pack(documents):
+    """Two rows that hold the documents with PAD between: keywords of `forward`, and what is real."""
+    half, S = len(documents) // 2, 2 + sum(map(len, documents[2:]))
+    tokens, ids = torch.zeros(2, S, dtype=torch.long), torch.full((2, S), -1)
+    positions = torch.zeros(2, S, dtype=torch.long)
+    for row, group in enumerate((documents[:half], documents[half:])):
+        at = 1
+        for n, d in enumerate(group):
+            place = slice(at, at + len(d))
+            tokens[row, place], ids[row, place] = d, n
+            positions[row, place] = torch.arange(len(d))
+            at += len(d) + (row == 0)
+    packed = dict(positions=positions, attention=packed_attention(doc_ids=ids))
+    return {"tokens": tokens} | packed, ids >= 0
 
 
 def _by_cache(model, documents):
@@ -984,30 +2200,149 @@ def _by_cache(model, documents):
     return [torch.cat(parts) for parts in out]
 
 
+def _expert_errors():
+    """(path, error, bound): the grouped product, the balance loss, the action expert."""
+    counts = torch.tensor([3, 0, 5, 4])
+    x, weight = torch.randn(12, 16), torch.randn(4, 8, 16)
+    yield "grouped product against float64's loop", _relative(
+        grouped_linear(x, weight, counts), grouped_linear(x.double(), weight.double(), counts)
+    ), 1e-6
+    p, sequences = torch.rand(9, 6, dtype=torch.float64), [[0, 1, 2, 5], [0, 1, 6, 7, 8]]
+    chosen = p.topk(2, -1).indices
+    owner = torch.cat([torch.full((len(s),), n) for n, s in enumerate(sequences)])
+    got = Balance(owner, torch.tensor(sum(sequences, [])), coef=0.3)(p, chosen, layer=0)
+    want = 0.3 * sum(
+        6 / (2 * len(s) ** 2) * sum(p[t, e] for t in s for u in s for e in chosen[u])
+        for s in sequences
+    )
+    yield "balance loss, shared tokens", abs((got - want) / want).item(), 1e-12
+    model = tiny_model("gemma3_text")
+    small = dataclasses.replace(model.config, hidden_size=16, intermediate_size=20)
+    expert = ActionExpert(small, action_dim=3, state_dim=2).double().init_weights(2)
+    tokens, tau = torch.randint(53, (2, 6)), torch.rand(2).double()
+    actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
+    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
+    model.hidden(tokens, attention=prefix.record)
+    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state_BC=state)
+    want = _joint(model, expert, tokens, actions, tau, state)
+    yield "action expert, two streams as one", _relative(got, want), 1e-12
+
+
+def _joint(model, expert, tokens, actions, tau, state):
+    """The expert's velocity with prefix and suffix in one dense attention a layer: definition."""
+    time = time_features(tau, expert.config.hidden_size)[:, None]
+    s = torch.cat([expert.action_in_proj(actions), time.expand(-1, actions.shape[1], -1)], -1)
+    s = expert.action_time_mlp_out(F.silu(expert.action_time_mlp_in(s)))
+    s = torch.cat([expert.state_proj(state)[:, None], s], 1)
+    x, P, T, D = model.embed(tokens), tokens.shape[1], s.shape[1], model.config.head_dim
+    block = torch.cat([torch.zeros(P), torch.ones(1), torch.full((T - 1,), 2.0)])
+    place = torch.arange(P + T)
+    for n, kind in enumerate(model.config.layer_types):
+        parts, layers = [], (model.model.layers[n], expert.layers[n])
+        for layer, stream, first in zip(layers, (x, s), (0, P)):
+            at, h = layer.self_attn, layer.input_layernorm(stream)
+            q, k, v = (f(h).unflatten(-1, (-1, D)) for f in (at.q_proj, at.k_proj, at.v_proj))
+            turn = model.rope(first + torch.arange(stream.shape[1])[None], x.dtype)[kind]
+            parts.append((rotate(at.q_norm(q), *turn), rotate(at.k_norm(k), *turn), v))
+        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*parts))
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+        seen = block <= block[:, None]
+        if kind == SLIDING:
+            seen = seen & (place[:, None] - place < model.config.sliding_window)
+        score = (q @ k.mT * at.scale).masked_fill(~seen, -math.inf)
+        a = (score.softmax(-1) @ v).transpose(1, 2).flatten(2).split([P, T], 1)
+        outs = []
+        for layer, stream, part in zip(layers, (x, s), a):
+            y = stream + layer.post_attention_layernorm(layer.self_attn.o_proj(part))
+            h = layer.mlp(layer.pre_feedforward_layernorm(y))
+            outs.append(y + layer.post_feedforward_layernorm(h))
+        x, s = outs
+    return expert.action_out_proj(expert.norm(s)[:, 1:])
+
+
+def _transformers_errors(cases):
+    """(row, error, bound) of each case against transformers; prints SKIP if it is not there."""
+    try:
+        import safetensors  # noqa: F401
+        import transformers
+    except ImportError as error:
+        print(f"SKIP: logits and gradients against transformers ({error})")
+        return []
+    rows = []
+    for name, (model_type, changes) in cases.items():
+        if "router_bias_rate" in changes:
+            continue
+        ours = tiny_model(model_type, dtype=torch.float32, **changes)
+        with tempfile.TemporaryDirectory() as folder:
+            save_hf(ours, folder)
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            theirs = load(folder, dtype=torch.float32, attn_implementation="eager")
+            again = load_hf(folder)
+        same = all(map(torch.equal, ours.parameters(), again.parameters()))
+        tokens = torch.randint(1, ours.config.vocab_size, (2, 15))  # 0: Gemma's PAD, no gradient
+        a, b = ours(tokens), theirs(tokens).logits
+        rows.append((f"{name}: logits of transformers", _relative(a, b) if same else math.inf, 1e-5))
+        upstream = torch.randn_like(b)
+        (b * upstream).sum().backward()
+        theirs_of, errors = dict(theirs.named_parameters()), []
+        ours_of = zip(ours.named_parameters(), _gradients(ours, a, upstream), strict=True)
+        for (key, _), grad in ours_of:
+            errors.append(_relative(grad, _their_gradient(key, theirs_of)))
+        rows.append((f"{name}: gradients of transformers", max(errors), 1e-5))
+    return rows
+
+
+def _their_gradient(name, parameters):
+    """transformers' gradient of our parameter `name`; from version 5 on its experts are fused."""
+    path, _, leaf = name.rpartition(".")
+    if name in parameters:
+        return parameters[name].grad
+    if f"{path}.gate_up_proj" in parameters:
+        return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
+    count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
+    return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
+
+
 def inspect(directory):
-    config = ModelConfig.from_hf(directory)
+    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each."""
+    config, tensors = ModelConfig.from_hf(directory), _open_checkpoint(directory)
+    print(json.dumps(dataclasses.asdict(config), indent=2))
+    others = []
+    if any(".language_model." in f".{name}" for name in tensors):
+        tensors, others = _text_tensors(tensors)
     with torch.device("meta"):
         model = Transformer(config)
-    print(json.dumps(dataclasses.asdict(config), indent=2))
-    tensors = _open_checkpoint(directory)
-    for name, (path, reader) in sorted(tensors.items()):
-        part = reader.get_slice(name)
-        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {path.name}")
+    wanted = {
+        piece.name: name
+        for name, p in model.named_parameters()
+        for piece in _pieces(name, p.shape, tensors)
+    }
+    for name, stored in sorted(tensors.items()):
+        part, into = stored.slice(), wanted.get(name, "not loaded")
+        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
+              + ("" if into == name else f"  -> {into}"))  # fmt: skip
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     count = sum(math.prod(p.shape) for p in model.parameters())
-    known = {name for name, _ in model.named_parameters()}
-    print(f"{count / 1e6:.2f} M parameters; missing {sorted(known - tensors.keys())}, "
-          f"not loaded {sorted(tensors.keys() - known)}")  # fmt: skip
+    print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
+          f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
+          f"not of the text model {len(others)} tensors")  # fmt: skip
 
 
-# 8. main -------------------------------------------------------------------------------------
+# 11. main ------------------------------------------------------------------------------------
 
 
 def main(argv) -> int:
+    """check and inspect are here; bench and control in tests/measure_models.py. The exit code."""
+    measure = Path(__file__).resolve().parent / "tests" / "measure_models.py"
     if argv == ["check"]:
         return 0 if check() else 1
     if len(argv) == 2 and argv[0] == "inspect":
         return inspect(argv[1]) or 0
-    print("usage: python models.py check | inspect DIR", file=sys.stderr)
+    if argv and argv[0] in ("bench", "control") and measure.exists():
+        sys.path.append(str(measure.parent))
+        return __import__("measure_models").main(argv)
+    where = "" if measure.exists() else f"; bench and control need {measure}, which is missing"
+    print(f"usage: python models.py check | inspect DIR | bench | control{where}", file=sys.stderr)
     return 2
 
 

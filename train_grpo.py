@@ -679,7 +679,7 @@ class Play(Row):
         children, share = [], self.count // forks
         for first in range(self.first, self.first + self.count, share):
             child = copy.copy(self)
-            for name in ("tokens", "mask", "logprobs", "queue"):
+            for name in ("tokens", "mask", "logprobs", "full_logprobs", "queue"):
                 setattr(child, name, getattr(self, name).copy())
             child.draws = uniforms((*self.key, self.group, first), len(self.draws))
             child.first, child.count, child.forks_left = first, share, self.forks_left - 1

@@ -57,6 +57,9 @@ class Script:
         broken = (positions == self.broken - 1)[..., None]
         return F.one_hot(positions, 99).double().masked_fill(broken, math.nan)
 
+    def logits(self, hidden):
+        return F.linear(hidden, self.head_weight)
+
 
 def random_model(vocab, seed=0):
     shape = models.tiny("qwen3", vocab_size=vocab, initializer_range=0.1)

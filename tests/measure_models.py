@@ -1,0 +1,233 @@
+"""What `python models.py bench | control` run.
+
+control: trains a tiny Gemma 3 with an action expert on a toy control task, by flow matching.
+bench: tokens a second of generation and of training, against transformers if it is installed,
+parameters, FLOPs and peak memory. One thread, CPU seconds, alternating.
+"""
+
+import argparse
+import dataclasses
+import json
+import resource
+import statistics
+import tempfile
+import time
+
+import torch
+
+from models import (
+    ActionExpert,
+    ModelConfig,
+    Prefix,
+    Transformer,
+    block_attention,
+    flow_matching_loss,
+    flow_time,
+    generate,
+    load_hf,
+    sample_actions,
+    tiny,
+)
+
+# control ---------------------------------------------------------------------------------------
+
+
+def control_case(dtype, rows=3, seed=0):
+    """A prefix model, an action expert and a batch of the toy task.
+
+    The task: go from `state` to the goal that two of six tokens name, in 4 equal steps.
+    """
+    base = dict(model_type="gemma3_text", head_dim=8, num_attention_heads=4, vocab_size=32,
+                num_key_value_heads=2, num_hidden_layers=2, sliding_window=5)  # fmt: skip
+    big = tiny(**base, hidden_size=48, intermediate_size=96, initializer_range=0.1)
+    small = dataclasses.replace(big, hidden_size=24, intermediate_size=48)
+    model = Transformer(big).to(dtype).init_weights(seed)
+    expert = ActionExpert(small, action_dim=2, state_dim=2).to(dtype).init_weights(seed + 1)
+    expert.require_fits(big)
+    return model, expert, control_batch(dtype, rows, seed)
+
+
+def control_batch(dtype, rows, seed):
+    """Tokens (rows, 6): words that mean nothing, and the goal's two coordinates; actions in steps
+    of a quarter of the way, (rows, 4, 2); noise and times for (12)."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(16, (rows, 4), generator=generator)
+    bins = torch.randint(16, (rows, 2), generator=generator)
+    state = torch.rand(rows, 2, generator=generator).to(dtype) * 2 - 1
+    goal = (bins + 0.5).to(dtype) / 8 - 1
+    return dict(
+        tokens=torch.cat([words[:, :2], bins[:, :1] + 16, words[:, 2:], bins[:, 1:] + 16], 1),
+        state=state, actions=(goal - state)[:, None].expand(-1, 4, -1),
+        noise=torch.randn(rows, 4, 2, generator=generator).to(dtype),
+        tau=flow_time(torch.rand(rows, generator=generator).to(dtype)),
+    )  # fmt: skip
+
+
+def velocity_of(model, expert, batch):
+    """v(x, tau) of (12) with this batch's prefix, which is computed here, once."""
+    tokens = batch["tokens"]
+    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
+    model.hidden(tokens, attention=prefix.record)
+    start = torch.full((len(tokens), 1), tokens.shape[1])
+    return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state_BC=batch["state"])
+
+
+def control(steps=400):
+    """Train both streams; sample with 10 Euler steps; 0 if the hand arrives."""
+    model, expert, _ = control_case(torch.float32)
+    parameters = [*model.parameters(), *expert.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps + 1):
+        batch = control_batch(torch.float32, 128, 1 + step)
+        velocity = velocity_of(model, expert, batch)
+        loss = flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).mean()
+        if step % 100 == 0:
+            with torch.no_grad():
+                actions = sample_actions(velocity, batch["noise"])
+            missed = (actions - batch["actions"]).mean(1).norm(dim=-1).mean().item()
+            print(f"step {step:4}  loss {loss.item():.4f}  distance from the goal {missed:.3f}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    print(json.dumps({"control": "flow", "ok": missed < 0.15, "distance": round(missed, 4)}))
+    return 0 if missed < 0.15 else 1
+
+
+# bench -----------------------------------------------------------------------------------------
+
+
+def qwen3(vocab_size=4096) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=16,
+    )  # fmt: skip
+
+
+def parameters(config) -> tuple[int, int]:
+    """All parameters, and those that one token meets (K of the E experts)."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    count = active = 0
+    for name, p in model.named_parameters():
+        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
+        count, active = count + p.numel(), active + int(p.numel() * share)
+    return count, active
+
+
+def flops(config, length) -> float:
+    """Forward and backward of one token in a row of `length`, causal: 6 a matrix element, and
+    attention's 12 H D a visible key, of which there are length / 2 or at most the window."""
+    count, active = parameters(config)
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    width = config.num_attention_heads * config.head_dim
+    visible = [
+        length / 2 if kind == "full_attention" else min(length / 2, config.sliding_window)
+        for kind in config.layer_types
+    ]
+    return 6 * (active - embedding) + 12 * width * sum(visible)
+
+
+def cpu_seconds(function):
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def paired(ours, theirs, repeats):
+    """Median CPU seconds of both, run in turn, and the ratios theirs / ours."""
+    ours(), theirs()
+    pairs = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(repeats)]
+    ratios = sorted(b / a for a, b in pairs)
+    return *(statistics.median(x) for x in zip(*pairs)), ratios
+
+
+def generation(model, theirs, *, prompts, samples, length, new, repeats):
+    """Sampling at temperature 1: `samples` completions of each of `prompts` prompts."""
+    tokens = torch.randint(model.config.vocab_size, (prompts, length))
+    rows = [row.tolist() for row in tokens for _ in range(samples)]
+
+    def run():
+        generate(model, rows, max_new_tokens=new, temperature=1.0, seed=0)
+
+    def run_theirs():
+        theirs.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0,
+                        num_return_sequences=samples, pad_token_id=0, eos_token_id=None)  # fmt: skip
+
+    what = f"generate {prompts} x {samples} x {new}, prompt {length}"
+    return what, prompts * samples * new, run, run_theirs
+
+
+def training(model, theirs, *, rows, length):
+    """Forward and backward of the mean negative log-prob of the next token."""
+    tokens = torch.randint(model.config.vocab_size, (rows, length))
+
+    def run():
+        model.zero_grad()
+        hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
+        (-model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()).backward()
+
+    def run_theirs():
+        theirs.zero_grad()
+        theirs(tokens, labels=tokens).loss.backward()
+
+    return f"train {rows} x {length}", rows * length, run, run_theirs
+
+
+def bench(repeats):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    found = {}
+    for vocab_size in (4096, 32768):
+        config = qwen3(vocab_size)
+        count, active = parameters(config)
+        print(f"Qwen3, hidden 128, 4 layers, V {vocab_size}: {count / 1e6:.2f} M parameters, "
+              f"{flops(config, 512) / 1e6:.1f} MFLOP a trained token at 512")  # fmt: skip
+        model, theirs = pair_of(config)
+        group = dict(prompts=1, samples=8, length=512, new=64, repeats=repeats)
+        cases = [
+            generation(model, theirs, **group),
+            generation(model, theirs, **group | dict(prompts=4, length=128)),
+            generation(model, theirs, **group | dict(prompts=8, samples=1, length=32)),
+            training(model, theirs, rows=4, length=256),
+            training(model, theirs, rows=1, length=1024),
+        ]
+        for what, tokens, run, run_theirs in cases:
+            if theirs is None:
+                run()
+                print(f"  {what:36} {tokens / cpu_seconds(run):8.0f} tokens/s")
+                continue
+            mine, other, ratios = paired(run, run_theirs, repeats)
+            low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
+            found[f"V{vocab_size} {what}"] = round(middle, 2)
+            print(f"  {what:36} {tokens / mine:8.0f} tokens/s, transformers {tokens / other:8.0f}:"
+                  f" {middle:.2f} times ({low:.2f} - {high:.2f})")  # fmt: skip
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory of this process: {peak:.0f} MB")
+    print(json.dumps({"bench": "models", "times_transformers": found, "peak_mb": round(peak)}))
+    return 0
+
+
+def pair_of(config):
+    """Our model and transformers' with the same weights, or None without transformers."""
+    model = Transformer(config).init_weights(0)
+    try:
+        import transformers
+    except ImportError:
+        print("transformers is not installed: no comparison")
+        return model, None
+    from models import save_hf
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return load_hf(folder), theirs
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=["bench", "control"])
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args(argv)
+    return control() if args.command == "control" else bench(args.repeats)

@@ -1,0 +1,209 @@
+"""The action expert: two streams are one sequence, by any attention; flow matching; the toy task."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from measure_models import control_case, velocity_of
+from test_ranks import ranks
+
+import models
+import ring_attention as ra
+from models import ActionExpert, Prefix, block_attention, flow_matching_loss, sample_actions, tiny
+
+
+def loss_of(velocity, batch):
+    return flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).mean()
+
+
+# The prefix over a ring ------------------------------------------------------------------------
+
+
+class RingPrefix:
+    """A `Prefix` whose tokens are spread over a ring; the suffix is computed by every rank."""
+
+    def __init__(self, block_BP, layout):
+        self.block_BP, self.options = block_BP, dict(layout=layout, length=block_BP.shape[1])
+        self.layers = {}
+
+    def record(self, q, k, v, /, *, layer, scale, window=None, softcap=None):
+        mask = ra.Mask.blocks(self.block_BP).with_window(window)
+        out, *self.layers[layer] = ra.prefix_attention(
+            q, k, v, mask=mask, scale=scale, **self.options
+        )
+        return out
+
+    def after(self, positions, blocks):
+        blocks = torch.zeros(positions.shape[1]) if blocks is None else blocks
+        both = torch.cat([self.block_BP, (10 + blocks.long()).expand(len(self.block_BP), -1)], 1)
+
+        def suffix(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            mask = ra.Mask.blocks(both).with_window(window)
+            return ra.suffix_attention(q, k, v, *self.layers[layer], mask, scale=scale)
+
+        return suffix
+
+
+def _ring(rank, layout):
+    world = dist.get_world_size()
+    model, expert, batch = control_case(torch.float64)
+    parameters = [*model.parameters(), *expert.parameters()]
+    tokens, P = batch["tokens"], batch["tokens"].shape[1]
+    block = torch.tensor([0, 0, 1, 2, 2, 2]).expand_as(tokens)
+    start = torch.full((len(tokens), 1), P)
+
+    def velocity(prefix, **placed):
+        shown = placed.pop("tokens", tokens)
+        model.hidden(shown, attention=prefix.record, **placed)
+        return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state_BC=batch["state"])
+
+    truth = loss_of(velocity(Prefix(block_attention(block))), batch)
+    want = torch.autograd.grad(truth, parameters, allow_unused=True)
+    index = ra.indices(P, rank, world, layout)
+    placed = dict(tokens=tokens[:, index], positions=index.expand(len(tokens), -1))
+    got = loss_of(velocity(RingPrefix(block, layout), **placed), batch)
+    scale = ra.loss_scale(world, replicated=True, reduce="sum")
+    grads = torch.autograd.grad(got * scale, parameters, allow_unused=True)
+    errors = [abs((got - truth) / truth).item()]
+    for ours, theirs in zip(grads, want, strict=True):
+        if theirs is None or not theirs.any():
+            continue
+        ours = ours.contiguous()
+        dist.all_reduce(ours)
+        errors.append(models._relative(ours, theirs))
+    return errors
+
+
+@pytest.mark.parametrize("world, layout", [(2, "zigzag"), (2, "contiguous"), (3, "zigzag")])
+def test_a_prefix_on_a_ring_gives_the_one_process_loss_and_gradients(tmp_path, world, layout):
+    for errors in ranks(tmp_path, world, _ring, layout):
+        assert max(errors) < 1e-10 and len(errors) > 40
+
+
+# One process -----------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_padding_in_the_prefix_changes_nothing():
+    model, expert, batch = control_case(torch.float64)
+    tokens = batch["tokens"]
+    want = velocity_of(model, expert, batch)(batch["noise"], batch["tau"])
+    at = torch.tensor([0, 2, 3, 4, 6, 7])  # PAD at 1 and 5
+    padded = torch.full((len(tokens), 8), 3)
+    padded[:, at] = tokens
+    valid = torch.zeros(len(tokens), 8, dtype=torch.bool)
+    valid[:, at] = True
+    positions = torch.zeros(len(tokens), 8, dtype=torch.long)
+    positions[:, at] = torch.arange(6)
+
+    def rule(block):  # windows by position, as the suffix has them
+        seen = valid[:, None] & valid[:, :, None]
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            near = positions[:, :, None] - positions[:, None] < (window or 99)
+            return models.masked_attention(q, k, v, seen & near, scale=scale)
+
+        return attention
+
+    prefix = Prefix(rule(None), valid_BP=valid, positions_BP=positions)
+    model.hidden(padded, positions=positions, attention=prefix.record)
+    start = torch.full((len(tokens), 1), 6)
+    got = expert(batch["noise"], batch["tau"], prefix, positions_B1=start, state_BC=batch["state"])
+    assert models._relative(got, want) < 1e-12
+
+
+@pytest.mark.quick
+def test_block_attention_is_the_rule_in_words():
+    block = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2]])
+    valid = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0], [1] * 8])
+    q, k, v = (torch.randn(2, h, 8, 4, dtype=torch.float64) for h in (4, 2, 2))
+    for window in (None, 3):
+        got = block_attention(block, valid)(q, k, v, layer=0, scale=0.5, window=window)
+        for b in range(2):
+            for i in range(8):
+                keys = [j for j in range(8) if valid[b, i] and valid[b, j] and block[b, j] <= block[b, i]
+                        and i - j < (window or 9)]  # fmt: skip
+                for h in range(4):
+                    score = (k[b, h // 2, keys] @ q[b, h, i] * 0.5).softmax(0)
+                    assert torch.allclose(got[b, h, i], score @ v[b, h // 2, keys], atol=1e-14)
+
+
+@pytest.mark.quick
+def test_detach_stops_the_gradient_at_the_prefix():
+    model, expert, batch = control_case(torch.float64)
+    tokens, start = batch["tokens"], torch.full((3, 1), 6)
+    for detach in (False, True):
+        prefix = Prefix(block_attention(torch.zeros_like(tokens)), detach=detach)
+        model.hidden(tokens, attention=prefix.record)
+        out = expert(
+            batch["noise"], batch["tau"], prefix, positions_B1=start, state_BC=batch["state"]
+        )
+        grads = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
+        assert any(g is not None and g.any() for g in grads) == (not detach)
+
+
+@pytest.mark.quick
+def test_flow_matching_is_its_equation():
+    actions, noise = torch.randn(2, 3, 4, 2, dtype=torch.float64)
+    tau = torch.rand(3, dtype=torch.float64)
+    got = flow_matching_loss(lambda x, t: 2 * x + t[:, None, None], actions, noise, tau)
+    for b in range(3):
+        x = tau[b] * actions[b] + (1 - tau[b]) * noise[b]
+        assert torch.allclose(got[b], ((2 * x + tau[b] - actions[b] + noise[b]) ** 2).mean())
+
+
+@pytest.mark.quick
+def test_euler_follows_the_true_field_to_the_actions():
+    actions, noise = torch.randn(2, 3, 4, 2, dtype=torch.float64)
+    seen = []
+
+    def velocity(x, tau):  # the field of one data point: straight to it
+        seen.append(tau[0].item())
+        return (actions - x) / (1 - tau[:, None, None])
+
+    assert torch.allclose(sample_actions(velocity, noise), actions, atol=1e-12)
+    assert seen == pytest.approx([n / 10 for n in range(10)])
+
+
+@pytest.mark.quick
+def test_flow_times_are_beta_distributed():
+    tau = models.flow_time((torch.arange(100_000).double() + 0.5) / 100_000)
+    s = 1 - tau / 0.999  # Beta(1.5, 1): mean 0.6, P(s < x) = x^1.5
+    assert s.mean().item() == pytest.approx(0.6, abs=1e-4)
+    assert (s < 0.3).double().mean().item() == pytest.approx(0.3**1.5, abs=1e-4)
+
+
+@pytest.mark.quick
+def test_time_features_have_unit_circles_and_their_periods():
+    tau = torch.tensor([0.0, 0.004, 1.0], dtype=torch.float64)
+    x = models.time_features(tau, 8)
+    assert torch.allclose(x[:, :4] ** 2 + x[:, 4:] ** 2, torch.ones(3, 4).double())
+    assert torch.allclose(x[0], x.new_tensor([0.0] * 4 + [1.0] * 4))
+    assert x[1, 0].abs() < 1e-12 and x[1, 4] == pytest.approx(1)  # a whole period of 0.004
+    assert x[2, 3] == pytest.approx(1)  # a quarter of 4
+
+
+@pytest.mark.quick
+def test_an_expert_that_does_not_fit_is_named():
+    config = tiny("gemma3_text")
+    expert = ActionExpert(dataclasses.replace(config, head_dim=12), action_dim=2)
+    with pytest.raises(ValueError, match="head_dim is 12 in the expert and 10 in the prefix"):
+        expert.require_fits(config)
+    with pytest.raises(ValueError, match="has no state"):
+        expert(
+            torch.zeros(1, 2, 2),
+            torch.zeros(1),
+            None,
+            positions_B1=None,
+            state_BC=torch.zeros(1, 1),
+        )
+    with pytest.raises(ValueError, match="dense"):
+        ActionExpert(tiny("qwen3_moe"), action_dim=2)
+
+
+def test_the_toy_task_is_learnt(capsys):
+    assert models.main(["control"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
+    assert last < 0.15 < 1 < first
