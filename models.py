@@ -33,30 +33,37 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
 
 `definition` below computes (1)-(7) with Python loops; `check` compares everything with it.
 
-The families (a new one is a row of FAMILIES and a reader of its config, nothing else: see the test
-`test_a_new_family_is_a_row_and_a_reader`):
+The families:
 
-    |                     | qwen2     | qwen3            | qwen3_moe        | gemma3_text              |
-    | q, k, v bias        | yes       | `attention_bias` | `attention_bias` | `attention_bias`         |
-    | o bias              | no        | `attention_bias` | `attention_bias` | `attention_bias`         |
-    | q/k norm per head   | no        | before RoPE      | before RoPE      | before RoPE              |
-    | head_dim if absent  | M / heads | 128              | M / heads        | 256                      |
-    | norm weight (4)     | w         | w                | w                | 1 + w, in float32        |
-    | norms a layer       | 2         | 2                | 2                | 4: before and after both |
-    | activation          | silu      | silu             | silu             | gelu, tanh form          |
-    | embedding scale     | -         | -                | -                | sqrt(M), in embed's dtype|
-    | attention scale     | D^-1/2    | D^-1/2           | D^-1/2           | query_pre_attn_scalar^-1/2 |
-    | feed-forward        | dense     | dense            | experts, or dense| dense                    |
-    | sliding layers      | (a)       | (a)              | all or none      | `layer_types`, else (b)  |
-    | RoPE theta          | one       | one              | one              | 1e6; 1e4 where sliding   |
-    | tied                | by config | by config        | by config        | yes                      |
+    |                   | qwen2     | qwen3            | qwen3_moe         | gemma3_text           |
+    | q, k, v bias      | yes       | `attention_bias` | `attention_bias`  | `attention_bias`      |
+    | o bias            | no        | `attention_bias` | `attention_bias`  | `attention_bias`      |
+    | q/k norm per head | no        | before RoPE      | before RoPE       | before RoPE           |
+    | head_dim, absent  | M / heads | 128              | M / heads         | 256                   |
+    | norm weight (4)   | w         | w                | w                 | 1 + w, in float32     |
+    | norms a layer     | 2         | 2                | 2                 | 4: before, after both |
+    | activation        | silu      | silu             | silu              | gelu, tanh form       |
+    | embedding scale   | -         | -                | -                 | sqrt(M), embed's dtype|
+    | attention scale   | D^-1/2    | D^-1/2           | D^-1/2            | (a)                   |
+    | feed-forward      | dense     | dense            | experts, or dense | dense                 |
+    | sliding layers    | (b)       | (b)              | all or none       | `layer_types`, or (c) |
+    | RoPE theta        | one       | one              | one               | 1e6; 1e4 where sliding|
+    | tied              | by config | by config        | by config         | yes, if not said      |
 
-(a) `layer_types`, else with `use_sliding_window` the layers from `max_window_layers` on. (b) all
-but each `sliding_window_pattern`-th. RoPE types: default, linear, dynamic, yarn, llama3. Gemma's
-`attn_logit_softcapping` is read by nobody, transformers included. A multimodal Gemma 3 checkpoint
-gives its text model. Whatever else would change the numbers is refused by name.
+(a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers from
+`max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default, linear,
+dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers included. A
+multimodal Gemma 3 checkpoint gives its text model. What else would change the numbers is refused.
 
-Letters (small: this rank's share; only vocabulary-parallel log-probs have one, v):
+To add a family, write a row of FAMILIES and a reader, nothing else: the row has the architecture's
+name, the `ModelConfig` fields that no config changes, and transformers' defaults of absent fields;
+the reader takes a config, defaults filled in, and gives the fields that need a rule. `read_layers`
+and `read_rope` know both spellings. If a difference is none of ModelConfig's fields, it is a field
+more, an equation more above, and a line in `definition`. The test
+`test_a_new_family_is_a_row_and_a_reader` adds one; saving needs nothing: `to_hf` writes what the
+reader reads back, or refuses.
+
+Letters:
 
     B batch rows    S tokens in a row     M model width (hidden_size)   V vocabulary
     H query heads   G key/value heads     D head_dim                    L padded document length
@@ -64,15 +71,18 @@ Letters (small: this rank's share; only vocabulary-parallel log-probs have one, 
     E experts       K experts a token     I width of an expert          P prefix tokens
     T suffix tokens A action dimensions   U documents in a bucket       R the H + G heads with RoPE
 
-Cost per token, with P the parameters that a token meets outside the embedding (K of the E experts):
-2 P flops forward, 4 P backward, and attention's 4 S H D forward per layer (half is masked out). The
-cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding layer. Log-probs never
-hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a token).
+Small: a moving part, such as the n tokens of a chunk, or this rank's share: v rows of the V.
 
-Deviates: dynamic RoPE depends on the longest position of the call alone, not of earlier calls; under
-it, packed is not separate and a cache keeps the angles its tokens were written with. (12) has pi0's
-path from noise at 0 to action at 1, and the sign that integrates it forward. b of (11) lives in the
-state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless it is zero.
+Cost per token, with W the parameters that a token meets outside the embedding (K of E experts):
+2 W flops forward, 4 W backward, and attention's 4 S H D forward per layer (half is masked out). The
+cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding layer. Log-probs
+never hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a
+token).
+
+Deviates: dynamic RoPE depends on the longest position of this call, not of earlier ones; under it,
+packed is not separate, and a cache keeps the angles that its tokens were written with. (12) has
+pi0's path from noise at 0 to action at 1, and the sign that integrates it forward. b of (11) lives
+in the state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless it is zero.
 
 Not here: dropout (no released model has any), quantised weights, the vision tower, shared experts.
 
@@ -165,6 +175,8 @@ class ModelConfig:
 
     def __post_init__(self):
         self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
+        if set(self.rope_parameters) - {FULL, SLIDING}:
+            raise ValueError(f"rope_parameters go by layer type, got {self.rope_parameters}")
         self.rope_parameters = {
             kind: {"rope_type": "default", "rope_theta": 10000.0}
             | self.rope_parameters.get(kind, {})
@@ -383,7 +395,7 @@ def read_qwen_moe(raw, /) -> dict:
     """Qwen3-MoE. Its window, where there is one, is every layer's, whatever `max_window_layers`."""
     fields = read_qwen(raw | {"max_window_layers": 0})
     if len(set(fields["layer_types"])) > 1:
-        raise ValueError(f"layer_types {raw['layer_types']} of a qwen3_moe: transformers has no mix")
+        raise ValueError(f"layer_types {raw['layer_types']} in qwen3_moe: transformers has no mix")
     experts = raw.get("num_local_experts") or raw["num_experts"]
     dense, step = raw["mlp_only_layers"] or (), raw["decoder_sparse_step"]
     sparse = [n for n in range(raw["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0]
@@ -446,10 +458,11 @@ FAMILIES = {
 
 # 2. The definition ---------------------------------------------------------------------------
 
+ROOT = (8 / math.pi) ** 0.5
 DEFINED_ACTIVATIONS = {
     "silu": lambda x: x / (1 + (-x).exp()),
     "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
-    "gelu_pytorch_tanh": lambda x: x / (1 + (-((8 / math.pi) ** 0.5) * (x + 0.044715 * x**3)).exp()),
+    "gelu_pytorch_tanh": lambda x: x / (1 + (-(ROOT * (x + 0.044715 * x**3))).exp()),
 }
 
 
@@ -490,7 +503,8 @@ def definition(model, tokens, /):
         return sum(p[e] / total * out for e, out in zip(order, each))
 
     embed = w["model.embed_tokens.weight"]
-    xs = [embed[t] * (c.hidden_size**0.5 if c.scale_embedding else 1) for t in tokens.tolist()]  # (1)
+    grow = c.hidden_size**0.5 if c.scale_embedding else 1
+    xs = [grow * embed[t] for t in tokens.tolist()]  # (1)
     for n, kind in enumerate(c.layer_types):
         at, pre = f"{layers}{n}.self_attn.", f"{layers}{n}."
         hs = [norm(x, pre + "input_layernorm") for x in xs]
@@ -556,15 +570,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x, /):
         # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
-        # float64 in float64. Pinned by tests/test_models.py::test_rms_norm_accumulates_in_float32.
+        # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
+        # tests/test_models.py::test_rms_norm_accumulates_in_float32.
         if not self.offset:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
         # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, 1 + self.weight.to(wide), self.eps).to(
-            x.dtype
-        )
+        weight = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
 
 
 def _yarn_attention_factor(rope):
@@ -625,8 +639,8 @@ def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
 
 def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
     """(5), half-split form; (B, S, R, D) -> the same. sin has its sign: minus in the first half."""
-    a_BSRD, b_BSRD = x_BSRD.chunk(2, -1)
-    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRD, a_BSRD], -1), sin_BS1D)
+    a_BSRd, b_BSRd = x_BSRD.chunk(2, -1)
+    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRd, a_BSRd], -1), sin_BS1D)
     return out_BSRD.to(x_BSRD.dtype)
 
 
@@ -676,7 +690,8 @@ class Attention(nn.Module):
         def heads(x_BSM):
             return x_BSM.unflatten(-1, (-1, self.head_dim))
 
-        q_BSHD, k_BSGD = self.q_norm(heads(self.q_proj(x_BSM))), self.k_norm(heads(self.k_proj(x_BSM)))
+        q_BSHD = self.q_norm(heads(self.q_proj(x_BSM)))
+        k_BSGD = self.k_norm(heads(self.k_proj(x_BSM)))
         H, G = q_BSHD.shape[2], k_BSGD.shape[2]
         qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])  # one call for both
         q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
@@ -802,10 +817,10 @@ class Transformer(nn.Module):
         """Final normalised states (B, S, M) of int64 tokens (B, S), or of embeddings (B, S, M).
 
         positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
-        layer calls as attention(q, k, v, layer=, scale=, window=), q (B, H, S, D), k and v (B, G, S,
-        D), returning (B, H, S, D); default `causal_attention`. balance: what sparse layers tell of
-        their routing, see `Balance`. Embeddings are taken as they are: Gemma's sqrt(M) is not
-        applied to them.
+        layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
+        (B, G, S, D), returning (B, H, S, D); default `causal_attention`. balance: what sparse
+        layers tell of their routing to, see `Balance`. Embeddings are taken as they are: Gemma's
+        sqrt(M) is not applied to them.
         """
         given = tokens_BS.is_floating_point()
         if tokens_BS.dim() != 2 + given:
@@ -885,7 +900,7 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
 
 
 def can_group(x_NM, weight_EIM, /) -> bool:
-    """Whether torch.nn.functional.grouped_mm takes these: its dtypes, rows of 16 bytes, some rows."""
+    """Whether F.grouped_mm takes these: dtypes that it has, rows of 16 bytes, not 0 rows."""
     dtypes = torch.bfloat16, *((torch.float32, torch.float16) if x_NM.device.type == "cpu" else ())
     aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
     return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
@@ -921,18 +936,19 @@ class SparseMLP(nn.Module):
         self.experts = Experts(config)
         if self.rate:
             # NUMERICS: whole steps, not their product with the rate, so that no cast of the model
-            # rounds b. Pinned by tests/test_models.py::test_the_router_bias_survives_bfloat16.
+            # rounds b. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSM, balance=None, /):
         x_NM = x_BSM.flatten(0, -2)
         scores_NE, chosen_NK, weight_NK = self.route(x_NM)
         # NUMERICS: rows sorted by expert and back by the inverse permutation, then one sum over K:
-        # no atomics, the same bits every time. Pinned by tests/test_models.py::test_moe_is_repeatable.
+        # no atomics, the same bits each time. Pinned by
+        # tests/test_families.py::test_moe_is_repeatable.
         order = chosen_NK.flatten().argsort(stable=True)
         counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
-        out_NM = self.experts(x_NM.index_select(0, order // self.top_k), counts_E)
-        out_NKM = out_NM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
+        out_nM = self.experts(x_NM.index_select(0, order // self.top_k), counts_E)
+        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
         out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)
         loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
         return out_BSM if loss is None else _Attach.apply(out_BSM, loss)
@@ -940,7 +956,7 @@ class SparseMLP(nn.Module):
     def route(self, x_NM, /):
         """p (N, E) of (6), the chosen experts (N, K) and their g (N, K) in x's dtype."""
         # NUMERICS: softmax and its sum in float32 or better, g cast back, as the models were
-        # trained. Pinned by tests/test_models.py::test_the_router_works_in_float32.
+        # trained. Pinned by tests/test_families.py::test_the_router_works_in_float32.
         wide = torch.promote_types(x_NM.dtype, torch.float32)
         scores_NE = self.gate(x_NM).softmax(-1, dtype=wide)
         biased_NE = scores_NE + self.rate * self.votes if self.rate else scores_NE
@@ -1069,7 +1085,7 @@ def _scaled_logits(hidden_NM, weight_vM, temperature, softcap):
 
 
 def _local_targets(targets_N, rows, group, vocab_start):
-    """Targets counted from this rank's first row, those of others at 0; which are its own (N, 1)."""
+    """Targets from this rank's first row on, others' at 0; which are its own, both (N, 1)."""
     local_N1 = targets_N[:, None] - vocab_start
     if group is None:  # all of them, or gather will complain
         return local_N1, torch.ones_like(local_N1, dtype=torch.bool)
@@ -1088,20 +1104,20 @@ class _TokenLogprobs(torch.autograd.Function):
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
         for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
-            z_Nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
-            at_N1, own_N1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
-            target_N = torch.where(own_N1, z_Nv.gather(-1, at_N1), 0)[:, 0]
-            largest_N[rows] = z_Nv.amax(-1)
+            z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
+            at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
+            target_N = torch.where(own_n1, z_nv.gather(-1, at_n1), 0)[:, 0]
+            largest_N[rows] = z_nv.amax(-1)
             if group is not None:
                 dist.all_reduce(largest_N[rows], dist.ReduceOp.MAX, group)
-            shifted_Nv = z_Nv.sub_(largest_N[rows, None])
-            e_Nv = shifted_Nv.exp()
-            weighted_N = torch.einsum("nv,nv->n", e_Nv, shifted_Nv)
-            found_4N[:, rows] = torch.stack([target_N, e_Nv.sum(-1), weighted_N, own_N1[:, 0]])
+            shifted_nv = z_nv.sub_(largest_N[rows, None])
+            e_nv = shifted_nv.exp()
+            weighted_N = torch.einsum("nv,nv->n", e_nv, shifted_nv)
+            found_4N[:, rows] = torch.stack([target_N, e_nv.sum(-1), weighted_N, own_n1[:, 0]])
         if group is not None:
             # COMM: one sum over the vocabulary's ranks for all tokens; the maximum above went
             # chunk by chunk, equally many on every rank since N and chunk are. Pinned by
-            # tests/test_models.py::test_vocabulary_parallel_equals_one_process.
+            # tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
             dist.all_reduce(found_4N, group=group)
         target_N, total_N, weighted_N, owners_N = found_4N
         lse_N = largest_N + total_N.log()
@@ -1124,26 +1140,26 @@ class _TokenLogprobs(torch.autograd.Function):
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
-            z_Nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
-            slope_Nv = None if softcap is None else 1 - (z_Nv * temperature / softcap).square()
-            logp_Nv, g_N1 = z_Nv.sub_(lse_N[rows, None]), dlogprobs_N[rows, None]
+            z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
+            slope_nv = None if softcap is None else 1 - (z_nv * temperature / softcap).square()
+            logp_nv, g_n1 = z_nv.sub_(lse_N[rows, None]), dlogprobs_N[rows, None]
             if dentropy_N is None:
-                dz_Nv = logp_Nv.exp_().mul_(-g_N1)
+                dz_nv = logp_nv.exp_().mul_(-g_n1)
             else:
-                h_N1 = dentropy_N[rows, None]
-                upstream_Nv = logp_Nv * -h_N1 - (g_N1 + h_N1 * entropy_N[rows, None])
-                dz_Nv = logp_Nv.exp_().mul_(upstream_Nv)
-            at_N1, own_N1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
-            dz_Nv.scatter_add_(-1, at_N1, torch.where(own_N1, g_N1, 0))
-            dz_Nv = dz_Nv if softcap is None else dz_Nv.mul_(slope_Nv)
-            dz_Nv = dz_Nv.to(hidden_NM.dtype) if temperature == 1 else (dz_Nv / temperature).to(
+                h_n1 = dentropy_N[rows, None]
+                upstream_nv = logp_nv * -h_n1 - (g_n1 + h_n1 * entropy_N[rows, None])
+                dz_nv = logp_nv.exp_().mul_(upstream_nv)
+            at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
+            dz_nv.scatter_add_(-1, at_n1, torch.where(own_n1, g_n1, 0))
+            dz_nv = dz_nv if softcap is None else dz_nv.mul_(slope_nv)
+            dz_nv = dz_nv.to(hidden_NM.dtype) if temperature == 1 else (dz_nv / temperature).to(
                 hidden_NM.dtype
             )
-            dhidden_NM[rows] = dz_Nv @ weight_vM
-            if dweight_vM.dtype == dz_Nv.dtype:
-                dweight_vM.addmm_(dz_Nv.T, hidden_NM[rows])
+            dhidden_NM[rows] = dz_nv @ weight_vM
+            if dweight_vM.dtype == dz_nv.dtype:
+                dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
             else:
-                dweight_vM += dz_Nv.T @ hidden_NM[rows]
+                dweight_vM += dz_nv.T @ hidden_NM[rows]
         if group is not None:
             dist.all_reduce(dhidden_NM, group=group)
         return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
@@ -1171,21 +1187,7 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
     runs, lengths = pairs_N2.unique_consecutive(dim=0, return_counts=True)
     if len(runs.unique(dim=0)) < len(runs):
         raise ValueError("a document id comes back after another one; give each its own number")
-    starts, lengths = (lengths.cumsum(0) - lengths).tolist(), lengths.tolist()
-    buckets = []
-    for d in sorted(range(len(lengths)), key=lambda d: (lengths[d], d)):
-        if buckets and lengths[d] <= waste * lengths[buckets[-1][0]]:
-            buckets[-1].append(d)
-        else:
-            buckets.append([d])
-    # One gather index a bucket: padding repeats a document's last token, which is after every real
-    # query, so that no real row sees it and its gradient is exactly zero.
-    index = []
-    for bucket in buckets:
-        start_U, length_U = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
-        column_L = torch.arange(int(length_U.max()))
-        real_UL = column_L < length_U[:, None]
-        index.append((token_N[start_U[:, None] + column_L.minimum(length_U[:, None] - 1)], real_UL))
+    index, lengths = _buckets(token_N, lengths, waste), lengths.tolist()
     shape, equal = tuple(doc_BS.shape), len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
     on_device = {}
 
@@ -1204,7 +1206,8 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
         parts, back = on_device[device]
         flat, out = [x.transpose(1, 2).flatten(0, 1) for x in whole], []
         for index_UL, real_UL in parts:
-            rows = (x.index_select(0, index_UL.flatten()).unflatten(0, index_UL.shape) for x in flat)
+            shape_UL = index_UL.shape
+            rows = (x.index_select(0, index_UL.flatten()).unflatten(0, shape_UL) for x in flat)
             out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
             out.append(out_UHLD.transpose(1, 2)[real_UL])
         out_NHD = torch.zeros_like(flat[0])
@@ -1213,6 +1216,27 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
         return out_NHD.unflatten(0, shape).transpose(1, 2)
 
     return attention
+
+
+def _buckets(token_N, length_D, waste):
+    """[(index (U, L) of the tokens of U documents, which of them are no padding)], by length.
+
+    Padding repeats a document's last token, which is after every real query, so that no real row
+    sees it and its gradient is exactly zero.
+    """
+    starts, lengths, buckets = (length_D.cumsum(0) - length_D).tolist(), length_D.tolist(), []
+    for d in sorted(range(len(lengths)), key=lambda d: (lengths[d], d)):
+        if buckets and lengths[d] <= waste * lengths[buckets[-1][0]]:
+            buckets[-1].append(d)
+        else:
+            buckets.append([d])
+    index = []
+    for bucket in buckets:
+        start_U, length_U = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
+        column_L = torch.arange(int(length_U.max()))
+        at_UL = start_U[:, None] + column_L.minimum(length_U[:, None] - 1)
+        index.append((token_N[at_UL], column_L < length_U[:, None]))
+    return index
 
 
 def _documents(lengths, doc_ids, position_ids):
@@ -1326,12 +1350,13 @@ class KVCache:
         room, mask = min(past + S, window or past + S), None
         if S > 1 or not self.even:
             last_BS = self.lengths_B[:, None] + torch.arange(S, device=q_BHSD.device)
-            key_C = torch.arange(room, device=q_BHSD.device)
-            mask = (key_C <= last_BS[:, :, None])[:, None]
-        q_BGhD = q_BHSD.unflatten(1, (k_BGCD.shape[1], -1)).flatten(2, 3)  # one token: h = H / G
-        seen = q_BGhD if S == 1 else q_BHSD
+            key_c = torch.arange(room, device=q_BHSD.device)
+            mask = (key_c <= last_BS[:, :, None])[:, None]
+        queries = q_BHSD
+        if S == 1:  # one token: the heads that share a key are so many queries of one head
+            queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
         out = F.scaled_dot_product_attention(
-            seen, k_BGCD[:, :, :room], v_BGCD[:, :, :room],
+            queries, k_BGCD[:, :, :room], v_BGCD[:, :, :room],
             attn_mask=mask, scale=scale, enable_gqa=S > 1,
         )  # fmt: skip
         return out.reshape(q_BHSD.shape)
@@ -1718,21 +1743,22 @@ class ActionExpert(nn.Module):
         length as a rule.
         """
         if (self.state_proj is None) != (state_BC is None):
-            raise ValueError(f"state_BC: this expert {'has no' if state_BC is not None else 'needs a'} state")
+            raise ValueError(f"this expert {'needs a' if self.state_proj else 'has no'} state_BC")
         width = self.config.hidden_size
         time_BM = time_features(tau_B, width).to(actions_BTA.dtype)
         time_BTM = time_BM[:, None].expand(-1, actions_BTA.shape[1], -1)
-        x_BTM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
-        x_BTM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BTM)))
+        x_BsM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
+        x_BsM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BsM)))
         if state_BC is not None:
-            x_BTM = torch.cat([self.state_proj(state_BC)[:, None], x_BTM], 1)
-        place_T = torch.arange(x_BTM.shape[1], device=x_BTM.device)
-        positions_BT = positions_B1 + place_T
-        blocks_T = (place_T > 0).long() if state_BC is not None else None
-        ropes, attention = self.rope(positions_BT, x_BTM.dtype), prefix.after(positions_BT, blocks_T)
+            x_BsM = torch.cat([self.state_proj(state_BC)[:, None], x_BsM], 1)
+        place_s = torch.arange(x_BsM.shape[1], device=x_BsM.device)
+        positions_Bs = positions_B1 + place_s
+        blocks_s = (place_s > 0).long() if state_BC is not None else None
+        ropes = self.rope(positions_Bs, x_BsM.dtype)
+        attention = prefix.after(positions_Bs, blocks_s)
         for layer in self.layers:
-            x_BTM = layer(x_BTM, ropes, attention)
-        return self.action_out_proj(self.norm(x_BTM)[:, -actions_BTA.shape[1] :])
+            x_BsM = layer(x_BsM, ropes, attention)
+        return self.action_out_proj(self.norm(x_BsM)[:, -actions_BTA.shape[1] :])
 
 
 def time_features(tau_B, width, /):
@@ -1952,11 +1978,12 @@ def _check_shape(shape, piece, stored):
         wanted[-2] = piece.rows
     found = stored.slice().get_shape()
     if found != wanted:
-        raise ValueError(f"{stored.path}: {stored.name} has shape {found}, config asks for {wanted}")
+        where = f"{stored.path}: {stored.name}"
+        raise ValueError(f"{where} has shape {found}, config asks for {wanted}")
 
 
 def _fill(parameter, parts, tensors):
-    """Copy this rank's region of a parameter, reading no more of each stored tensor than it needs."""
+    """Copy this rank's region of a parameter, and read no more of each stored tensor."""
     region = _region(parameter)
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     for piece in parts:
@@ -1980,17 +2007,18 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     each tensor is gathered, and the first rank writes. What stood in the directory is replaced.
     """
     if any(buffer.any() for buffer in model.buffers()):
-        raise ValueError("no Hugging Face checkpoint holds a router bias; save the state dict, or zero it")
+        raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory, save = Path(directory), _safetensors().torch.save_file
-    writes = all(p.device_mesh.get_rank() == 0 for p in model.parameters() if hasattr(p, "placements"))
+    cut = [p for p in model.parameters() if hasattr(p, "placements")]
+    writes = not cut or dist.get_rank() == 0
     plan = _plan_shards(model, max_shard_bytes)
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
     parameters, weight_map = dict(model.named_parameters()), {}
     for n, names in enumerate(plan):
-        file = f"model-{n + 1:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors"
-        tensors = {}
+        place = f"-{n + 1:05}-of-{len(plan):05}" if len(plan) > 1 else ""
+        file, tensors = f"model{place}.safetensors", {}
         for name in names:
             whole = parameters[name].detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
@@ -2165,7 +2193,7 @@ def _errors(model):
 
 
 def _pack(documents):
-    """Two rows that hold the documents with PAD between: keywords of `forward`, and what is real."""
+    """Two rows that hold the documents with PAD between: arguments of `forward`; what is real."""
     half, S = len(documents) // 2, 2 + sum(map(len, documents[2:]))
     tokens, ids = torch.zeros(2, S, dtype=torch.long), torch.full((2, S), -1)
     positions = torch.zeros(2, S, dtype=torch.long)
@@ -2281,7 +2309,8 @@ def _transformers_errors(cases):
         same = all(map(torch.equal, ours.parameters(), again.parameters()))
         tokens = torch.randint(1, ours.config.vocab_size, (2, 15))  # 0: Gemma's PAD, no gradient
         a, b = ours(tokens), theirs(tokens).logits
-        rows.append((f"{name}: logits of transformers", _relative(a, b) if same else math.inf, 1e-5))
+        error = _relative(a, b) if same else math.inf
+        rows.append((f"{name}: logits of transformers", error, 1e-5))
         upstream = torch.randn_like(b)
         (b * upstream).sum().backward()
         theirs_of, errors = dict(theirs.named_parameters()), []

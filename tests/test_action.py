@@ -190,7 +190,7 @@ def test_an_expert_that_does_not_fit_is_named():
     expert = ActionExpert(dataclasses.replace(config, head_dim=12), action_dim=2)
     with pytest.raises(ValueError, match="head_dim is 12 in the expert and 10 in the prefix"):
         expert.require_fits(config)
-    with pytest.raises(ValueError, match="has no state"):
+    with pytest.raises(ValueError, match="has no state_BC"):
         expert(
             torch.zeros(1, 2, 2),
             torch.zeros(1),
