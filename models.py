@@ -1055,7 +1055,7 @@ def token_logprobs(
     hidden_NM (N, M) and weight_vM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
     softcap: z := c tanh(z / c) before the temperature (Gemma). Returns two (N,) tensors in float32
     (float64 for float64), differentiable in hidden and weight. At most (chunk, V) logits exist at a
-    time, forward and backward; by default 2^22 of them, in two chunks at least.
+    time, forward and backward; by default 2^22 of them or 128 rows, in two chunks at least.
 
     Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
     vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
@@ -1067,7 +1067,7 @@ def token_logprobs(
             f"{tuple(targets_N.shape)}"
         )
     if chunk is None:
-        chunk = max(1, min((len(targets_N) + 1) // 2, 2**22 // weight_vM.shape[0]))
+        chunk = max(1, min((len(targets_N) + 1) // 2, max(128, 2**22 // len(weight_vM))))
     if not temperature > 0 or chunk < 1:
         raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
     options = temperature, softcap, chunk, group, vocab_start
@@ -1093,6 +1093,20 @@ def _local_targets(targets_N, rows, group, vocab_start):
     return torch.where(own_N1, local_N1, 0), own_N1
 
 
+def _over_ranks(largest_N, found_4N, group):
+    """The largest logit and the sums around it, of the vocabulary's rows of all ranks."""
+    # COMM: two messages whatever the chunks, which may differ: shards of a vocabulary are uneven.
+    # Pinned by tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
+    all_N = largest_N.clone()
+    dist.all_reduce(all_N, dist.ReduceOp.MAX, group)
+    target_N, total_N, weighted_N, owners_N = found_4N
+    lower_N = largest_N - all_N
+    weighted_N, shrink_N = weighted_N + lower_N * total_N, lower_N.exp()
+    found_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
+    dist.all_reduce(found_4N, group=group)
+    return all_N, found_4N
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """p = exp(logprob); d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy)."""
 
@@ -1108,17 +1122,14 @@ class _TokenLogprobs(torch.autograd.Function):
             at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
             target_N = torch.where(own_n1, z_nv.gather(-1, at_n1), 0)[:, 0]
             largest_N[rows] = z_nv.amax(-1)
-            if group is not None:
-                dist.all_reduce(largest_N[rows], dist.ReduceOp.MAX, group)
             shifted_nv = z_nv.sub_(largest_N[rows, None])
             e_nv = shifted_nv.exp()
             weighted_N = torch.einsum("nv,nv->n", e_nv, shifted_nv)
             found_4N[:, rows] = torch.stack([target_N, e_nv.sum(-1), weighted_N, own_n1[:, 0]])
+        # The last chunk is kept: the backward begins with it and need not compute it again.
+        ctx.kept = (e_nv, largest_N[rows]) if len(targets_N) and softcap is None else None
         if group is not None:
-            # COMM: one sum over the vocabulary's ranks for all tokens; the maximum above went
-            # chunk by chunk, equally many on every rank since N and chunk are. Pinned by
-            # tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
-            dist.all_reduce(found_4N, group=group)
+            largest_N, found_4N = _over_ranks(largest_N, found_4N, group)
         target_N, total_N, weighted_N, owners_N = found_4N
         lse_N = largest_N + total_N.log()
         entropy_N = total_N.log() - weighted_N / total_N  # (9), around the largest logit
@@ -1132,29 +1143,34 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, dlogprobs_N, dentropy_N):
         hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
         temperature, softcap, chunk, group, vocab_start = ctx.options
-        if dlogprobs_N is None:
-            dlogprobs_N = torch.zeros_like(lse_N)
+        # z was divided by the temperature: so is what goes back
+        dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N / temperature
+        dentropy_N = None if dentropy_N is None else dentropy_N / temperature
         dhidden_NM = torch.empty_like(hidden_NM)
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
         # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
-        for n in range(0, len(targets_N), chunk):
+        kept, ctx.kept = ctx.kept, None
+        for n in reversed(range(0, len(targets_N), chunk)):
             rows = slice(n, n + chunk)
-            z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
-            slope_nv = None if softcap is None else 1 - (z_nv * temperature / softcap).square()
-            logp_nv, g_n1 = z_nv.sub_(lse_N[rows, None]), dlogprobs_N[rows, None]
-            if dentropy_N is None:
-                dz_nv = logp_nv.exp_().mul_(-g_n1)
+            g_n1, lse_n1, slope_nv = dlogprobs_N[rows, None], lse_N[rows, None], None
+            if kept is not None and dentropy_N is None:
+                dz_nv = kept[0].mul_(-g_n1 * (kept[1][:, None] - lse_n1).exp())
             else:
-                h_n1 = dentropy_N[rows, None]
-                upstream_nv = logp_nv * -h_n1 - (g_n1 + h_n1 * entropy_N[rows, None])
+                z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
+                if softcap is not None:
+                    slope_nv = 1 - (z_nv * temperature / softcap).square()
+                logp_nv, upstream_nv = z_nv.sub_(lse_n1), -g_n1
+                if dentropy_N is not None:
+                    h_n1 = dentropy_N[rows, None]
+                    upstream_nv = logp_nv * -h_n1 - (g_n1 + h_n1 * entropy_N[rows, None])
                 dz_nv = logp_nv.exp_().mul_(upstream_nv)
+            kept = None
             at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
             dz_nv.scatter_add_(-1, at_n1, torch.where(own_n1, g_n1, 0))
-            dz_nv = dz_nv if softcap is None else dz_nv.mul_(slope_nv)
-            dz_nv = dz_nv.to(hidden_NM.dtype) if temperature == 1 else (dz_nv / temperature).to(
-                hidden_NM.dtype
-            )
+            if slope_nv is not None:
+                dz_nv.mul_(slope_nv)
+            dz_nv = dz_nv.to(hidden_NM.dtype)
             dhidden_NM[rows] = dz_nv @ weight_vM
             if dweight_vM.dtype == dz_nv.dtype:
                 dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
@@ -2297,6 +2313,8 @@ def _transformers_errors(cases):
         print(f"SKIP: logits and gradients against transformers ({error})")
         return []
     rows = []
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     for name, (model_type, changes) in cases.items():
         if "router_bias_rate" in changes:
             continue

@@ -368,11 +368,12 @@ def _vocabulary(rank, sizes, dtype):
     start = sum(sizes[:rank])
     rows = slice(start, start + sizes[rank])
     out = []
+    # ranks may cut their tokens into different numbers of chunks, as shards of a vocabulary do
     for options in ({}, dict(temperature=0.7, softcap=2.0)):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         v = weight[rows].clone().requires_grad_()
         here = torch.stack(models.token_logprobs(
-            h, v, targets, group=dist.group.WORLD, vocab_start=start, chunk=4, **options))  # fmt: skip
+            h, v, targets, group=dist.group.WORLD, vocab_start=start, chunk=4 + rank, **options))  # fmt: skip
         got = torch.autograd.grad((here * upstream).sum(), (h, v))
         whole = torch.stack(models.token_logprobs(h, w, targets, chunk=4, **options))
         want = torch.autograd.grad((whole * upstream).sum(), (h, w))

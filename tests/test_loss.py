@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
+import models
 from train_grpo import (
     Config, Trainer, Trajectory, advantages, branch_advantages, build, definition, demonstrations,
     denominator, loss_weight, lr_factor, make_task, policy_loss,
@@ -317,6 +318,15 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(proces
         mixed = [batch[i] for i in np.random.default_rng(micro_tokens).permutation(len(batch))]
         for calls in ([batch], [mixed], [mixed[:1], [], mixed[1:5], mixed[5:]]):
             assert (gradient(trainer, calls, Z) - truth).norm() <= 1e-12 * truth.norm()
+
+
+@pytest.mark.parametrize("family", models.TINY)
+def test_every_family_trains_with_the_gradient_of_the_definition(process_group, family):
+    trainer, batch = make_trainer(), some_batch()
+    trainer = Trainer(trainer.config, models.tiny_model(family, vocab_size=11))
+    Z = denominator(batch, trainer.config)
+    truth = gradient_by_definition(trainer, batch, Z)
+    assert (gradient(trainer, [batch[:3], batch[3:]], Z) - truth).norm() <= 1e-12 * truth.norm()
 
 
 @pytest.mark.parametrize("options", AGGREGATED[:2], ids=label)

@@ -196,6 +196,19 @@ def test_chunked_logprobs_have_plain_values_and_gradients(chunk, temperature, so
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("chunk", [1, 3, 11, 100, None])
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_of_the_two_alone_and_a_second_backward_change_nothing(chunk, used):
+    hidden, weight, targets, upstream = logprob_case()
+    got = token_logprobs(hidden, weight, targets, temperature=0.7, chunk=chunk)[used]
+    truth = plain_logprobs(hidden, weight, targets, 0.7, None)[used]
+    want = torch.autograd.grad((upstream[0] * truth).sum(), (hidden, weight))
+    for _ in range(2):  # the kept chunk is used up by the first
+        again = torch.autograd.grad((upstream[0] * got).sum(), (hidden, weight), retain_graph=True)
+        assert all(relative(a, b) < 1e-13 < relative(0 * a, b) for a, b in zip(again, want))
+
+
+@pytest.mark.quick
 def test_logprobs_pass_gradcheck():
     hidden, weight, targets, _ = logprob_case(n=4, width=3, vocab=5)
     assert torch.autograd.gradcheck(

@@ -108,6 +108,12 @@ def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks):
     assert answers > 1 or name == "sort"  # replies were played between answers
 
 
+@pytest.mark.parametrize("family", models.TINY)
+def test_every_family_plays_and_its_logprobs_are_those_of_a_full_forward_pass(family):
+    model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
+    assert_scored_as_sampled(model, sum(play(Chat(), model, temperature=0.7), []), 0.7)
+
+
 # After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
 SCRIPT = [0, 0, 1, 2, 9, 9, 9, 3, 9, 9, 9, 9]
 PLAYED = [0, 0, 1, 2, 9, 8, 9, 3, 9, 8, 9, 9]
