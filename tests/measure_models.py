@@ -153,26 +153,40 @@ def generation(model, theirs, *, prompts, samples, length, new, repeats):
 
     def run_theirs():
         theirs.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0,
-                        num_return_sequences=samples, pad_token_id=0, eos_token_id=None)  # fmt: skip
+                        num_return_sequences=samples, pad_token_id=0,
+                        eos_token_id=None)  # fmt: skip
 
     what = f"generate {prompts} x {samples} x {new}, prompt {length}"
     return what, prompts * samples * new, run, run_theirs
 
 
-def training(model, theirs, *, rows, length):
-    """Forward and backward of the mean negative log-prob of the next token."""
+def training(model, theirs, *, rows, length, backward=True):
+    """Forward, and backward, of the mean negative log-prob of the next token."""
     tokens = torch.randint(model.config.vocab_size, (rows, length))
 
     def run():
-        model.zero_grad()
         hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
-        (-model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()).backward()
+        return -model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()
 
     def run_theirs():
-        theirs.zero_grad()
-        theirs(tokens, labels=tokens).loss.backward()
+        return theirs(tokens, labels=tokens).loss
 
-    return f"train {rows} x {length}", rows * length, run, run_theirs
+    def with_backward(model, forward):
+        def both():
+            model.zero_grad()
+            forward().backward()
+
+        return both
+
+    if not backward:
+        return (
+            f"forward {rows} x {length}",
+            rows * length,
+            torch.no_grad()(run),
+            torch.no_grad()(run_theirs),
+        )
+    return (f"train {rows} x {length}", rows * length, with_backward(model, run),
+            with_backward(theirs, run_theirs))  # fmt: skip
 
 
 def bench(repeats):
@@ -182,14 +196,17 @@ def bench(repeats):
     for vocab_size in (4096, 32768):
         config = qwen3(vocab_size)
         count, active = parameters(config)
-        print(f"Qwen3, hidden 128, 4 layers, V {vocab_size}: {count / 1e6:.2f} M parameters, "
-              f"{flops(config, 512) / 1e6:.1f} MFLOP a trained token at 512")  # fmt: skip
+        cached = 2 * 4 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+        print(f"Qwen3, hidden 128, 4 layers, V {vocab_size}: {count / 1e6:.2f} M parameters, of "
+              f"which a token meets {active / 1e6:.2f} M; {flops(config, 512) / 1e6:.1f} MFLOP a "
+              f"trained token at 512; {cached} bytes of cache a token")  # fmt: skip
         model, theirs = pair_of(config)
         group = dict(prompts=1, samples=8, length=512, new=64, repeats=repeats)
         cases = [
             generation(model, theirs, **group),
             generation(model, theirs, **group | dict(prompts=4, length=128)),
             generation(model, theirs, **group | dict(prompts=8, samples=1, length=32)),
+            training(model, theirs, rows=4, length=256, backward=False),
             training(model, theirs, rows=4, length=256),
             training(model, theirs, rows=1, length=1024),
         ]

@@ -1,4 +1,4 @@
-"""The action expert: two streams are one sequence, by any attention; flow matching; the toy task."""
+"""The action expert: two streams are one sequence, by any attention; flow matching; the toy."""
 
 import dataclasses
 
@@ -122,7 +122,8 @@ def test_block_attention_is_the_rule_in_words():
         got = block_attention(block, valid)(q, k, v, layer=0, scale=0.5, window=window)
         for b in range(2):
             for i in range(8):
-                keys = [j for j in range(8) if valid[b, i] and valid[b, j] and block[b, j] <= block[b, i]
+                keys = [j for j in range(8) if valid[b, i] and valid[b, j]
+                        and block[b, j] <= block[b, i]
                         and i - j < (window or 9)]  # fmt: skip
                 for h in range(4):
                     score = (k[b, h // 2, keys] @ q[b, h, i] * 0.5).softmax(0)

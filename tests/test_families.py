@@ -45,7 +45,8 @@ CASES = {  # transformers' own keywords; "rope": rope_parameters without the the
     "qwen3 yarn": dict(model_type="qwen3", head_dim=16, rope=YARN),
     "qwen3 yarn, all": dict(model_type="qwen3", head_dim=16, rope=YARN | dict(
         beta_fast=3.0, beta_slow=0.5, truncate=False, mscale=0.7, mscale_all_dim=0.3)),
-    "qwen3 yarn, factor": dict(model_type="qwen3", head_dim=16, rope=YARN | dict(attention_factor=1.7)),
+    "qwen3 yarn, factor": dict(model_type="qwen3", head_dim=16,
+                               rope=YARN | dict(attention_factor=1.7)),
     "qwen2": dict(model_type="qwen2", theta=1e6, rms_norm_eps=1e-5),
     "qwen2 tied": dict(model_type="qwen2", tie_word_embeddings=True, num_key_value_heads=4),
     "qwen2 slides": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5,
@@ -272,11 +273,12 @@ def test_small_things_of_a_config():
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
     ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, "mrope_section"),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "per layer type"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"rms_norm_eps": None}, "rms_norm_eps"),
-    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({"rms_norm_eps": None}, "rms_norm_eps"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary"),
     ({"layer_types": ["full_attention"]}, "layer_types"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
-    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
+    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "a slid"),
     ({"hidden_act": "relu2"}, "relu2"), ({"attention_dropout": 0.1}, "attention_dropout"),
     ({"quantization_config": {}}, "quantization_config"), ({"model_type": "llama"}, "llama"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"), ({"head_dim": 7}, "head_dim"),
@@ -292,7 +294,8 @@ def test_what_is_not_implemented_is_refused_by_name(field, named):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("model_type, changes", [
-    ("qwen3", dict(qkv_bias=True)), ("qwen2", dict(qk_norm=True)), ("gemma3_text", dict(o_bias=True)),
+    ("qwen3", dict(qkv_bias=True)), ("qwen2", dict(qk_norm=True)),
+    ("gemma3_text", dict(o_bias=True)),
     ("qwen3", dict(scale_embedding=True)), ("qwen3_moe", dict(
         layer_types=(FULL, SLIDING), sliding_window=3)),
 ])  # fmt: skip
@@ -465,3 +468,21 @@ def test_a_shared_tokens_balance_counts_once_per_sequence():
     assert torch.allclose(got, want, rtol=1e-13)
     assert torch.allclose(*(torch.autograd.grad(x, p)[0] for x in (got, want)), rtol=1e-12)
     assert shared.counts[0].equal(sum(b.counts[0] for b in apart)) and shared.counts[0].sum() == 14
+
+
+# Low precision ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe normed", "gemma3 capped"])
+def test_half_precision_is_at_most_twice_as_wrong_as_transformers(hf, case, dtype):
+    theirs, directory = hf(case)
+    tokens = torch.randint(1, 61, (4, 40), generator=torch.Generator().manual_seed(1))
+    lower = load_hf(directory, dtype=dtype)
+    truth = load_hf(directory, dtype=torch.float64)
+    with torch.no_grad():
+        for p, q in zip(truth.parameters(), lower.parameters(), strict=True):
+            p.copy_(q)  # the same rounded weights
+        exact, ours = truth(tokens), lower(tokens)
+        error = relative(theirs.to(dtype)(tokens).logits, exact)
+    assert ours.dtype == dtype and relative(ours, exact) < 2 * error

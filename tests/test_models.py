@@ -617,8 +617,9 @@ def kept_by_transformers(logits, temperature, top_k, top_p, min_p):
     return z
 
 
-FILTERS = [(None, None, None), (5, None, None), (None, 0.6, None), (None, None, 0.2), (8, 0.7, None),
-           (10, None, 0.1), (None, 0.9, 0.05), (12, 0.8, 0.15), (1, None, None), (None, 1e-9, None)]  # fmt: skip
+FILTERS = [(None, None, None), (5, None, None), (None, 0.6, None), (None, None, 0.2),
+           (8, 0.7, None),           (10, None, 0.1), (None, 0.9, 0.05), (12, 0.8, 0.15), (1, None, None),
+           (None, 1e-9, None)]  # fmt: skip
 
 
 @pytest.mark.parametrize("top_k, top_p, min_p", FILTERS)
@@ -678,7 +679,7 @@ def test_a_sampling_option_out_of_range_is_named(options, complaint):
     (lambda m: generate(m, [Row([])], max_new_tokens=1, temperature=0), "a prompt needs tokens"),
     (lambda m: generate(m, [Row([1])], max_new_tokens=0, temperature=0), "max_new_tokens"),
     (lambda m: generate(m, [Row([1], [0.5])], max_new_tokens=2, temperature=1.0), "needs 2 draws"),
-    (lambda m: packed_logprobs(m, [[1, 2], [1, 2, 3]], torch.ones(2, 2).bool()), "beyond a sequence"),
+    (lambda m: packed_logprobs(m, [[1, 2], [1, 2, 3]], torch.ones(2, 2).bool()), "beyond"),
     (lambda m: sample(torch.zeros(1, 3), torch.ones(1), temperature=1.0), "float64"),
     (lambda m: generate(m, [Row([1])], max_new_tokens=10**6, temperature=0), "32768 positions"),
 ])  # fmt: skip

@@ -49,7 +49,9 @@ def models_check():
     few = {name: models.CASES[name] for name in ("qwen3", "qwen3_moe", "gemma3_text")}
     assert models.check(few, transformers=False)
     model = models.tiny_model("gemma3_text")
-    models.generate(model, [[1, 2, 3], [4]], max_new_tokens=9, seed=0, top_k=5, top_p=0.9, min_p=0.01)
+    models.generate(
+        model, [[1, 2, 3], [4]], max_new_tokens=9, seed=0, top_k=5, top_p=0.9, min_p=0.01
+    )
     cache, _ = models.prefill(model, [[1, 2, 3, 4, 5, 6], [4]])
     models.extend(model, cache, torch.ones(2, 3).long(), torch.tensor([3, 2]))
 
