@@ -1333,57 +1333,110 @@ def masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, /, *, scale, softcap=None
     return torch.where(alive_BS1[:, None], out_BHSD, 0)
 
 
+class Lengths(NamedTuple):
+    """How many tokens each row holds, and what Python must know of it: no sync in every layer."""
+
+    of_B: torch.Tensor
+    longest: int = 0
+    even: bool = True
+
+    @classmethod
+    def measured(cls, lengths_B):
+        if not len(lengths_B):
+            return cls(lengths_B)
+        low, high = torch.stack([lengths_B.min(), lengths_B.max()]).tolist()
+        return cls(lengths_B, high, low == high)
+
+    def plus(self, counts_B, steps):
+        if counts_B is not None:
+            return Lengths.measured(self.of_B + counts_B)
+        return Lengths(self.of_B + steps, self.longest + steps, self.even)
+
+
 class KVCache:
-    """Keys and values of the tokens so far; row b holds `lengths_B[b]` of them, left-aligned.
+    """Keys and values of the tokens so far; row b holds `lengths.of_B[b]` of them, left-aligned.
 
         row 0   k k k k . .        lengths 4 2, room for C = 6
         row 1   k k . . . .        the next token of row 1 is written at 2, whatever row 0 does
 
     A sliding layer has room for its window only: the token at position p stands at p % window.
     `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
-    lengths. `select(rows)` repeats, drops and reorders rows: one prompt for a whole group, a fork
-    of a conversation, finished rows out.
+    lengths. `select(rows)` repeats, drops and reorders rows: a fork of a conversation, finished
+    rows out. `share(rows)` does the same for a group of each prompt and copies nothing: the full
+    layers go on to hold the prompts once, `own` counts what rows hold behind them.
     """
 
     def __init__(self, rows: int, device=None):
-        self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        self.longest, self.even = 0, True  # of lengths_B, as Python values: no sync in every layer
-        self.layers = {}  # layer -> k, v, each (B, G, C, D)
+        self.lengths = self.own = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
+        self.layers, self.sliding = {}, set()  # layer -> k, v, each (B, G, C, D); which slide
         self.counts_B = None  # real tokens a row of the call under way; None: all of them
+        self.prompts = {}  # of `share`: layer -> k, v, each (P, G, J, D), P prompts
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
-        S, past = q_BHSD.shape[2], self.longest
+        S, at = q_BHSD.shape[2], self.own if window is None else self.lengths
         options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
-        if past == 0:  # a prompt: nothing older to see, and right padding needs no mask
+        if self.lengths.longest == 0:  # a prompt: nothing older to see; right padding needs no mask
             self._write(layer, k_BGSD, v_BGSD, window)
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, **options)
         if softcap is not None:
             raise ValueError("KVCache has no softcap")
         if window is not None and S > 1:
             return self._windowed(q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
-        k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD, window)
-        room, mask = min(past + S, window or past + S), None
-        if S > 1 or not self.even:
-            last_BS = self.lengths_B[:, None] + torch.arange(S, device=q_BHSD.device)
-            key_c = torch.arange(room, device=q_BHSD.device)
-            mask = (key_c <= last_BS[:, :, None])[:, None]
+        room, mask_B1SC = min(at.longest + S, window or at.longest + S), None
+        k_BGCD, v_BGCD = (x[:, :, :room] for x in self._write(layer, k_BGSD, v_BGSD, window))
+        if S > 1 or not at.even:
+            last_BS = at.of_B[:, None] + torch.arange(S, device=q_BHSD.device)
+            key_C = torch.arange(room, device=q_BHSD.device)
+            mask_B1SC = (key_C <= last_BS[:, :, None])[:, None]
+        if window is None and self.prompts:
+            return self._behind_prompts(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
         queries = q_BHSD
         if S == 1:  # one token: the heads that share a key are so many queries of one head
             queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
         out = F.scaled_dot_product_attention(
-            queries, k_BGCD[:, :, :room], v_BGCD[:, :, :room],
-            attn_mask=mask, scale=scale, enable_gqa=S > 1,
-        )  # fmt: skip
+            queries, k_BGCD, v_BGCD, attn_mask=mask_B1SC, scale=scale, enable_gqa=S > 1
+        )
         return out.reshape(q_BHSD.shape)
+
+    def _behind_prompts(self, q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale):
+        """One softmax over a prompt's keys, read once for all its rows, and a row's own."""
+        k_PGJD, v_PGJD = self.prompts[layer]
+        (B, G, C, D), S, J = k_BGCD.shape, q_BHSD.shape[2], k_PGJD.shape[2]
+        # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
+        # tests/test_models.py::test_shared_prompts_change_nothing.
+        wide = torch.promote_types(q_BHSD.dtype, torch.float32)
+        q_BGhD = q_BHSD.reshape(B, G, -1, D).to(wide)  # h: the heads of a key times the S tokens
+        own_BGhC = q_BGhD @ k_BGCD.to(wide).mT
+        if mask_B1SC is not None:
+            own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(~mask_B1SC[:, :, None], -math.inf)
+            own_BGhC = own_BGhSC.flatten(2, 3)
+        shared_BGhJ = self._per_row(self._per_prompt(q_BGhD) @ k_PGJD.to(wide).mT)
+        if not self.prompt_lengths.even:
+            beyond_PJ = torch.arange(J, device=q_BHSD.device) >= self.prompt_lengths.of_B[:, None]
+            beyond_BJ = beyond_PJ[self.prompt_B]
+            shared_BGhJ = shared_BGhJ.masked_fill(beyond_BJ[:, None, None], -math.inf)
+        p_BGhk = (torch.cat([shared_BGhJ, own_BGhC], -1) * scale).softmax(-1)
+        p_BGhJ, p_BGhC = p_BGhk.split([J, C], -1)
+        out = self._per_row(self._per_prompt(p_BGhJ) @ v_PGJD.to(wide)) + p_BGhC @ v_BGCD.to(wide)
+        return out.to(q_BHSD.dtype).reshape(q_BHSD.shape)
+
+    def _per_prompt(self, x_BGhX):
+        """The rows of each prompt side by side: (B, G, h, X) -> (P, G, n h, X)."""
+        return x_BGhX[self.rows_Pn].transpose(1, 2).flatten(2, 3)
+
+    def _per_row(self, x_PGmX):
+        """The way back."""
+        rows = x_PGmX.unflatten(2, (self.rows_Pn.shape[1], -1)).transpose(1, 2)
+        return rows.flatten(0, 1)[self.place_B]
 
     def _windowed(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window):
         """Several new tokens in a sliding layer: they see the old window and each other."""
-        S, room = q_BHSD.shape[2], min(self.longest, window)
+        S, room, at = q_BHSD.shape[2], min(self.lengths.longest, window), self.lengths
         slot_C, new_S = (torch.arange(n, device=q_BHSD.device) for n in (room, S))
-        last_B1 = self.lengths_B[:, None] - 1
+        last_B1 = at.of_B[:, None] - 1
         old_BC = last_B1 - (last_B1 - slot_C) % window  # the position that stands in each slot
-        query_BS = self.lengths_B[:, None] + new_S
+        query_BS = at.of_B[:, None] + new_S
         key_Bk = torch.cat([old_BC, query_BS], 1)
         ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
         seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
@@ -1394,10 +1447,11 @@ class KVCache:
         return out_BHSD
 
     def _write(self, layer, k_BGSD, v_BGSD, window):
-        B, G, S, D = k_BGSD.shape
-        need, old = self.longest + S, self.layers.get(layer)
+        (B, G, S, D), at = k_BGSD.shape, self.own if window is None else self.lengths
+        need, old = at.longest + S, self.layers.get(layer)
         if window is not None:
             need = min(need, window)
+            self.sliding.add(layer)
         if old is None or old[0].shape[2] < need:  # grow by half, at least 32: no room before need
             room = max(need + 32, need * 3 // 2)
             new = k_BGSD.new_zeros(2, B, G, room if window is None else min(room, window), D)
@@ -1405,11 +1459,11 @@ class KVCache:
                 new[0, :, :, : old[0].shape[2]], new[1, :, :, : old[1].shape[2]] = old
             self.layers[layer] = new[0], new[1]
         k_BGCD, v_BGCD = self.layers[layer]
-        if self.even and (window is None or S == 1 or need < window):
-            at = self.longest if window is None else self.longest % window
-            k_BGCD[:, :, at : at + S], v_BGCD[:, :, at : at + S] = k_BGSD, v_BGSD
+        if at.even and (window is None or S == 1 or need < window):
+            slot = at.longest if window is None else at.longest % window
+            k_BGCD[:, :, slot : slot + S], v_BGCD[:, :, slot : slot + S] = k_BGSD, v_BGSD
             return k_BGCD, v_BGCD
-        slot_BS = self.lengths_B[:, None] + torch.arange(S, device=k_BGSD.device)
+        slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
         row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
         k_BSGD, v_BSGD = k_BGSD.transpose(1, 2), v_BGSD.transpose(1, 2)
         if window is None:
@@ -1417,7 +1471,7 @@ class KVCache:
             return k_BGCD, v_BGCD
         # Of each row's new tokens only the last `window` real ones: padding and older ones would
         # land on slots that hold what is still seen.
-        end_B = self.lengths_B + (S if self.counts_B is None else self.counts_B)
+        end_B = at.of_B + (S if self.counts_B is None else self.counts_B)
         keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
         row_N, slot_N = row_BS[keep_BS], slot_BS[keep_BS] % window
         k_BGCD[row_N, :, slot_N], v_BGCD[row_N, :, slot_N] = k_BSGD[keep_BS], v_BSGD[keep_BS]
@@ -1425,22 +1479,48 @@ class KVCache:
 
     def advance(self, counts_B=None, /, *, steps=1):
         """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
-        if counts_B is not None:
-            return self._set_lengths(self.lengths_B + counts_B)
-        self.lengths_B, self.longest = self.lengths_B + steps, self.longest + steps
+        shared, self.lengths = bool(self.prompts), self.lengths.plus(counts_B, steps)
+        self.own = self.own.plus(counts_B, steps) if shared else self.lengths
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
-        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths_B.device)
-        self._set_lengths(self.lengths_B[rows])
+        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
+        self.lengths = self.own = Lengths.measured(self.lengths.of_B[rows])
         for layer, (k_BGCD, v_BGCD) in self.layers.items():
             self.layers[layer] = k_BGCD[rows], v_BGCD[rows]
+        if self.prompts and len(rows):
+            self._group(self.prompt_B[rows])
 
-    def _set_lengths(self, lengths_B):
-        self.lengths_B = lengths_B
-        if len(lengths_B):
-            low, high = torch.stack([lengths_B.min(), lengths_B.max()]).tolist()
-            self.longest, self.even = high, low == high
+    def share(self, rows, /):
+        """`select(rows)` of rows that are prompts: full layers keep these once, and sliding layers
+        copy their few keys."""
+        if self.prompts:
+            raise ValueError("the prompts of this cache are shared already")
+        self.prompt_lengths = self.lengths
+        prompts = {n: kv for n, kv in self.layers.items() if n not in self.sliding}
+        self.layers = {n: kv for n, kv in self.layers.items() if n in self.sliding}
+        self.select(rows)
+        longest = self.prompt_lengths.longest
+        self.prompts = {n: tuple(x[:, :, :longest] for x in kv) for n, kv in prompts.items()}
+        self._group(torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device))
+
+    def _group(self, prompt_B):
+        """Which rows are each prompt's: prompts without one are dropped, short groups padded."""
+        used_P, self.prompt_B = prompt_B.unique(return_inverse=True)
+        if len(used_P) < len(self.prompt_lengths.of_B):
+            self.prompt_lengths = Lengths.measured(self.prompt_lengths.of_B[used_P])
+            for layer, (k_PGJD, v_PGJD) in self.prompts.items():
+                self.prompts[layer] = k_PGJD[used_P], v_PGJD[used_P]
+        sizes_P = torch.bincount(self.prompt_B)
+        order_B, n = self.prompt_B.argsort(stable=True), int(sizes_P.max())
+        rank_B = torch.arange(len(order_B), device=order_B.device)
+        within_B = rank_B - (sizes_P.cumsum(0) - sizes_P)[self.prompt_B[order_B]]
+        self.place_B = torch.empty_like(order_B)
+        self.place_B[order_B] = self.prompt_B[order_B] * n + within_B
+        self.rows_Pn = order_B.new_zeros(len(used_P) * n)
+        self.rows_Pn[self.place_B[order_B]] = order_B
+        self.rows_Pn = self.rows_Pn.view(-1, n)
+        self.own = Lengths.measured(self.lengths.of_B - self.prompt_lengths.of_B[self.prompt_B])
 
 
 @torch.no_grad()
@@ -1448,7 +1528,7 @@ def extend(model, cache, tokens_BS, /, counts=None):
     """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
     after the last real token of each row. Positions go on from the cache's lengths."""
     B, S = tokens_BS.shape
-    positions = cache.lengths_B[:, None]
+    positions = cache.lengths.of_B[:, None]
     if S > 1:
         positions = positions + torch.arange(S, device=tokens_BS.device)
     cache.counts_B = counts
@@ -1619,9 +1699,9 @@ def generate(
     _check_positions(model.config, distinct, max_new_tokens)
     cache, logits_BV = prefill(model, list(distinct))
     batch, done = [distinct[tuple(row.tokens)] for row in rows], []
-    if batch != list(range(len(distinct))):
-        cache.select(batch)
-        logits_BV = logits_BV[batch]
+    logits_BV = logits_BV[batch]
+    if len(batch) > len(distinct):
+        cache.share(batch)
     while rows:
         uniform_B = None
         if temperature > 0:

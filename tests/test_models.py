@@ -85,8 +85,9 @@ def test_check_fails_with_a_planted_fault(name, monkeypatch):
 
 @pytest.mark.quick
 def test_check_fails_if_the_cache_forgets_lengths(monkeypatch):
-    monkeypatch.setattr(KVCache, "advance", lambda self, counts=None, steps=1: self._set_lengths(
-        self.lengths_B + (steps if counts is None else counts.max())))  # fmt: skip
+    forgetful = models.Lengths.plus
+    monkeypatch.setattr(models.Lengths, "plus", lambda self, counts, steps: forgetful(
+        self, None if counts is None else counts.max().expand(len(counts)), steps))  # fmt: skip
     assert not models.check(FEW, transformers=False)
 
 
@@ -306,6 +307,51 @@ def test_selected_rows_go_on_as_if_they_had_always_been_there():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("seed", range(12))
+def test_shared_prompts_change_nothing(seed):
+    kind = list(models.TINY)[seed % 4]
+    model, generator = model_of(kind), torch.Generator().manual_seed(seed)
+    prompts = documents(seed, [(9, 3, 12), (6, 6, 6), (5,)][seed % 3])
+    cache, _ = models.prefill(model, [p.tolist() for p in prompts])
+    keep = torch.randint(len(prompts), (7,), generator=generator).tolist()
+    cache.share(keep)
+    rows = [prompts[b].tolist() for b in keep]
+    longest = max(map(len, rows))
+    for _ in range(5):
+        S = int(torch.randint(1, 4, (), generator=generator))
+        counts = torch.randint(1, S + 1, (len(rows),), generator=generator)
+        tokens = torch.randint(53, (len(rows), S), generator=generator)
+        logits = extend(model, cache, tokens, counts if seed % 2 else None)
+        counts = counts if seed % 2 else torch.full_like(counts, S)
+        rows = [row + t[:c].tolist() for row, t, c in zip(rows, tokens, counts)]
+        for row, got in zip(rows, logits):
+            assert relative(got, model(torch.tensor([row]))[0, -1].detach()) < 1e-12
+        keep = torch.randint(len(rows), (max(1, len(rows) - 1),), generator=generator).tolist()
+        cache.select(keep)
+        rows = [rows[b] for b in keep]
+    shared, own = cache.prompts[1][0], cache.layers[1][0]
+    assert len(shared) <= len({tuple(row[:3]) for row in rows}) and shared.shape[2] == longest
+    assert own.shape[2] < longest + 48  # what is behind the prompts, and room
+
+
+@pytest.mark.quick
+def test_a_bfloat16_cache_of_shared_prompts_is_as_exact_as_one_of_copies():
+    truth, low = model_of(), model_of(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for p, q in zip(truth.parameters(), low.parameters()):
+            p.copy_(q)
+    prompt, errors = documents(lengths=(12,))[0].tolist(), []
+    for move in ("share", "select"):
+        cache, _ = models.prefill(low, [prompt])
+        getattr(cache, move)([0] * 4)
+        tokens = torch.tensor([[5], [6], [7], [8]])
+        got = extend(low, cache, tokens)
+        want = torch.stack([truth(torch.tensor([prompt + t.tolist()]))[0, -1] for t in tokens])
+        errors.append(relative(got, want))
+    assert errors[0] < 1.5 * errors[1]
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("seed", range(8))
 def test_any_series_of_chunks_and_selections_equals_the_full_forward(seed):
     kind = list(models.TINY)[seed % 4]
@@ -321,7 +367,7 @@ def test_any_series_of_chunks_and_selections_equals_the_full_forward(seed):
         keep = torch.randint(len(rows), (3,), generator=generator).tolist()
         cache.select(keep)  # repeats, drops, reorders rows of unequal lengths
         rows = [rows[b] for b in keep]
-    assert max(map(len, rows)) > 49 and cache.lengths_B.tolist() == [len(row) for row in rows]
+    assert max(map(len, rows)) > 49 and cache.lengths.of_B.tolist() == [len(row) for row in rows]
 
 
 @pytest.mark.quick
