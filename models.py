@@ -77,7 +77,7 @@ Cost per token, with W the parameters that a token meets outside the embedding (
 2 W flops forward, 4 W backward, and attention's 4 S H D forward per layer (half is masked out). The
 cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding layer. Log-probs
 never hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a
-token).
+token) where more than 2^22 of them would have to be held.
 
 Deviates: dynamic RoPE depends on the longest position of this call, not of earlier ones; under it,
 packed is not separate, and a cache keeps the angles that its tokens were written with. (12) has
@@ -1046,6 +1046,9 @@ def update_router_bias(model, counts, /):
 # 5. Log-probabilities in chunks --------------------------------------------------------------
 
 
+LOGITS = 2**22  # held at a time by default: 16 MiB in float32
+
+
 def token_logprobs(
     hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
     group=None, vocab_start=0,
@@ -1054,8 +1057,9 @@ def token_logprobs(
 
     hidden_NM (N, M) and weight_vM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
     softcap: z := c tanh(z / c) before the temperature (Gemma). Returns two (N,) tensors in float32
-    (float64 for float64), differentiable in hidden and weight. At most (chunk, V) logits exist at a
-    time, forward and backward; by default 2^22 of them or 128 rows, in two chunks at least.
+    (float64 for float64), differentiable in hidden and weight. No tensor is larger than (chunk, V),
+    by default 2^22 logits or 128 rows, and at least two chunks. So many are held from the forward
+    to the backward too; what was before them is computed again.
 
     Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
     vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
@@ -1066,11 +1070,13 @@ def token_logprobs(
             f"hidden must be (N, M) and targets (N,), got {tuple(hidden_NM.shape)} and "
             f"{tuple(targets_N.shape)}"
         )
+    (N, _), v, held = hidden_NM.shape, len(weight_vM), 1
     if chunk is None:
-        chunk = max(1, min((len(targets_N) + 1) // 2, max(128, 2**22 // len(weight_vM))))
+        chunk = max(1, min((N + 1) // 2, max(128, LOGITS // v)))
+        held = max(1, LOGITS // (chunk * v))
     if not temperature > 0 or chunk < 1:
         raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
-    options = temperature, softcap, chunk, group, vocab_start
+    options = temperature, softcap, chunk, held, group, vocab_start
     return _TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
 
@@ -1112,22 +1118,25 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_vM, targets_N, options):
-        temperature, softcap, chunk, group, vocab_start = options
+        temperature, softcap, chunk, held, group, vocab_start = options
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
         found_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
+        ctx.kept = {}  # first token of a chunk -> its exponentials, what they are relative to
         for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
+            if len(ctx.kept) == held:
+                del ctx.kept[min(ctx.kept)]
             z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
             at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
             target_N = torch.where(own_n1, z_nv.gather(-1, at_n1), 0)[:, 0]
             largest_N[rows] = z_nv.amax(-1)
             shifted_nv = z_nv.sub_(largest_N[rows, None])
             e_nv = shifted_nv.exp()
-            weighted_N = torch.einsum("nv,nv->n", e_nv, shifted_nv)
+            weighted_N = shifted_nv.mul_(e_nv).sum(-1)
             found_4N[:, rows] = torch.stack([target_N, e_nv.sum(-1), weighted_N, own_n1[:, 0]])
-        # The last chunk is kept: the backward begins with it and need not compute it again.
-        ctx.kept = (e_nv, largest_N[rows]) if len(targets_N) and softcap is None else None
+            if softcap is None:
+                ctx.kept[n] = e_nv, largest_N[rows, None]
         if group is not None:
             largest_N, found_4N = _over_ranks(largest_N, found_4N, group)
         target_N, total_N, weighted_N, owners_N = found_4N
@@ -1142,7 +1151,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlogprobs_N, dentropy_N):
         hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        temperature, softcap, chunk, group, vocab_start = ctx.options
+        temperature, softcap, chunk, _, group, vocab_start = ctx.options
         # z was divided by the temperature: so is what goes back
         dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N / temperature
         dentropy_N = None if dentropy_N is None else dentropy_N / temperature
@@ -1150,12 +1159,13 @@ class _TokenLogprobs(torch.autograd.Function):
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
         # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
-        kept, ctx.kept = ctx.kept, None
-        for n in reversed(range(0, len(targets_N), chunk)):
+        kept, ctx.kept = ctx.kept, {}  # used up here: another backward computes them again
+        for n in range(0, len(targets_N), chunk):
             rows = slice(n, n + chunk)
             g_n1, lse_n1, slope_nv = dlogprobs_N[rows, None], lse_N[rows, None], None
-            if kept is not None and dentropy_N is None:
-                dz_nv = kept[0].mul_(-g_n1 * (kept[1][:, None] - lse_n1).exp())
+            e_nv, largest_n1 = kept.pop(n, (None, None))
+            if e_nv is not None and dentropy_N is None:
+                dz_nv = e_nv.mul_(-g_n1 * (largest_n1 - lse_n1).exp())
             else:
                 z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
                 if softcap is not None:
@@ -1165,7 +1175,6 @@ class _TokenLogprobs(torch.autograd.Function):
                     h_n1 = dentropy_N[rows, None]
                     upstream_nv = logp_nv * -h_n1 - (g_n1 + h_n1 * entropy_N[rows, None])
                 dz_nv = logp_nv.exp_().mul_(upstream_nv)
-            kept = None
             at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
             dz_nv.scatter_add_(-1, at_n1, torch.where(own_n1, g_n1, 0))
             if slope_nv is not None:
@@ -1409,7 +1418,8 @@ class KVCache:
         q_BGhD = q_BHSD.reshape(B, G, -1, D).to(wide)  # h: the heads of a key times the S tokens
         own_BGhC = q_BGhD @ k_BGCD.to(wide).mT
         if mask_B1SC is not None:
-            own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(~mask_B1SC[:, :, None], -math.inf)
+            hidden_B11SC = ~mask_B1SC[:, :, None]
+            own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(hidden_B11SC, -math.inf)
             own_BGhC = own_BGhSC.flatten(2, 3)
         shared_BGhJ = self._per_row(self._per_prompt(q_BGhD) @ k_PGJD.to(wide).mT)
         if not self.prompt_lengths.even:

@@ -663,9 +663,10 @@ def kept_by_transformers(logits, temperature, top_k, top_p, min_p):
     return z
 
 
-FILTERS = [(None, None, None), (5, None, None), (None, 0.6, None), (None, None, 0.2),
-           (8, 0.7, None),           (10, None, 0.1), (None, 0.9, 0.05), (12, 0.8, 0.15), (1, None, None),
-           (None, 1e-9, None)]  # fmt: skip
+FILTERS = [
+    (None, None, None), (5, None, None), (None, 0.6, None), (None, None, 0.2), (8, 0.7, None),
+    (10, None, 0.1), (None, 0.9, 0.05), (12, 0.8, 0.15), (1, None, None), (None, 1e-9, None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("top_k, top_p, min_p", FILTERS)
