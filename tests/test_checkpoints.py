@@ -221,7 +221,7 @@ def test_loading_needs_the_model_and_at_most_its_largest_tensor(tmp_path):
 def test_the_text_model_of_a_multimodal_checkpoint(tmp_path, old):
     transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
     text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                head_dim=8,                num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
+                head_dim=8, num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
                 sliding_window_pattern=2)  # fmt: skip
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                   image_size=16, patch_size=8)  # fmt: skip
