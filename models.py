@@ -269,12 +269,13 @@ class ModelConfig:
         raw = {name: getattr(self, name) for name in COMMON} | {
             "architectures": [family.architecture], "model_type": self.model_type,
             "head_dim": self.head_dim, "attention_bias": self.o_bias, "attention_dropout": 0.0,
-            "layer_types": list(self.layer_types), "sliding_window": self.sliding_window,
+            "layer_types": list(self.layer_types),
             "use_sliding_window": SLIDING in self.layer_types,
             "eos_token_id": list(self.eos_token_id) or None, family.act_key: self.hidden_act,
         }  # fmt: skip
         optional = [*MOE] if self.num_experts else []
-        optional += ["query_pre_attn_scalar", "final_logit_softcapping", "value_head"]
+        optional += ["sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"]
+        optional += ["value_head"]
         raw |= {name: getattr(self, name) for name in optional if getattr(self, name)}
         if self.num_experts:
             dense = sorted(set(range(self.num_hidden_layers)) - set(self.sparse_layers))

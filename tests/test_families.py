@@ -60,6 +60,8 @@ CASES = {  # transformers' own keywords; "rope": rope_parameters without the the
     "gemma3": GEMMA,
     "gemma3 pattern": GEMMA | dict(sliding_window_pattern=2, attention_bias=True, theta=3e5),
     "gemma3 layer types": GEMMA | dict(layer_types=[FULL, SLIDING, FULL], rms_norm_eps=1e-4),
+    "gemma3 all full": GEMMA | dict(layer_types=[FULL] * 3),
+    "gemma3 all sliding": GEMMA | dict(layer_types=[SLIDING] * 3),
     "gemma3 capped": GEMMA | dict(final_logit_softcapping=3.0, attn_logit_softcapping=2.0),
     "gemma3 untied, scaled": GEMMA | dict(tie_word_embeddings=False, sliding_window_pattern=3,
                                           full_rope=dict(rope_type="linear", factor=8.0)),
