@@ -1520,8 +1520,9 @@ class KVCache:
         used_P, self.prompt_B = prompt_B.unique(return_inverse=True)
         if len(used_P) < len(self.prompt_lengths.of_B):
             self.prompt_lengths = Lengths.measured(self.prompt_lengths.of_B[used_P])
-            for layer, (k_PGJD, v_PGJD) in self.prompts.items():
-                self.prompts[layer] = k_PGJD[used_P], v_PGJD[used_P]
+            longest = self.prompt_lengths.longest  # without padding that no mask would hide
+            for layer, kv in self.prompts.items():
+                self.prompts[layer] = tuple(x[used_P, :, :longest] for x in kv)
         sizes_P = torch.bincount(self.prompt_B)
         order_B, n = self.prompt_B.argsort(stable=True), int(sizes_P.max())
         rank_B = torch.arange(len(order_B), device=order_B.device)
