@@ -943,12 +943,13 @@ class SparseMLP(nn.Module):
     def forward(self, x_BSM, balance=None, /):
         x_NM = x_BSM.flatten(0, -2)
         scores_NE, chosen_NK, weight_NK = self.route(x_NM)
-        # NUMERICS: rows sorted by expert and back by the inverse permutation, then one sum over K:
-        # no atomics, the same bits each time. Pinned by
+        # NUMERICS: K copies of each row, sorted by expert and back by permutations, then one sum
+        # over K: nothing is added in the order that threads arrive, forward or backward. Pinned by
         # tests/test_families.py::test_moe_is_repeatable.
         order = chosen_NK.flatten().argsort(stable=True)
         counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
-        out_nM = self.experts(x_NM.index_select(0, order // self.top_k), counts_E)
+        copies_nM = x_NM[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
+        out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
         out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
         out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)
         loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
@@ -1690,14 +1691,15 @@ def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
     end=(), after=None, seed=None,
 ):  # fmt: skip
-    """Decode rows (prompts of any lengths) until each has ended; they are returned as they end.
+    """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
 
     rows: `Row`s, or lists of token ids, of which Rows are made. A row without draws needs `seed`,
     which makes them. A sampled token in `end` (the stop tokens) calls after(row) -> rows that go on
     in its place: none, the default, ends it; itself with tokens in its queue is the next turn of a
-    conversation; several are a fork. A row of max_new_tokens tokens behind its prompt ends with
-    truncated set. temperature 0 is greedy and needs no draws; the others are those of `sample`.
-    Equal prompts are computed once; an ended row leaves the batch.
+    conversation; several are a fork (with `after`, rows are returned as they end). A row of
+    max_new_tokens tokens behind its prompt ends with truncated set. temperature 0 is greedy and
+    needs no draws; the others are those of `sample`. Equal prompts are computed and stored once; an
+    ended row leaves the batch.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -1706,7 +1708,7 @@ def generate(
     rows = _with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
     if not rows:
         return []
-    distinct = dict.fromkeys(tuple(row.tokens) for row in rows)
+    given, distinct = rows, dict.fromkeys(tuple(row.tokens) for row in rows)
     distinct = {prompt: n for n, prompt in enumerate(distinct)}
     _check_positions(model.config, distinct, max_new_tokens)
     cache, logits_BV = prefill(model, list(distinct))
@@ -1737,7 +1739,7 @@ def generate(
             last_B1 = torch.tensor([[row.tokens[-1]] for _, row in going], device=logits_BV.device)
             logits_BV = extend(model, cache, last_B1)
         rows = [row for _, row in going]
-    return done
+    return done if after else given
 
 
 def _with_draws(rows, needed, seed):

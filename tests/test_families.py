@@ -370,9 +370,12 @@ def test_what_torch_cannot_group_takes_the_loop():
 @pytest.mark.parametrize("tokens", [1, 2, 40])
 def test_moe_is_repeatable(tokens):
     model = tiny_model("qwen3_moe", dtype=torch.float32)
-    x = torch.randn(1, tokens, 24)
-    first, *more = (model.model.layers[1].mlp(x) for _ in range(3))
-    assert all(first.equal(y) for y in more)
+    x, found = torch.randn(1, tokens, 24, requires_grad=True), []
+    for _ in range(3):
+        out = model.model.layers[1].mlp(x)
+        found.append((out, *torch.autograd.grad(out.sum(), (x, *model.model.layers[1].mlp.parameters()))))
+    first = found[0][0]
+    assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again))
     order = torch.randperm(tokens)
     assert relative(model.model.layers[1].mlp(x[:, order]), first[:, order]) < 1e-6
 

@@ -688,6 +688,15 @@ def test_what_is_sampled_is_transformers_distribution(top_k, top_p, min_p):
 
 
 @pytest.mark.quick
+def test_rows_come_back_in_their_order_whenever_they_end():
+    prompts, end = [[3], [4, 5], [3], [6]], tuple(range(25))
+    rows = generate(model_of(), prompts, max_new_tokens=30, seed=3, end=end)
+    assert [row.tokens[: len(p)] for row, p in zip(rows, prompts, strict=True)] == prompts
+    assert len({len(row.tokens) for row in rows}) > 1
+    assert all(row.tokens[-1] in end for row in rows if not row.truncated)
+
+
+@pytest.mark.quick
 def test_generate_names_both_logprobs():
     model = model_of()
     options = dict(max_new_tokens=12, temperature=0.7, top_k=6, seed=1)
