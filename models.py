@@ -1845,25 +1845,25 @@ class ActionExpert(nn.Module):
             if mine != theirs:
                 raise ValueError(f"{name} is {mine} in the expert and {theirs} in the prefix")
 
-    def forward(self, actions_BTA, tau_B, /, prefix, *, positions_B1, state_BC=None):
+    def forward(self, actions_BTA, tau_B, /, prefix, *, positions_B1, state=None):
         """v (B, T, A) of noisy actions at tau in [0, 1], (12).
 
         prefix: a `Prefix` that has recorded, or any object whose after(positions, blocks) gives
         the suffix's attention. positions_B1 (B, 1) int64: of the first suffix token, the prefix's
         length as a rule.
         """
-        if (self.state_proj is None) != (state_BC is None):
-            raise ValueError(f"this expert {'needs a' if self.state_proj else 'has no'} state_BC")
+        if (self.state_proj is None) != (state is None):
+            raise ValueError(f"this expert {'needs a' if self.state_proj else 'has no'} state")
         width = self.config.hidden_size
         time_BM = time_features(tau_B, width).to(actions_BTA.dtype)
         time_BTM = time_BM[:, None].expand(-1, actions_BTA.shape[1], -1)
         x_BsM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
         x_BsM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BsM)))
-        if state_BC is not None:
-            x_BsM = torch.cat([self.state_proj(state_BC)[:, None], x_BsM], 1)
+        if state is not None:
+            x_BsM = torch.cat([self.state_proj(state)[:, None], x_BsM], 1)
         place_s = torch.arange(x_BsM.shape[1], device=x_BsM.device)
         positions_Bs = positions_B1 + place_s
-        blocks_s = (place_s > 0).long() if state_BC is not None else None
+        blocks_s = (place_s > 0).long() if state is not None else None
         ropes = self.rope(positions_Bs, x_BsM.dtype)
         attention = prefix.after(positions_Bs, blocks_s)
         for layer in self.layers:
@@ -2361,7 +2361,7 @@ def _expert_errors():
     actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
     prefix = Prefix(block_attention(torch.zeros_like(tokens)))
     model.hidden(tokens, attention=prefix.record)
-    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state_BC=state)
+    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state=state)
     want = _joint(model, expert, tokens, actions, tau, state)
     yield "action expert, two streams as one", _relative(got, want), 1e-12
 

@@ -69,7 +69,7 @@ def velocity_of(model, expert, batch):
     prefix = Prefix(block_attention(torch.zeros_like(tokens)))
     model.hidden(tokens, attention=prefix.record)
     start = torch.full((len(tokens), 1), tokens.shape[1])
-    return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state_BC=batch["state"])
+    return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state=batch["state"])
 
 
 def control(steps=400):

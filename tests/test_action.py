@@ -56,7 +56,7 @@ def _ring(rank, layout):
     def velocity(prefix, **placed):
         shown = placed.pop("tokens", tokens)
         model.hidden(shown, attention=prefix.record, **placed)
-        return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state_BC=batch["state"])
+        return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state=batch["state"])
 
     truth = loss_of(velocity(Prefix(block_attention(block))), batch)
     want = torch.autograd.grad(truth, parameters, allow_unused=True)
@@ -109,7 +109,7 @@ def test_padding_in_the_prefix_changes_nothing():
     prefix = Prefix(rule(None), valid_BP=valid, positions_BP=positions)
     model.hidden(padded, positions=positions, attention=prefix.record)
     start = torch.full((len(tokens), 1), 6)
-    got = expert(batch["noise"], batch["tau"], prefix, positions_B1=start, state_BC=batch["state"])
+    got = expert(batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"])
     assert models._relative(got, want) < 1e-12
 
 
@@ -138,7 +138,7 @@ def test_detach_stops_the_gradient_at_the_prefix():
         prefix = Prefix(block_attention(torch.zeros_like(tokens)), detach=detach)
         model.hidden(tokens, attention=prefix.record)
         out = expert(
-            batch["noise"], batch["tau"], prefix, positions_B1=start, state_BC=batch["state"]
+            batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"]
         )
         grads = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
         assert any(g is not None and g.any() for g in grads) == (not detach)
@@ -191,13 +191,13 @@ def test_an_expert_that_does_not_fit_is_named():
     expert = ActionExpert(dataclasses.replace(config, head_dim=12), action_dim=2)
     with pytest.raises(ValueError, match="head_dim is 12 in the expert and 10 in the prefix"):
         expert.require_fits(config)
-    with pytest.raises(ValueError, match="has no state_BC"):
+    with pytest.raises(ValueError, match="has no state"):
         expert(
             torch.zeros(1, 2, 2),
             torch.zeros(1),
             None,
             positions_B1=None,
-            state_BC=torch.zeros(1, 1),
+            state=torch.zeros(1, 1),
         )
     with pytest.raises(ValueError, match="dense"):
         ActionExpert(tiny("qwen3_moe"), action_dim=2)

@@ -372,8 +372,9 @@ def test_moe_is_repeatable(tokens):
     model = tiny_model("qwen3_moe", dtype=torch.float32)
     x, found = torch.randn(1, tokens, 24, requires_grad=True), []
     for _ in range(3):
-        out = model.model.layers[1].mlp(x)
-        found.append((out, *torch.autograd.grad(out.sum(), (x, *model.model.layers[1].mlp.parameters()))))
+        mlp = model.model.layers[1].mlp
+        out = mlp(x)
+        found.append((out, *torch.autograd.grad(out.sum(), (x, *mlp.parameters()))))
     first = found[0][0]
     assert all(a.equal(b) for again in found[1:] for a, b in zip(found[0], again))
     order = torch.randperm(tokens)
