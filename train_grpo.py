@@ -160,7 +160,7 @@ class Config:
     kl: str = "k3"  # k1 | k2 | k3
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: str = "loss"  # loss | reward
-    entropy_coef: float = 0.01  # weight of the entropy bonus
+    entropy_coef: float = 0.02  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
     # the optimiser
