@@ -8,6 +8,7 @@ import torch
 
 import models
 import ring_attention
+import tree_attention
 
 SUFFIX = re.compile(r"_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$")
 
@@ -62,8 +63,19 @@ def ring_check():
         ring_attention.ring_attention(q, k, v, mask=mask).sum().backward()
 
 
+def tree_check():
+    few = {name: tree_attention.forests()[name] for name in ("prefixes", "forest")}
+    for _ in tree_attention._tree_rows(tree_attention.TinyModel(), few):
+        pass
+    moe, trie = models.tiny_model("qwen3_moe"), tree_attention.TokenTrie(few["forest"])
+    tree_attention.tree_backward(moe, trie, tree_attention.example_loss, max_tokens=3, aux_coef=0.1)
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("function, module", [(models_check, models), (ring_check, ring_attention)])
+@pytest.mark.parametrize(
+    "function, module",
+    [(models_check, models), (ring_check, ring_attention), (tree_check, tree_attention)],
+)
 def test_shape_suffixes_are_true(function, module):
     assert disagreements(function, module.__file__) == []
 

@@ -1,0 +1,168 @@
+"""What `python tree_attention.py bench | plan` run.
+
+plan: the tree of a list of token lists, its blocks, its partition. bench: training on trees against
+the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
+Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `TokenTrie.stats`
+says sharing saves.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import models
+from tree_attention import (
+    Cost,
+    LiveBytes,
+    TokenTrie,
+    definition,
+    partition,
+    plan,
+    tree_backward,
+)
+
+
+def shapes(seed=0, scale=1.0):
+    """{name: sequences} to measure; scale: of all lengths."""
+    rng = np.random.default_rng(seed)
+
+    def draw(n):
+        return torch.from_numpy(rng.integers(0, 2048, max(1, int(n * scale))))
+
+    prompt, turns = draw(512), [draw(128) for _ in range(8)]
+    levels = [[draw(96) for _ in range(2**level)] for level in range(5)]
+    root = draw(512)
+    return {
+        "GRPO 512 + 8 x 128": [torch.cat([prompt, draw(128)]) for _ in range(8)],
+        "multi-turn chain, 8 x 128": [torch.cat(turns[: n + 1]) for n in range(8)],
+        "binary tree, 5 x 96": [
+            torch.cat([levels[k][leaf >> (4 - k)] for k in range(5)]) for leaf in range(16)
+        ],
+        "star 512 + 64 x 32": [torch.cat([root, draw(32)]) for _ in range(64)],
+        "no sharing, 8 x 256": [draw(256) for _ in range(8)],
+    }
+
+
+def flops(config):
+    """FLOPs of a training step: of a token (matrices of the layers and head), of a pair."""
+    c = config
+    layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    layer += 3 * c.hidden_size * c.intermediate_size
+    # forward 2 a weight, backward 4; a pair: two products forward, five backward
+    token = 6 * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size)
+    return token, 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+
+
+def grpo_loss(i, logprobs, entropy):
+    """A policy gradient with an advantage of the sequence's own; no entropy term."""
+    return -(torch.exp(logprobs - logprobs.detach()) * (i % 5 - 2.0)).sum()
+
+
+def compare(model, sequences, repeats, budgets=(4, 8)):
+    """{way: (CPU seconds, peak MB)} and the bound; the ways alternate, medians of the repeats."""
+    trie = TokenTrie(sequences)
+    ways = {"flat": lambda: definition(model, sequences, grpo_loss),
+            "sparse": lambda: tree_backward(model, TokenTrie(sequences), grpo_loss)}  # fmt: skip
+    for part in budgets:
+        budget = max(1, -(-len(trie) // part))
+        ways[f"dta N/{part}"] = lambda budget=budget: tree_backward(
+            model, TokenTrie(sequences), grpo_loss, max_tokens=budget
+        )
+    seconds, peaks = {name: [] for name in ways}, {}
+    for name, way in ways.items():
+        model.zero_grad()
+        with LiveBytes() as live:
+            way()
+        peaks[name] = live.peak / 2**20
+    for _ in range(repeats):
+        for name, way in ways.items():
+            model.zero_grad()
+            begun = time.process_time()
+            way()
+            seconds[name].append(time.process_time() - begun)
+    stats = trie.stats(*flops(model.config))
+    return seconds, peaks, stats
+
+
+def bench(argv):
+    """The README's rows."""
+    parser = argparse.ArgumentParser("tree_attention.py bench")
+    parser.add_argument("--data", help="a JSON file, a list of lists of token lists: groups")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--only", default="", help="shapes whose name begins so")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    config = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
+                  num_key_value_heads=2, intermediate_size=384, vocab_size=2048,
+                  max_position_embeddings=1 << 20)  # fmt: skip
+    if options.data:
+        with open(options.data) as file:
+            groups = json.load(file)
+        cases = {f"group {n}": [torch.tensor(x) for x in g] for n, g in enumerate(groups)}
+        most = max(int(x.max()) for sequences in cases.values() for x in sequences)
+        config["vocab_size"] = max(2048, most + 1)
+    else:
+        cases = shapes(scale=options.scale)
+    model = models.Transformer(models.tiny("qwen3", **config)).init_weights(0)
+    print(f"{'':>26} {'way':>8} {'CPU s':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
+    rows = []
+    for name, sequences in cases.items():
+        if not name.startswith(options.only):
+            continue
+        seconds, peaks, stats = compare(model, sequences, options.repeats)
+        for way in seconds:
+            pairs = zip(seconds["flat"], seconds[way], strict=True)
+            speedup = statistics.median(a / b for a, b in pairs)
+            cpu = statistics.median(seconds[way])
+            of_bound = speedup / stats.flop_bound
+            rows.append(dict(shape=name, way=way, cpu_s=cpu, peak_mb=peaks[way], speedup=speedup,
+                             token_bound=stats.token_bound, flop_bound=stats.flop_bound))  # fmt: skip
+            print(f"{name:>26} {way:>8} {cpu:8.3f} {peaks[way]:7.1f} {speedup:9.2f} "
+                  f"{stats.flop_bound:6.2f} {of_bound:6.0%}")  # fmt: skip
+    print(json.dumps({"bench": "tree_attention", "torch": torch.__version__, "rows": rows}))
+    return 0
+
+
+def modelled_time(trie, cost=None, /) -> float:
+    """The modelled time of a whole tree."""
+    cost, stats, above = cost or Cost(), trie.stats(), 0
+    if cost.again and len(trie):
+        held = np.zeros(len(trie) + 1, np.int64)  # sequences that hold a token: those below it
+        np.add.at(held, trie.ends.numpy() + 1, 1)
+        below = held.cumsum()
+        index = np.arange(len(trie))
+        above = int((below[trie.subtree_end.numpy()] - below[index] > 1).sum())
+    return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.again
+
+
+def describe(argv) -> int:
+    """plan FILE.json: the tree of a list of token lists, its blocks, and its partition."""
+    parser = argparse.ArgumentParser("tree_attention.py plan")
+    parser.add_argument("file")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--world", type=int, default=2)
+    options = parser.parse_args(argv)
+    sequences = json.loads(Path(options.file).read_text())
+    max_tokens, world = options.max_tokens, options.world
+    trie = TokenTrie(sequences)
+    print(trie.draw())
+    print("\n".join(f"{name:>12} {value}" for name, value in trie.stats()._asdict().items()))
+    print(f"\nblocks of at most {max_tokens or 'all'} tokens, depth first:")
+    for b, block in enumerate(plan(trie, max_tokens)):
+        print(f"{b:>6}: below {block.parent:>4}, depth {block.depth:>5}, {len(block.tokens)} tokens, "
+              f"{block.piece} of them for the stack")  # fmt: skip
+    print(f"\nover {world} ranks, modelled time in tokens:")
+    for rank, share in enumerate(partition(sequences, world)):
+        cost = modelled_time(TokenTrie([sequences[i] for i in share]))
+        print(f"{rank:>6}: {cost:.0f}  sequences {share}")
+    return 0
+
+
+def main(argv):
+    return {"bench": bench, "plan": describe}[argv[0]](argv[1:])

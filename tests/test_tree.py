@@ -1,0 +1,779 @@
+"""tree_attention.py on one process: the tree, its attention, the engine, the partition."""
+
+import copy
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from measure_tree import LiveBytes, modelled_time
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import models
+import tree_attention as tree
+from ring_attention import relative
+from tree_attention import (
+    Cost,
+    NonFiniteLoss,
+    TinyModel,
+    TokenTrie,
+    definition,
+    example_loss,
+    forests,
+    partition,
+    plan,
+    predict_memory,
+    tree_backward,
+    tree_logprobs,
+    tree_scores,
+)
+
+
+def tensors(sequences):
+    return [torch.tensor(x) for x in sequences]
+
+
+def random_forest(seed, count=12, longest=9, letters=2):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, longest + 1, count)
+    return tensors([rng.integers(0, letters, n).tolist() for n in sizes])
+
+
+def gradients(model, run):
+    """.grad of every parameter after run(), from none; and what run() returned."""
+    model.zero_grad()
+    result = run()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return grads, result
+
+
+def error(model, run, truth):
+    return max(relative(a, b) for a, b in zip(gradients(model, run)[0], truth, strict=True))
+
+
+def linear_loss(i, logprobs, entropy):
+    """A loss whose gradient is a fixed weight of each token of each sequence, and no entropy."""
+    return (torch.cos(torch.arange(len(logprobs)) * 1.0 + i).to(logprobs) * logprobs).sum()
+
+
+# The tree --------------------------------------------------------------------------------------
+
+
+def brute_force(sequences):
+    """Every distinct prefix, in sorted order, which is DFS preorder."""
+    return sorted({tuple(x.tolist()[:n]) for x in sequences for n in range(1, len(x) + 1)})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(30))
+def test_the_trie_is_the_set_of_prefixes(seed):
+    sequences = random_forest(seed, letters=1 + seed % 4)
+    trie, nodes = TokenTrie(sequences), brute_force(sequences)
+    assert trie.tokens.tolist() == [node[-1] for node in nodes]
+    assert trie.positions.tolist() == [len(node) - 1 for node in nodes]
+    index = {node: i for i, node in enumerate(nodes)}
+    assert trie.parent.tolist() == [index.get(node[:-1], -1) for node in nodes]
+    below = [[m for m in nodes if m[: len(node)] == node] for node in nodes]
+    assert trie.subtree_end.tolist() == [index[some[-1]] + 1 for some in below]
+    for i, x in enumerate(sequences):
+        assert torch.equal(trie.tokens[trie.path(i)], x)
+        assert trie.ends[i] == trie.path(i)[-1]
+
+
+@pytest.mark.quick
+def test_the_mask_is_ancestors_and_the_window_is_in_depth():
+    sequences = random_forest(5)
+    trie, nodes = TokenTrie(sequences), brute_force(sequences)
+    sees = torch.tensor([[q[: len(k)] == k for k in nodes] for q in nodes])
+    near = trie.positions[:, None] - trie.positions < 3
+    assert torch.equal(trie.mask().dense()[0, 0], sees)
+    assert torch.equal(trie.mask(3).dense()[0, 0], sees & near)
+
+
+@pytest.mark.quick
+def test_stats_count_tokens_and_pairs():
+    sequences = tensors([[5, 6, 7], [5, 6, 8], [5, 9]])
+    stats = TokenTrie(sequences).stats(10.0, 1.0)
+    assert stats[:4] == (8, 5, 15, 11)
+    assert stats.token_bound == 8 / 5
+    assert stats.flop_bound == (80 + 15) / (50 + 11)
+    assert TokenTrie(sequences).stats().flop_bound is None
+    assert TokenTrie([]).stats().token_bound == 1.0
+
+
+@pytest.mark.quick
+def test_a_drawing_shows_segments_and_ends():
+    drawn = TokenTrie(tensors([[5, 6, 7], [5, 6, 8], [5, 9], [5, 6]])).draw()
+    assert drawn == (
+        "+- 5\n|  +- 6   ends: [3] at 1\n|  |  +- 7   ends: [0] at 1\n"
+        "|  |  +- 8   ends: [1] at 1\n|  +- 9   ends: [2] at 1"
+    )
+    assert len(TokenTrie(tensors([[k] for k in range(99)])).draw(most=10).splitlines()) == 11
+
+
+@pytest.mark.quick
+def test_order_of_the_input_changes_nothing_and_the_input_is_not_changed():
+    sequences = random_forest(3)
+    kept, order = [x.clone() for x in sequences], torch.randperm(len(sequences)).tolist()
+    a, b = TokenTrie(sequences), TokenTrie([sequences[i] for i in order])
+    for name in ("tokens", "positions", "subtree_end", "parent"):
+        assert torch.equal(getattr(a, name), getattr(b, name))
+    model = TinyModel()
+    first, _ = gradients(model, lambda: tree_backward(model, a, linear_loss, max_tokens=4))
+    second, result = gradients(
+        model,
+        lambda: tree_backward(model, b, lambda k, *x: linear_loss(order[k], *x), max_tokens=4),
+    )
+    assert max(relative(x, y) for x, y in zip(first, second, strict=True)) < 1e-14
+    assert [len(x) for x in result.logprobs] == [len(sequences[i]) - 1 for i in order]
+    assert all(torch.equal(x, y) for x, y in zip(sequences, kept, strict=True))
+
+
+def nested_forks(n):
+    return [np.append(np.zeros(k, int), 1) for k in range(1, n + 1)]
+
+
+@pytest.mark.quick
+def test_thousands_of_forks_and_leaves_need_no_recursion():
+    star = [np.append(np.arange(200), [k, 7]) for k in range(2000)]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(200)
+    try:
+        for sequences, tokens in ((nested_forks(3000), 6000), (star, 200 + 4000)):
+            trie = TokenTrie(sequences)
+            assert len(trie) == tokens
+            assert sum(len(block.tokens) for block in plan(trie, 64)) == tokens
+            assert sorted(sum(partition(sequences, 8), [])) == list(range(len(sequences)))
+            trie.draw()
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_deeply_nested_forks_have_the_gradient_of_the_definition():
+    model, stem = TinyModel(), np.random.default_rng(0).integers(0, 10, 300).tolist()
+    sequences = tensors(stem[:n] + [10, n % 10] for n in range(2, 300, 20))
+    truth, _ = gradients(model, lambda: definition(model, sequences, example_loss))
+    for size in (1, 16):
+        run = lambda: tree_backward(model, TokenTrie(sequences), example_loss, max_tokens=size)  # noqa: B023, E731
+        assert error(model, run, truth) < 1e-10
+
+
+# Attention -------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("window", [None, 2, 50])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_tree_attention_is_dense_attention_over_ancestors(seed, window, softcap):
+    sequences = random_forest(seed, count=40, longest=30)
+    trie, nodes = TokenTrie(sequences), brute_force(sequences)
+    sees = torch.tensor([[q[: len(k)] == k for k in nodes] for q in nodes])
+    if window is not None:
+        sees &= trie.positions[:, None] - trie.positions < window
+    gen = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (
+        torch.randn(1, h, len(trie), 8, generator=gen, dtype=torch.float64, requires_grad=True)
+        for h in (4, 2, 2, 4)
+    )
+    out = tree.tree_attention(q, k, v, trie, scale=0.4, window=window, softcap=softcap)
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(2, 1)) * 0.4
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    truth = scores.masked_fill(~sees, -math.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    found, true = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
+    assert relative(out, truth) < 1e-14
+    assert max(relative(a, b) for a, b in zip(found, true, strict=True)) < 1e-13
+    assert relative(torch.zeros_like(found[1]), true[1]) == 1  # a zero gradient would not pass
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tree_attention_in_low_precision_is_within_twice_plain_torch(dtype):
+    trie = TokenTrie(random_forest(1, count=40, longest=30))
+    gen = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(1, 4, len(trie), 16, generator=gen).to(dtype) for _ in range(4)]
+    mask = trie.mask().dense()
+
+    def run(attention, *given):
+        leaves = [x.clone().requires_grad_() for x in given[:3]]
+        out = attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, given[3])]
+
+    truth = run(lambda *x: scaled_dot_product_attention(*x, mask), *(x.double() for x in drawn))
+    plain = run(lambda *x: scaled_dot_product_attention(*x, mask), *drawn)
+    ours = run(lambda *x: tree.tree_attention(*x, trie), *drawn)
+    for a, b, c in zip(ours, plain, truth, strict=True):
+        assert relative(a, c) <= 2 * relative(b, c) + 1e-9
+
+
+@pytest.mark.quick
+def test_every_pair_of_a_token_and_an_ancestor_is_computed_once():
+    trie = TokenTrie(random_forest(2, count=60, longest=40))
+    dense, times = trie.mask().dense()[0, 0], torch.zeros(len(trie), len(trie), dtype=int)
+    for _, queries, keys, _ in trie.mask().regions(16):
+        times[queries, keys] += 1
+    assert (times[dense] == 1).all() and times.max() == 1
+    assert dense.sum() == trie.stats().tree_pairs
+
+
+# Blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_hold_each_token_once_and_see_the_rest_of_their_paths_on_the_stack(seed):
+    trie = TokenTrie(random_forest(seed, count=25, longest=14))
+    for size in (1, 2, 3, 7, 13, 40):
+        blocks = plan(trie, size)
+        assert sorted(sum((b.tokens.tolist() for b in blocks), [])) == list(range(len(trie)))
+        for b, block in enumerate(blocks):
+            assert 0 < len(block.tokens) <= size and block.parent < b
+            above, at = [], block
+            while at.parent >= 0:
+                at = blocks[at.parent]
+                above = [*at.tokens[: at.piece], *above]
+            assert trie.positions[above].tolist() == list(range(block.depth))
+            own = set(block.tokens.tolist())
+            for token in own:
+                parent = int(trie.parent[token])
+                assert parent in own or parent == (above[-1] if above else -1)
+
+
+@pytest.mark.quick
+def test_sibling_subtrees_are_packed_together():
+    star = TokenTrie([[1] * 10 + [k] * 5 for k in range(8)])
+    assert [len(b.tokens) for b in plan(star, 20)] == [20, 20, 10]
+    assert [len(b.tokens) for b in plan(star, None)] == [50]
+    with pytest.raises(ValueError, match="max_tokens must be an integer of 1 or more"):
+        plan(star, 0)
+
+
+# The engine ------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", forests())
+def test_gradients_are_those_of_every_sequence_by_itself(name, recompute):
+    model, sequences = TinyModel(), tensors(forests()[name])
+    run = lambda: definition(model, sequences, example_loss, temperature=0.7)  # noqa: E731
+    truth, (loss, logprobs) = gradients(model, run)
+    for size in (None, 1, 2, 3, 7, 13):
+        options = dict(max_tokens=size, recompute=recompute, temperature=0.7)
+        trie = TokenTrie(sequences)
+        found, result = gradients(
+            model, lambda o=options, t=trie: tree_backward(model, t, example_loss, **o)
+        )
+        assert relative(result.loss, torch.as_tensor(loss)) < 1e-12
+        for a, b in zip(result.logprobs, logprobs, strict=True):
+            assert relative(a, b) < 1e-12
+        assert max(relative(a, b) for a, b in zip(found, truth, strict=True)) < 1e-10
+    if name != "one token":
+        assert all(relative(torch.zeros_like(x), x) == 1 for x in truth)  # zeros would not pass
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("kind", models.TINY)
+def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, critic):
+    model = models.tiny_model(kind)
+    if critic:
+        nn.init.normal_(model.add_value_head().score.weight)
+    for name in ("prefixes", "binary", "forest"):
+        sequences = tensors(forests()[name])
+        truth, _ = gradients(model, lambda s=sequences: definition(model, s, example_loss))
+        for size, recompute in itertools.product((None, 1, 3, 7), (False, True)):
+            run = lambda: tree_backward(  # noqa: E731
+                model,
+                TokenTrie(sequences),
+                example_loss,
+                max_tokens=size,
+                recompute=recompute,  # noqa: B023
+            )
+            assert error(model, run, truth) < 1e-10
+
+
+@pytest.mark.parametrize("kind", models.TINY)
+def test_one_graph_of_the_packed_tree_is_the_flat_batch(kind):
+    model, sequences = models.tiny_model(kind), tensors(forests()["forest"])
+    truth, (_, logprobs) = gradients(
+        model, lambda: definition(model, sequences, example_loss, temperature=0.8)
+    )
+    trie = TokenTrie(sequences)
+    for a, b in zip(tree_logprobs(model, trie, temperature=0.8), logprobs, strict=True):
+        assert relative(a, b) < 1e-12
+
+    def run():
+        scores = tree_scores(model, trie, temperature=0.8)
+        sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
+
+    assert error(model, run, truth) < 1e-10
+
+
+@pytest.mark.quick
+def test_forward_passes_by_blocks_are_the_packed_ones_and_hold_no_gradient():
+    model, sequences = models.tiny_model("gemma3_text"), tensors(forests()["forest"])
+    trie = TokenTrie(sequences)
+    with torch.no_grad():
+        whole = tree_scores(model, trie)
+        for size in (1, 2, 7):
+            for a, b in zip(tree_scores(model, trie, max_tokens=size), whole, strict=True):
+                assert all(relative(x, y) < 1e-12 for x, y in zip(a, b, strict=True))
+    engine = tree._Engine(model, trie, max_tokens=2)
+    engine.run()
+    assert not engine.stack.grads and engine.stack.kv
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(ValueError, match="call tree_scores under torch.no_grad"):
+        tree_logprobs(model, trie, max_tokens=2)
+
+
+@pytest.mark.quick
+def test_each_token_is_forwarded_once_and_inner_blocks_twice_with_recomputation():
+    model, trie = TinyModel(), TokenTrie(forests()["forest"])
+    for size in (None, 1, 2, 5):
+        blocks = plan(trie, size)
+        inner = sum(len(blocks[b].tokens) for b in {x.parent for x in blocks} - {-1})
+        for recompute in (False, True):
+            model.forwarded = 0
+            tree_backward(model, trie, example_loss, max_tokens=size, recompute=recompute)
+            assert model.forwarded == len(trie) + recompute * inner
+
+
+@pytest.mark.quick
+def test_the_loss_is_called_once_for_each_sequence_with_its_own_vectors():
+    sequences, seen = tensors([[3, 1, 2], [3], [3, 1, 2], [3, 1]]), {}
+
+    def loss_fn(i, logprobs, entropy):
+        assert i not in seen
+        seen[i] = len(logprobs), len(entropy), logprobs.requires_grad
+        return torch.tensor(float(i))  # no gradient is fine
+
+    model = TinyModel()
+    for size in (None, 1):
+        seen.clear()
+        result = tree_backward(model, TokenTrie(sequences), loss_fn, max_tokens=size)
+        assert seen == {0: (2, 2, True), 1: (0, 0, True), 2: (2, 2, True), 3: (1, 1, True)}
+        assert result.loss == 6
+    assert tree_backward(model, TokenTrie(sequences), lambda i, *x: 1.5).loss == 6
+
+
+@pytest.mark.quick
+def test_two_calls_accumulate_like_one():
+    model, sequences = TinyModel(), random_forest(4)
+    whole, _ = gradients(model, lambda: tree_backward(model, TokenTrie(sequences), linear_loss))
+
+    def run():
+        for first in (0, 5):
+            some = TokenTrie(sequences[first : first + (5 if not first else 99)])
+            tree_backward(model, some, lambda i, *x: linear_loss(i + first, *x), max_tokens=3)  # noqa: B023
+
+    assert error(model, run, whole) < 1e-13
+
+
+def failing_losses():
+    def raises(i, logprobs, entropy):
+        if i == 7:
+            raise KeyError("from loss_fn")
+        return linear_loss(i, logprobs, entropy)
+
+    def nan(i, logprobs, entropy):
+        return linear_loss(i, logprobs, entropy) * (math.nan if i == 7 else 1.0)
+
+    def nan_gradient(i, logprobs, entropy):
+        zero = (logprobs - logprobs.detach()).sum()
+        return linear_loss(i, logprobs, entropy) + (zero.square().sqrt() if i == 7 else 0.0)
+
+    def vector(i, logprobs, entropy):
+        return logprobs if i == 7 else linear_loss(i, logprobs, entropy)
+
+    return {
+        "raises": (raises, KeyError, "from loss_fn"),
+        "nan": (nan, NonFiniteLoss, "the loss of sequence 7 is nan"),
+        "nan gradient": (nan_gradient, NonFiniteLoss, "sequence 7 .* a gradient that is not fin"),
+        "vector": (vector, ValueError, "one number a sequence.*sequence 7"),
+    }
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [None, 1, 4])
+@pytest.mark.parametrize("name", failing_losses())
+def test_a_failure_in_the_middle_leaves_nothing_behind(name, size):
+    loss_fn, kind, message = failing_losses()[name]
+    model, trie = TinyModel(), TokenTrie(random_forest(1, count=14))
+    truth, _ = gradients(model, lambda: tree_backward(model, trie, linear_loss, max_tokens=size))
+    before = [torch.ones_like(p) for p in model.parameters()]
+    for p, grad in zip(model.parameters(), before, strict=True):
+        p.grad = grad
+    with pytest.raises(kind, match=message):
+        tree_backward(model, trie, loss_fn, max_tokens=size)
+    for p, grad in zip(model.parameters(), before, strict=True):
+        assert p.grad is grad and (grad == 1).all()
+    assert (
+        error(model, lambda: tree_backward(model, trie, linear_loss, max_tokens=size), truth) == 0
+    )
+
+
+@pytest.mark.quick
+def test_an_entropy_that_no_loss_uses_costs_no_second_head():
+    """The head's backward gets None for it, which a zero gradient would not be."""
+    model, trie, got = TinyModel(), TokenTrie(random_forest(0)), []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.set_materialize_grads(False)
+            return x.clone(), y.clone()
+
+        @staticmethod
+        def backward(ctx, dx, dy):
+            got.append(dy is None)
+            return dx, dy
+
+    real = model.logprobs
+    model.logprobs = lambda *x, **options: Spy.apply(*real(*x, **options))
+    tree_backward(model, trie, linear_loss, max_tokens=4)
+    assert got and all(got)
+    got.clear()
+    tree_backward(model, trie, example_loss)
+    assert got == [False]
+
+
+@pytest.mark.quick
+def test_frozen_parameters_and_no_grad_outside():
+    model, sequences = models.tiny_model("qwen3"), tensors(forests()["forest"])
+    names = ("model.layers.1", "lm_head")
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(names))
+    truth, _ = gradients(model, lambda: definition(model, sequences, example_loss))
+
+    def run():
+        with torch.no_grad():
+            tree_backward(model, TokenTrie(sequences), example_loss, max_tokens=3, recompute=True)
+
+    assert error(model, run, truth) < 1e-10
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        tree_backward(model, TokenTrie(sequences), example_loss)
+
+
+@pytest.mark.quick
+def test_nothing_is_an_ordinary_case():
+    model, trie = TinyModel(), TokenTrie([])
+    result = tree_backward(model, trie, example_loss, max_tokens=3)
+    assert result.loss == 0 and result.logprobs == []
+    assert tree_scores(model, trie) == [] and trie.draw() == "" and plan(trie) == []
+    assert all(p.grad is None for p in model.parameters())
+    assert partition([], 3) == [[], [], []]
+
+
+# Mixtures of experts ---------------------------------------------------------------------------
+
+
+def flat_with_balance(model, sequences, coef):
+    """The flat batch with models.Balance, one sequence at a time: aux loss and expert counts."""
+    total, counts = 0.0, {}
+    for i, x in enumerate(sequences):
+        balance = models.Balance(torch.zeros(len(x)).long(), coef=coef)
+        hidden = model.hidden(x[None], balance=balance)[0]
+        example_loss(i, *model.logprobs(hidden[:-1], x[1:])).backward()
+        total += sum(balance.losses.values())
+        for layer, n in balance.counts.items():
+            counts[layer] = counts.get(layer, 0) + n
+    return total, counts
+
+
+@pytest.mark.parametrize("name", ["lone", "duplicates", "prefixes", "caterpillar", "forest"])
+def test_the_auxiliary_loss_counts_tokens_as_the_flat_batch_does(name):
+    model = models.tiny_model("qwen3_moe", num_hidden_layers=3)
+    sequences = tensors((forests() | {"lone": [[3], [3], [4, 5, 6]]})[name])
+    truth, (aux, counts) = gradients(model, lambda: flat_with_balance(model, sequences, 0.3))
+    plain, _ = gradients(model, lambda: definition(model, sequences, example_loss))
+    assert max(relative(a, b) for a, b in zip(plain, truth, strict=True)) > 1e-4  # it matters
+    for size, recompute in itertools.product((None, 1, 2, 3, 7), (False, True)):
+        options = dict(max_tokens=size, recompute=recompute, aux_coef=0.3)
+        trie = TokenTrie(sequences)
+        found, result = gradients(
+            model, lambda t=trie, o=options: tree_backward(model, t, example_loss, **o)
+        )
+        assert max(relative(a, b) for a, b in zip(found, truth, strict=True)) < 1e-10
+        assert abs(result.aux_loss - aux) < 1e-12
+        assert result.router_counts.keys() == counts.keys()
+        assert all(torch.equal(result.router_counts[k], counts[k]) for k in counts)
+
+
+# Precision, memory -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+def test_bf16_is_as_good_as_flat_bf16(kind):
+    """Root mean square over seeds and shapes: one case alone is +-10 % by the roundings' luck."""
+    flat, ours = [], {size: [] for size in (None, 64, 32, 8)}
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        prompt = rng.integers(0, 53, 96)
+        star = [np.append(prompt, rng.integers(0, 53, 24)) for _ in range(8)]
+        for sequences in (star, [prompt[:n] for n in range(12, 97, 12)]):
+            sequences = tensors(sequences)
+            low = models.tiny_model(kind, seed=seed, dtype=torch.bfloat16, hidden_size=64)
+            high = copy.deepcopy(low).float()
+            truth = gradients(high, lambda: definition(high, sequences, linear_loss))[0]  # noqa: B023
+            truth = torch.cat([x.flatten() for x in truth]).double()
+
+            def off(run, low=low, truth=truth):
+                found = torch.cat([x.flatten() for x in gradients(low, run)[0]])
+                return relative(found, truth)
+
+            flat.append(off(lambda: definition(low, sequences, linear_loss)))  # noqa: B023
+            for size, errors in ours.items():
+                trie = TokenTrie(sequences)
+                errors.append(off(lambda: tree_backward(low, trie, linear_loss, max_tokens=size)))  # noqa: B023
+    for size, errors in ours.items():
+        assert np.linalg.norm(errors) <= 1.1 * np.linalg.norm(flat), size
+
+
+def peak(model, trie, **options):
+    """Bytes that tree_backward held, beyond the parameters' gradients."""
+    model.zero_grad()
+    with LiveBytes() as live:
+        tree_backward(model, trie, linear_loss, **options)
+    return live.peak - sum(p.grad.nbytes for p in model.parameters())
+
+
+def stars(leaves):
+    return TokenTrie([np.append(np.arange(200) % 50, [k, *range(31)]) for k in leaves])
+
+
+def small_model():
+    sizes = dict(hidden_size=64, vocab_size=101)
+    return models.tiny_model("qwen3", dtype=torch.float32, **sizes)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_does_not_depend_on_the_number_of_leaves(recompute):
+    model = small_model()
+    few, many = (peak(model, stars(range(n)), max_tokens=32, recompute=recompute) for n in (8, 64))
+    assert few <= many < 1.1 * few
+    assert peak(model, stars(range(64))) > 4 * many
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_memory_is_what_was_predicted(recompute):
+    model = small_model()
+    tries = {
+        "star": stars(range(20)),
+        "chain": TokenTrie([np.arange(n) % 53 for n in range(50, 401, 50)]),
+        "none": TokenTrie([np.arange(200) % 47 + k for k in range(5)]),
+    }
+    for name, trie in tries.items():
+        for size in (None, 150, 60):
+            options = dict(max_tokens=size, recompute=recompute)
+            found, told = peak(model, trie, **options), predict_memory(model, trie, **options)
+            assert 0.97 < sum(told) / found < 1.15, (name, size)
+            assert (told.stack > 0) == any(block.piece for block in plan(trie, size))
+    assert all(p.grad is not None for p in model.parameters())  # as `peak` left them
+
+
+def test_the_stack_holds_what_the_deepest_piece_needs_and_no_more():
+    model, trie = TinyModel(), TokenTrie([np.append(np.zeros(n, int), 1) for n in (40, 90, 100)])
+    engine = tree._Engine(model, trie, max_tokens=30)
+    engine.run(linear_loss)
+    deepest = max(block.depth + block.piece for block in plan(trie, 30) if block.piece)
+    for x in (*engine.stack.kv.values(), *engine.stack.grads.values()):
+        assert x.shape[3] <= deepest < 101
+    assert all((x == 0).all() for x in engine.stack.grads.values())  # all of it was taken
+
+
+# Bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "sequences, message",
+    [
+        ([[1, 2], []], "sequence 1 must be 1-D integers, 1 token or more"),
+        ([[1.5, 2.0]], "sequence 0 must be 1-D integers"),
+        ([[[1, 2]]], "sequence 0 must be 1-D integers"),
+        ([[1, 2], [3, -1]], "sequence 1 has the token id -1"),
+    ],
+)
+def test_sequences_that_are_none_are_refused(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        TokenTrie([torch.tensor(x) for x in sequences])
+
+
+@pytest.mark.quick
+def test_a_sequence_longer_than_the_limit_is_named():
+    with pytest.raises(ValueError, match="sequence 1 has 4 tokens, the limit is 3"):
+        TokenTrie([[1, 2], [1, 2, 3, 4]], max_length=3)
+    model = models.tiny_model("qwen3", max_position_embeddings=8)
+    with pytest.raises(ValueError, match="sequence 1 has 9 tokens, the model's limit is 8"):
+        tree_backward(model, TokenTrie([[1], [1] * 9]), linear_loss)
+
+
+class Wrong(TinyModel):
+    """TinyModel with one thing that a tree cannot have."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class LinearAttention(nn.Module):
+    pass
+
+
+class Deaf(TinyModel):
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None):
+        return super().hidden(tokens_BS, positions=positions)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (Wrong(drop=nn.Dropout(0.1)), "drop drops out with p = 0.1.*model.eval"),
+        (Wrong(mix=nn.Conv1d(1, 1, 3)), "mix is Conv1d: it mixes tokens in another way"),
+        (Wrong(mix=nn.GRU(2, 2)), "mix is GRU"),
+        (Wrong(mix=LinearAttention()), "mix is LinearAttention"),
+        (Deaf(), "Deaf.hidden never called `attention`"),
+        (nn.Linear(2, 2), "Linear must have .hidden"),
+    ],
+)
+def test_models_that_a_tree_cannot_train_are_refused(model, message):
+    for run in (tree_backward, lambda *x: tree._Engine(*x[:2]).run()):
+        if run is tree_backward or isinstance(model, Deaf):
+            with pytest.raises(ValueError, match=message):
+                run(model, TokenTrie([[1, 2]]), linear_loss)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.quick
+def test_dropout_is_fine_where_it_drops_nothing():
+    for model in (Wrong(drop=nn.Dropout(0.0)), Wrong(drop=nn.Dropout(0.1)).eval()):
+        tree_backward(model, TokenTrie([[1, 2]]), linear_loss)
+
+
+@pytest.mark.quick
+def test_other_refusals_say_what_to_do():
+    model = models.tiny_model("qwen3")
+    with pytest.raises(ValueError, match="sequence 1 has the token id 53; ids are below 53"):
+        tree_backward(model, TokenTrie([[1, 2], [3, 53]]), linear_loss)
+    with pytest.raises(ValueError, match="the model has no router; leave it 0"):
+        tree_backward(model, TokenTrie([[1, 2]]), linear_loss, aux_coef=0.1)
+    with pytest.raises(ValueError, match="expected a TokenTrie, came list"):
+        tree_backward(model, [[1, 2]], linear_loss)
+    model = Wrong(config=types.SimpleNamespace(layer_types=["linear_attention"]))
+    with pytest.raises(ValueError, match="linear_attention.*not all are causal softmax"):
+        tree_backward(model, TokenTrie([[1, 2]]), linear_loss)
+
+
+# Partition -------------------------------------------------------------------------------------
+
+
+def contiguous(order, world):
+    """Every way to cut the order into `world` stretches, empty ones too."""
+    for cuts in itertools.combinations_with_replacement(range(len(order) + 1), world - 1):
+        edges = [0, *cuts, len(order)]
+        yield [order[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("again", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(6))
+def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
+    sequences, cost = random_forest(seed, count=9, longest=12), Cost(1.0, 0.05, again)
+
+    def worst(shares):
+        return max(modelled_time(TokenTrie([sequences[i] for i in x]), cost) for x in shares)
+
+    order = sum(partition(sequences, 1), [])
+    assert [sequences[i].tolist() for i in order] == sorted(x.tolist() for x in sequences)
+    for world in (1, 2, 3, 4):
+        shares = partition(sequences, world, cost=cost)
+        assert sum(shares, []) == order and len(shares) == world
+        best = min(worst(x) for x in contiguous(order, world))
+        assert worst(shares) <= best * (1 + 1e-6)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", ["dfs", "lpt", "round_robin"])
+def test_every_strategy_deals_each_sequence_once_and_the_same_again(strategy):
+    sequences = random_forest(1, count=7)
+    for world in (1, 2, 4, 20):
+        shares = partition(sequences, world, strategy=strategy)
+        assert sorted(sum(shares, [])) == list(range(7)) and len(shares) == world
+        assert shares == partition(sequences, world, strategy=strategy)
+    with pytest.raises(ValueError, match="strategy must be"):
+        partition(sequences, 2, strategy="best")
+    with pytest.raises(ValueError, match="world 1 or more"):
+        partition(sequences, 0)
+
+
+@pytest.mark.quick
+def test_groups_stay_together_and_the_work_is_even():
+    rng = np.random.default_rng(0)
+    groups = [np.append(k, rng.integers(0, 99, 199)) for k in range(8)]
+    sequences = [np.append(group, rng.integers(0, 99, 20)) for group in groups for _ in range(8)]
+    dealt = [sequences[i] for i in rng.permutation(64)]
+    for world in (2, 4, 8):
+        tokens = {
+            how: [
+                len(TokenTrie([dealt[i] for i in share]))
+                for share in partition(dealt, world, strategy=how)
+            ]
+            for how in ("dfs", "lpt", "round_robin")
+        }
+        assert sum(tokens["dfs"]) == len(TokenTrie(dealt))  # no prompt twice
+        assert max(tokens["dfs"]) < 1.01 * min(tokens["dfs"])
+        assert min(max(tokens["lpt"]), max(tokens["round_robin"])) > 1.2 * max(tokens["dfs"])
+
+
+# Commands --------------------------------------------------------------------------------------
+
+
+def test_check_passes_with_ring_attention_alone(tmp_path):
+    for name in ("tree_attention.py", "ring_attention.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    command = [sys.executable, "tree_attention.py", "check"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["ok"] and last["max_error"] < 1e-12
+    assert "families: SKIP, models.py is not here" in done.stdout
+
+
+def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(tree.Stack, "take", lambda *x: None)  # (6) without what is below
+    few = {"forks at the end": forests()["forks at the end"]}
+    monkeypatch.setattr(tree, "forests", lambda: few)
+    monkeypatch.setattr(tree, "_family_rows", lambda: None)
+    assert tree.check() == 1
+    line = next(x for x in capsys.readouterr().out.splitlines() if "forks at the end" in x)
+    assert line.endswith("FAILED")
+
+
+@pytest.mark.quick
+def test_plan_prints_tree_blocks_and_partition(tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps([[1, 2, 3], [1, 2, 4], [7]]))
+    assert tree.main(["plan", str(tmp_path / "x.json"), "--max-tokens", "3", "--world", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "+- 1 2" in out and "tree_tokens 5" in out and "sequences [1, 2]" in out
+
+
+def test_bench_runs_at_toy_size(tmp_path, capsys):
+    (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
+    assert tree.main(["bench", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
+    assert tree.main(["bench", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
+    assert tree.main(["nonsense"]) == 2

@@ -1,0 +1,1234 @@
+"""Training on a tree of token sequences at the cost of its distinct tokens, exactly; CPU and CUDA.
+
+Sequences that begin alike (GRPO groups, branching or multi-turn rollouts) form a tree. A causal
+model gives a shared token the same state in all of them, so it is computed once, forward and
+backward; the losses stay functions of whole sequences, and the gradients are those of training on
+every sequence by itself. One knob, max_tokens: the whole tree at once, or block by block, depth
+first, in the memory of one path.
+
+    python tree_attention.py check             # every gradient against per-sequence autograd
+    python tree_attention.py bench             # CPU seconds, peak memory, percent of the bound
+    python tree_attention.py plan FILE.json    # a list of token lists: statistics, drawing, blocks
+
+check needs ring_attention.py beside it, the others models.py and tests/measure_tree.py too.
+
+What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i of each:
+
+    (1)  token i of the tree sees token j  iff  j <= i < end_j:  its ancestors and itself
+    (2)  h_t       =  the model's state of token t after its path, at position depth_t
+    (3)  lp^i_s    =  log softmax(W h / temperature)[x^i_s],  h of token s - 1 of x^i,  0 < s < L_i
+    (4)  loss      =  sum_i f_i(lp^i, entropy^i)
+    (5)  dloss/dlp_t  =  sum over the sequences i that hold t of  df_i/dlp^i at t
+    (6)  dk_j, dv_j   =  the sum over the tokens that see j: of its own block, and of all below it
+    (7)  aux       =  coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te   (sparse layers; p:
+                      the router's, n_ie: tokens of x^i that went to expert e; in no f_i)
+
+Why it is allowed. (2) depends on a token's ancestors alone, so (1) makes one forward of the packed
+tree the forward of every path. A gradient is a sum over sequences, and what sequences share enters
+it once for each: that is (5), and (6) is the same sum for keys and values.
+
+    sequences  5 6 7 / 5 6 8 / 5 9      packed, DFS preorder      who sees whom
+                                        index  0 1 2 3 4          0  x
+        5 - 6 - 7                       token  5 6 7 8 9          1  x x
+        |    `- 8                       depth  0 1 2 2 1          2  x x x
+         `- 9                           end    5 4 3 4 5          3  x x . x
+                                                                  4  x . . . x
+The tree in blocks: a block is a piece of one path, at most max_tokens of it, and whole subtrees
+that hang from its end, as many as fit. Blocks form a tree themselves. Depth first, the K and V of
+the pieces above lie on a stack, where the index is the depth; a block attends to the stack and to
+itself, merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient, and takes
+out what the blocks below have left there for its own piece.
+
+    B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
+    N tokens of the tree   n of a block   p on the stack above it   K experts a token
+    R sequences, L_i tokens of sequence i   C = 2 or 3: log-prob, entropy and, for a critic, value
+
+    |                | tokens forward, backward     | held at the peak                            |
+    | one by one     | sum L_i, sum L_i             | the longest sequence                        |
+    | one block      | N, N                         | N tokens' graph                             |
+    | blocks         | N, N                         | graphs of a path of blocks; K, V, dK, dV    |
+    | ... recompute  | N + inner blocks', N         | one block's graph; K, V, dK, dV of a path   |
+
+A token's pairs with its ancestors are computed once: N tokens and sum_t (depth_t + 1) pairs, where
+the flat batch has sum_i L_i and sum_i L_i (L_i + 1) / 2. `TokenTrie.stats` gives the ratio.
+
+How it deviates. Prefix Grouper shares one prefix, here any tree. Tree Training packs a tree that
+fits; AReaL-DTA walks leaf by leaf with one segment at a time: blocks are both, and packing sibling
+subtrees keeps the matrices large. The log-prob of a fork's first tokens is computed where their
+parent's state is, in the parent's block, so there is no fork cache of any kind.
+
+Not here: dropout; mixers that are no causal softmax attention; batches of trees (a forest is one
+tree); the dynamic engine across a sequence's ranks (one block: `tree_logprobs(group=)`).
+
+References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix Grouper
+arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437, equations 17-20.
+"""
+
+import bisect
+import inspect
+import json
+import math
+import re
+import sys
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ring_attention as ring
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
+OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", re.IGNORECASE)
+
+
+# 1. The definition ---------------------------------------------------------------------------
+
+
+def definition(model, sequences, loss_fn, /, *, temperature=1.0):
+    """(3), (4) and the gradient, one sequence at a time: what everything below must equal.
+
+    Returns the loss and the log-probs of each sequence; adds to .grad.
+    """
+    total, found = 0.0, []
+    for i, x_L in enumerate(sequences):
+        hidden_LM = model.hidden(x_L[None])[0]
+        scored_lM = hidden_LM[:-1]
+        scores = model.logprobs(scored_lM, x_L[1:], temperature=temperature)
+        values = (model.values(scored_lM),) if _is_critic(model) else ()
+        loss = loss_fn(i, *scores, *values)
+        if loss.requires_grad:
+            loss.backward()
+        total, found = total + loss.detach(), [*found, scores[0].detach()]
+    return total, found
+
+
+def _is_critic(model):
+    return getattr(getattr(model, "config", None), "value_head", False)
+
+
+# 2. The tree of tokens -----------------------------------------------------------------------
+
+
+class Stats(NamedTuple):
+    """Tokens and (query, key) pairs, of the flat batch and of the tree, and their ratios."""
+
+    flat_tokens: int
+    tree_tokens: int
+    flat_pairs: int
+    tree_pairs: int
+    token_bound: float  # how many times faster, if tokens were all that costs
+    flop_bound: float | None  # the same of FLOPs, None without their costs
+
+
+class TokenTrie:
+    """The tree of all prefixes of some sequences, packed in DFS preorder.
+
+    sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
+    max_length: a ValueError names the sequence that is longer. Sequences that are equal, or
+    prefixes of others, end inside the tree and add no token. All tensors are int64, on the CPU:
+
+        tokens (N,)        token ids           positions (N,)    depth, which is what RoPE wants
+        subtree_end (N,)   the index after a token's last descendant
+        parent (N,)        index of the token before, -1 for a first one
+        ends (R,)          index of each sequence's last token     lengths (R,)   L_i
+
+    O(total tokens) numpy after a sort, and a Python loop over sequences, not over tokens.
+    """
+
+    def __init__(self, sequences, *, max_length=None):
+        arrays = [_checked(i, x, max_length) for i, x in enumerate(sequences)]
+        self.lengths = _tensor([len(x) for x in arrays])
+        # Big-endian bytes sort as the ids do. A sequence then shares most with its neighbours.
+        keys = [x.astype(">i8").tobytes() for x in arrays]
+        self._order = sorted(range(len(arrays)), key=keys.__getitem__)
+        ordered = [arrays[i] for i in self._order]
+        pairs = zip(ordered, ordered[1:], strict=False)
+        shared = [0, *(_common(a, b) for a, b in pairs)][: len(ordered)]
+        own = [x[n:] for x, n in zip(ordered, shared, strict=True)]
+        sizes = np.array([len(x) for x in own], np.int64)
+        self._shared, self._sizes = np.array(shared, np.int64), sizes
+        self._starts, none = np.cumsum(sizes) - sizes, np.zeros(0, np.int64)
+        depth = (np.arange(n, n + len(x)) for n, x in zip(shared, own, strict=True))
+        self.tokens = _tensor(np.concatenate([none, *own]))
+        self.positions = _tensor(np.concatenate([none, *depth]))
+        self.subtree_end = _tensor(self._subtree_ends())
+        parent, ends = np.arange(len(self)) - 1, np.full(len(arrays), -1, np.int64)
+        for rank, path in self._paths():
+            if sizes[rank]:
+                n = shared[rank]
+                parent[self._starts[rank]] = path[n - 1] if n else -1
+            ends[self._order[rank]] = path[-1]
+        self.parent, self.ends, self._mask = _tensor(parent), _tensor(ends), None
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def _subtree_ends(self):
+        """A token's subtree ends where the next sequence begins that shares only what is above it.
+
+        Backwards over the sequences, with the strictly ascending minima of `shared` so far: the
+        tokens at depths between two of them end where the lower one's sequence begins.
+        """
+        end, shares, places = np.empty(len(self), np.int64), [], []
+        parts = (x[::-1].tolist() for x in (self._shared, self._sizes, self._starts))
+        for low, size, start in zip(*parts, strict=True):
+            k = bisect.bisect_right(shares, low)
+            edges = [low, *(n for n in shares[k:] if n < low + size), low + size]
+            after = [places[k - 1] if k else len(end), *places[k:]]
+            for a, b, place in zip(edges, edges[1:], after, strict=False):
+                end[start + a - low : start + b - low] = place
+            k = bisect.bisect_left(shares, low)
+            shares[k:], places[k:] = [low], [start]
+        return end
+
+    def _paths(self):
+        """(rank in sorted order, token indices) of each sequence; the array is used again."""
+        at = np.empty(int(self.lengths.max()) if len(self.lengths) else 0, np.int64)
+        for rank, i in enumerate(self._order):
+            low, size, start = self._shared[rank], self._sizes[rank], self._starts[rank]
+            at[low : low + size] = np.arange(start, start + size)
+            yield rank, at[: self.lengths[i]]
+
+    def path(self, i):
+        """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
+        parts, token = [], int(self.ends[i])
+        while token >= 0:  # a step a fork: the tokens between lie side by side
+            run = int(np.searchsorted(self._starts, token, side="right")) - 1
+            first = int(self._starts[run])
+            parts.append(np.arange(first, token + 1))
+            token = int(self.parent[first])
+        return _tensor(np.concatenate(parts[::-1]))
+
+    def mask(self, window=None):
+        """(1) as a Mask; a window is measured in depth."""
+        if self._mask is None:  # kept with its tiles: a layer finds what the one before it made
+            self._mask = ring.Mask.tree(self.subtree_end, self.positions)
+        return self._mask.with_window(window)
+
+    def segments(self):
+        """({parent token, -1 for none: [first tokens]}, {first token: its segment's end}).
+
+        A segment is a stretch of one path without a fork; where one ends, children begin.
+        """
+        parent = self.parent.numpy()
+        count = np.bincount(parent[parent >= 0], minlength=len(self))
+        first = np.flatnonzero((parent < 0) | (count[parent] != 1))
+        children = {}
+        for token in first.tolist():
+            children.setdefault(int(parent[token]), []).append(token)
+        stops = np.append(np.flatnonzero(count != 1) + 1, len(self))
+        found = stops[np.searchsorted(stops, first + 1)]
+        return children, dict(zip(first.tolist(), found.tolist(), strict=True))
+
+    def stats(self, flops_per_token=None, flops_per_pair=None) -> Stats:
+        """What sharing saves. flops_per_token, flops_per_pair: what a model spends on each."""
+        lengths = self.lengths.numpy()
+        flat, pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+        tree, tree_pairs = len(self), int((self.positions + 1).sum())
+        bound = None
+        if flops_per_token is not None and flops_per_pair is not None and tree:
+            flops = tree * flops_per_token + tree_pairs * flops_per_pair
+            bound = (flat * flops_per_token + pairs * flops_per_pair) / flops
+        return Stats(flat, tree, pairs, tree_pairs, flat / tree if tree else 1.0, bound)
+
+    def draw(self, most=40) -> str:
+        """A segment a line: its tokens, how many, and the sequences that end in it."""
+        (children, stops), ends, lines = self.segments(), {}, []
+        for i, token in enumerate(self.ends.tolist()):
+            ends.setdefault(token, []).append(i)
+        todo = [(first, 0) for first in reversed(children.get(-1, []))]
+        while todo and len(lines) < most:
+            first, level = todo.pop()
+            stop = stops[first]
+            text = " ".join(str(x) for x in self.tokens[first : min(stop, first + 8)].tolist())
+            here = [f"{ends[t]} at {t + 1 - first}" for t in range(first, stop) if t in ends]
+            more = f" .. ({stop - first} tokens)" if stop > first + 8 else ""
+            finished = f"   ends: {', '.join(here)}" if here else ""
+            lines.append(f"{'|  ' * level}+- {text}{more}{finished}")
+            todo += [(child, level + 1) for child in reversed(children.get(stop - 1, []))]
+        return "\n".join([*lines, f".. {len(todo)} branches and more" if todo else ""]).rstrip("\n")
+
+
+def _tensor(x):
+    return torch.from_numpy(np.asarray(x, np.int64))
+
+
+def _checked(i, sequence, max_length):
+    array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
+    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"sequence {i} must be 1-D integers, 1 token or more; "
+            f"came {array.dtype} {array.shape}; leave empty sequences out"
+        )
+    if array.min() < 0:
+        raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 or more")
+    if max_length is not None and len(array) > max_length:
+        raise ValueError(f"sequence {i} has {len(array)} tokens, the limit is {max_length}; cut it")
+    return array
+
+
+def _common(a, b):
+    """Length of the longest common prefix."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+# 3. Attention over the packed tree -----------------------------------------------------------
+
+
+def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
+    """Attention of every token to its ancestors and itself, (1): out (1, H, N, D), differentiable.
+
+    q: (1, H, N, D), k, v: (1, G, N, D) in the order of trie.tokens; dtypes and the other arguments
+    as in `ring_attention.attend`, whose autograd Function this is over the tree's mask.
+
+    In preorder a segment's own pairs are a triangle of contiguous slices, and everything below it
+    sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
+    kernels without a mask, and only boxes of many short segments take a mask of their own size.
+    """
+    return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
+
+
+# 4. Blocks -----------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """tokens (n,): ascending indices. The first `piece` of them, 0 where no block is below, are a
+    stretch of one path that other blocks hang from; the rest are whole subtrees. parent: the block
+    above, -1 for none. depth: of its first token, and how much of the stack it sees."""
+
+    tokens: np.ndarray
+    piece: int
+    parent: int
+    depth: int
+
+
+def plan(trie, max_tokens=None) -> list[Block]:
+    """Blocks of at most max_tokens, each after the one above it; None: all in one.
+
+    From the end of a piece, subtrees that fit into a block are packed together, the first of them
+    into what is left of the piece's block; a larger one begins with its segment, cut into pieces.
+    """
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
+        raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
+    N = len(trie)
+    if max_tokens is None or N <= max_tokens:
+        return [Block(np.arange(N), 0, -1, 0)] if N else []
+    (children, stops), blocks, todo = trie.segments(), [], [(-1, -1)]
+    end, positions = trie.subtree_end.numpy(), trie.positions.numpy()
+    while todo:
+        token, holder = todo.pop()  # what hangs from this token, whose piece is in that block
+        below = children.get(token, [])
+        small = [child for child in below if end[child] - child <= max_tokens]
+        _pack(blocks, holder, [np.arange(child, end[child]) for child in small], max_tokens,
+              int(positions[token]) + 1 if token >= 0 else 0)  # fmt: skip
+        for child in (child for child in below if end[child] - child > max_tokens):
+            above = holder
+            for first in range(child, stops[child], max_tokens):
+                tokens = np.arange(first, min(first + max_tokens, stops[child]))
+                blocks.append(Block(tokens, len(tokens), above, int(positions[first])))
+                above = len(blocks) - 1
+            todo.append((stops[child] - 1, above))
+    inner = {block.parent for block in blocks}
+    return [x if b in inner else x._replace(piece=0) for b, x in enumerate(blocks)]
+
+
+def _pack(blocks, holder, subtrees, max_tokens, depth):
+    """Put whole subtrees, in order, into the holder's block while they fit, then into new ones."""
+    used, bundles = (len(blocks[holder].tokens) if holder >= 0 else max_tokens), [[]]
+    for tokens in subtrees:
+        if used + len(tokens) > max_tokens:
+            used = 0
+            bundles.append([])
+        used += len(tokens)
+        bundles[-1].append(tokens)
+    if bundles[0]:
+        tokens = np.concatenate([blocks[holder].tokens, *bundles[0]])
+        blocks[holder] = blocks[holder]._replace(tokens=tokens)
+    blocks.extend(Block(np.concatenate(some), 0, holder, depth) for some in bundles[1:])
+
+
+class Stack:
+    """Keys and values of the pieces above the current block, by layer; the index is the depth."""
+
+    def __init__(self, limit):
+        self.limit, self.kv, self.grads = limit, {}, {}  # layer -> (2, 1, G, capacity, D)
+
+    def put(self, layer, depth, k_1GnD, v_1GnD, piece):
+        """Write a piece over what another path had left there."""
+        if piece:
+            at = slice(depth, depth + piece)
+            kv_21GpD = self._room(self.kv, layer, k_1GnD, at.stop)
+            kv_21GpD[0, :, :, at] = k_1GnD[:, :, :piece].detach()
+            kv_21GpD[1, :, :, at] = v_1GnD[:, :, :piece].detach()
+
+    def leave(self, layer, first, dk_1GpD, dv_1GpD):
+        """A block's part of (6) for the tokens above it."""
+        # NUMERICS: the sum over all blocks below is in float32 or better, and is cast once, with
+        # the block's own. Pinned by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
+        at = slice(first, first + dk_1GpD.shape[2])
+        grad_21GmD = self._room(self.grads, layer, dk_1GpD, at.stop)
+        grad_21GmD[0, :, :, at] += dk_1GpD
+        grad_21GmD[1, :, :, at] += dv_1GpD
+
+    def take(self, layer, depth, piece):
+        """What all blocks below have left for a piece; zero from here on. None: nothing."""
+        if layer not in self.grads or not piece:
+            return None
+        grad_21GnD = self.grads[layer][:, :, :, depth : depth + piece]
+        taken_21GnD = grad_21GnD.clone()
+        grad_21GnD.zero_()
+        return taken_21GnD
+
+    def _room(self, store, layer, like_1GnD, needed):
+        """A layer's part, grown to twice its length if need be, but never beyond the limit."""
+        held = store[layer].shape[3] if layer in store else 0
+        if held < needed:
+            _, G, _, D = like_1GnD.shape
+            new_21GpD = like_1GnD.new_zeros(2, 1, G, min(max(needed, 2 * held), self.limit), D)
+            if held:
+                new_21GpD[:, :, :, :held] = store[layer]
+            store[layer] = new_21GpD
+        return store[layer]
+
+
+class Masks(NamedTuple):
+    own: ring.Mask  # a block's tokens among themselves
+    above: ring.Mask | None  # its tokens against the stack from depth `first` on; None: all of it
+    first: int
+
+
+def block_ends(trie, block):
+    """subtree_end of a block's tokens inside the block, (n,)."""
+    end = np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
+    end[: block.piece] = len(end)  # everything else in the block hangs from the piece's end
+    return end
+
+
+def block_masks(trie, block, window) -> Masks:
+    """(1) for a block: stack, piece and subtrees are a tree of their own."""
+    positions, end = trie.positions.numpy()[block.tokens], block_ends(trie, block)
+    n, p = len(positions), block.depth
+    own = trie.mask(window) if n == len(trie) else ring.Mask.tree(end, positions, window)
+    if window is None or not p:
+        return Masks(own, None, 0)
+    first = min(max(0, int(positions.min()) - window + 1), p - 1)  # the rest is out of the window
+    above = p - first
+    ends = np.concatenate([np.full(above, above + n), above + end])
+    depths = np.concatenate([np.arange(first, p), positions])
+    both = ring.Mask.tree(ends, depths, window)
+    return Masks(own, both.slice(slice(above, None), slice(above)), first)
+
+
+class _BlockAttention(torch.autograd.Function):
+    """A block against itself and the stack above it; its backward is (6) through the stack."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, stack, layer, block, masks, kernel):
+        out, lse = ring.forward_tiles(q, k, v, masks.own, kernel)
+        if block.depth:
+            above = stack.kv[layer][:, :, :, masks.first : block.depth]
+            out, lse = ring.merge(out, lse, *ring.forward_tiles(q, *above, masks.above, kernel))
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = stack, layer, block, masks, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        stack, layer, block, masks, kernel = ctx.rest
+        dq, dk, dv = ring.backward_tiles(dout, q, k, v, out, lse, None, masks.own, kernel)
+        if block.depth:  # with the out and lse over all keys, the parts of the gradient add up
+            above = stack.kv[layer][:, :, :, masks.first : block.depth]
+            parts = ring.backward_tiles(dout, q, *above, out, lse, None, masks.above, kernel)
+            dq += parts[0]
+            stack.leave(layer, masks.first, *parts[1:])
+        below = stack.take(layer, block.depth, block.piece)
+        if below is not None:
+            reached = below.shape[3]  # less than the piece where nothing below saw its end
+            dk[:, :, :reached] += below[0]
+            dv[:, :, :reached] += below[1]
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *[None] * 5
+
+
+class Routing:
+    """The `balance` callable of a block's sparse layers: what (7) needs of their routers."""
+
+    def __init__(self):
+        self.scores, self.chosen = {}, {}  # layer -> p (n, E) with its graph, and 0 or 1 (n, E)
+        self.experts_per_token = 0
+
+    def __call__(self, scores_nE, chosen_nK, /, *, layer):
+        self.scores[layer], self.experts_per_token = scores_nE, chosen_nK.shape[1]
+        zeros_nE = torch.zeros_like(scores_nE, dtype=torch.float64)
+        self.chosen[layer] = zeros_nE.scatter(1, chosen_nK, 1.0)
+
+
+def subtree_sums(x_nE, end_n, /):
+    """Sum of the rows t .. end_t - 1, and of all rows: in preorder, over a token's subtree."""
+    sums_mE = torch.cat([x_nE.new_zeros(1, x_nE.shape[1]), x_nE.cumsum(0)])
+    return sums_mE[end_n] - sums_mE[:-1], sums_mE[-1]
+
+
+def path_sums(x_nE, end_n, /):
+    """Sum of x over a token's ancestors and itself: a row counts until its subtree ends."""
+    events_mE = torch.cat([x_nE, x_nE.new_zeros(1, x_nE.shape[1])])
+    return events_mE.index_add(0, end_n, -x_nE)[:-1].cumsum(0)
+
+
+# 5. The engine -------------------------------------------------------------------------------
+
+
+class NonFiniteLoss(FloatingPointError, ValueError):
+    """A caller's loss, or its gradient, is not finite; the message names the sequence."""
+
+
+class _Engine:
+    """Blocks depth first: forward, losses of complete paths, the blocks below, backward.
+
+    found, upstream: (C, N), by the token that is scored; `found` is (3) and what goes with it,
+    `upstream` is (5). A token without a parent has none.
+    """
+
+    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0):
+        self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
+        self.temperature, self.aux_coef = temperature, aux_coef
+        self.routed = "balance" in inspect.signature(model.hidden).parameters
+        weight = next(model.parameters())
+        self.device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
+        size = 2 + bool(_is_critic(model)), len(trie)
+        self.found_CN = torch.zeros(size, dtype=dtype, device=self.device)
+        self.upstream_CN, self.used = torch.zeros_like(self.found_CN), [True] + [False] * 2
+        pieces = [b.depth + b.piece for b in self.blocks if b.piece]
+        self.stack = Stack(max(pieces, default=0))
+        owner, parent = np.zeros(len(trie), np.int64), trie.parent.numpy()
+        for b, block in enumerate(self.blocks):
+            owner[block.tokens] = b
+        scored = np.flatnonzero(parent >= 0)
+        by_parent = _grouped(owner[parent[scored]], len(self.blocks))
+        self.edges = [torch.from_numpy(scored[some]) for some in by_parent]
+        self.ending = _grouped(owner[trie.ends.numpy()], len(self.blocks))
+        above = np.array([block.parent for block in self.blocks], np.int64)
+        self.below = _grouped(above + 1, len(self.blocks) + 1)  # [0]: those without one above
+        self.paths, self.owed = {}, {}  # of (7), by block and layer: n (E,) so far, factors below
+        self.loss, self.aux_loss, self.router_counts = 0.0, 0.0, {}
+
+    def run(self, loss_fn=None, recompute=False):
+        """Without loss_fn: forward only, under no_grad, and no memory for any gradient."""
+        todo = [(b, False, None) for b in self.below[0][::-1].tolist()]
+        while todo:
+            b, visited, work = todo.pop()
+            if visited:
+                self.backward(b, work or self.forward(b))
+                continue
+            # A block with none below goes backward next: its graph is kept in any case.
+            below = self.below[b + 1]
+            keep = loss_fn is not None and not (recompute and len(below))
+            with torch.set_grad_enabled(keep):
+                work = self.forward(b)
+            self.note(b, *work)
+            if loss_fn is not None:
+                self.evaluate(b, loss_fn)
+                todo.append((b, True, work if keep else None))
+            todo += [(child, False, None) for child in below[::-1].tolist()]
+
+    def forward(self, b):
+        """The scores (C of (e,)) of the edges that leave this block's tokens, and its routing."""
+        trie, stack, block, masks, routing = self.trie, self.stack, self.blocks[b], {}, Routing()
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            if window not in masks:
+                masks[window] = block_masks(trie, block, window)
+            stack.put(layer, block.depth, k, v, block.piece)
+            kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
+            return _BlockAttention.apply(q, k, v, stack, layer, block, masks[window], kernel)
+
+        options = {"balance": routing} if self.routed else {}
+        at = torch.from_numpy(block.tokens)
+        tokens_1n, options["positions"] = _inputs(trie, at, self.device)
+        hidden_1nM = self.model.hidden(tokens_1n, attention=attention, **options)
+        if not masks:
+            raise ValueError(
+                f"{type(self.model).__name__}.hidden never called `attention`: its tokens mix in a "
+                f"way that a tree cannot follow; every layer must call it"
+            )
+        if self.aux_coef and not routing.scores:
+            raise ValueError(f"aux_coef={self.aux_coef}, but the model has no router; leave it 0")
+        edges = self.edges[b]
+        if not len(edges):
+            return (), routing
+        return _scores(self.model, hidden_1nM[0], at, trie, edges, self.temperature), routing
+
+    def note(self, b, scores, routing):
+        """Keep the scores, and the tokens that each expert got on the way here, (7)'s n."""
+        edges, block = self.edges[b].to(self.device), self.blocks[b]
+        for row_N, score in zip(self.found_CN, scores, strict=False):
+            row_N[edges] = score.detach().to(row_N.dtype)
+        if not routing.chosen:
+            return
+        end_n = torch.from_numpy(block_ends(self.trie, block)).to(self.device)
+        ending = torch.from_numpy(self.ending[b])
+        at = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
+        lengths_r1 = self.trie.lengths[ending].to(self.device)[:, None]
+        for layer, chosen_nE in routing.chosen.items():
+            n_nE = path_sums(chosen_nE, end_n)
+            if block.parent >= 0:
+                n_nE = n_nE + self.paths[block.parent, layer]
+            if block.piece:
+                self.paths[b, layer] = n_nE[block.piece - 1]
+            n_rE, factor = n_nE[at.to(self.device)], n_nE.shape[1] / routing.experts_per_token
+            self.router_counts[layer] = self.router_counts.get(layer, 0) + n_rE.sum(0)
+            owed_nE = torch.zeros_like(n_nE)
+            owed_nE.index_add_(0, at.to(self.device), factor * n_rE / lengths_r1.square())
+            self.owed[b, layer] = owed_nE * self.aux_coef
+
+    def evaluate(self, b, loss_fn):
+        """(4) and (5) of the sequences that end in this block."""
+        losses, finite, ending = [], [], self.ending[b].tolist()
+        for i in ending:
+            at = self.trie.path(i)[1:].to(self.device)
+            leaves = [row_N[at].requires_grad_() for row_N in self.found_CN]
+            with torch.enable_grad():
+                loss = _scalar(i, loss_fn(i, *leaves), self.found_CN)
+                if loss.requires_grad:
+                    loss.backward()
+            grads = {c: x.grad for c, x in enumerate(leaves) if x.grad is not None}
+            for c, grad in grads.items():
+                self.upstream_CN[c, at] += grad
+                self.used[c] = True
+            losses.append(loss.detach())
+            finite.append(torch.stack([torch.isfinite(x).all() for x in (loss, *grads.values())]))
+        if not ending:
+            return
+        bad = ~torch.stack([x.all() for x in finite])
+        if bad.any():
+            k = int(bad.nonzero()[0])
+            what = "" if torch.isfinite(losses[k]) else f" {losses[k].item()}"
+            what = what or f" {losses[k].item()} with a gradient that is not finite"
+            raise NonFiniteLoss(f"the loss of sequence {ending[k]} is{what}; .grad is as it was")
+        self.loss = self.loss + torch.stack(losses).sum()
+
+    def backward(self, b, work):
+        """The gradient of this block, of its losses and of what lies below it."""
+        (scores, routing), edges = work, self.edges[b].to(self.device)
+        outputs, grads = [], []
+        for c, score in enumerate(scores):
+            if self.used[c] and score.requires_grad:
+                # Zeros for an entropy that no loss uses would cost the head a second time.
+                outputs.append(score)
+                grads.append(self.upstream_CN[c, edges].to(score.dtype))
+        block = self.blocks[b]
+        for layer, scores_nE in routing.scores.items() if self.aux_coef else ():
+            owed_nE = self.owed.pop((b, layer))
+            end_n = torch.from_numpy(block_ends(self.trie, block)).to(self.device)
+            factor_nE, total_E = subtree_sums(owed_nE, end_n)
+            if block.parent >= 0:
+                end = self.blocks[block.parent].piece - 1
+                self.owed[block.parent, layer][end] += total_E
+            self.aux_loss = self.aux_loss + (factor_nE * scores_nE.detach()).sum()
+            outputs.append(scores_nE)
+            grads.append(factor_nE.to(scores_nE.dtype))
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+
+
+def _inputs(trie, own_n, device):
+    """Token ids and positions (1, n) of some tokens of the tree."""
+    return (x[own_n][None].to(device) for x in (trie.tokens, trie.positions))
+
+
+def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
+    """(3): the head at the parents of some edges alone; own_n: the tokens of the states, ascending.
+
+    An edge goes by its child. (log-probs, entropies, of a critic values), (e,) each.
+    """
+    device = hidden_nM.device
+    at_eM = hidden_nM[torch.searchsorted(own_n, trie.parent[edges_e]).to(device)]
+    targets = trie.tokens[edges_e].to(device)
+    scores = model.logprobs(at_eM, targets, temperature=temperature)
+    return (*scores, model.values(at_eM)) if _is_critic(model) else tuple(scores)
+
+
+def _grouped(keys, count):
+    """[indices of the keys 0, of the keys 1, ..], each ascending."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.searchsorted(keys[order], np.arange(1, count))) if count else []
+
+
+def _scalar(i, loss, like):
+    loss = torch.as_tensor(loss, dtype=None if torch.is_tensor(loss) else like.dtype)
+    if loss.numel() != 1 or loss.dim():
+        raise ValueError(
+            f"loss_fn must return one number a sequence, a tensor of shape (); for sequence {i} "
+            f"came {tuple(loss.shape)}; sum or average it"
+        )
+    return loss.to(like.device)
+
+
+def require_tree_model(model, trie, /):
+    """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1)."""
+    if not isinstance(trie, TokenTrie):
+        raise ValueError(f"expected a TokenTrie, came {type(trie).__name__}; TokenTrie(sequences)")
+    takes = inspect.signature(model.hidden).parameters if hasattr(model, "hidden") else {}
+    if not {"positions", "attention"} <= set(takes) or not hasattr(model, "logprobs"):
+        raise ValueError(
+            f"{type(model).__name__} must have .hidden(tokens, positions=, attention=) and "
+            f".logprobs(hidden, targets, temperature=), like models.Transformer"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUT) and module.p and module.training:
+            raise ValueError(
+                f"{name} drops out with p = {module.p}: what a shared token loses would differ "
+                f"between its sequences; call model.eval(), or set p = 0"
+            )
+        if isinstance(module, MIXERS) or OTHER_MIXERS.search(type(module).__name__):
+            raise ValueError(
+                f"{name} is {type(module).__name__}: it mixes tokens in another way than causal "
+                f"softmax attention, so sequences cannot share its work; train them one by one"
+            )
+    config = getattr(model, "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")
+    vocab = getattr(config, "vocab_size", math.inf)
+    if len(trie) and (largest := int(trie.tokens.max())) >= vocab:
+        i = next(i for i in range(len(trie.ends)) if largest in trie.tokens[trie.path(i)])
+        raise ValueError(f"sequence {i} has the token id {largest}; ids are below {vocab}")
+    longest = int(trie.lengths.max()) if len(trie) else 0
+    if longest > (getattr(config, "max_position_embeddings", None) or math.inf):
+        raise ValueError(
+            f"sequence {int(trie.lengths.argmax())} has {longest} tokens, the model's limit is "
+            f"{config.max_position_embeddings}; cut it, TokenTrie(max_length=) names all such"
+        )
+
+
+# 6. Across ranks -----------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Modelled time of a tree, in units of a token: of a token, of a pair, of a token done again.
+
+    pair: a layer's 4 M FLOPs a pair over 24 M^2 a token, for a width M of 1024. again: 1/3 with
+    recompute=True (a forward is a third of a step), charged for each token above a fork.
+    """
+
+    token: float = 1.0
+    pair: float = 1 / (6 * 1024)
+    again: float = 0.0
+
+
+def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]:
+    """Which sequences each of `world` ranks trains on: indices, each once, the same on every rank.
+
+    "dfs": stretches of the sorted sequences, so that shared prefixes stay together, cut where the
+    largest modelled time (`Cost`) of a rank is least. "lpt": each sequence by itself, the longest
+    first, to the rank with least so far. "round_robin": i to rank i % world. The last two pay for
+    a prefix on every rank that has it. More ranks than sequences: some lists are empty.
+    """
+    if strategy not in ("dfs", "lpt", "round_robin") or world < 1:
+        raise ValueError(
+            f'strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
+            f"came {strategy!r} and {world}"
+        )
+    trie, cost = TokenTrie(sequences), cost or Cost()
+    L, R = trie.lengths.numpy(), len(trie.lengths)
+    if strategy == "round_robin":
+        return [list(range(rank, R, world)) for rank in range(world)]
+    if strategy == "lpt":
+        shares, load = [[] for _ in range(world)], np.zeros(world)
+        time = _path_cost(L, cost)
+        for i in np.argsort(-time, kind="stable").tolist():
+            rank = int(load.argmin())
+            shares[rank].append(i)
+            load[rank] += time[i]
+        return shares
+    times = _Ranges(L[trie._order], trie._shared, cost)
+    low, high = times.whole.max(initial=0.0), times.of(0, R)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if times.cuts(middle, world) else (middle, high)
+    cuts = times.cuts(high, world)
+    return [[trie._order[k] for k in range(a, b)] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def _path_cost(lengths, cost):
+    return lengths * cost.token + lengths * (lengths + 1) / 2 * cost.pair
+
+
+class _Ranges:
+    """Modelled time of the tree of any stretch a .. b of the sorted sequences, in O(1).
+
+    Its first sequence pays for its whole path, each other one for what it does not share with the
+    one before. Of tokens above forks, a sequence adds what it shares beyond what that one shares.
+    """
+
+    def __init__(self, lengths, shared, cost):
+        self.whole = _path_cost(lengths, cost)
+        before = np.append(0, shared[:-1])[: len(shared)]
+        self.second = np.append(np.minimum(shared, before)[1:], 0) * cost.again  # after an a
+        step = self.whole - _path_cost(shared, cost) + cost.again * np.maximum(shared - before, 0)
+        self.total = np.append(0.0, np.cumsum(step))
+
+    def of(self, a, b):
+        if b - a < 2:
+            return self.whole[a:b].sum()
+        return self.whole[a] + self.second[a] + self.total[b] - self.total[a + 1]
+
+    def cuts(self, bound, world):
+        """Ends of the longest stretches within a bound, [0, .., R] of world + 1; [] if too many."""
+        R, cuts = len(self.whole), [0]
+        while cuts[-1] < R and len(cuts) <= world:
+            a = cuts[-1]
+            room = bound * (1 + 1e-12) - self.whole[a] - self.second[a] + self.total[a + 1]
+            cuts.append(max(a + 1, int(np.searchsorted(self.total, room, side="right")) - 1))
+        return cuts + [R] * (world + 1 - len(cuts)) if cuts[-1] == R else []
+
+
+def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
+    """Deal all ranks' sequences out by `partition`: this rank's share of (sequences, data).
+
+    sequences: this rank's own, data: anything that pickles, one for each (a tuple of advantages, a
+    mask, an id to find it again); either may be []. Tensors come back on the CPU. ValueError on
+    every rank if the lists of any do not fit. Every rank of the group calls it, once.
+    """
+    place, problem, arrays, mine = ring.ring_of(group), None, [], []
+    try:
+        arrays = [_checked(i, x, None).astype(np.int64) for i, x in enumerate(sequences)]
+        mine = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
+        if len(arrays) != len(mine):
+            raise ValueError(f"{len(arrays)} sequences, but data for {len(mine)}; one for each")
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    # COMM: one message, which every rank sends, also with nothing or with its error in it. All see
+    # all sequences, as `partition` must; their data are of the same size and go along. Pinned by
+    # tests/test_tree_ranks.py::test_redistribute_when_only_rank_0_has_data.
+    held = [(problem, arrays, mine)] * place.world
+    if place.world > 1:
+        dist.all_gather_object(held, held[0], group=place.group)
+    problems = [f"rank {rank}: {why}" for rank, (why, *_) in enumerate(held) if why]
+    if problems:
+        raise ValueError("; ".join(problems))
+    every = [pair for _, *both in held for pair in zip(*both, strict=True)]
+    shares = partition([x for x, _ in every], place.world, strategy=strategy, cost=cost)
+    share = [every[i] for i in shares[place.rank]]
+    return [torch.from_numpy(x) for x, _ in share], [x for _, x in share]
+
+
+@torch.no_grad()
+def sum_gradients(parameters, *, group=None):
+    """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
+    place, works = ring.ring_of(group), []
+    for p in parameters:
+        if p.requires_grad:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if place.world > 1:
+                works.append(dist.all_reduce(p.grad, group=place.group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over the ranks of terms that only one has; the loss, so its gradient, all have."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+# 7. Entry points -----------------------------------------------------------------------------
+
+
+def packed_scores(model, trie, *, temperature=1.0, group=None, method="ring", layout="zigzag"):
+    """(3) for each token of the tree given its parent: log-prob, entropy and, of a critic, value.
+
+    A tuple of (N,), differentiable, 0 for first tokens. group None: this process alone; else its
+    ranks share the tokens out and attention goes through `ring_attention` with the tree's mask; all ranks get all scores,
+    and a loss that each computes alike gives each its tokens' part of the gradient: sum them.
+    """
+    place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
+    own = ring.indices(len(trie), place.rank, place.world, layout)
+    device = next(model.parameters()).device
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        options = dict(scale=scale, softcap=softcap)
+        if place.world == 1:
+            return tree_attention(q, k, v, trie, window=window, **options)
+        options.update(group=group, mask=trie.mask(window), method=method, layout=layout)
+        return ring.ring_attention(q, k, v, **options)
+
+    tokens_1n, positions_1n = _inputs(trie, own, device)
+    hidden_nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)[0]
+    edges = torch.from_numpy(np.flatnonzero(np.isin(trie.parent.numpy(), own.numpy())))
+    scores = _scores(model, hidden_nM, own, trie, edges, temperature)
+    whole = (x.new_zeros(len(trie)).index_copy(0, edges.to(device), x) for x in scores)
+    return tuple(whole if place.world == 1 else (_Sum.apply(x, place.group) for x in whole))
+
+
+def tree_scores(model, trie, *, temperature=1.0, max_tokens=None, **across):
+    """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
+
+    Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
+    (call it under torch.no_grad; `tree_backward` trains so). across: `packed_scores`' group,
+    method and layout.
+    """
+    require_tree_model(model, trie)
+    if not len(trie):
+        return []
+    if max_tokens is None:
+        columns = packed_scores(model, trie, temperature=temperature, **across)
+    elif torch.is_grad_enabled() or across:
+        raise ValueError(
+            "max_tokens is for forward passes in one process: call tree_scores under "
+            "torch.no_grad(), or train with tree_backward(max_tokens=)"
+        )
+    else:
+        engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature)
+        engine.run()
+        columns = engine.found_CN.unbind()
+    paths = [trie.path(i)[1:] for i in range(len(trie.lengths))]
+    at, sizes = torch.cat(paths).to(columns[0].device), [len(path) for path in paths]
+    return list(zip(*(x.index_select(0, at).split(sizes) for x in columns), strict=True))
+
+
+def tree_logprobs(model, trie, *, temperature=1.0, max_tokens=None, **across):
+    """Log-probs (L_i - 1,) of each sequence, in input order; see `tree_scores`."""
+    options = dict(temperature=temperature, max_tokens=max_tokens, **across)
+    return [scores[0] for scores in tree_scores(model, trie, **options)]
+
+
+class TreeResult(NamedTuple):
+    """What `tree_backward` returns, detached."""
+
+    loss: torch.Tensor  # (4), without (7)
+    logprobs: list  # (L_i - 1,) of each sequence, in input order
+    aux_loss: torch.Tensor | float = 0.0  # (7)
+    router_counts: dict | None = None  # layer -> (E,): tokens each expert got, once a sequence
+
+
+def tree_backward(
+    model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0
+) -> TreeResult:
+    """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
+
+    loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,): sequence i's loss, a
+    tensor (), called once for each i, also where L_i = 1, as soon as the sequence's path is done;
+    it may have no gradient. Token s of these is about x_s+1 given x_0 .. x_s; values are of that
+    state. max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the
+    blocks above, and run them forward twice. aux_coef: coef of (7).
+
+    ValueError before anything runs where model or tree do not fit, NonFiniteLoss, or whatever
+    loss_fn raises: .grad is then as it was.
+    """
+    require_tree_model(model, trie)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("no parameter of the model requires a gradient; use tree_scores")
+    options = dict(max_tokens=max_tokens, temperature=temperature, aux_coef=aux_coef)
+    engine = _Engine(model, trie, **options)
+    before = [p.grad for p in parameters]
+    try:
+        for p in parameters:
+            p.grad = None
+        with torch.enable_grad():
+            engine.run(loss_fn, recompute)
+    except BaseException:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+        raise
+    for p, grad in zip(parameters, before, strict=True):
+        if grad is not None:
+            p.grad = grad if p.grad is None else grad.add_(p.grad)
+    loss = torch.as_tensor(engine.loss, dtype=engine.found_CN.dtype)
+    logprobs = [engine.found_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
+    return TreeResult(loss, logprobs, engine.aux_loss, engine.router_counts)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made inside that are alive: `now`, and at most, `peak`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = (
+            [x.untyped_storage() for x in tree_leaves(some) if torch.is_tensor(x)]
+            for some in ((args, kwargs), out)
+        )
+        old = {storage._cdata for storage in given}
+        for storage in made:
+            if storage._cdata not in old and storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _freed(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+class Memory(NamedTuple):
+    """Bytes beyond the parameters and their .grad."""
+
+    stack: int  # K, V, dK and dV of the deepest path of pieces
+    activations: int  # graphs and what forward and backward hold for a moment
+
+
+def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
+    """What `tree_backward` holds at its peak.
+
+    Measured: one block of 64 tokens and one of 128, forward and backward; a block of n tokens then
+    counts by the straight line through both, and the walk over the tree's blocks is exact. An
+    upper bound where the log-probs' chunks are full (`models.token_logprobs`).
+    """
+    require_tree_model(model, trie)
+    (graph1, extra1, *_), (graph2, extra2, key_bytes, grad_bytes, layers) = (
+        _probe(model, n) for n in (64, 128)
+    )
+    blocks, above, peak = plan(trie, max_tokens), {-1: 0.0}, 0.0
+    inner, deepest = {block.parent for block in blocks}, 0
+    for b, block in enumerate(blocks):
+        share = len(block.tokens) / 64 - 1
+        graph, extra = graph1 + share * (graph2 - graph1), extra1 + share * (extra2 - extra1)
+        peak = max(peak, above[block.parent] + graph + extra + block.depth * grad_bytes / layers)
+        above[b] = 0.0 if recompute and b in inner else above[block.parent] + graph
+        deepest = max(deepest, block.depth + block.piece if block.piece else 0)
+    columns = 2 * (2 + bool(_is_critic(model))) * 4 * len(trie)
+    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns))
+
+
+def _probe(model, n):
+    """Bytes of the graph of n tokens, of its backward besides; of K and V a token, of dK and dV."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    before = [p.grad for p in parameters]
+    engine = _Engine(model, TokenTrie([[0] * (n + 1)]), max_tokens=n)
+    try:
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        with LiveBytes() as live:
+            work = engine.forward(0)
+            graph = live.now
+            engine.backward(0, work)
+            extra = live.peak - graph
+    finally:
+        for p, grad in zip(parameters, before, strict=True):
+            p.grad = grad
+    held = list(engine.stack.kv.values())
+    key_bytes = sum(x.nbytes for x in held) / n
+    wide = torch.promote_types(held[0].dtype, torch.float32).itemsize / held[0].itemsize
+    return graph - key_bytes * n, extra, key_bytes, key_bytes * wide, len(held)
+
+
+# 8. check: every gradient against the definition ---------------------------------------------
+
+
+class TinyModel(nn.Module):
+    """What a tree asks of a model, small: GQA, q/k norm, RoPE, tied head, window, softcap."""
+
+    def __init__(self, seed=0, *, vocab=11, layers=2, heads=4, groups=2, head_dim=4, width=16):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        sizes = (heads + 2 * groups) * head_dim, width
+        shapes = {"embed": (vocab, width), "qkv": (layers, *sizes), "norm": (layers, 2, head_dim),
+                  "o": (layers, width, heads * head_dim), "up": (layers, 2 * width, width),
+                  "down": (layers, width, 2 * width)}  # fmt: skip
+        for name, shape in shapes.items():
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+            setattr(self, name, nn.Parameter(drawn))
+        self.heads, self.groups, self.forwarded = heads, groups, 0
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None):
+        self.forwarded += tokens_BS.numel()
+        x_BSM = self.embed[tokens_BS]
+        positions = torch.arange(x_BSM.shape[1])[None] if positions is None else positions
+        frequencies = 0.1 ** torch.arange(0, self.norm.shape[2], 2).to(x_BSM)
+        angles_B1Sf = positions[:, None, :, None] * frequencies
+        turn_B1Sf = torch.polar(torch.ones_like(angles_B1Sf), angles_B1Sf)
+
+        def rotated(x, norm):  # with q/k norm
+            x = norm * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            return torch.view_as_real(torch.view_as_complex(x.unflatten(3, (-1, 2))) * turn_B1Sf)
+
+        for layer in range(len(self.qkv)):
+            parts = (x_BSM @ self.qkv[layer].T).unflatten(2, (-1, self.norm.shape[2]))
+            q, k, v = parts.transpose(1, 2).split([self.heads, self.groups, self.groups], 1)
+            q, k = (rotated(*x).flatten(3) for x in zip((q, k), self.norm[layer], strict=True))
+            options = dict(scale=0.5, window=None if layer % 2 else 3, softcap=2.0)
+            out = (attention or self.defined)(q, k, v, layer=layer, **options)
+            x_BSM = x_BSM + out.transpose(1, 2).flatten(2) @ self.o[layer].T
+            x_BSM = x_BSM + torch.tanh(x_BSM @ self.up[layer].T) @ self.down[layer].T
+        return x_BSM
+
+    @staticmethod
+    def defined(q, k, v, /, *, layer, scale, window, softcap):
+        visible = ring.Mask.causal(q.shape[2], window=window).dense()
+        return ring.definition(q, k, v, visible, scale=scale, softcap=softcap)[0]
+
+    def logprobs(self, hidden, targets, /, *, temperature=1.0):
+        logp = (hidden @ self.embed.T / temperature).log_softmax(-1)
+        return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def forests(seed=0):
+    """{name: sequences}: every shape of a tree that the engine could get wrong."""
+    rng = np.random.default_rng(seed)
+
+    def draw(n):
+        return rng.integers(0, 11, n).tolist()
+
+    stem, tips = draw(7), [[t] for t in range(5)]
+    return {
+        "one token": [[3], [3], [4]],
+        "one sequence": [draw(9)],
+        "duplicates": [stem, stem, draw(4), stem],
+        "prefixes": [stem[:n] for n in (7, 3, 1, 7, 5)],
+        "forks at 0": [[t, *draw(3)] for t in range(4)],
+        "forks at 1": [[2, t, *draw(3)] for t in range(4)],
+        "forks at the end": [stem + tip for tip in tips],
+        "caterpillar": [stem[:n] + [9 - stem[n], *draw(2)] for n in range(1, 7)],
+        "star": [stem + tip + draw(4) for tip in tips],
+        "binary": [[*a, *b, *draw(2)] for a in ([1, 2], [1, 3]) for b in ([4, 5], [6, 5])],
+        "forest": [rng.integers(0, 2, rng.integers(1, 9)).tolist() for _ in range(14)],
+    }
+
+
+def example_loss(i, logprobs, entropy, values=None):
+    """PPO's clipped ratio with an advantage and a mask of i's own, entropy, and a sequence term."""
+    n = torch.arange(len(logprobs)) + 1.0
+    old, weight = (torch.sin(n * k + i).to(logprobs) for k in (3, 7))
+    ratio = torch.exp(logprobs - logprobs.detach() + 0.3 * old)
+    advantage, mask = math.cos(5 * i + 1), (weight > -0.5).to(logprobs)
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    loss = -(clipped * mask).sum() - 0.01 * entropy.sum() + 0.1 * logprobs.sum().square()
+    return loss if values is None else loss + ((values - old) * weight).square().sum()
+
+
+def _error(model, truth, run):
+    """The largest relative error of loss, log-probs and every gradient after run()."""
+    for p in model.parameters():
+        p.grad = None
+    loss, logprobs, grads = truth
+    result = run()
+    found = [torch.as_tensor(result[0]), *result[1], *_grads(model)]
+    return max(ring.relative(a, b) for a, b in zip(found, [loss, *logprobs, *grads], strict=True))
+
+
+def _grads(model):
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def _truth(model, sequences, temperature=0.7):
+    for p in model.parameters():
+        p.grad = None
+    loss, logprobs = definition(model, sequences, example_loss, temperature=temperature)
+    return torch.as_tensor(loss), logprobs, _grads(model)
+
+
+def _packed_loss(model, trie, group=None, temperature=0.7):
+    """One graph of the whole tree, over the ranks of a group if there is one."""
+    scores = tree_scores(model, trie, temperature=temperature, group=group)
+    losses = [example_loss(i, *score) for i, score in enumerate(scores)]
+    loss = torch.stack(losses).sum() if losses else torch.zeros(())
+    if loss.requires_grad:
+        loss.backward()
+    if group is not None:
+        sum_gradients(model.parameters(), group=group)
+    return loss.detach(), [score[0].detach() for score in scores]
+
+
+def _tree_rows(model, cases):
+    """(row, {column: error}): block sizes, each with and without recomputation."""
+    for name, sequences in cases.items():
+        sequences = [torch.tensor(x) for x in sequences]
+        truth, trie = _truth(model, sequences), TokenTrie(sequences)
+
+        def run(size, recompute=False, trie=trie):
+            options = dict(max_tokens=size, recompute=recompute, temperature=0.7)
+            return tree_backward(model, trie, example_loss, **options)
+
+        line = {"packed": _error(model, truth, lambda trie=trie: _packed_loss(model, trie))}
+        sizes = {"1": 1, "2": 2, "3": 3, "5": 5, "path": int(trie.lengths.max()), "all": None}
+        for column, size in sizes.items():
+            ways = (lambda r=r, size=size: run(size, r) for r in (False, True))
+            line[column] = max(_error(model, truth, way) for way in ways)
+        if isinstance(model, TinyModel):
+            model.forwarded = 0
+            run(2)
+            line["twice"] = abs(model.forwarded - len(trie))  # tokens not forwarded just once
+        yield name, line
+
+
+def _family_rows():
+    """The models of models.py, if it is there; None for what is not."""
+    try:
+        import models
+    except ImportError:
+        return None
+    few = {name: forests()[name] for name in ("prefixes", "binary", "forest")}
+    found = {}
+    for kind in models.TINY:
+        lines = [line for _, line in _tree_rows(models.tiny_model(kind), few)]
+        found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
+    return found
+
+
+def check() -> int:
+    """Every error beside its budget; 1 if one is over."""
+    torch.set_num_threads(1)
+    tables = {
+        "by max_tokens": dict(_tree_rows(TinyModel(), forests())),
+        "families": _family_rows(),
+    }
+    worst = 0.0
+    for name, rows in tables.items():
+        if rows is None:
+            print(f"\n{name}: SKIP, models.py is not here; it would show all of its families")
+            continue
+        columns = next(iter(rows.values()))
+        print(f"\n{name:>24}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
+        for row, line in rows.items():
+            values = [x if x == x else math.inf for x in line.values()]  # noqa: PLR0124, a NaN
+            worst = max(worst, *values)
+            ok = "ok" if max(values) <= 1e-10 else "FAILED"
+            print(f"{row:>24}" + "".join(f" {x:11.1e}" for x in values) + f"   {ok}")
+    print(json.dumps({"check": "tree_attention", "ok": worst <= 1e-10, "max_error": worst}))
+    return int(worst > 1e-10)
+
+
+# 9. main -------------------------------------------------------------------------------------
+
+
+def main(argv) -> int:
+    """check is here; bench and plan are in tests/measure_tree.py. The exit code."""
+    measure = Path(__file__).resolve().parent / "tests" / "measure_tree.py"
+    if argv == ["check"]:
+        return check()
+    if argv and argv[0] in ("bench", "plan") and measure.exists():
+        sys.path.append(str(measure.parent))
+        return __import__("measure_tree").main(argv)
+    print(__doc__ if measure.exists() else f"{__doc__}\nHere only check: {measure} is missing.")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
