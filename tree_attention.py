@@ -612,9 +612,8 @@ class _Engine:
         bad = ~torch.stack([x.all() for x in finite])
         if bad.any():
             k = int(bad.nonzero()[0])
-            what = "" if torch.isfinite(losses[k]) else f" {losses[k].item()}"
-            what = what or f" {losses[k].item()} with a gradient that is not finite"
-            raise NonFiniteLoss(f"the loss of sequence {ending[k]} is{what}; .grad is as it was")
+            what = "" if not losses[k].isfinite() else ", its gradient is not finite"
+            raise NonFiniteLoss(f"the loss of sequence {ending[k]} is {losses[k].item()}{what}")
         self.loss = self.loss + torch.stack(losses).sum()
 
     def backward(self, b, work):
@@ -705,10 +704,8 @@ def require_tree_model(model, trie, /):
         raise ValueError(f"sequence {i} has the token id {largest}; ids are below {vocab}")
     longest = int(trie.lengths.max()) if len(trie) else 0
     if longest > (getattr(config, "max_position_embeddings", None) or math.inf):
-        raise ValueError(
-            f"sequence {int(trie.lengths.argmax())} has {longest} tokens, the model's limit is "
-            f"{config.max_position_embeddings}; cut it, TokenTrie(max_length=) names all such"
-        )
+        i, limit = int(trie.lengths.argmax()), config.max_position_embeddings
+        raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
 
 
 # 6. Across ranks -----------------------------------------------------------------------------
@@ -857,9 +854,9 @@ class _Sum(torch.autograd.Function):
 def packed_scores(model, trie, *, temperature=1.0, group=None, method="ring", layout="zigzag"):
     """(3) for each token of the tree given its parent: log-prob, entropy and, of a critic, value.
 
-    A tuple of (N,), differentiable, 0 for first tokens. group None: this process alone; else its
-    ranks share the tokens out and attention goes through `ring_attention` with the tree's mask; all ranks get all scores,
-    and a loss that each computes alike gives each its tokens' part of the gradient: sum them.
+    A tuple of (N,), differentiable, 0 for first tokens. group None: this process alone. Else its
+    ranks share the tokens out, attention goes through `ring_attention` with the tree's mask, all
+    get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
     """
     place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
     own = ring.indices(len(trie), place.rank, place.world, layout)
@@ -932,7 +929,7 @@ def tree_backward(
     state. max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the
     blocks above, and run them forward twice. aux_coef: coef of (7).
 
-    ValueError before anything runs where model or tree do not fit, NonFiniteLoss, or whatever
+    ValueError before anything runs where model or tree do not fit; NonFiniteLoss, or whatever
     loss_fn raises: .grad is then as it was.
     """
     require_tree_model(model, trie)
@@ -1125,8 +1122,7 @@ def example_loss(i, logprobs, entropy, values=None):
 
 def _error(model, truth, run):
     """The largest relative error of loss, log-probs and every gradient after run()."""
-    for p in model.parameters():
-        p.grad = None
+    model.zero_grad()
     loss, logprobs, grads = truth
     result = run()
     found = [torch.as_tensor(result[0]), *result[1], *_grads(model)]
@@ -1137,22 +1133,17 @@ def _grads(model):
     return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def _truth(model, sequences, temperature=0.7):
-    for p in model.parameters():
-        p.grad = None
-    loss, logprobs = definition(model, sequences, example_loss, temperature=temperature)
+def _truth(model, sequences):
+    model.zero_grad()
+    loss, logprobs = definition(model, sequences, example_loss, temperature=0.7)
     return torch.as_tensor(loss), logprobs, _grads(model)
 
 
-def _packed_loss(model, trie, group=None, temperature=0.7):
-    """One graph of the whole tree, over the ranks of a group if there is one."""
-    scores = tree_scores(model, trie, temperature=temperature, group=group)
-    losses = [example_loss(i, *score) for i, score in enumerate(scores)]
-    loss = torch.stack(losses).sum() if losses else torch.zeros(())
-    if loss.requires_grad:
-        loss.backward()
-    if group is not None:
-        sum_gradients(model.parameters(), group=group)
+def _packed_loss(model, trie):
+    """One graph of the whole tree."""
+    scores = tree_scores(model, trie, temperature=0.7)
+    loss = torch.stack([example_loss(i, *score) for i, score in enumerate(scores)]).sum()
+    loss.backward()
     return loss.detach(), [score[0].detach() for score in scores]
 
 

@@ -397,7 +397,11 @@ def failing_losses():
     return {
         "raises": (raises, KeyError, "from loss_fn"),
         "nan": (nan, NonFiniteLoss, "the loss of sequence 7 is nan"),
-        "nan gradient": (nan_gradient, NonFiniteLoss, "sequence 7 .* a gradient that is not fin"),
+        "nan gradient": (
+            nan_gradient,
+            NonFiniteLoss,
+            "sequence 7 is .*, its gradient is not finite",
+        ),
         "vector": (vector, ValueError, "one number a sequence.*sequence 7"),
     }
 

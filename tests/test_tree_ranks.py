@@ -1,4 +1,4 @@
-"""Trees over 2 and 4 gloo ranks: dealt out, and packed on a ring, against one process in float64."""
+"""Trees over 2 and 4 gloo ranks, dealt out or packed on a ring, against one process in float64."""
 
 import pytest
 import torch
