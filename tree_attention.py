@@ -16,7 +16,8 @@ What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i 
 
     (1)  token i of the tree sees token j  iff  j <= i < end_j:  its ancestors and itself
     (2)  h_t       =  the model's state of token t after its path, at position depth_t
-    (3)  lp^i_s    =  log softmax(W h / temperature)[x^i_s],  h of token s - 1 of x^i,  0 < s < L_i
+    (3)  lp^i_s    =  log softmax(W h / temperature)[x^i_s],  h of token s - 1 of x^i,  0 < s < L_i,
+                      and entropy^i_s, of the same distribution
     (4)  loss      =  sum_i f_i(lp^i, entropy^i)
     (5)  dloss/dlp_t  =  sum over the sequences i that hold t of  df_i/dlp^i at t
     (6)  dk_j, dv_j   =  the sum over the tokens that see j: of its own block, and of all below it
@@ -36,8 +37,8 @@ it once for each: that is (5), and (6) is the same sum for keys and values.
 The tree in blocks: a block is a piece of one path, at most max_tokens of it, and whole subtrees
 that hang from its end, as many as fit. Blocks form a tree themselves. Depth first, the K and V of
 the pieces above lie on a stack, where the index is the depth; a block attends to the stack and to
-itself, merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient, and takes
-out what the blocks below have left there for its own piece.
+itself, merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient; to its own
+dK and dV it adds what the blocks below have left there for its piece.
 
     B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
     N tokens of the tree   n of a block   p on the stack above it   K experts a token
@@ -159,12 +160,14 @@ class TokenTrie:
         self.tokens = _tensor(np.concatenate([none, *own]))
         self.positions = _tensor(np.concatenate([none, *depth]))
         self.subtree_end = _tensor(self._subtree_ends())
-        parent, ends = np.arange(len(self)) - 1, np.full(len(arrays), -1, np.int64)
-        for rank, path in self._paths():
-            if sizes[rank]:
-                n = shared[rank]
-                parent[self._starts[rank]] = path[n - 1] if n else -1
-            ends[self._order[rank]] = path[-1]
+        parent, ends = np.arange(len(self)) - 1, np.zeros(len(arrays), np.int64)
+        path = np.zeros(max(map(len, arrays), default=0), np.int64)  # of one sequence after another
+        parts = zip(self._order, shared, sizes, self._starts, strict=True)
+        for i, low, size, start in parts:
+            path[low : low + size] = np.arange(start, start + size)
+            if size:
+                parent[start] = path[low - 1] if low else -1
+            ends[i] = path[len(arrays[i]) - 1]
         self.parent, self.ends, self._mask = _tensor(parent), _tensor(ends), None
 
     def __len__(self):
@@ -187,14 +190,6 @@ class TokenTrie:
             k = bisect.bisect_left(shares, low)
             shares[k:], places[k:] = [low], [start]
         return end
-
-    def _paths(self):
-        """(rank in sorted order, token indices) of each sequence; the array is used again."""
-        at = np.empty(int(self.lengths.max()) if len(self.lengths) else 0, np.int64)
-        for rank, i in enumerate(self._order):
-            low, size, start = self._shared[rank], self._sizes[rank], self._starts[rank]
-            at[low : low + size] = np.arange(start, start + size)
-            yield rank, at[: self.lengths[i]]
 
     def path(self, i):
         """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
@@ -267,8 +262,9 @@ def _checked(i, sequence, max_length):
             f"sequence {i} must be 1-D integers, 1 token or more; "
             f"came {array.dtype} {array.shape}; leave empty sequences out"
         )
+    array = array.astype(np.int64)
     if array.min() < 0:
-        raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 or more")
+        raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 to 2^63 - 1")
     if max_length is not None and len(array) > max_length:
         raise ValueError(f"sequence {i} has {len(array)} tokens, the limit is {max_length}; cut it")
     return array
@@ -317,7 +313,7 @@ def plan(trie, max_tokens=None) -> list[Block]:
     From the end of a piece, subtrees that fit into a block are packed together, the first of them
     into what is left of the piece's block; a larger one begins with its segment, cut into pieces.
     """
-    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens > 0):
+    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
         raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
     N = len(trie)
     if max_tokens is None or N <= max_tokens:
@@ -454,7 +450,7 @@ class _BlockAttention(torch.autograd.Function):
             stack.leave(layer, masks.first, *parts[1:])
         below = stack.take(layer, block.depth, block.piece)
         if below is not None:
-            reached = below.shape[3]  # less than the piece where nothing below saw its end
+            reached = below.shape[3]  # less than the piece if no block below saw all of it
             dk[:, :, :reached] += below[0]
             dv[:, :, :reached] += below[1]
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *[None] * 5
@@ -463,11 +459,14 @@ class _BlockAttention(torch.autograd.Function):
 class Routing:
     """The `balance` callable of a block's sparse layers: what (7) needs of their routers."""
 
-    def __init__(self):
+    def __init__(self, end_n):
+        self.end_n, self.experts_per_token = end_n, 0
         self.scores, self.chosen = {}, {}  # layer -> p (n, E) with its graph, and 0 or 1 (n, E)
-        self.experts_per_token = 0
+        self.graph = torch.is_grad_enabled()
 
     def __call__(self, scores_nE, chosen_nK, /, *, layer):
+        if self.graph and not torch.is_grad_enabled():
+            raise ValueError("a reentrant checkpoint would lose (7); use_reentrant=False")
         self.scores[layer], self.experts_per_token = scores_nE, chosen_nK.shape[1]
         zeros_nE = torch.zeros_like(scores_nE, dtype=torch.float64)
         self.chosen[layer] = zeros_nE.scatter(1, chosen_nK, 1.0)
@@ -495,8 +494,9 @@ class NonFiniteLoss(FloatingPointError, ValueError):
 class _Engine:
     """Blocks depth first: forward, losses of complete paths, the blocks below, backward.
 
-    found, upstream: (C, N), by the token that is scored; `found` is (3) and what goes with it,
-    `upstream` is (5). A token without a parent has none.
+    An edge leads from a token to the next one and goes by that, its child; it is scored in the
+    block that holds the parent. found: (C, N), (3) by edge. upstream: (5), the same. used: which of
+    the C some loss used; the first always.
     """
 
     def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0):
@@ -507,7 +507,7 @@ class _Engine:
         self.device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
         size = 2 + bool(_is_critic(model)), len(trie)
         self.found_CN = torch.zeros(size, dtype=dtype, device=self.device)
-        self.upstream_CN, self.used = torch.zeros_like(self.found_CN), [True] + [False] * 2
+        self.upstream_CN, self.used = None, [True, False, False]
         pieces = [b.depth + b.piece for b in self.blocks if b.piece]
         self.stack = Stack(max(pieces, default=0))
         owner, parent = np.zeros(len(trie), np.int64), trie.parent.numpy()
@@ -524,6 +524,8 @@ class _Engine:
 
     def run(self, loss_fn=None, recompute=False):
         """Without loss_fn: forward only, under no_grad, and no memory for any gradient."""
+        if loss_fn is not None:
+            self.upstream_CN = torch.zeros_like(self.found_CN)
         todo = [(b, False, None) for b in self.below[0][::-1].tolist()]
         while todo:
             b, visited, work = todo.pop()
@@ -543,9 +545,14 @@ class _Engine:
 
     def forward(self, b):
         """The scores (C of (e,)) of the edges that leave this block's tokens, and its routing."""
-        trie, stack, block, masks, routing = self.trie, self.stack, self.blocks[b], {}, Routing()
+        trie, stack, block, masks, seen = self.trie, self.stack, self.blocks[b], {}, set()
+        routing = Routing(torch.from_numpy(block_ends(trie, block)).to(self.device))
 
         def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            if layer in seen:
+                raise ValueError(f"two layers call attention with layer={layer}; number them")
+            if running:  # a checkpoint calls again later
+                seen.add(layer)
             if window not in masks:
                 masks[window] = block_masks(trie, block, window)
             stack.put(layer, block.depth, k, v, block.piece)
@@ -555,7 +562,10 @@ class _Engine:
         options = {"balance": routing} if self.routed else {}
         at = torch.from_numpy(block.tokens)
         tokens_1n, options["positions"] = _inputs(trie, at, self.device)
+        running = True
         hidden_1nM = self.model.hidden(tokens_1n, attention=attention, **options)
+        running = False
+        seen.clear()
         if not masks:
             raise ValueError(
                 f"{type(self.model).__name__}.hidden never called `attention`: its tokens mix in a "
@@ -575,18 +585,19 @@ class _Engine:
             row_N[edges] = score.detach().to(row_N.dtype)
         if not routing.chosen:
             return
-        end_n = torch.from_numpy(block_ends(self.trie, block)).to(self.device)
         ending = torch.from_numpy(self.ending[b])
         at = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
         lengths_r1 = self.trie.lengths[ending].to(self.device)[:, None]
         for layer, chosen_nE in routing.chosen.items():
-            n_nE = path_sums(chosen_nE, end_n)
+            n_nE = path_sums(chosen_nE, routing.end_n)
             if block.parent >= 0:
                 n_nE = n_nE + self.paths[block.parent, layer]
             if block.piece:
                 self.paths[b, layer] = n_nE[block.piece - 1]
             n_rE, factor = n_nE[at.to(self.device)], n_nE.shape[1] / routing.experts_per_token
             self.router_counts[layer] = self.router_counts.get(layer, 0) + n_rE.sum(0)
+            if not self.aux_coef:
+                continue
             owed_nE = torch.zeros_like(n_nE)
             owed_nE.index_add_(0, at.to(self.device), factor * n_rE / lengths_r1.square())
             self.owed[b, layer] = owed_nE * self.aux_coef
@@ -601,20 +612,19 @@ class _Engine:
                 loss = _scalar(i, loss_fn(i, *leaves), self.found_CN)
                 if loss.requires_grad:
                     loss.backward()
-            grads = {c: x.grad for c, x in enumerate(leaves) if x.grad is not None}
-            for c, grad in grads.items():
-                self.upstream_CN[c, at] += grad
-                self.used[c] = True
             losses.append(loss.detach())
-            finite.append(torch.stack([torch.isfinite(x).all() for x in (loss, *grads.values())]))
-        if not ending:
-            return
-        bad = ~torch.stack([x.all() for x in finite])
-        if bad.any():
-            k = int(bad.nonzero()[0])
-            what = "" if not losses[k].isfinite() else ", its gradient is not finite"
+            checks = [losses[-1].isfinite()]
+            for c, leaf in enumerate(leaves):
+                if leaf.grad is not None:
+                    self.upstream_CN[c, at] += leaf.grad
+                    self.used[c] = True
+                    checks.append(leaf.grad.isfinite().all())
+            finite.append(torch.stack(checks).all())
+        if ending and not torch.stack(finite).all():  # one wait for the device a block
+            k = finite.index(False)
+            what = ", its gradient is not finite" if losses[k].isfinite() else ""
             raise NonFiniteLoss(f"the loss of sequence {ending[k]} is {losses[k].item()}{what}")
-        self.loss = self.loss + torch.stack(losses).sum()
+        self.loss = sum(losses, self.loss)
 
     def backward(self, b, work):
         """The gradient of this block, of its losses and of what lies below it."""
@@ -628,14 +638,14 @@ class _Engine:
         block = self.blocks[b]
         for layer, scores_nE in routing.scores.items() if self.aux_coef else ():
             owed_nE = self.owed.pop((b, layer))
-            end_n = torch.from_numpy(block_ends(self.trie, block)).to(self.device)
-            factor_nE, total_E = subtree_sums(owed_nE, end_n)
+            factor_nE, total_E = subtree_sums(owed_nE, routing.end_n)
             if block.parent >= 0:
                 end = self.blocks[block.parent].piece - 1
                 self.owed[block.parent, layer][end] += total_E
             self.aux_loss = self.aux_loss + (factor_nE * scores_nE.detach()).sum()
-            outputs.append(scores_nE)
-            grads.append(factor_nE.to(scores_nE.dtype))
+            if scores_nE.requires_grad:
+                outputs.append(scores_nE)
+                grads.append(factor_nE.to(scores_nE.dtype))
         if outputs:
             torch.autograd.backward(outputs, grads)
 
@@ -670,11 +680,15 @@ def _scalar(i, loss, like):
             f"loss_fn must return one number a sequence, a tensor of shape (); for sequence {i} "
             f"came {tuple(loss.shape)}; sum or average it"
         )
-    return loss.to(like.device)
+    return loss.to(like)
 
 
 def require_tree_model(model, trie, /):
-    """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1)."""
+    """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1).
+
+    Each layer must call attention(q, k, v, layer=, scale=, window=, softcap=) once, with a number
+    of its own; the last two may be left out.
+    """
     if not isinstance(trie, TokenTrie):
         raise ValueError(f"expected a TokenTrie, came {type(trie).__name__}; TokenTrie(sequences)")
     takes = inspect.signature(model.hidden).parameters if hasattr(model, "hidden") else {}
@@ -799,7 +813,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     """
     place, problem, arrays, mine = ring.ring_of(group), None, [], []
     try:
-        arrays = [_checked(i, x, None).astype(np.int64) for i, x in enumerate(sequences)]
+        arrays = [_checked(i, x, None) for i, x in enumerate(sequences)]
         mine = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
         if len(arrays) != len(mine):
             raise ValueError(f"{len(arrays)} sequences, but data for {len(mine)}; one for each")
@@ -889,7 +903,7 @@ def tree_scores(model, trie, *, temperature=1.0, max_tokens=None, **across):
         return []
     if max_tokens is None:
         columns = packed_scores(model, trie, temperature=temperature, **across)
-    elif torch.is_grad_enabled() or across:
+    elif torch.is_grad_enabled() or across.get("group") is not None:
         raise ValueError(
             "max_tokens is for forward passes in one process: call tree_scores under "
             "torch.no_grad(), or train with tree_backward(max_tokens=)"
@@ -925,17 +939,18 @@ def tree_backward(
 
     loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,): sequence i's loss, a
     tensor (), called once for each i, also where L_i = 1, as soon as the sequence's path is done;
-    it may have no gradient. Token s of these is about x_s+1 given x_0 .. x_s; values are of that
-    state. max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the
-    blocks above, and run them forward twice. aux_coef: coef of (7).
+    it may have no gradient, and it may not use what an earlier call was given. Item s of these is
+    about x_s+1 given x_0 .. x_s; values are of that state. Hooks of parameters fire once a block.
+    max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the blocks
+    above, and run them forward twice. aux_coef: coef of (7).
 
-    ValueError before anything runs where model or tree do not fit; NonFiniteLoss, or whatever
-    loss_fn raises: .grad is then as it was.
+    ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
+    then as it was.
     """
     require_tree_model(model, trie)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters:
-        raise ValueError("no parameter of the model requires a gradient; use tree_scores")
+    if not parameters or torch.is_inference_mode_enabled():
+        raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
     options = dict(max_tokens=max_tokens, temperature=temperature, aux_coef=aux_coef)
     engine = _Engine(model, trie, **options)
     before = [p.grad for p in parameters]
@@ -985,18 +1000,18 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Memory(NamedTuple):
-    """Bytes beyond the parameters and their .grad."""
+    """Bytes beyond the parameters and their .grad; what accumulates is held beside a .grad."""
 
     stack: int  # K, V, dK and dV of the deepest path of pieces
     activations: int  # graphs and what forward and backward hold for a moment
 
 
 def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
-    """What `tree_backward` holds at its peak.
+    """What `tree_backward` would hold at its peak, were it called now.
 
     Measured: one block of 64 tokens and one of 128, forward and backward; a block of n tokens then
-    counts by the straight line through both, and the walk over the tree's blocks is exact. An
-    upper bound where the log-probs' chunks are full (`models.token_logprobs`).
+    counts by the straight line through both, and the walk over the tree's blocks is exact. Too
+    much where the log-probs' chunks are full (`models.token_logprobs`).
     """
     require_tree_model(model, trie)
     (graph1, extra1, *_), (graph2, extra2, key_bytes, grad_bytes, layers) = (
@@ -1011,7 +1026,8 @@ def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
         above[b] = 0.0 if recompute and b in inner else above[block.parent] + graph
         deepest = max(deepest, block.depth + block.piece if block.piece else 0)
     columns = 2 * (2 + bool(_is_critic(model))) * 4 * len(trie)
-    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns))
+    second = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns + second))
 
 
 def _probe(model, n):
@@ -1022,7 +1038,8 @@ def _probe(model, n):
     try:
         for p in parameters:
             p.grad = torch.zeros_like(p)
-        with LiveBytes() as live:
+        engine.upstream_CN = torch.zeros_like(engine.found_CN)
+        with torch.enable_grad(), LiveBytes() as live:
             work = engine.forward(0)
             graph = live.now
             engine.backward(0, work)

@@ -16,6 +16,7 @@ from conftest import ROOT
 from measure_tree import LiveBytes, modelled_time
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import models
 import tree_attention as tree
@@ -255,6 +256,7 @@ def test_sibling_subtrees_are_packed_together():
     assert [len(b.tokens) for b in plan(star, None)] == [50]
     with pytest.raises(ValueError, match="max_tokens must be an integer of 1 or more"):
         plan(star, 0)
+    assert len(plan(star, np.int64(20))) == 3
 
 
 # The engine ------------------------------------------------------------------------------------
@@ -450,6 +452,24 @@ def test_an_entropy_that_no_loss_uses_costs_no_second_head():
 
 
 @pytest.mark.quick
+def test_the_loss_is_summed_in_the_models_precision():
+    model, trie = TinyModel(), TokenTrie([[k] for k in range(10)] * 12 + [[0]])
+    for dtype in (torch.bfloat16, torch.float16, torch.int64):
+        result = tree_backward(model, trie, lambda i, *x, d=dtype: torch.tensor(6e4).to(d))
+        assert result.loss == 121 * torch.tensor(6e4).to(dtype).double()
+
+
+@pytest.mark.quick
+def test_a_frozen_router_has_no_gradient_but_its_loss_is_told():
+    model, trie = models.tiny_model("qwen3_moe"), TokenTrie(forests()["forest"])
+    told = tree_backward(model, trie, example_loss, aux_coef=0.1).aux_loss
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith("lm_head"))
+    found = tree_backward(model, trie, example_loss, aux_coef=0.1, max_tokens=3).aux_loss
+    assert abs(found - told) < 1e-12
+
+
+@pytest.mark.quick
 def test_frozen_parameters_and_no_grad_outside():
     model, sequences = models.tiny_model("qwen3"), tensors(forests()["forest"])
     names = ("model.layers.1", "lm_head")
@@ -555,14 +575,14 @@ def stars(leaves):
     return TokenTrie([np.append(np.arange(200) % 50, [k, *range(31)]) for k in leaves])
 
 
-def small_model():
-    sizes = dict(hidden_size=64, vocab_size=101)
-    return models.tiny_model("qwen3", dtype=torch.float32, **sizes)
+def small_model(kind="qwen3"):
+    return models.tiny_model(kind, dtype=torch.float32, hidden_size=64, vocab_size=101)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_memory_does_not_depend_on_the_number_of_leaves(recompute):
-    model = small_model()
+def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
+    model = small_model(kind)
     few, many = (peak(model, stars(range(n)), max_tokens=32, recompute=recompute) for n in (8, 64))
     assert few <= many < 1.1 * few
     assert peak(model, stars(range(64))) > 4 * many
@@ -579,10 +599,14 @@ def test_memory_is_what_was_predicted(recompute):
     for name, trie in tries.items():
         for size in (None, 150, 60):
             options = dict(max_tokens=size, recompute=recompute)
-            found, told = peak(model, trie, **options), predict_memory(model, trie, **options)
+            model.zero_grad()
+            told, found = predict_memory(model, trie, **options), peak(model, trie, **options)
             assert 0.97 < sum(told) / found < 1.15, (name, size)
             assert (told.stack > 0) == any(block.piece for block in plan(trie, size))
-    assert all(p.grad is not None for p in model.parameters())  # as `peak` left them
+    again = predict_memory(model, trie, **options)  # as `peak` left them: .grad is there
+    assert again.activations - told.activations == sum(p.nbytes for p in model.parameters())
+    with torch.no_grad():
+        assert predict_memory(model, trie, **options) == again
 
 
 def test_the_stack_holds_what_the_deepest_piece_needs_and_no_more():
@@ -606,11 +630,12 @@ def test_the_stack_holds_what_the_deepest_piece_needs_and_no_more():
         ([[1.5, 2.0]], "sequence 0 must be 1-D integers"),
         ([[[1, 2]]], "sequence 0 must be 1-D integers"),
         ([[1, 2], [3, -1]], "sequence 1 has the token id -1"),
+        ([[1], np.array([2**63 + 1], np.uint64)], "sequence 1 has the token id -"),
     ],
 )
 def test_sequences_that_are_none_are_refused(sequences, message):
     with pytest.raises(ValueError, match=message):
-        TokenTrie([torch.tensor(x) for x in sequences])
+        TokenTrie([torch.tensor(x) if isinstance(x, list) else x for x in sequences])
 
 
 @pytest.mark.quick
@@ -658,6 +683,52 @@ def test_models_that_a_tree_cannot_train_are_refused(model, message):
             with pytest.raises(ValueError, match=message):
                 run(model, TokenTrie([[1, 2]]), linear_loss)
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.quick
+def test_layers_of_one_number_are_refused():
+    model, trie = TinyModel(), TokenTrie([[1, 2, 3], [1, 4, 5]])
+    hidden = model.hidden
+
+    def shared(tokens, /, *, positions=None, attention=None):
+        numbered = lambda *x, layer, **options: attention(*x, layer=0, **options)  # noqa: E731
+        return hidden(tokens, positions=positions, attention=numbered)
+
+    model.hidden = shared
+    with pytest.raises(ValueError, match="two layers call attention with layer=0"):
+        tree_backward(model, trie, linear_loss, max_tokens=2)
+
+
+class Checkpointed(TinyModel):
+    """Every layer's attention, and so the engine's callable, runs again in the backward."""
+
+    reentrant = False
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None):
+        def again(*qkv, **options):
+            return checkpoint(
+                lambda *x: attention(*x, **options), *qkv, use_reentrant=self.reentrant
+            )
+
+        return super().hidden(tokens_BS, positions=positions, attention=attention and again)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_no_gradient(reentrant):
+    model, sequences = Checkpointed(), random_forest(0)
+    model.reentrant = reentrant
+    truth, _ = gradients(model, lambda: definition(model, sequences, example_loss))
+    for size in (None, 1, 4):
+        trie = TokenTrie(sequences)
+        run = lambda: tree_backward(model, trie, example_loss, max_tokens=size)  # noqa: B023, E731
+        assert error(model, run, truth) < 1e-10
+
+
+@pytest.mark.quick
+def test_inference_mode_is_refused():
+    with torch.inference_mode(), pytest.raises(ValueError, match="use tree_scores"):
+        tree_backward(TinyModel(), TokenTrie([[1, 2]]), linear_loss)
 
 
 @pytest.mark.quick
