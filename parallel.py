@@ -65,7 +65,8 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
+    with naming_lost_ranks(lambda: "starting", "look at its error"):
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
     return device
 
 
@@ -121,7 +122,8 @@ def naming_lost_ranks(where, advice):
         lost = isinstance(error, dist.DistError) or re.search(
             r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error)
         )
-        if dist.get_world_size() == 1 or not lost:
+        world = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
+        if int(world) == 1 or not lost:
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
