@@ -29,6 +29,7 @@ References: FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; torch.distributed.chec
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import math
@@ -42,12 +43,12 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-
 
 # 1. Joining, agreeing, leaving ---------------------------------------------------------------
 
@@ -132,7 +133,273 @@ def naming_lost_ranks(where, advice):
         ) from error
 
 
-# 2. Gradients --------------------------------------------------------------------------------
+# 2. Plans ------------------------------------------------------------------------------------
+
+
+KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"
+BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many ranks each kind of parallelism has, and which ones.
+
+        d2t2            4 ranks: data 2, tensor 2             p2d2t2        pipeline 2 besides
+        d2t2e4          the same ranks: experts over all 4    d2c2          context 2
+        (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
+        archon:d2t2     a backend's name, archon[actor]:d2t2 a role's too
+
+    Letters d t p c e, each once, any order. Rank r sits at (pp, dp, cp, tp), tp innermost; for the
+    experts the d c t ranks of a stage are (expert-dp, ep, etp) again, etp innermost, 1 or tp.
+
+        p2d2t2    pp 0: dp 0: 0 1      groups("tp"): [0 1] [2 3] [4 5] [6 7]
+                        dp 1: 2 3      groups("dp"): [0 2] [1 3] [4 6] [5 7]
+                  pp 1: dp 0: 4 5      groups("pp"): [0 4] [1 5] [2 6] [3 7]
+                        dp 1: 6 7      groups("fsdp"): as dp here; with context, d and c together
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    backend: str | None = None
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """From a string; ValueError says where it is wrong. `Allocation.parse` takes + and |."""
+        reader = _Reader(text)
+        plan = reader.plan()
+        reader.end()
+        return plan
+
+    def __post_init__(self):
+        degrees = dict(d=self.dp, c=self.cp, t=self.tp, p=self.pp, e=self.ep, etp=self.etp)
+        for letter, degree in degrees.items():
+            if not (isinstance(degree, int) and degree > 0):
+                raise ValueError(f"{letter} must be an integer of 1 or more; came {degree!r}")
+        if self.etp not in (1, self.tp):
+            raise ValueError(f"the experts' t = {self.etp} must be 1 or attention's t = {self.tp}")
+        if self.ep == 1:
+            return
+        # Folding: an expert group is whole context (and tensor) groups, and divides the stage.
+        inner = self.cp * (self.tp if self.etp == 1 else 1)
+        outer, what = self.dp * inner, "c * t" if self.etp == 1 else "c"
+        if self.ep % inner:
+            raise ValueError(f"e = {self.ep} must be a multiple of {what} = {inner}")
+        if outer % self.ep:
+            raise ValueError(f"e = {self.ep} must divide d * {what} = {outer}")
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts: d c t / (e etp)."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def shapes(self) -> tuple[dict, dict]:
+        """Names and degrees of the rank grid, outermost first, for attention and for experts."""
+        attention = dict(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """The ranks of each group of a kind, see KINDS; no communicator is made."""
+        attention, experts = self.shapes
+        shape = attention if kind in attention or kind == "fsdp" else experts
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}; came {kind!r}")
+        names = ("dp", "cp") if kind == "fsdp" else (kind,)
+        along = [n for n, name in enumerate(shape) if name in names]
+        grid = np.arange(self.world).reshape([*shape.values()])
+        grid = np.moveaxis(grid, along, range(-len(along), 0))
+        return grid.reshape(-1, math.prod(shape[name] for name in names)).tolist()
+
+    def require_fits(self, *, world=None, config=None, microbatches=None, ulysses=False) -> None:
+        """ValueError if it does not fit a number of ranks, a model (ModelConfig), a step.
+
+        ulysses: context parallelism deals heads out, so c must divide them too.
+        """
+        if world is not None and world != self.world:
+            raise ValueError(
+                f"{self} is for p * d * c * t = {self.world} ranks, but there are {world}; start "
+                f"{self.world}, or change the plan"
+            )
+        if microbatches is not None and self.pp > 1 and microbatches < self.pp:
+            raise ValueError(
+                f"{microbatches} microbatches are fewer than the {self.pp} stages of {self}; cut "
+                f"the batch smaller"
+            )
+        if config is None:
+            return
+        if not config.sparse_layers and (self.ep > 1 or self.etp > 1):
+            raise ValueError(f"{self} spreads experts, but the model is dense; leave e and ffn out")
+        heads, inner = config.num_attention_heads, config.moe_intermediate_size
+        wants = [
+            ("t", self.tp, "query heads", heads),
+            ("t", self.tp, "key heads", config.num_key_value_heads),
+            ("t", self.tp, "rows of intermediate_size", config.intermediate_size),
+            ("t", self.tp, "rows of vocab_size", config.vocab_size),
+            ("t * c", self.tp * self.cp if ulysses else 1, "query heads (ulysses)", heads),
+            ("e", self.ep, "experts", config.num_experts if self.ep > 1 else 0),
+            ("ffn's t", self.etp, "rows of moe_intermediate_size", inner if self.etp > 1 else 0),
+        ]
+        for letter, degree, what, size in wants:
+            if size % degree:
+                raise ValueError(f"plan {self}: {letter} = {degree} must divide the {size} {what}")
+        layers = config.num_hidden_layers
+        if self.pp > layers:
+            raise ValueError(f"plan {self}: p = {self.pp} stages are more than the {layers} layers")
+
+    def describe(self) -> str:
+        """One line of degrees, and the grid of ranks of each stage: a row a (dp, cp), tp across."""
+        degrees = self.shapes[0] | {"ep": self.ep, "etp": self.etp}
+        lines, width = [" ".join(f"{k}={n}" for k, n in degrees.items())], len(str(self.world - 1))
+        for row, ranks in enumerate(self.groups("tp")):
+            place = np.unravel_index(row, (self.pp, self.dp, self.cp))
+            where = "  ".join(f"{k} {n}" for k, n in zip(("pp", "dp", "cp"), place, strict=True))
+            lines.append(f"{where} | {' '.join(f'{rank:>{width}}' for rank in ranks)}")
+        return "\n".join(lines)
+
+    def __str__(self):
+        """The shortest string that parses to this plan again."""
+
+        def dims(**degrees):
+            return "".join(f"{k}{n}" for k, n in degrees.items() if n > 1) or "d1"
+
+        attention = dict(p=self.pp, d=self.dp, t=self.tp, c=self.cp)
+        if self.etp == 1:
+            text = dims(**attention, e=self.ep)
+        else:
+            text = f"(attn:{dims(**attention)}|ffn:{dims(p=self.pp, e=self.ep, t=self.etp)})"
+        name = f"[{self.name}]" if self.name else ""
+        return f"{self.backend}{name}:{text}" if self.backend else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Plans on devices: `a+b` on separate ones, `a|b` on the same, which binds tighter.
+
+    groups: one tuple of plans for each set of devices, e.g. sglang:d4t2+archon:d4p2t2 is
+    ((sglang:d4t2,), (archon:p2d4t2,)). All plans of a set have one world.
+    """
+
+    groups: tuple[tuple[Plan, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Allocation":
+        reader, groups = _Reader(text), []
+        while not groups or reader.takes("+"):
+            plans = [reader.plan()]
+            while reader.takes("|"):
+                plans.append(reader.plan())
+            if len({plan.world for plan in plans}) > 1:
+                worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
+                raise ValueError(f"plans on the same devices need one world: {worlds}")
+            groups.append(tuple(plans))
+        reader.end()
+        return cls(tuple(groups))
+
+    @property
+    def world(self) -> int:
+        return sum(plans[0].world for plans in self.groups)
+
+    def __str__(self):
+        return "+".join("|".join(map(str, plans)) for plans in self.groups)
+
+
+class _Reader:
+    """The grammar, one method a rule, left to right:
+
+        plan    =  [ backend [ "[" name "]" ] ":" ] ( "(" hybrid ")" | hybrid | dims )
+        hybrid  =  "attn:" dims "|" "ffn:" dims
+        dims    =  one or more of a letter and a number [1-9][0-9]*, each letter once
+    """
+
+    def __init__(self, text):
+        if not isinstance(text, str):
+            raise ValueError(f"a plan is a string such as d2t2; came {text!r}")
+        self.text, self.at = text, 0
+
+    def fail(self, expected):
+        came = repr(self.text[self.at :]) if self.at < len(self.text) else "the end"
+        where = f"plan {self.text!r}, position {self.at}"
+        raise ValueError(f"{where}: expected {expected}; came {came}")
+
+    def match(self, pattern):
+        found = re.compile(pattern).match(self.text, self.at)
+        if found:
+            self.at = found.end()
+        return found
+
+    def takes(self, symbol):
+        return self.match(re.escape(symbol)) is not None
+
+    def needs(self, symbol):
+        if not self.takes(symbol):
+            self.fail(repr(symbol))
+
+    def end(self):
+        if self.at < len(self.text):
+            self.fail("the end")
+
+    def plan(self):
+        backend, name = None, None
+        if not re.compile("attn:|ffn:").match(self.text, self.at) and (
+            found := self.match(r"([a-z]+)(?:\[(\w+)\])?:")
+        ):
+            backend, name = found.groups()
+            if backend not in BACKENDS:
+                raise ValueError(f"plan {self.text!r}: backend {backend!r} is none of {BACKENDS}")
+        open_paren = self.takes("(")
+        if open_paren or re.compile("attn:").match(self.text, self.at):
+            degrees = self.hybrid()
+        else:
+            degrees = self.dims("dtpce")
+        if open_paren:
+            self.needs(")")
+        names = dict(d="dp", c="cp", t="tp", p="pp", e="ep", etp="etp")
+        return Plan(**{names[k]: n for k, n in degrees.items()}, backend=backend, name=name)
+
+    def hybrid(self):
+        self.needs("attn:")
+        attention = self.dims("dtpc")
+        self.needs("|")
+        self.needs("ffn:")
+        experts = self.dims("detp")
+        stages = attention.get("p", 1)
+        if experts.get("p", stages) != stages:
+            raise ValueError(
+                f"plan {self.text!r}: attn has p{stages}, ffn p{experts['p']}; they must agree, or "
+                f"leave ffn's p out"
+            )
+        e, etp = experts.get("e", 1), experts.get("t", 1)
+        ranks = math.prod(attention.get(k, 1) for k in "dtc")
+        if "d" in experts and experts["d"] * e * etp != ranks:
+            raise ValueError(
+                f"plan {self.text!r}: attn has d * t * c = {ranks} ranks a stage, ffn "
+                f"d * e * t = {experts['d'] * e * etp}; they must agree, or leave ffn's d out"
+            )
+        return attention | {"e": e, "etp": etp}
+
+    def dims(self, letters):
+        degrees = {}
+        while found := self.match(r"([a-z])([1-9][0-9]*)(?![0-9])"):
+            letter, number = found.groups()
+            if letter not in letters or letter in degrees:
+                self.at = found.start()
+                self.fail(f"one of {' '.join(k for k in letters if k not in degrees)}, each once")
+            degrees[letter] = int(number)
+        if not degrees:
+            self.fail(f"a letter of {' '.join(letters)} and a number of 1 or more")
+        return degrees
+
+
+# 3. Gradients --------------------------------------------------------------------------------
 
 
 def shard(model) -> None:
@@ -218,16 +485,40 @@ def copy_weights(source, target) -> None:
         q.copy_(full(p))
 
 
-def lr_factor(step, /, *, warmup, total, decay):
-    """The multiple of lr that step 0..total-1 uses: never 0, 1 at the end of the warm-up.
+def lr_factor(
+    step, /, *, warmup, total, decay="linear", decay_steps=None, min_ratio=0.0, first_step="nonzero"
+) -> float:
+    """The multiple of lr that step 0 .. total - 1 uses: warm-up, stable, decay.
 
-    warmup 2, total 10, linear: .5 1 1 .875 .75 .625 .5 .375 .25 .125
+    warmup steps rise to 1, the last decay_steps (None: all behind the warm-up) fall towards
+    min_ratio: "linear" 1 - d, "sqrt" 1 - sqrt(d), "cosine" (1 + cos(pi d)) / 2, d the share of them
+    that is done; "constant" does not fall. first_step "nonzero": step 0 uses 1 / warmup, as in
+    torchtitan; "zero": 0, as in Hugging Face and verl. For warmup 2, total 10, linear:
+
+        nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
+        zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
     """
+    falls = {
+        "constant": lambda d: 1.0,
+        "linear": lambda d: 1 - d,
+        "sqrt": lambda d: 1 - math.sqrt(d),
+        "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2,
+    }
+    if decay not in falls or first_step not in ("nonzero", "zero"):
+        raise ValueError(
+            f'decay must be one of {", ".join(falls)} and first_step "nonzero" or "zero"; came '
+            f"{decay!r} and {first_step!r}"
+        )
+    decay_steps = total - warmup if decay_steps is None else decay_steps
+    if not (0 <= warmup <= total and 0 <= decay_steps <= total - warmup and 0 <= min_ratio <= 1):
+        raise ValueError(
+            f"warm-up {warmup} and decay {decay_steps} must fit into {total} steps, and min_ratio "
+            f"{min_ratio} between 0 and 1"
+        )
     if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / (total - warmup)
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    return {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[decay]
+        return (step + (first_step == "nonzero")) / warmup
+    done = max(0, step - (total - decay_steps)) / max(decay_steps, 1)
+    return min_ratio + (1 - min_ratio) * falls[decay](min(done, 1.0))
 
 
 def training_tensors(model, optimizer) -> dict:
@@ -243,7 +534,7 @@ def training_tensors(model, optimizer) -> dict:
     return tensors
 
 
-# 3. Checkpoints ------------------------------------------------------------------------------
+# 4. Checkpoints ------------------------------------------------------------------------------
 
 
 def write_checkpoint(path, tensors, state) -> None:
@@ -374,7 +665,7 @@ def newest_checkpoint(directory):
     return None
 
 
-# 4. check ------------------------------------------------------------------------------------
+# 5. check ------------------------------------------------------------------------------------
 
 
 class _Toy(torch.nn.Module):

@@ -1,0 +1,211 @@
+"""parallel.py's plans (grammar, groups, what is refused and how) and learning-rate schedule."""
+
+import itertools
+
+import pytest
+
+import models
+from parallel import KINDS, Allocation, Plan, lr_factor
+
+GOOD = {
+    "d1": Plan(),
+    "d2": Plan(dp=2),
+    "t2d4": Plan(dp=4, tp=2),
+    "p2d2t2": Plan(pp=2, dp=2, tp=2),
+    "d2c2e4": Plan(dp=2, cp=2, ep=4),
+    "d2t2e4": Plan(dp=2, tp=2, ep=4),
+    "archon:d4p2t2": Plan(dp=4, pp=2, tp=2, backend="archon"),
+    "archon[actor]:d2": Plan(dp=2, backend="archon", name="actor"),
+    "(attn:d2t2|ffn:e2t2)": Plan(dp=2, tp=2, ep=2, etp=2),
+    "attn:d2t2|ffn:e2t2": Plan(dp=2, tp=2, ep=2, etp=2),
+    "(attn:p2d2t2|ffn:p2e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
+    "(attn:p2d2t2|ffn:e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
+    "(attn:d1p4t2c2|ffn:d1p4t1e4)": Plan(pp=4, tp=2, cp=2, ep=4),
+    "(attn:d4t2|ffn:d2e2t2)": Plan(dp=4, tp=2, ep=2, etp=2),
+    "(attn:d4t2|ffn:e8)": Plan(dp=4, tp=2, ep=8),
+    "megatron:(attn:d2t2|ffn:t2)": Plan(dp=2, tp=2, etp=2, backend="megatron"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", GOOD)
+def test_a_plan_is_read_and_written_without_loss(text):
+    plan = Plan.parse(text)
+    assert plan == GOOD[text]
+    assert Plan.parse(str(plan)) == plan
+    assert str(Plan.parse(str(plan))) == str(plan)
+
+
+def every_plan(degrees=(1, 2, 3, 4)):
+    """All plans of these degrees that may exist."""
+    for d, c, t, p, e in itertools.product(degrees, degrees, degrees, (1, 2), (1, 2, 4, 6, 8)):
+        for etp in {1, t}:
+            try:
+                yield Plan(dp=d, cp=c, tp=t, pp=p, ep=e, etp=etp)
+            except ValueError:
+                pass
+
+
+@pytest.mark.quick
+def test_every_plan_survives_its_string_and_its_groups_are_partitions():
+    plans = list(every_plan())
+    assert len(plans) > 200
+    for plan in plans:
+        assert Plan.parse(str(plan)) == plan
+        sizes = dict(dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp, ep=plan.ep, etp=plan.etp)
+        sizes |= {"expert-dp": plan.edp, "fsdp": plan.dp * plan.cp}
+        for kind in KINDS:
+            groups = plan.groups(kind)
+            assert {len(group) for group in groups} == {sizes[kind]}, (plan, kind)
+            assert sorted(sum(groups, [])) == list(range(plan.world))
+            assert all(group == sorted(group) for group in groups)
+
+
+@pytest.mark.quick
+def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage():
+    plan = Plan.parse("p2d2c2t2")
+
+    def rank(pp, dp, cp, tp):
+        return ((pp * 2 + dp) * 2 + cp) * 2 + tp
+
+    for n, kind in enumerate(("pp", "dp", "cp", "tp")):
+        for group in plan.groups(kind):
+            places = [p for p in itertools.product((0, 1), repeat=4) if rank(*p) in group]
+            assert len(places) == 2  # they differ in this kind alone
+            assert [a != b for a, b in zip(*places, strict=True)] == [k == n for k in range(4)]
+    assert plan.groups("fsdp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    expert = Plan.parse("(attn:d4t2|ffn:e2t2)")
+    assert expert.groups("etp") == expert.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert expert.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert expert.groups("expert-dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    flat = Plan.parse("d2t2e4")
+    assert flat.groups("ep") == [[0, 1, 2, 3]] and flat.groups("expert-dp") == [[0], [1], [2], [3]]
+
+
+@pytest.mark.quick
+def test_describe_is_a_line_of_degrees_and_the_grid():
+    assert Plan.parse("p2d4t2").describe().splitlines()[0] == "pp=2 dp=4 cp=1 tp=2 ep=1 etp=1"
+    assert Plan.parse("p2d2t2").describe().splitlines()[1:] == [
+        "pp 0  dp 0  cp 0 | 0 1", "pp 0  dp 1  cp 0 | 2 3",
+        "pp 1  dp 0  cp 0 | 4 5", "pp 1  dp 1  cp 0 | 6 7",
+    ]  # fmt: skip
+
+
+@pytest.mark.quick
+def test_allocations_join_plans_on_separate_and_on_the_same_devices():
+    both = Allocation.parse("sglang:d4t2+archon:d4p2t2")
+    rollout, trainer = Plan(dp=4, tp=2, backend="sglang"), Plan(dp=4, pp=2, tp=2, backend="archon")
+    assert both.groups == ((rollout,), (trainer,)) and both.world == 24
+    shared = Allocation.parse("sglang:d2|archon:t2+vllm:d3")  # | binds tighter
+    assert [len(plans) for plans in shared.groups] == [2, 1] and shared.world == 5
+    nested = Allocation.parse("sglang:d4|archon:(attn:d2t2|ffn:e2t2)")
+    assert nested.groups[0][1].etp == 2
+    for one in (both, shared, nested):
+        assert Allocation.parse(str(one)) == one
+    with pytest.raises(ValueError, match="need one world: sglang:d2 has 2 ranks, archon:t4 has 4"):
+        Allocation.parse("sglang:d2|archon:t4")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "position 0: expected a letter of d t p c e and a number of 1 or more; came the end"),
+        ("d0", "position 0: expected a letter .*; came 'd0'"),
+        ("d02", "came 'd02'"),
+        ("d-1", "came 'd-1'"),
+        ("d2.5", "position 2: expected the end; came '.5'"),
+        ("d4d2", "position 2: expected one of t p c e, each once; came 'd2'"),
+        ("d2x2", "position 2: expected one of t p c e, each once; came 'x2'"),
+        ("D2", "came 'D2'"),
+        ("d2 t2", "expected the end; came ' t2'"),
+        ("(d2", "expected 'attn:'; came 'd2'"),
+        ("(attn:d2|ffn:e2", r"position 15: expected '\)'; came the end"),
+        ("attn:d2|ffn:e2)", r"expected the end; came '\)'"),
+        ("((attn:d2|ffn:e2))", "expected 'attn:'"),
+        ("attn:d2", r"expected '\|'; came the end"),
+        ("ffn:e2|attn:d2", "came 'ffn:e2|attn:d2'"),
+        ("(attn:d2e2|ffn:e2)", "expected one of t p c, each once; came 'e2"),
+        ("(attn:d2|ffn:c2)", "position 13: expected one of d e t p"),
+        ("(attn:p2d2|ffn:p1e2)", "attn has p2, ffn p1; they must agree"),
+        ("(attn:d2t2|ffn:d2e4)", r"attn has d \* t \* c = 4 ranks a stage, ffn d \* e \* t = 8"),
+        ("(attn:d2t4|ffn:e2t2)", "the experts' t = 2 must be 1 or attention's t = 4"),
+        ("d2t2e3", r"e = 3 must be a multiple of c \* t = 2"),
+        ("d2t2e8", r"e = 8 must divide d \* c \* t = 4"),
+        ("d3e2", r"e = 2 must divide d \* c \* t = 3"),
+        ("(attn:d2t2c2|ffn:e1t2)", None),
+        ("(attn:d2t2c2|ffn:e3t2)", "e = 3 must be a multiple of c = 2"),
+        ("(attn:d2t2|ffn:e4t2)", r"e = 4 must divide d \* c = 2"),
+        ("torch:d2", "backend 'torch' is none of"),
+        ("archon[]:d2", "came 'archon"),
+        ("archon:d2+sglang:d2", r"expected the end; came '\+sglang:d2'"),
+        (None, "a plan is a string such as d2t2; came None"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_the_place(text, message):
+    if message is None:
+        assert Plan.parse(text).etp == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        Plan.parse(text)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("degree", [0, -2, 1.5, "2", None])
+def test_degrees_are_positive_integers(degree):
+    with pytest.raises(ValueError, match="c must be an integer of 1 or more"):
+        Plan(cp=degree)
+
+
+@pytest.mark.quick
+def test_a_plan_says_what_must_divide_what():
+    dense, moe = models.tiny("qwen3"), models.tiny("qwen3_moe", num_experts=6)
+    Plan.parse("d2t2p2").require_fits(world=8, config=models.tiny("qwen3", vocab_size=54))
+    cases = [
+        ("d2t2", dict(world=8), r"d2t2 is for p \* d \* c \* t = 4 ranks, but there are 8"),
+        ("p4", dict(microbatches=3), "3 microbatches are fewer than the 4 stages"),
+        ("p4", dict(config=dense), "p = 4 stages are more than the 2 layers"),
+        ("t4", dict(config=dense), "t = 4 must divide the 2 key heads"),
+        ("t2", dict(config=dense), "t = 2 must divide the 53 rows of vocab_size"),
+        ("t3", dict(config=dense), "t = 3 must divide the 4 query heads"),
+        ("d2e2", dict(config=dense), "spreads experts, but the model is dense"),
+        ("d4e4", dict(config=moe), "e = 4 must divide the 6 experts"),
+    ]
+    for text, given, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Plan.parse(text).require_fits(**given)
+    fourteen = models.tiny("qwen3", num_attention_heads=14, vocab_size=54)
+    Plan.parse("t2c2").require_fits(config=fourteen)
+    with pytest.raises(ValueError, match=r"t \* c = 4 must divide the 14 query heads \(ulysses\)"):
+        Plan.parse("t2c2").require_fits(config=fourteen, ulysses=True)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "options, factors",
+    [
+        (dict(), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (dict(decay="cosine"),
+         [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
+        (dict(decay="constant"), [0.5] + [1] * 9),
+        (dict(decay="sqrt", decay_steps=4), [0.5] + [1] * 6 + [0.5, 0.2929, 0.134]),
+        (dict(decay_steps=4, min_ratio=0.2), [0.5] + [1] * 6 + [0.8, 0.6, 0.4]),
+        (dict(decay_steps=0), [0.5] + [1] * 9),
+    ],
+)  # fmt: skip
+def test_lr_factors_are_these(options, factors):
+    found = [lr_factor(step, warmup=2, total=10, **options) for step in range(10)]
+    assert found == pytest.approx(factors, abs=5e-5)
+
+
+@pytest.mark.quick
+def test_schedules_that_do_not_exist_are_refused():
+    for wrong in (
+        dict(decay="step"),
+        dict(first_step="one"),
+        dict(decay_steps=9),
+        dict(min_ratio=2),
+    ):
+        with pytest.raises(ValueError, match="decay must be one of|must fit into 10 steps"):
+            lr_factor(3, warmup=2, total=10, **wrong)
