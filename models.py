@@ -784,6 +784,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config, self.rope = config, Rope(config)
+        self.attention = causal_attention  # what layers call unless `hidden` is given another
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -819,7 +820,7 @@ class Transformer(nn.Module):
 
         positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
         layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
-        (B, G, S, D), returning (B, H, S, D); default `causal_attention`. balance: what sparse
+        (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
         layers tell of their routing to, see `Balance`. Embeddings are taken as they are: Gemma's
         sqrt(M) is not applied to them.
         """
@@ -830,10 +831,10 @@ class Transformer(nn.Module):
             )
         x_BSM = tokens_BS if given else self.embed(tokens_BS)
         if positions is None:
-            positions = torch.arange(x_BSM.shape[1], device=x_BSM.device)[None]
+            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
         ropes = self.rope(positions, x_BSM.dtype)
         for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or causal_attention, balance)
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
         return self.model.norm(x_BSM)
 
     def embed(self, tokens_BS, /):
@@ -858,9 +859,13 @@ class Transformer(nn.Module):
 
     def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
         """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
-        cap = self.config.final_logit_softcapping
-        options = dict(temperature=temperature, softcap=cap)
-        return token_logprobs(hidden, self.head_weight, targets, **options)
+        weight_vM, options = self.head_rows()
+        options |= dict(temperature=temperature, softcap=self.config.final_logit_softcapping)
+        return token_logprobs(hidden, weight_vM, targets, **options)
+
+    def head_rows(self):
+        """The rows of `head_weight` that are here, and how `token_logprobs` finds the others."""
+        return self.head_weight, {}
 
     def values(self, hidden, /):
         """A critic's value of each state, (..., M) -> (...), float32 or better."""

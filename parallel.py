@@ -42,13 +42,17 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 # 1. Joining, agreeing, leaving ---------------------------------------------------------------
 
@@ -399,13 +403,322 @@ class _Reader:
         return degrees
 
 
-# 3. Gradients --------------------------------------------------------------------------------
+# 3. Operators -------------------------------------------------------------------------------
+#
+# W by rows, y_r = W_r x:  the loss sees x in every y_r, so dx = sum_r W_r^T dy_r, a term a rank.
+#   (4)  f:  x forward, all-reduce of dx backward.
+# W by columns, y = sum_r W_r x_r: each rank has a term of y, and dx_r = W_r^T dy needs the whole dy.
+#   (5)  g:  all-reduce forward, dy backward.
+# Sequence parallel, tokens shared out where no matrix is split: an all-reduce is a reduce-scatter
+# and an all-gather, and each is moved to its side: f = gather forward, scatter the sum backward.
+
+
+def _whole(x, group):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group)
+    return torch.cat(parts, 1)
+
+
+def _summed_part(x, group):
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), 1)]
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter(out, parts, group=group)
+    return out
+
+
+def _sum(x, group):
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _part(x, group):
+    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+def _same(x, group):
+    return x.view_as(x)
+
+
+class _Move(torch.autograd.Function):
+    """One way forward, another backward; both of (x, group), along dimension 1, the tokens."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward, backward):
+        ctx.rest = group, backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, dx):
+        group, backward = ctx.rest
+        return backward(dx, group), None, None, None
+
+
+# into and out of split matrices, by whether the tokens are shared out between them (sequence)
+ENTER = {False: (_same, _sum), True: (_whole, _summed_part)}  # f
+LEAVE = {False: (_sum, _same), True: (_summed_part, _whole)}  # g
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it; back again backward."""
+
+    @staticmethod
+    def forward(ctx, x_NM, group, gives, takes):
+        ctx.rest = group, gives, takes
+        out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
+        dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
+        return out_nM
+
+    @staticmethod
+    def backward(ctx, dout_nM):
+        group, gives, takes = ctx.rest
+        return _AllToAll.apply(dout_nM, group, takes, gives), None, None, None
+
+
+def dispatch_experts(x_NM, counts_E, experts, group, /):
+    """Rows sorted by expert -> the rank that holds it, through `experts`, and back: (N, M).
+
+    counts_E: rows for each of all E experts; rank r of the group holds the r-th E / world of them.
+    Ranks and experts without a row take part with none.
+    """
+    world = dist.get_world_size(group)
+    counts_WE = counts_E.view(world, -1)
+    # COMM: every rank sends every rank its counts first, so both sides of the second message know
+    # its size. Pinned by tests/test_parallel.py::test_experts_and_ranks_without_a_token.
+    arriving_WE = torch.empty_like(counts_WE)
+    dist.all_to_all_single(arriving_WE, counts_WE.contiguous(), group=group)
+    gives, takes = (c.sum(1).tolist() for c in (counts_WE, arriving_WE))
+    rows_nM = _AllToAll.apply(x_NM, group, gives, takes)
+    # they come by rank, then expert: sort by expert, and back
+    kind_n = torch.arange(arriving_WE.shape[1], device=x_NM.device).repeat(world)
+    order_n = kind_n.repeat_interleave(arriving_WE.flatten()).argsort(stable=True)
+    out_nM = experts(rows_nM.index_select(0, order_n), arriving_WE.sum(0))
+    out_nM = out_nM.index_select(0, order_n.argsort())
+    return _AllToAll.apply(out_nM, group, takes, gives)
+
+
+# 4. Plans applied to a model -----------------------------------------------------------------
+
+
+class Grid(NamedTuple):
+    """A plan's communicators. Every rank makes all of them, in one order."""
+
+    plan: Plan
+    dense: DeviceMesh  # (pp, replicate, fsdp, tp); fsdp: the ranks that shard weights, dp and cp
+    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
+    context: dist.ProcessGroup  # the ranks that share sequences
+    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
+
+    @classmethod
+    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
+        """shard: HSDP, weights are sharded over so many of the dp ranks; all by default."""
+        plan.require_fits(world=dist.get_world_size())
+        shard = plan.dp if shard is None else shard
+        if plan.dp % shard:
+            raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
+        shape = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
+        meshes = (
+            init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            for sizes in (shape, plan.shapes[1])
+        )
+        groups = (
+            dist.new_subgroups_by_enumeration(plan.groups(kind))[0] for kind in ("cp", "fsdp")
+        )
+        return cls(plan, *meshes, *groups)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the dp shares of the batch is this rank's."""
+        shape = [*self.plan.shapes[0].values()]  # (pp, dp, cp, tp)
+        return int(np.unravel_index(dist.get_rank(), shape)[1])
+
+
+def _place(module, name, mesh, placements, terms=False):
+    """Keep this rank's part of a parameter that all ranks have, as a DTensor of the same name.
+
+    terms: its gradients on the ranks are terms of a sum.
+    """
+    p = getattr(module, name)
+    local = p.detach()
+    for n, placement in enumerate(placements):
+        if placement.is_shard():
+            local = local.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
+    local = DTensor.from_local(local.clone(), mesh, placements, run_check=False)
+    placed = torch.nn.Parameter(local, requires_grad=p.requires_grad)
+    placed.terms = terms
+    setattr(module, name, placed)
+
+
+def _split(module, mesh, *, terms=False, factor=1, **placements):
+    """Place parameters (name=placement); while the module runs it sees them as plain tensors.
+
+    terms: what a rank computes of their gradients is a term of a sum over the mesh. factor: of what
+    the module sees.
+    """
+    seen = {}
+    for name, placement in placements.items():
+        if getattr(module, name, None) is not None:
+            placement = placement if isinstance(placement, tuple) else (placement,)
+            _place(module, name, mesh, placement, terms)
+            seen[name] = (Partial(),) if terms else placement
+
+    def show(module, args):
+        # NUMERICS: DTensor's default takes a plain tensor's gradient to be whole on every rank; a
+        # norm that saw this rank's tokens or heads has a term of it, and says so. Pinned by
+        # tests/test_parallel.py::test_every_plan_is_one_process.
+        for name, placement in seen.items():
+            p = module._parameters[name]
+            plain = p.to_local(grad_placements=placement)
+            module.__dict__[name] = plain if factor == 1 else plain * factor
+
+    def cover(module, args, output):
+        for name in seen:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(show)
+    module.register_forward_hook(cover, always_call=True)
+
+
+def _between(first, last, group, sequence):
+    """(4) on the way into `first`, (5) on the way out of `last`."""
+    enter, leave = ENTER[sequence], LEAVE[sequence]
+    enters = lambda _, args: (_Move.apply(args[0], group, *enter), *args[1:])  # noqa: E731
+    first.register_forward_pre_hook(enters)
+    last.register_forward_hook(lambda _, args, out: _Move.apply(out, group, *leave))
+
+
+def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
+    """Split heads, inner widths and vocabulary over `mesh`; tokens between them, with `sequence`.
+
+    `hidden` takes and gives whole sequences on every rank. A loss that all ranks compute alike
+    gives the right gradient: `logprobs` sums what the vocabulary's parts tell of it.
+    """
+    group, rank, world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    rows, columns, whole = Shard(0), Shard(1), Replicate()
+    norms = dict(weight=whole, terms=sequence)
+    for layer in model.model.layers:
+        at, mlp = layer.self_attn, layer.mlp
+        for linear in (at.q_proj, at.k_proj, at.v_proj):
+            _split(linear, mesh, weight=rows, bias=rows)
+        _split(at.o_proj, mesh, weight=columns)
+        _split(at.o_proj, mesh, bias=whole, terms=True, factor=int(rank == 0))  # added once
+        for norm in (at.q_norm, at.k_norm):
+            _split(norm, mesh, weight=whole, terms=True)
+        for name, norm in layer.named_children():
+            if name.endswith("layernorm"):
+                _split(norm, mesh, **norms)
+        _between(at, at.o_proj, group, sequence)
+        if hasattr(mlp, "experts"):
+            _split(mlp.gate, mesh, weight=whole, terms=True)
+            if expert_tensor > 1:
+                _between(mlp, mlp, group, sequence)
+        else:
+            for linear in (mlp.gate_proj, mlp.up_proj):
+                _split(linear, mesh, weight=rows)
+            _split(mlp.down_proj, mesh, weight=columns)
+            _between(mlp, mlp.down_proj, group, sequence)
+    embedding, norm = model.model.embed_tokens, model.model.norm
+    _split(embedding, mesh, weight=rows)
+    _split(norm, mesh, **norms)
+    if sequence:
+        norm.register_forward_hook(lambda m, args, out: _Move.apply(out, group, _whole, _part))
+    if not model.config.tie_word_embeddings:
+        _place(model.lm_head, "weight", mesh, (rows,))
+    if model.config.value_head:
+        _split(model.score, mesh, weight=whole)
+
+    def embed(tokens_BS):
+        if sequence and tokens_BS.shape[1] % world:
+            S = tokens_BS.shape[1]
+            raise ValueError(
+                f"{S} tokens a sequence must divide by t = {world} where tokens are shared out; "
+                f"pad to {-(-S // world) * world}"
+            )
+        local_BS = tokens_BS - rank * len(embedding.weight)
+        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
+        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight)
+        x_BSM = x_BSM * own_BS[..., None]
+        return _Move.apply(x_BSM, group, *LEAVE[sequence])
+
+    def head_rows():
+        weight = model.head_weight.to_local(grad_placements=[rows])
+        return weight, dict(group=group, vocab_start=rank * len(weight))
+
+    embedding.forward, model.head_rows = embed, head_rows
+
+
+def expert_parallel(model, mesh) -> None:
+    """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
+    placements = dict(gate_proj=(Shard(0), Shard(1)), up_proj=(Shard(0), Shard(1)),
+                      down_proj=(Shard(0), Shard(2)))  # fmt: skip
+    group = mesh["ep"].get_group()
+    sparse = (layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
+    for experts in (mlp.experts for mlp in sparse):
+        _split(experts, mesh["ep", "etp"], **placements)
+        if mesh["ep"].size() > 1:
+            here = experts.forward
+            experts.forward = lambda x_NM, counts_E, here=here: dispatch_experts(
+                x_NM, counts_E, here, group
+            )
+
+
+MODES = "ddp", "fsdp"
+
+
+def parallelize(model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True):
+    """Make a whole model, equal on all ranks, into this rank's part of a plan; returns the model.
+
+    device_mesh: Grid.make(plan). attention: the callable of context parallelism, which the layers
+    call from here on; plans with c > 1 need one. mode: "ddp" (whole copies, one reduction a step),
+    "fsdp" (FSDP2; HSDP where the grid replicates). sequence: share tokens out over the tensor
+    ranks where no matrix is split; such sequences divide by t.
+
+    The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
+    same sequences; those of one context group its tokens; those of different dp other sequences.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}; came {mode!r}")
+    plan.require_fits(world=dist.get_world_size(), config=model.config)
+    if plan.cp > 1 and attention is None:
+        raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
+    if plan.pp > 1:
+        raise ValueError(f"plan {plan}: pipelines are not here yet; use p1")
+    sparse = bool(model.config.sparse_layers)
+    if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
+        raise ValueError(
+            f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
+            f"the experts; use ffn's t = {plan.tp}"
+        )
+    if attention is not None:
+        model.attention = attention
+    if plan.tp > 1:
+        mesh = device_mesh.dense["tp"]
+        tensor_parallel(model, mesh, sequence=sequence, expert_tensor=plan.etp)
+    if plan.ep * plan.etp > 1:
+        expert_parallel(model, device_mesh.experts)
+    model.grid, model.mode = device_mesh, mode
+    if mode == "fsdp":
+        shard(model)
+    return model
+
+
+# 5. Gradients --------------------------------------------------------------------------------
 
 
 def shard(model) -> None:
-    """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged."""
-    for module in (*model.model.layers, model):
-        fully_shard(module)
+    """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged.
+
+    Experts are a part of their own: other ranks hold copies of them than of the rest.
+    """
+    grid = getattr(model, "grid", None)
+    parts = [(module, None) for module in (*model.model.layers, model)]
+    if grid is not None:
+        names = ("replicate", "fsdp") if grid.dense["replicate"].size() > 1 else ("fsdp",)
+        parts = [(module, grid.dense[names]) for module, _ in parts]
+        experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
+        parts = [(module, grid.experts["expert-dp"]) for module in experts] + parts
+    for module, mesh in parts:
+        fully_shard(module, mesh=mesh)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
         # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
@@ -434,20 +747,42 @@ def reduce_gradients(model) -> int:
     Returns the position, counted from the last parameter because backward reaches that first, of
     this rank's first parameter whose own gradient is not finite; -1 if there is none.
     """
-    suspect, backwards = -1, list(model.parameters())[::-1]
-    for n, p in enumerate(backwards):
+    suspect, backwards = -1, list(model.named_parameters())[::-1]
+    grid, whole = getattr(model, "grid", None), {"rest": [], "experts": []}
+    for n, (name, p) in enumerate(backwards):
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if suspect < 0 and not local(p.grad).isfinite().all():
             suspect = n
-    if not sharded(model) and dist.get_world_size() > 1:
-        for n in range(0, len(backwards), 64):  # one message for 64 tensors
-            grads = [p.grad for p in backwards[n : n + 64]]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            dist.all_reduce(flat)
-            for g, part in zip(grads, flat.split([g.numel() for g in grads])):
+        # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
+        # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+        if getattr(p, "terms", False):
+            total = local(p.grad)
+            dist.all_reduce(total, group=p.device_mesh.get_group())
+            p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
+        whole["experts" if ".mlp.experts." in name else "rest"].append(local(p.grad))
+    if sharded(model) or dist.get_world_size() == 1:
+        return suspect
+    for kind, grads in whole.items():
+        group = None
+        if grid is not None:
+            expert = grid.experts["expert-dp"].get_group()
+            group = expert if kind == "experts" else grid.data
+        for n in range(0, len(grads), 64):  # one message for 64 tensors
+            some = grads[n : n + 64]
+            flat = torch.cat([g.reshape(-1) for g in some])
+            dist.all_reduce(flat, group=group)
+            for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
                 g.copy_(part.view_as(g))
     return suspect
+
+
+def copies(p, ranks: int) -> int:
+    """On how many of the `ranks` that hold parts of a parameter each of its entries is."""
+    if not isinstance(p, DTensor):
+        return ranks
+    split = (n for n, x in enumerate(p.placements) if not (x.is_replicate() or x.is_partial()))
+    return ranks // math.prod(p.device_mesh.size(n) for n in split)
 
 
 def clip_grad_norm(model, max_norm: float):
@@ -455,8 +790,21 @@ def clip_grad_norm(model, max_norm: float):
 
     Gradients of a norm that is not finite are left alone.
     """
-    parameters = list(model.parameters())
-    norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    parameters, grid = list(model.parameters()), getattr(model, "grid", None)
+    if grid is None or grid.plan == Plan(dp=grid.plan.dp):
+        norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+    else:
+        # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
+        # counts every distinct entry once, and gives all ranks the same bits. Pinned by
+        # tests/test_parallel.py::test_every_plan_is_one_process.
+        ranks = grid.plan.world // grid.plan.pp
+        squares = [
+            torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square() / copies(p, ranks)
+            for p in parameters
+        ]
+        norm = torch.stack(squares).sum()
+        dist.all_reduce(norm)
+        norm = norm.sqrt()
     # NUMERICS: torch's own clip divides by norm + 1e-6; (3) does not.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
     if norm.isfinite() and norm > max_norm:
@@ -534,7 +882,7 @@ def training_tensors(model, optimizer) -> dict:
     return tensors
 
 
-# 4. Checkpoints ------------------------------------------------------------------------------
+# 6. Checkpoints ------------------------------------------------------------------------------
 
 
 def write_checkpoint(path, tensors, state) -> None:
@@ -665,7 +1013,7 @@ def newest_checkpoint(directory):
     return None
 
 
-# 5. check ------------------------------------------------------------------------------------
+# 7. check ------------------------------------------------------------------------------------
 
 
 class _Toy(torch.nn.Module):
