@@ -29,6 +29,7 @@ References: FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; torch.distributed.chec
 """
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import json
@@ -52,7 +53,14 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 # 1. Joining, agreeing, leaving ---------------------------------------------------------------
 
@@ -140,6 +148,7 @@ def naming_lost_ranks(where, advice):
 # 2. Plans ------------------------------------------------------------------------------------
 
 
+TIED = "model.embed_tokens.weight"
 KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"
 BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
 
@@ -405,9 +414,9 @@ class _Reader:
 
 # 3. Operators -------------------------------------------------------------------------------
 #
-# W by rows, y_r = W_r x:  the loss sees x in every y_r, so dx = sum_r W_r^T dy_r, a term a rank.
+# W by rows, y_r = W_r x: the loss sees x in every y_r, so dx = sum_r W_r^T dy_r, a term a rank.
 #   (4)  f:  x forward, all-reduce of dx backward.
-# W by columns, y = sum_r W_r x_r: each rank has a term of y, and dx_r = W_r^T dy needs the whole dy.
+# W by columns, y = sum_r W_r x_r: each rank has a term of y, and dx_r = W_r^T dy needs all of dy.
 #   (5)  g:  all-reduce forward, dy backward.
 # Sequence parallel, tokens shared out where no matrix is split: an all-reduce is a reduce-scatter
 # and an all-gather, and each is moved to its side: f = gather forward, scatter the sum backward.
@@ -508,6 +517,7 @@ class Grid(NamedTuple):
     experts: DeviceMesh  # (pp, expert-dp, ep, etp)
     context: dist.ProcessGroup  # the ranks that share sequences
     data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
+    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
 
     @classmethod
     def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
@@ -521,10 +531,11 @@ class Grid(NamedTuple):
             init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
             for sizes in (shape, plan.shapes[1])
         )
-        groups = (
-            dist.new_subgroups_by_enumeration(plan.groups(kind))[0] for kind in ("cp", "fsdp")
-        )
-        return cls(plan, *meshes, *groups)
+        lists = [plan.groups("cp"), plan.groups("fsdp")]
+        if plan.pp > 1:
+            lists.append([[stages[0], stages[-1]] for stages in plan.groups("pp")])
+        groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in lists]
+        return cls(plan, *meshes, *groups, *[None] * (plan.pp == 1))
 
     @property
     def dp_rank(self) -> int:
@@ -617,14 +628,14 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 _split(linear, mesh, weight=rows)
             _split(mlp.down_proj, mesh, weight=columns)
             _between(mlp, mlp.down_proj, group, sequence)
-    embedding, norm = model.model.embed_tokens, model.model.norm
-    _split(embedding, mesh, weight=rows)
-    _split(norm, mesh, **norms)
-    if sequence:
-        norm.register_forward_hook(lambda m, args, out: _Move.apply(out, group, _whole, _part))
-    if not model.config.tie_word_embeddings:
+    embedding, norm = getattr(model.model, "embed_tokens", None), model.model.norm
+    if not isinstance(norm, torch.nn.Identity):  # else a stage that others follow
+        _split(norm, mesh, **norms)
+        if sequence:
+            norm.register_forward_hook(lambda _, args, out: _Move.apply(out, group, _whole, _part))
+    if hasattr(model, "lm_head"):
         _place(model.lm_head, "weight", mesh, (rows,))
-    if model.config.value_head:
+    if hasattr(model, "score"):
         _split(model.score, mesh, weight=whole)
 
     def embed(tokens_BS):
@@ -644,7 +655,12 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
         weight = model.head_weight.to_local(grad_placements=[rows])
         return weight, dict(group=group, vocab_start=rank * len(weight))
 
-    embedding.forward, model.head_rows = embed, head_rows
+    model.head_rows = head_rows
+    if embedding is not None:
+        if isinstance(embedding.weight, DTensor):
+            return
+        _split(embedding, mesh, weight=rows)
+        embedding.forward = embed
 
 
 def expert_parallel(model, mesh) -> None:
@@ -662,27 +678,191 @@ def expert_parallel(model, mesh) -> None:
             )
 
 
-MODES = "ddp", "fsdp"
+class Micro(NamedTuple):
+    """A microbatch: (B, S) token ids, their positions, and the attention of their documents."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: object = None  # None: the model's
 
 
-def parallelize(model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True):
-    """Make a whole model, equal on all ranks, into this rank's part of a plan; returns the model.
+SCHEDULES = {
+    "1f1b": (Schedule1F1B, 1),
+    "interleaved1f1b": (ScheduleInterleaved1F1B, 2),
+    "zbv": (ScheduleZBVZeroBubble, 2),
+}
+
+
+def stage_part(model, stage, stages):
+    """A copy of stage `stage` of a whole model: its layers under their own names, and the ends.
+
+    Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
+    and, as the head, in the last.
+    """
+    first, last = stage == 0, stage == stages - 1
+    kept = np.array_split(np.arange(len(model.model.layers)), stages)[stage].tolist()
+    part = copy.copy(model)
+    part._modules, part.model = dict(model._modules), copy.copy(model.model)
+    part.model._modules = dict(model.model._modules)
+    layers = torch.nn.ModuleList()
+    layers._modules.update({str(n): model.model.layers[n] for n in kept})
+    part.model.layers = layers
+    if not last:
+        part.model.norm = torch.nn.Identity()
+        for name in {"lm_head", "score"} & part._modules.keys():
+            del part._modules[name]
+    if not first and not (last and model.config.tie_word_embeddings):
+        del part.model._modules["embed_tokens"]
+    return copy.deepcopy(part)
+
+
+class _Stage(torch.nn.Module):
+    """What torch's schedule runs: (index of a microbatch, or the states before) -> states."""
+
+    def __init__(self, part, pipeline):
+        super().__init__()
+        self.part = part
+        self.micros = pipeline.micros
+
+    def forward(self, x, index):
+        tokens, positions, attention = self.micros[int(index)]
+        x = x if x.is_floating_point() else tokens
+        return self.part.hidden(x, positions=positions, attention=attention)
+
+
+class Pipeline:
+    """This rank's stages of a model, run by a schedule of torch.distributed.pipelining.
+
+    1f1b, 2 stages, 4 microbatches (F forward, B backward):     interleaved: rank 0 has stages 0, 2
+
+        rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3                  rank 0   F0a F1a F0c F1c ..
+        rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3                     rank 1   ... F0b F1b F0d ..
+
+    It has the parameters of its stages under the names of the whole model. zbv: rank r has stages
+    r and 2 p - 1 - r, and a backward's weights are done apart from its inputs.
+    """
+
+    def __init__(self, model, grid, schedule):
+        self.grid, self.micros, self.runs, self.loss_fn = grid, [], {}, None
+        self.schedule, per_rank = SCHEDULES[schedule]
+        p, rank = grid.plan.pp, grid.dense["pp"].get_local_rank()
+        self.stages, self.config = p * per_rank, model.config
+        mine = [rank] if per_rank == 1 else [rank, rank + p]
+        if schedule == "zbv":
+            mine = [rank, 2 * p - 1 - rank]
+        if self.stages > model.config.num_hidden_layers:
+            raise ValueError(
+                f"{schedule} cuts {self.stages} stages, but the model has "
+                f"{model.config.num_hidden_layers} layers"
+            )
+        self.parts = {stage: stage_part(model, stage, self.stages) for stage in mine}
+        self.split_tie = model.config.tie_word_embeddings and schedule != "zbv"
+        if model.config.tie_word_embeddings and schedule == "zbv" and rank == 0:
+            self.parts[self.stages - 1].model.embed_tokens = self.parts[0].model.embed_tokens
+
+    @property
+    def last(self):
+        """The part with the head, None on ranks that do not have it."""
+        return self.parts.get(self.stages - 1)
+
+    def named_parameters(self):
+        seen = {}
+        for part in self.parts.values():
+            seen |= dict(part.named_parameters())
+        return iter(seen.items())
+
+    def parameters(self):
+        return (p for _, p in self.named_parameters())
+
+    def _run(self, micros, training):
+        """The schedule for microbatches of this shape, and the index of each."""
+        shape = tuple(micros[0].tokens.shape)
+        if any(tuple(micro.tokens.shape) != shape for micro in micros):
+            raise ValueError("microbatches of a step must have one shape; pad them to the longest")
+        p, n = self.grid.plan.pp, len(micros)
+        self.grid.plan.require_fits(microbatches=n)
+        if self.stages > p and n % p:
+            raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
+        key = shape, n, training
+        if key not in self.runs:
+            self.runs[key] = self._schedule(shape, n)
+        self.micros[:] = micros
+        return self.runs[key], torch.arange(n)
+
+    def _schedule(self, shape, n):
+        (B, S), M, t = shape, self.config.hidden_size, self.grid.plan.tp
+        like = next(self.parameters())
+        split = S // t if t > 1 and self.sequence else S
+        index = torch.zeros(1, dtype=torch.int64)
+        stages, group = [], self.grid.dense["pp"].get_group()
+        for stage, part in self.parts.items():
+            length = S if part is self.last else split
+            given, made = (torch.empty(B, k, M, dtype=like.dtype, device=like.device)
+                           for k in (split, length))  # fmt: skip
+            given = index if stage == 0 else given.requires_grad_()
+            made.requires_grad_()
+            stages.append(PipelineStage(
+                _Stage(part, self), stage, self.stages, like.device,
+                input_args=given, output_args=made, group=group,
+            ))  # fmt: skip
+        given = stages if self.stages > self.grid.plan.pp else stages[0]
+        return self.schedule(given, n, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, hidden, index):
+        if self.loss_fn is None:
+            return hidden.sum() * 0
+        return self.loss_fn(int(index), hidden)
+
+    def forward_backward(self, micros, loss_fn) -> list:
+        """Gradients of the sum of loss_fn(k, hidden of microbatch k); the losses where `last` is.
+
+        All ranks of the plan call it with microbatches of the same number and shape, each padded to
+        the longest; `loss_fn` runs on the last stage, where `last.logprobs` is.
+        """
+        schedule, index = self._run(micros, True)
+        self.loss_fn, losses = loss_fn, []
+        first = (index,) if 0 in self.parts else ()
+        options = dict(target=index, losses=losses) if self.last is not None else {}
+        schedule.step(*first, index=index, return_outputs=False, **options)
+        return [loss.detach() for loss in losses]
+
+    @torch.no_grad()
+    def forward(self, micros) -> list | None:
+        """`hidden` of each microbatch where `last` is, without gradient or loss; None elsewhere."""
+        schedule, index = self._run(micros, False)
+        self.loss_fn = None
+        first = (index,) if 0 in self.parts else ()
+        options = dict(target=index, losses=[]) if self.last is not None else {}
+        out = schedule.eval(*first, index=index, **options)
+        return None if out is None else list(out.chunk(len(micros)))
+
+
+MODES = "ddp", "fsdp", "zero1"
+
+
+def parallelize(
+    model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b"
+):
+    """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
     device_mesh: Grid.make(plan). attention: the callable of context parallelism, which the layers
     call from here on; plans with c > 1 need one. mode: "ddp" (whole copies, one reduction a step),
-    "fsdp" (FSDP2; HSDP where the grid replicates). sequence: share tokens out over the tensor
-    ranks where no matrix is split; such sequences divide by t.
+    "fsdp" (FSDP2; HSDP where the grid replicates), "zero1" (as ddp, with the optimiser's states
+    sharded: `LocalOptimizer(zero=True)`). sequence: share tokens out over the tensor ranks where no
+    matrix is split; such sequences divide by t. schedule: of a pipeline, see SCHEDULES; a plan with
+    p > 1 gives a `Pipeline`, else the model itself comes back, changed.
 
     The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
     same sequences; those of one context group its tokens; those of different dp other sequences.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}; came {mode!r}")
+    for name, value, known in (("mode", mode, MODES), ("schedule", schedule, SCHEDULES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
     plan.require_fits(world=dist.get_world_size(), config=model.config)
+    if device_mesh.dense["replicate"].size() > 1 and mode != "fsdp":
+        raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
     if plan.cp > 1 and attention is None:
         raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
-    if plan.pp > 1:
-        raise ValueError(f"plan {plan}: pipelines are not here yet; use p1")
     sparse = bool(model.config.sparse_layers)
     if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
         raise ValueError(
@@ -691,15 +871,18 @@ def parallelize(model, plan, *, device_mesh, attention=None, mode="ddp", sequenc
         )
     if attention is not None:
         model.attention = attention
-    if plan.tp > 1:
-        mesh = device_mesh.dense["tp"]
-        tensor_parallel(model, mesh, sequence=sequence, expert_tensor=plan.etp)
-    if plan.ep * plan.etp > 1:
-        expert_parallel(model, device_mesh.experts)
-    model.grid, model.mode = device_mesh, mode
-    if mode == "fsdp":
-        shard(model)
-    return model
+    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
+    whole.grid, whole.mode, whole.sequence = device_mesh, mode, sequence
+    for part in [model] if plan.pp == 1 else whole.parts.values():
+        if plan.tp > 1:
+            mesh = device_mesh.dense["tp"]
+            tensor_parallel(part, mesh, sequence=sequence, expert_tensor=plan.etp)
+        if plan.ep * plan.etp > 1:
+            expert_parallel(part, device_mesh.experts)
+        part.grid = device_mesh
+        if mode == "fsdp":
+            shard(part)
+    return whole
 
 
 # 5. Gradients --------------------------------------------------------------------------------
@@ -729,7 +912,7 @@ def shard(model) -> None:
 
 def sharded(model) -> bool:
     """Not read off the parameters: between forward and backward the root's are whole."""
-    return isinstance(model, FSDPModule)
+    return getattr(model, "mode", None) == "fsdp" or isinstance(model, FSDPModule)
 
 
 def local(tensor):
@@ -761,6 +944,11 @@ def reduce_gradients(model) -> int:
             dist.all_reduce(total, group=p.device_mesh.get_group())
             p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
         whole["experts" if ".mlp.experts." in name else "rest"].append(local(p.grad))
+    if getattr(model, "split_tie", False) and grid.ends is not None:
+        # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient. Ranks
+        # of stages between them are in no such group. Pinned by
+        # tests/test_parallel.py::test_every_plan_is_one_process.
+        dist.all_reduce(local(dict(backwards)[TIED].grad), group=grid.ends)
     if sharded(model) or dist.get_world_size() == 1:
         return suspect
     for kind, grads in whole.items():
@@ -797,10 +985,11 @@ def clip_grad_norm(model, max_norm: float):
         # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
         # counts every distinct entry once, and gives all ranks the same bits. Pinned by
         # tests/test_parallel.py::test_every_plan_is_one_process.
-        ranks = grid.plan.world // grid.plan.pp
+        ranks, tied = grid.plan.world // grid.plan.pp, TIED * getattr(model, "split_tie", False)
         squares = [
-            torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square() / copies(p, ranks)
-            for p in parameters
+            torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
+            / (copies(p, ranks) * (1 + (name == tied)))
+            for name, p in model.named_parameters()
         ]
         norm = torch.stack(squares).sum()
         dist.all_reduce(norm)
@@ -869,14 +1058,102 @@ def lr_factor(
     return min_ratio + (1 - min_ratio) * falls[decay](min(done, 1.0))
 
 
+class LocalOptimizer:
+    """A torch optimiser on the plain tensors that are on this rank: what DTensors and shards hold.
+
+    make: from a list of parameters to the optimiser. zero: ZeRO-1, each of the ranks with the same
+    weights updates a stretch of their rows, holds its state alone, and sends it to the others.
+    """
+
+    def __init__(self, model, make, *, zero=False):
+        self.model, self.zero = model, zero
+        self.mine = {}  # name -> the part of the parameter that is updated here; shares its memory
+        for name, p in model.named_parameters():
+            part = self._part(name, local(p.detach()))
+            self.mine[name] = torch.nn.Parameter(part, requires_grad=p.requires_grad)
+        self.inner = make([*self.mine.values()])
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def _mesh(self, name):
+        """The mesh along which a parameter's copies lie, and their ranks' group."""
+        grid = self.model.grid
+        if ".mlp.experts." in name:
+            return grid.experts["expert-dp"], grid.experts["expert-dp"].get_group()
+        return grid.dense["fsdp"], grid.data
+
+    def _part(self, name, x):
+        if not self.zero:
+            return x
+        _, group = self._mesh(name)
+        parts, rank = x.chunk(dist.get_world_size(group)), dist.get_rank(group)
+        return parts[rank] if rank < len(parts) else x[:0]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One update from .grad; a parameter without one keeps its value."""
+        named = dict(self.model.named_parameters())
+        for name, part in self.mine.items():
+            grad = named[name].grad
+            part.grad = None if grad is None else self._part(name, local(grad))
+        self.inner.step()
+        for name, p in named.items() if self.zero else ():
+            _, group = self._mesh(name)
+            whole = local(p.detach())
+            # COMM: rows are padded to equal stretches, so all send alike, also one without a row.
+            # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+            rows = -(-len(whole) // dist.get_world_size(group))
+            sent = whole.new_zeros(rows, *whole.shape[1:])
+            sent[: len(self.mine[name])] = self.mine[name]
+            parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, sent, group=group)
+            whole.copy_(torch.cat(parts)[: len(whole)])
+
+    def zero_grad(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def states(self, name, p) -> dict:
+        """The state of a parameter, sharded as it is, as DTensors that share its memory."""
+        part = self.mine[name]
+        state = self.inner.state[part]
+        if not state:  # AdamW's, before its first step
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(part) for _ in range(2))
+        return {key: self._sharded(name, p, x) if x.dim() else x for key, x in state.items()}
+
+    def _sharded(self, name, p, x):
+        mesh, placements = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ())
+        if self.zero:
+            along, _ = self._mesh(name)
+            grid = self.model.grid
+            root = grid.experts if ".mlp.experts." in name else grid.dense
+            names = along.mesh_dim_names + (mesh.mesh_dim_names if mesh is not None else ())
+            # Rows were split by the mesh first, and then along the copies: the other way round than
+            # the order of the dimensions says.
+            factor = math.prod(mesh.size(n) for n, s in enumerate(placements) if s == Shard(0))
+            first = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+            mesh, placements = root[names], (first, *placements)
+        if mesh is None:
+            return x
+        return DTensor.from_local(
+            x, mesh, placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
+
+
 def training_tensors(model, optimizer) -> dict:
     """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
     tensors = {}
     for name, p in model.named_parameters():
-        state = optimizer.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        if isinstance(optimizer, LocalOptimizer):
+            state = optimizer.states(name, p)
+        else:
+            state = optimizer.state[p]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         tensors[f"model.{name}"] = p.detach()
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return tensors
@@ -971,11 +1248,15 @@ def read_checkpoint(path, tensors) -> dict:
     returns its JSON state. Rank 0 reads the table of contents first, so that a bad one is refused
     by all."""
 
+    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = [mine] * dist.get_world_size()
+    dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
+    wanted = {name: shape for some in shapes for name, shape in some.items()}
+
     def inspect():
         state = verify_checkpoint(path)
         saved = SafeReader(path).read_metadata().state_dict_metadata
         saved = {name: tuple(entry.size) for name, entry in saved.items()}
-        wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise ValueError(
