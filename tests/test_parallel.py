@@ -18,7 +18,10 @@ from parallel import (
     clip_grad_norm,
     full,
     parallelize,
+    read_checkpoint,
     reduce_gradients,
+    training_tensors,
+    write_checkpoint,
 )
 
 KINDS = {
