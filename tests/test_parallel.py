@@ -1,15 +1,27 @@
-"""Every plan against one process: loss, every gradient, clip norm, and three optimiser steps."""
+"""Plans against one process in float64; checkpoints across plans; messages; what is refused."""
 
 import functools
+import re
 
+import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
+from measure_parallel import (
+    CASES,
+    LENGTH,
+    ROWS,
+    batch,
+    compare,
+    document_positions,
+    train,
+    train_pipeline,
+)
 from test_ranks import ranks
+from torch.distributed.tensor.debug import CommDebugMode
 
 import models
 import parallel
-import ring_attention as ring
 from parallel import (
     Grid,
     LocalOptimizer,
@@ -24,193 +36,14 @@ from parallel import (
     write_checkpoint,
 )
 
-KINDS = {
-    "dense": dict(model_type="qwen3", vocab_size=56, num_hidden_layers=2),
-    "tied": dict(model_type="gemma3_text", vocab_size=56),
-    "bias": dict(model_type="qwen2", vocab_size=56),
-    "moe": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4),
-}
-KINDS["deep"] = KINDS["dense"] | dict(num_hidden_layers=4)
-KINDS["deep tied"] = KINDS["deep"] | dict(tie_word_embeddings=True)
-LENGTH, ROWS = 24, 4
+SLOW = {"d2 compile", "t2 compile", "d2 fsdp compile ac"}
+EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 
 
-def batch():
-    """Tokens (ROWS, LENGTH), document ids, and a weight for each token's log-prob."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(56, (ROWS, LENGTH), generator=generator)
-    documents = torch.arange(LENGTH).expand(ROWS, -1) // torch.tensor([[24], [9], [13], [24]])
-    weights = torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
-    last = documents != documents.roll(-1, 1)
-    last[:, -1] = True
-    return tokens, documents, weights.masked_fill(last, 0.0)
-
-
-def build(kind, dtype, **changes):
-    sizes = dict(KINDS[kind]) | changes
-    return models.tiny_model(sizes.pop("model_type"), seed=2, dtype=dtype, **sizes)
-
-
-def train(model, rows, take, weights, attention, positions):
-    """Loss of some rows' tokens `take`, and its gradient; divided by the whole batch's count."""
-    tokens, _, _ = batch()
-    targets = tokens.roll(-1, 1)[rows][:, take].flatten()
-    hidden = model.hidden(
-        tokens[rows][:, take], positions=positions[rows][:, take], attention=attention
-    )
-    logprobs, entropy = model.logprobs(hidden.flatten(0, 1), targets, temperature=0.7)
-    w = weights[rows][:, take].flatten().to(logprobs)
-    loss = -(w * logprobs + 0.1 * w.abs() * entropy).sum() / (ROWS * LENGTH)
-    loss.backward()
-    return loss.detach()
-
-
-def train_pipeline(pipeline, rows, take, weights, attention, positions):
-    """The same by microbatches of one row; the loss on ranks with the last stage, else 0."""
-    tokens, _, _ = batch()
-    targets = tokens.roll(-1, 1)
-    micros = [
-        Micro(tokens[r, None][:, take], positions[r, None][:, take], attention(r)) for r in rows
-    ]
-
-    def loss_fn(k, hidden):
-        r = rows[k]
-        logprobs, entropy = pipeline.last.logprobs(hidden[0], targets[r, take], temperature=0.7)
-        w = weights[r, take].to(logprobs)
-        return -(w * logprobs + 0.1 * w.abs() * entropy).sum() / (ROWS * LENGTH)
-
-    return sum(pipeline.forward_backward(micros, loss_fn), torch.zeros(()))
-
-
-def document_positions(documents):
-    """Each token's place in its document."""
-    same = documents[:, :, None] == documents[:, None]
-    return same.tril().sum(-1) - 1
-
-
-def one_process(kind, dtype, weights, steps):
-    """[(loss, gradients, clip norm)] of each step, and the parameters after them."""
-    model, (_, documents, _) = build(kind, dtype), batch()
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    whole = torch.arange(LENGTH)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ring.Mask.documents(doc_ids=documents, window=window)
-        return ring.attend(q, k, v, mask, scale=scale, softcap=softcap)[0]
-
-    rows, positions = torch.arange(ROWS), document_positions(documents)
-    for _ in range(steps):
-        loss = train(model, rows, whole, weights, attention, positions)
-        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
-        for p in model.parameters():
-            p.grad *= min(1.0, 1.0 / norm.item())
-        found.append((loss, grads, norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def off(found, truth, scale):
-    """The largest error over all entries of all tensors, relative to the largest entry at all."""
-    return max((found[name] - truth[name]).abs().max().item() for name in found) / scale
-
-
-def _plan(rank, text, kind, options, steps, dtype):
-    """This rank's worst errors: loss, gradients, clip norm, parameters after `steps` steps."""
-    options = dict(options)
-    method, empty = options.pop("method", "ring"), options.pop("empty", False)
-    plan, hsdp = Plan.parse(text), options.pop("shard", None)
-    tokens, documents, weights = batch()
-    if empty:  # the rank of the last rows has nothing to learn from
-        weights[-(ROWS // plan.dp) :] = 0.0
-    truth, parameters = one_process(kind, dtype, weights, steps)
-    grid = Grid.make(plan, shard=hsdp)
-    cp = grid.context
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, some=None):
-        mask = ring.Mask.documents(doc_ids=documents[rows if some is None else some], window=window)
-        return ring.ring_attention(
-            q, k, v, group=cp, mask=mask, method=method, scale=scale, softcap=softcap
-        )
-
-    def of_row(r):
-        return functools.partial(attention, some=r[None])
-
-    model = build(kind, dtype)
-    names = [name for name, _ in model.named_parameters()]
-    model = parallelize(model, plan, device_mesh=grid, attention=attention, **options)
-    held = [name for name, _ in model.named_parameters()]
-    assert names == held if plan.pp == 1 else set(held) < set(names)
-    zero = options.get("mode") == "zero1"
-    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.01), zero=zero)
-    take = ring.indices(LENGTH, dist.get_rank(cp), plan.cp, "zigzag")
-    rows = torch.arange(ROWS).chunk(plan.dp)[grid.dp_rank]
-    worst = [0.0] * 4
-    for loss, grads, norm in truth:
-        run, kind = (train, None) if plan.pp == 1 else (train_pipeline, of_row)
-        mine = run(model, rows, take, weights, kind, document_positions(documents)).double()
-        total = mine / plan.tp  # the ranks of a tensor group have the same loss
-        dist.all_reduce(total)
-        reduce_gradients(model)
-        found = {name: full(p.grad).clone() for name, p in model.named_parameters()}
-        clip = clip_grad_norm(model, 1.0)
-        scale = max(g.abs().max() for g in grads.values()).item()
-        errors = abs(total - loss) / abs(loss), off(found, grads, scale), abs(clip - norm) / norm
-        worst[:3] = [max(a, float(b)) for a, b in zip(worst, errors, strict=False)]
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {name: full(p.detach()) for name, p in model.named_parameters()}
-    worst[3] = off(found, parameters, max(p.abs().max() for p in parameters.values()).item())
-    return worst
-
-
-CASES = {
-    "d2": ("d2", "dense", {}),
-    "d2, nothing to learn on one rank": ("d2", "dense", dict(empty=True)),
-    "d4 hsdp": ("d4", "dense", dict(mode="fsdp", shard=2)),
-    "d2 fsdp": ("d2", "tied", dict(mode="fsdp")),
-    "t2": ("t2", "dense", {}),
-    "t2 without sequence": ("t2", "dense", dict(sequence=False)),
-    "t2 tied": ("t2", "tied", {}),
-    "t2 biases": ("t2", "bias", {}),
-    "c2": ("c2", "dense", {}),
-    "c2 ulysses": ("c2", "tied", dict(method="ulysses")),
-    "c4, 2 key heads": ("c4", "dense", {}),
-    "d2t2": ("d2t2", "tied", {}),
-    "d2t2 fsdp": ("d2t2", "tied", dict(mode="fsdp")),
-    "d2t2c2": ("d2t2c2", "dense", {}),
-    "d2e2": ("d2e2", "moe", {}),
-    "t2 moe": ("t2", "moe", {}),
-    "d2t2e4": ("d2t2e4", "moe", {}),
-    "etp": ("(attn:d2t2|ffn:e2t2)", "moe", {}),
-    "etp without sequence": ("(attn:d2t2|ffn:e2t2)", "moe", dict(sequence=False)),
-    "d2e2 fsdp": ("d2e2", "moe", dict(mode="fsdp")),
-    "d2t2e4 fsdp": ("d2t2e4", "moe", dict(mode="fsdp")),
-    "etp fsdp": ("(attn:d2t2|ffn:e2t2)", "moe", dict(mode="fsdp")),
-    "d2c2e4": ("d2c2e4", "moe", {}),
-    "d2 zero1": ("d2", "tied", dict(mode="zero1")),
-    "d2t2e4 zero1": ("d2t2e4", "moe", dict(mode="zero1")),
-    "etp zero1": ("(attn:d2t2|ffn:e2t2)", "moe", dict(mode="zero1")),
-    "c2p2 zero1": ("c2p2", "tied", dict(mode="zero1")),
-    "p2": ("p2", "dense", {}),
-    "p2 tied": ("p2", "tied", {}),
-    "p2 interleaved": ("p2", "deep", dict(schedule="interleaved1f1b")),
-    "p2 interleaved tied": ("p2", "deep tied", dict(schedule="interleaved1f1b")),
-    "p2 zbv": ("p2", "deep", dict(schedule="zbv")),
-    "p2 zbv tied": ("p2", "deep tied", dict(schedule="zbv")),
-    "d2p2 fsdp tied": ("d2p2", "tied", dict(mode="fsdp")),
-    "p2c2": ("p2c2", "dense", {}),
-    "p2d2t2": ("p2d2t2", "tied", {}),
-    "p2 etp": ("(attn:p2d2t2|ffn:p2e2t2)", "moe", {}),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_plan_is_one_process(tmp_path, name):
     text, kind, options = CASES[name]
-    found = ranks(tmp_path, Plan.parse(text).world, _plan, text, kind, options, 3, torch.float64)
-    for errors in found:
+    for errors in ranks(tmp_path, Plan.parse(text).world, compare, text, kind, options):
         assert max(errors) < 1e-10, errors
 
 
@@ -226,12 +59,12 @@ def _with_fault(rank, fault, text, kind, options):
             model.split_tie = False
             return reduce(model)
 
-        globals()["reduce_gradients"] = without
+        measure_parallel.reduce_gradients = without
     else:  # every rank takes its own experts for all
         parallel.dispatch_experts = lambda x, counts, experts, group: experts(
             x, counts.view(2, -1).sum(0)
         )
-    return max(_plan(rank, text, kind, options, 1, torch.float64)[1:3])
+    return max(compare(rank, text, kind, options, 1)[1:3])
 
 
 @pytest.mark.parametrize(
@@ -306,3 +139,144 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, first):
     ):
         assert loaded and all(torch.equal(loaded[name], saved[name]) for name in loaded)
         assert all((stepped[k] - after[k]).abs().max() < 1e-10 for k in stepped)
+
+
+FLOAT32 = ["d2", "t2", "c2", "d2t2c2", "d2t2e4", "etp", "p2 tied", "p2d2t2", "d2t2e4 fsdp"]
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_is_one_process_within_its_rounding(tmp_path, name):
+    text, kind, options = CASES[name]
+    world = Plan.parse(text).world
+    for errors in ranks(tmp_path, world, compare, text, kind, options, 1, torch.float32):
+        assert max(errors[:3]) < 1e-5, errors
+
+
+def test_experts_and_ranks_without_a_token(tmp_path):
+    """All rows go to the first rank's experts, or there are no rows at all."""
+    for counts in ([3, 2, 0, 0], [0, 0, 0, 0]):
+        for given, found in ranks(tmp_path, 2, _dispatched, counts):
+            assert torch.equal(given * 2, found)
+
+
+def _dispatched(rank, counts):
+    counts_E = torch.tensor(counts)
+    x_NM = torch.randn(sum(counts), 3, dtype=torch.float64, requires_grad=True)
+    out_NM = parallel.dispatch_experts(x_NM, counts_E, lambda x, counts: x * 2, dist.group.WORLD)
+    out_NM.sum().backward()
+    assert (x_NM.grad == 2).all()
+    return x_NM.detach(), out_NM.detach()
+
+
+# Messages --------------------------------------------------------------------------------------
+
+
+def _counts(rank, text, kind, options):
+    """Collectives of one forward and backward, by name, and P2P sends."""
+    plan, sends, real = Plan.parse(text), [], dist.batch_isend_irecv
+    grid, model = Grid.make(plan), measure_parallel.build(kind, torch.float64)
+    model = parallelize(model, plan, device_mesh=grid, attention=models.causal_attention, **options)
+    take, (_, documents, weights) = torch.arange(LENGTH), batch()
+    rows = torch.arange(ROWS).chunk(plan.dp)[grid.dp_rank]
+    positions = document_positions(documents * 0)
+
+    def count(ops):
+        sends.extend(op for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    dist.batch_isend_irecv = count
+    if plan.pp > 1:  # CommDebugMode cannot follow a schedule, and counts no P2P
+        train_pipeline(model, rows, take, weights, lambda r: None, positions)
+        return {"isend": len(sends)}
+    with CommDebugMode() as comm:
+        train(model, rows, take, weights, None, positions)
+    names = {op.__name__.split(".")[0]: n for op, n in comm.get_comm_counts().items() if n}
+    return {"isend": len(sends)} | names
+
+
+def test_collectives_are_those_of_the_table(tmp_path):
+    L, sparse = 2, len(measure_parallel.build("moe", torch.float64).config.sparse_layers)
+    gathers = dict(allgather_=2 * L + 1 + 2 * L + 1, reduce_scatter_=2 * L + 1 + 2 * L)
+    cases = [
+        ("t2", "dense", {}, gathers | dict(allreduce_=2 + 1)),
+        ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
+        ("d2", "dense", {}, {}),
+        ("d2e2", "moe", {}, dict(alltoall_base_=(3 + 2) * sparse)),
+        ("p2", "dense", {}, dict(isend=ROWS)),
+    ]
+    for text, kind, options, expected in cases:
+        for found in ranks(tmp_path, Plan.parse(text).world, _counts, text, kind, options):
+            assert {k: n for k, n in found.items() if n} == expected, (text, options)
+
+
+# Bad input -------------------------------------------------------------------------------------
+
+
+def _refused(rank, text, kind, options, length=LENGTH, rows=ROWS):
+    plan = Plan.parse(text)
+    with pytest.raises(ValueError) as error:
+        grid, model = Grid.make(plan), measure_parallel.build(kind, torch.float64)
+        model = parallelize(model, plan, device_mesh=grid, **options)
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        if plan.pp == 1:
+            model.hidden(tokens)
+        micros = [Micro(tokens, torch.arange(length)[None])] * rows
+        model.forward_backward(micros, None)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, kind, options, message",
+    [
+        ("t2", "dense", dict(length=23), "23 tokens a sequence must divide by t = 2 .*pad to 24"),
+        ("d2", "dense", dict(mode="zero3"), "mode must be one of ddp, fsdp, zero1; came 'zero3'"),
+        ("d2", "dense", dict(ac="some"), "ac must be one of none, full, layers, op, memory_budget"),
+        ("p2", "dense", dict(schedule="gpipe"), "schedule must be one of 1f1b, interleaved1f1b, z"),
+        ("d2", "dense", dict(ac="memory_budget"), "needs compile=True"),
+        ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
+        ("d4", "dense", {}, r"d4 is for p \* d \* c \* t = 4 ranks, but there are 2"),
+        ("d2e2", "dense", {}, "spreads experts, but the model is dense"),
+        ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
+        ("p2", "dense", dict(rows=1), "1 microbatches are fewer than the 2 stages of p2"),
+        ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
+        ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
+    ],
+)
+def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path, text, kind, options, message):
+    options = dict(options)
+    sizes = {name: options.pop(name) for name in ("length", "rows") if name in options}
+    call = functools.partial(_refused, **sizes)
+    first, second = ranks(tmp_path, 2, call, text, kind, options)
+    assert first == second and re.search(message, first), first
+
+
+def test_microbatches_may_change_their_length_from_step_to_step_and_evaluate(tmp_path):
+    for found in ranks(tmp_path, 2, _lengths):
+        assert found < 1e-10
+
+
+def _lengths(rank):
+    plan = Plan.parse("p2")
+    whole = measure_parallel.build("tied", torch.float64)
+    pipeline = parallelize(
+        measure_parallel.build("tied", torch.float64), plan, device_mesh=Grid.make(plan)
+    )
+    worst = 0.0
+    for length in (8, 12, 8):
+        tokens = torch.arange(3 * length).view(3, 1, length) % 56
+        places = torch.arange(length)[None]
+        micros = [Micro(x, places) for x in tokens]
+        found = pipeline.forward(micros)
+        losses = pipeline.forward_backward(
+            micros, lambda k, hidden: hidden.square().sum() * (k + 1)
+        )
+        if rank == 1:
+            true = [whole.hidden(x) for x in tokens]
+            worst = max(
+                worst, *(float((a - b).abs().max()) for a, b in zip(found, true, strict=True))
+            )
+            sums = (t.square().sum() * (k + 1) for k, t in enumerate(true))
+            worst = max(worst, *(abs(float(a / b) - 1) for a, b in zip(losses, sums, strict=True)))
+        else:
+            assert found is None and losses == []
+    return worst
