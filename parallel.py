@@ -15,20 +15,20 @@ What it must equal, for ranks r and the loss L = sum_r L_r (each already divided
     (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
     (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           not if norm is not finite
 
-    |          | split               | forward               | backward              | gradient of W |
-    | d ddp    | rows of the batch   | nothing               | nothing               | + over d c    |
-    | d fsdp   | weights too         | gather a layer        | gather, scatter-add   | own rows      |
-    | d zero1  | AdamW's states too  | nothing               | nothing               | as ddp        |
-    | t        | heads, inner width, | a layer 2 gathers, 2  | the same; ends: a     | own rows;     |
-    |          | vocabulary; tokens  | scatter-adds; ends: 1 | gather, an all-reduce | norms, gate   |
-    |          | between them        | and 1, 2 all-reduces  |                       | + over t      |
-    | t, no SP | the same, no tokens | 2 all-reduces a layer | 2 a layer; ends: 1    | own rows;     |
-    |          |                     | ends: 1 and 2         |                       | q, k norm + t |
-    | c        | tokens              | attention's           | attention's           | as d          |
-    | e        | experts             | 3 all-to-all: counts, | 2 all-to-all          | + over        |
-    |          |                     | rows, back            |                       | expert-dp     |
-    | p        | layers              | send states           | send their gradient   | own; tied     |
-    |          |                     |                       |                       | + over ends   |
+  |          | split               | forward               | backward              | gradient of W |
+  | d ddp    | rows of the batch   | nothing               | nothing               | + over d c    |
+  | d fsdp   | weights too         | gather a layer        | gather, scatter-add   | own rows      |
+  | d zero1  | AdamW's states too  | nothing               | nothing               | as ddp        |
+  | t        | heads, inner width, | a layer 2 gathers, 2  | the same; ends: a     | own rows;     |
+  |          | vocabulary; tokens  | scatter-adds; ends: 1 | gather, an all-reduce | norms, gate   |
+  |          | between them        | and 1, 2 all-reduces  |                       | + over t      |
+  | t, no SP | the same, no tokens | 2 all-reduces a layer | 2 a layer; ends: 1    | own rows;     |
+  |          |                     | ends: 1 and 2         |                       | q, k norm + t |
+  | c        | tokens              | attention's           | attention's           | as d          |
+  | e        | experts             | 3 all-to-all: counts, | 2 all-to-all          | + over        |
+  |          |                     | rows, back            |                       | expert-dp     |
+  | p        | layers              | send states           | send their gradient   | own; tied     |
+  |          |                     |                       |                       | + over ends   |
 
 Two all-reduces of (N,) numbers are the log-probs' (largest logit, sums), the backward's is of the
 states' gradient. `ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks
@@ -1040,7 +1040,7 @@ def reduce_gradients(model) -> int:
         if grid is not None:
             expert = grid.experts["expert-dp"].get_group()
             group = expert if kind == "experts" else grid.data
-        for n in range(0, len(grads), 64):  # one message for 64 tensors
+        for n in range(0, len(grads) * (dist.get_world_size(group) > 1), 64):  # 64 a message
             some = grads[n : n + 64]
             flat = torch.cat([g.reshape(-1) for g in some])
             dist.all_reduce(flat, group=group)

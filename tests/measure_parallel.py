@@ -13,7 +13,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import models
 import ring_attention as ring
@@ -306,8 +307,8 @@ def _describe(plan, options):
     plan.require_fits(world=options.world, config=config)
     print(f"{plan}\n{plan.describe()}")
     for kind in KINDS_OF_GROUPS:
-        groups = plan.groups(kind)
-        if len(groups[0]) > 1:
+        groups, dense = plan.groups(kind), plan.ep * plan.etp == 1
+        if len(groups[0]) > 1 and not (dense and kind == "expert-dp"):
             print(f"{kind:>10}: " + " ".join(str(group).replace(",", "") for group in groups))
     for mode in ("ddp", "zero1", "fsdp") if config else ():
         parts = memory(plan, config, mode=mode)
@@ -317,6 +318,23 @@ def _describe(plan, options):
 
 
 # bench ------------------------------------------------------------------------------------------
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank hands to each collective and each P2P send inside."""
+
+    GIVEN = {"allgather_": 1, "reduce_scatter_": 1, "alltoall_base_": 1}  # which argument; else 0
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().split("::")[1].split(".")[0]
+        if function.namespace == "c10d" and name not in ("recv_", "barrier"):
+            given = (x for x in tree_leaves(args[self.GIVEN.get(name, 0)]) if torch.is_tensor(x))
+            self.bytes[name] = self.bytes.get(name, 0) + sum(x.nbytes for x in given)
+        return function(*args, **(kwargs or {}))
 
 
 def _timed(plan_text, options, rows, length, steps):
@@ -349,7 +367,8 @@ def _timed(plan_text, options, rows, length, steps):
         else:
             hidden = model.hidden(mine[:, take], positions=places)
             logprobs, _ = model.logprobs(hidden.flatten(0, 1), targets.flatten())
-            (-logprobs.sum() / tokens.numel()).backward()
+            loss = -logprobs.sum() / tokens.numel()
+            loss.backward()
         reduce_gradients(model)
         for p in model.parameters():
             p.grad = None
@@ -361,14 +380,13 @@ def _timed(plan_text, options, rows, length, steps):
         step()
         dist.barrier()
         seconds.append(time.perf_counter() - begun)
-    with CommDebugMode() as comm:
+    with Sent() as sent:
         step()
-    counts = {op.__name__.split(".")[0]: n for op, n in comm.get_comm_counts().items() if n}
-    return statistics.median(seconds[1:]), counts
+    return statistics.median(seconds[1:]), sent.bytes
 
 
 def bench(argv):
-    """Tokens a second by plan, against one process with as many threads; collectives a step."""
+    """Tokens a second by plan, against one process with as many threads; bytes sent a step."""
     parser = argparse.ArgumentParser("parallel.py bench")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
@@ -376,14 +394,15 @@ def bench(argv):
     parser.add_argument("--plans", nargs="+", default=["d1", "d2", "t2", "c2", "p2"])
     options = parser.parse_args(argv)
     rows, whole = [], None
-    print(f"{'plan':>8} {'tokens/s':>9} {'of one process':>15}  collectives a step")
+    print(f"{'plan':>8} {'tokens/s':>9} {'of one process':>15}  kB a rank sends a step")
     for text in options.plans:
         world = Plan.parse(text).world
         found = ring.launch(world, _timed, text, {}, options.rows, options.length, options.steps)
         rate = options.rows * options.length / max(seconds for seconds, _ in found)
         whole = whole or rate
-        rows.append(dict(plan=text, tokens_per_s=rate, of_one=rate / whole, counts=found[0][1]))
-        print(f"{text:>8} {rate:9.0f} {rate / whole:15.0%}  {found[0][1]}")
+        rows.append(dict(plan=text, tokens_per_s=rate, of_one=rate / whole, bytes=found[0][1]))
+        kilo = ", ".join(f"{name} {size / 1000:.0f}" for name, size in found[0][1].items())
+        print(f"{text:>8} {rate:9.0f} {rate / whole:15.0%}  {kilo}")
     print(json.dumps({"bench": "parallel", "torch": torch.__version__, "rows": rows}))
     return 0
 
