@@ -287,7 +287,6 @@ class Plan:
             ("t", self.tp, "query heads", heads),
             ("t", self.tp, "key heads", config.num_key_value_heads),
             ("t", self.tp, "rows of intermediate_size", config.intermediate_size),
-            ("t", self.tp, "rows of vocab_size", config.vocab_size),
             ("t * c", self.tp * self.cp if ulysses else 1, "query heads (ulysses)", heads),
             ("e", self.ep, "experts", config.num_experts if self.ep > 1 else 0),
             ("ffn's t", self.etp, "rows of moe_intermediate_size", inner if self.etp > 1 else 0),
@@ -499,6 +498,11 @@ ENTER = {False: (_same, _sum), True: (_whole, _summed_part)}  # f
 LEAVE = {False: (_sum, _same), True: (_summed_part, _whole)}  # g
 
 
+def add_terms(x, group):
+    """(5): the sum over a group of terms that each rank has some of; the loss is alike on all."""
+    return _Move.apply(x, group, _sum, _same)
+
+
 class _AllToAll(torch.autograd.Function):
     """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it; back again backward."""
 
@@ -548,6 +552,7 @@ class Grid(NamedTuple):
     experts: DeviceMesh  # (pp, expert-dp, ep, etp)
     context: dist.ProcessGroup  # the ranks that share sequences
     data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
+    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
     ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
 
     @classmethod
@@ -562,7 +567,8 @@ class Grid(NamedTuple):
             init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
             for sizes in (shape, plan.shapes[1])
         )
-        lists = [plan.groups("cp"), plan.groups("fsdp")]
+        ranks = np.arange(plan.world).reshape(plan.pp, plan.dp, -1).swapaxes(0, 1)
+        lists = [plan.groups("cp"), plan.groups("fsdp"), ranks.reshape(plan.dp, -1).tolist()]
         if plan.pp > 1:
             lists.append([[stages[0], stages[-1]] for stages in plan.groups("pp")])
         groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in lists]
@@ -585,7 +591,8 @@ def _place(module, name, mesh, placements, terms=False):
     for n, placement in enumerate(placements):
         if placement.is_shard():
             local = local.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
-    local = DTensor.from_local(local.clone(), mesh, placements, run_check=False)
+    whole = dict(shape=p.shape, stride=p.stride())
+    local = DTensor.from_local(local.clone(), mesh, placements, run_check=False, **whole)
     placed = torch.nn.Parameter(local, requires_grad=p.requires_grad)
     placed.terms = terms
     setattr(module, name, placed)
@@ -669,6 +676,8 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
     if hasattr(model, "score"):
         _split(model.score, mesh, weight=whole)
 
+    first = rank * -(-model.config.vocab_size // world)  # the last shard may be shorter
+
     def embed(tokens_BS):
         if sequence and tokens_BS.shape[1] % world:
             S = tokens_BS.shape[1]
@@ -676,7 +685,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 f"{S} tokens a sequence must divide by t = {world} where tokens are shared out; "
                 f"pad to {-(-S // world) * world}"
             )
-        local_BS = tokens_BS - rank * len(embedding.weight)
+        local_BS = tokens_BS - first
         own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
         x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight)
         x_BSM = x_BSM * own_BS[..., None]
@@ -684,7 +693,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
 
     def head_rows():
         weight = model.head_weight.to_local(grad_placements=[rows])
-        return weight, dict(group=group, vocab_start=rank * len(weight))
+        return weight, dict(group=group, vocab_start=first)
 
     model.head_rows = head_rows
     if embedding is not None:
@@ -778,9 +787,10 @@ class Pipeline:
         self.schedule, per_rank = SCHEDULES[schedule]
         p, rank = grid.plan.pp, grid.dense["pp"].get_local_rank()
         self.stages, self.config = p * per_rank, model.config
-        mine = [rank] if per_rank == 1 else [rank, rank + p]
+        self.rank_of = [*range(p)] * per_rank  # of each stage
         if schedule == "zbv":
-            mine = [rank, 2 * p - 1 - rank]
+            self.rank_of = [*range(p), *reversed(range(p))]
+        mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
         if self.stages > model.config.num_hidden_layers:
             raise ValueError(
                 f"{schedule} cuts {self.stages} stages, but the model has "
@@ -805,7 +815,7 @@ class Pipeline:
     def parameters(self):
         return (p for _, p in self.named_parameters())
 
-    def _run(self, micros, training):
+    def _run(self, micros):
         """The schedule for microbatches of this shape, and the index of each."""
         shape = tuple(micros[0].tokens.shape)
         if any(tuple(micro.tokens.shape) != shape for micro in micros):
@@ -814,34 +824,25 @@ class Pipeline:
         self.grid.plan.require_fits(microbatches=n)
         if self.stages > p and n % p:
             raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
-        key = shape, n, training
-        if key not in self.runs:
-            self.runs[key] = self._schedule(shape, n)
+        if (shape, n) not in self.runs:
+            self.runs[shape, n] = self._schedule(shape, n)
         self.micros[:] = micros
-        return self.runs[key], torch.arange(n)
+        return self.runs[shape, n], torch.arange(n)
 
     def _schedule(self, shape, n):
-        (B, S), M, t = shape, self.config.hidden_size, self.grid.plan.tp
-        like = next(self.parameters())
-        split = S // t if t > 1 and self.sequence else S
-        index = torch.zeros(1, dtype=torch.int64)
+        states = torch.empty(self._between(shape), **self._like(), requires_grad=True)
+        whole = torch.empty(*shape, states.shape[2], **self._like(), requires_grad=True)
         stages, group = [], self.grid.dense["pp"].get_group()
         for stage, part in self.parts.items():
-            length = S if part is self.last else split
-            given, made = (torch.empty(B, k, M, dtype=like.dtype, device=like.device)
-                           for k in (split, length))  # fmt: skip
-            given = index if stage == 0 else given.requires_grad_()
-            made.requires_grad_()
             stages.append(PipelineStage(
-                _Stage(part, self), stage, self.stages, like.device,
-                input_args=given, output_args=made, group=group,
+                _Stage(part, self), stage, self.stages, states.device,
+                input_args=torch.zeros(1, dtype=torch.int64) if stage == 0 else states,
+                output_args=whole if part is self.last else states, group=group,
             ))  # fmt: skip
         given = stages if self.stages > self.grid.plan.pp else stages[0]
         return self.schedule(given, n, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, hidden, index):
-        if self.loss_fn is None:
-            return hidden.sum() * 0
         return self.loss_fn(int(index), hidden)
 
     def forward_backward(self, micros, loss_fn) -> list:
@@ -850,7 +851,7 @@ class Pipeline:
         All ranks of the plan call it with microbatches of the same number and shape, each padded to
         the longest; `loss_fn` runs on the last stage, where `last.logprobs` is.
         """
-        schedule, index = self._run(micros, True)
+        schedule, index = self._run(micros)
         self.loss_fn, losses = loss_fn, []
         first = (index,) if 0 in self.parts else ()
         options = dict(target=index, losses=losses) if self.last is not None else {}
@@ -860,12 +861,32 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, micros) -> list | None:
         """`hidden` of each microbatch where `last` is, without gradient or loss; None elsewhere."""
-        schedule, index = self._run(micros, False)
-        self.loss_fn = None
-        first = (index,) if 0 in self.parts else ()
-        options = dict(target=index, losses=[]) if self.last is not None else {}
-        out = schedule.eval(*first, index=index, **options)
-        return None if out is None else list(out.chunk(len(micros)))
+        # DEVIATES: torch's schedules cannot run zbv forward only (2.13), so these few lines do, for
+        # all of them. COMM: a microbatch's stages run one after another, and all ranks take the
+        # microbatches in one order, so each send meets the receive it waits for. Pinned by
+        # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
+        group, out = self.grid.dense["pp"].get_group(), []
+        at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
+        for tokens, positions, attention in micros:
+            for stage, part in sorted(self.parts.items()):
+                x = tokens if stage == 0 else x if at[stage - 1] == dist.get_rank() else None
+                if x is None:
+                    x = torch.empty(*self._between(tokens.shape), **self._like())
+                    dist.recv(x, at[stage - 1], group=group)
+                x = part.hidden(x, positions=positions, attention=attention)
+                if part is not self.last and at[stage + 1] != dist.get_rank():
+                    dist.send(x.contiguous(), at[stage + 1], group=group)
+            out.append(x)
+        return out if self.last is not None else None
+
+    def _like(self):
+        p = next(self.parameters())
+        return dict(dtype=p.dtype, device=p.device)
+
+    def _between(self, shape):
+        """Of the states between stages, for tokens of a shape."""
+        t = self.grid.plan.tp if self.sequence else 1
+        return shape[0], shape[1] // t, self.config.hidden_size
 
 
 # Products, and what costs a message, are kept by "op"; norms, activations, rotations are computed
@@ -1086,24 +1107,42 @@ def clip_grad_norm(model, max_norm: float):
     return norm
 
 
-def name_suspects(model, suspect: int, device) -> str:
+def name_suspects(model, suspect: int) -> str:
     """Which rank had which non-finite gradient first, from every rank's `reduce_gradients`."""
-    found = torch.full((dist.get_world_size(),), -1, dtype=torch.long, device=device)
-    found[dist.get_rank()] = suspect
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
     names = [name for name, _ in model.named_parameters()][::-1]
-    named = [f"{names[n]} on rank {rank}" for rank, n in enumerate(found.tolist()) if n >= 0]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
+    named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
 
 @torch.no_grad()
 def copy_weights(source, target) -> None:
-    """target's parameters := source's, gathered if sharded, one at a time, in target's dtype."""
-    pairs = zip(source.named_parameters(), target.named_parameters(), strict=True)
-    for (name, p), (other, q) in pairs:
-        if name != other:
-            raise ValueError(f"models differ: {name} against {other}")
-        q.copy_(full(p))
+    """target's parameters := source's, gathered if sharded, one at a time, in target's dtype.
+
+    Every rank of the plan calls it; of a pipeline, the stage that holds a parameter sends it.
+    """
+    held, wanted = dict(source.named_parameters()), dict(target.named_parameters())
+    pipeline = isinstance(source, Pipeline)
+    if held.keys() - wanted.keys() or not pipeline and wanted.keys() - held.keys():
+        raise ValueError(f"models differ: {sorted(held.keys() ^ wanted.keys())}")
+    owners = {name: None for name in wanted}
+    if pipeline:
+        group = source.grid.dense["pp"].get_group()
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, sorted(held), group=group)
+        for stage in reversed(range(len(found))):
+            owners |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
+    for name, q in wanted.items():
+        if owners[name] is None:
+            q.copy_(full(held[name]))
+            continue
+        # COMM: stages gather what they hold in one order, then its first holder sends the whole.
+        # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+        whole = full(held[name]).contiguous() if name in held else torch.empty_like(q)
+        whole = whole.to(q.dtype)
+        dist.broadcast(whole, src=owners[name], group=group)
+        q.copy_(whole)
 
 
 def lr_factor(
@@ -1160,6 +1199,10 @@ class LocalOptimizer:
     @property
     def param_groups(self):
         return self.inner.param_groups
+
+    @property
+    def state(self):
+        return self.inner.state
 
     def _mesh(self, name):
         """The mesh along which a parameter's copies lie, and their ranks' group."""

@@ -92,6 +92,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -99,8 +100,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import models
+import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
+    Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
     newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed, superseded,
     training_tensors, write_checkpoint,
@@ -173,7 +176,10 @@ class Config:
     max_grad_norm: float = 1.0  # clip the global norm
     max_skipped: int = 3  # stop after so many non-finite gradients in a row
     micro_tokens: int = 16384  # packed tokens a forward; a longer sequence goes alone
-    data_parallel: str = "ddp"  # ddp (full copies, one reduction a step) | fsdp (FSDP2 shards)
+    data_parallel: str = "ddp"  # ddp (full copies) | fsdp (shards) | zero1 (ddp, moments sharded)
+    plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
+    cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses
+    pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # held-out prompts of one evaluation
@@ -185,7 +191,9 @@ class Config:
     threads: int = 1  # CPU threads of each rank
 
     CHOICES = dict(
-        dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp"),
+        dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
+        cp_method=("ring", "allgather", "ulysses"),
+        pp_schedule=("1f1b", "interleaved1f1b", "zbv"),
         generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
         advantage=("group_std", "group_mean", "leave_one_out", "per_branch"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
@@ -781,6 +789,50 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
+class Layout(NamedTuple):
+    """A packed micro-batch under a plan: whole on every rank, which runs the tokens `take_s`."""
+
+    tokens_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    take_s: torch.Tensor  # the tokens of this rank of the context group, ascending
+    at_N: torch.Tensor  # the token that predicts each scored one
+    mask_BT: torch.Tensor
+    attention: object
+
+    @classmethod
+    def of(cls, micro, length, trainer):
+        """length: padded to; PAD tokens are in no document and at position 0."""
+        device, (rank, world) = trainer.device, (0, 1)
+        lengths = [len(t.tokens) for t in micro]
+        pad = length - sum(lengths)
+        tokens = [token for t in micro for token in t.tokens] + [0] * pad
+        documents = np.repeat([*range(len(micro)), -1], [*lengths, pad])[None]
+        positions = [n for size in lengths for n in range(size)] + [0] * pad
+        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=device).bool())
+        row_N, column_N = mask_BT.nonzero(as_tuple=True)
+        starts = torch.tensor(np.cumsum([0, *lengths[:-1]]), device=device)
+        attention = models.packed_attention(doc_ids=torch.from_numpy(documents))
+        if trainer.plan.cp > 1:
+            group, method = trainer.grid.context, trainer.config.cp_method
+            rank, world = dist.get_rank(group), trainer.plan.cp
+            mask = ring_attention.Mask.documents(doc_ids=documents)
+
+            def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+                return ring_attention.ring_attention(
+                    q, k, v, group=group, mask=mask.with_window(window), method=method,
+                    scale=scale, softcap=softcap,
+                )  # fmt: skip
+
+        take_s = ring_attention.indices(length, rank, world).to(device)
+        whole = (torch.tensor([x], device=device) for x in (tokens, positions))
+        return cls(*whole, take_s, starts[row_N] + column_N, mask_BT, attention)
+
+    def micro(self) -> dict:
+        """What `parallel.Micro` wants, this rank's tokens."""
+        tokens_1s, positions_1s = (x[:, self.take_s] for x in (self.tokens_1S, self.positions_1S))
+        return dict(tokens=tokens_1s, positions=positions_1s, attention=self.attention)
+
+
 class Trainer:
     """Policy, optimiser and generator behind the few calls that a training loop needs.
 
@@ -796,29 +848,99 @@ class Trainer:
         self.config, self.model = config, model
         self.generator, self.reference = generator, reference
         self.policy_version = self.skipped = self.skipped_in_a_row = 0
-        self.device = next(model.parameters()).device
-        if config.data_parallel == "fsdp":
+        self.device, self.plan, self.grid = next(model.parameters()).device, None, None
+        if config.plan or config.data_parallel == "zero1":
+            self._split(model)
+        elif config.data_parallel == "fsdp":
             shard(model)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=config.lr, betas=(0.9, config.beta2),
-            weight_decay=config.weight_decay, fused=True,
-        )  # fmt: skip
+
+        def adamw(parameters):
+            return torch.optim.AdamW(
+                parameters, lr=config.lr, betas=(0.9, config.beta2),
+                weight_decay=config.weight_decay, fused=True,
+            )  # fmt: skip
+
+        if self.plan is None:
+            self.optimizer = adamw(model.parameters())
+        else:
+            zero = config.data_parallel == "zero1"
+            self.optimizer = LocalOptimizer(self.model, adamw, zero=zero)
+
+    def _split(self, model):
+        """Keep this rank's part of the plan."""
+        self.plan = Plan.parse(self.config.plan or f"d{dist.get_world_size()}")
+        self.grid = Grid.make(self.plan, self.device.type)
+        self.model = parallelize(
+            model, self.plan, device_mesh=self.grid, mode=self.config.data_parallel,
+            attention=models.causal_attention, schedule=self.config.pp_schedule,
+        )  # each micro-batch brings an attention of its own  # fmt: skip
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for the ranks that work on the same sequences."""
+        if self.plan is None:
+            return True
+        firsts = [{ranks[0] for ranks in self.plan.groups(kind)} for kind in ("tp", "cp")]
+        return self._last is not None and dist.get_rank() in set.intersection(*firsts)
+
+    @property
+    def _last(self):
+        """The model, or the part of it that has the head; None where another stage has it."""
+        return self.model.last if isinstance(self.model, Pipeline) else self.model
+
+    def _shared(self, batch):
+        """The trajectories of all ranks that work on the same sequences, and where ours begin."""
+        if self.plan is None or self.plan.world == self.plan.dp:
+            return batch, 0
+        parts = [None] * dist.get_world_size(self.grid.replica)
+        dist.all_gather_object(parts, batch, group=self.grid.replica)
+        first = sum(len(part) for part in parts[: dist.get_rank(self.grid.replica)])
+        return [t for part in parts for t in part], first
 
     def micro_batches(self, batch):
-        micros = pack(batch, self.config.micro_tokens)
-        if sharded(self.model):
-            # COMM: a sharded forward gathers weights from all, so ranks agree on their number and
-            # fill up with empty ones.
+        micros, count = pack(batch, self.config.micro_tokens), 0
+        nothing = np.zeros(0)
+        filler = Trajectory(-1, [0], nothing.astype(bool), nothing, advantages=nothing)
+        if isinstance(self.model, Pipeline):  # a multiple of its ranks, for any schedule
+            p = self.plan.pp
+            count = max(2 * p, -(-len(micros) // p) * p)
+        if sharded(self.model) or (self.plan and self.plan.ep > 1):
+            # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
+            # so ranks agree on their number and fill up with empty ones.
             # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
-            count = torch.tensor(len(micros), device=self.device)
+            count = torch.tensor(max(count, len(micros)), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
-            nothing = np.zeros(0)
-            filler = Trajectory(-1, [0], nothing.astype(bool), nothing, advantages=nothing)
-            micros += [[filler]] * (int(count) - len(micros))
-        return micros
+        return micros + [[filler]] * (int(count) - len(micros))
+
+    def lay_out(self, micros) -> list:
+        """How a plan's ranks see micro-batches: padded so that tokens can be shared out."""
+        plan, unit = self.plan, self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
+        lengths = [[len(t.tokens) for t in micro] for micro in micros]
+        most = max(sum(some) for some in lengths)
+        sizes = [most if plan.pp > 1 else sum(some) for some in lengths]
+        pairs = zip(micros, (-(-size // unit) * unit for size in sizes), strict=True)
+        return [Layout.of(micro, size, self) for micro, size in pairs]
+
+    def scores(self, hidden_1sM, layout):
+        """Log-probs and entropies (B, T) of a laid-out micro-batch's sampled tokens; the mask."""
+        here_N = torch.isin(layout.at_N, layout.take_s)
+        at_n = torch.searchsorted(layout.take_s, layout.at_N[here_N])
+        targets_n = layout.tokens_1S[0, layout.at_N[here_N] + 1]
+        temperature = self.config.temperature
+        found = self._last.logprobs(hidden_1sM[0, at_n], targets_n, temperature=temperature)
+        shape, out = layout.mask_BT.shape, []
+        rows_n, columns_n = (x_N[here_N] for x_N in layout.mask_BT.nonzero(as_tuple=True))
+        for x_n in found:
+            x_BT = x_n.new_zeros(shape).index_put((rows_n, columns_n), x_n)
+            out.append(add_terms(x_BT, self.grid.context) if self.plan.cp > 1 else x_BT)
+        return *out, layout.mask_BT
 
     def score(self, model, micro):
         """Log-probs and entropy (B, T) of a micro-batch's sampled tokens, 0 elsewhere; the mask."""
+        if self.plan is not None and model is self.model:
+            (layout,) = self.lay_out([micro])
+            options = layout.micro()
+            return self.scores(model.hidden(options.pop("tokens"), **options), layout)
         mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
         sequences, temperature = [t.tokens for t in micro], self.config.temperature
         return *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature), mask_BT
@@ -833,9 +955,12 @@ class Trainer:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
         names = ("clipped", "entropy", "kl")
         sums = torch.zeros(4 + len(names), dtype=torch.float64, device=self.device)
-        worst = sums.new_zeros(())
-        for micro in self.micro_batches(batch):
-            lp_BT, entropy_BT, mask_BT = self.score(self.model, micro)
+        worst, own = sums.new_zeros(()), batch
+        batch, _ = self._shared(batch)
+        micros = self.micro_batches(batch)
+
+        def loss_of(micro, lp_BT, entropy_BT, mask_BT):
+            nonlocal worst
             sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
             if supervised:
                 l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
@@ -843,15 +968,25 @@ class Trainer:
                 l_BT, stats = self._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
             w_B1 = padded([[loss_weight(t, self.config.aggregation)] for t in micro], lp_BT)
             loss = (w_B1 * l_BT).sum() / num_global_valid_tokens  # (6)
-            loss.backward()
             gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
             worst = torch.cat([gap_N, worst[None]]).max()
             parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
             parts += [stats[k].sum() if k in stats else gap_N.new_zeros(()) for k in names]
-            sums += torch.stack([x.double() for x in parts])
+            sums.add_(torch.stack([x.double() for x in parts]))
+            return loss
+
+        if isinstance(self.model, Pipeline):
+            layouts = self.lay_out(micros)
+            self.model.forward_backward(
+                [Micro(**layout.micro()) for layout in layouts],
+                lambda k, hidden: loss_of(micros[k], *self.scores(hidden, layouts[k])),
+            )
+        else:
+            for micro in micros:
+                loss_of(micro, *self.score(self.model, micro)).backward()
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        trained = sum(len(t.tokens) for t in batch)
-        sums = summed([*sums.tolist(), trained], self.device)
+        trained = sum(len(t.tokens) for t in own)
+        sums = summed([*(sums * self.reports).tolist(), trained], self.device)
         loss, n, gap, same, clipped, entropy, kl, trained = sums
         n = max(n, 1.0)
         metrics = {
@@ -877,13 +1012,27 @@ class Trainer:
     @torch.no_grad()
     def forward_only(self, batch, model=None) -> list:
         """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
-        out = []
-        for micro in self.micro_batches(batch):
-            lp_BT = self.score(model or self.model, micro)[0].double().cpu().numpy()
-            out += [lp_T[: len(t.mask)] for lp_T, t in zip(lp_BT, micro)]
+        model = model or self.model
+        every, first = self._shared(batch) if model is self.model else (batch, 0)
+        micros, found = self.micro_batches(every), []
+        if isinstance(model, Pipeline):
+            layouts = self.lay_out(micros)
+            states = model.forward([Micro(**layout.micro()) for layout in layouts])
+            scored = [self.scores(*pair) for pair in zip(states or (), layouts)]
+        else:
+            scored = [self.score(model, micro) for micro in micros]
+        for micro, (lp_BT, *_) in zip(micros, scored):
+            lp_BT = lp_BT.double().cpu().numpy()
+            found += [lp_T[: len(t.mask)] for lp_T, t in zip(lp_BT, micro)]
+        if isinstance(model, Pipeline):  # the last stage tells the others
+            parts = [None] * dist.get_world_size(self.grid.replica)
+            dist.all_gather_object(parts, found, group=self.grid.replica)
+            found = next(part for part in parts if part)
         if sharded(self.model):
-            self.model.reshard()
-        return out[: len(batch)]
+            parts = self.model.parts.values() if isinstance(self.model, Pipeline) else [self.model]
+            for part in parts:
+                part.reshard()
+        return found[first : first + len(batch)]
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Reduce, clip by the global norm, step, zero the gradients, version + 1.
@@ -910,7 +1059,7 @@ class Trainer:
         """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
         self.skipped += 1
         self.skipped_in_a_row += 1
-        text = name_suspects(self.model, suspect, self.device)
+        text = name_suspects(self.model, suspect)
         if self.skipped_in_a_row >= self.config.max_skipped:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, "
@@ -1097,6 +1246,10 @@ def train(config, device):
     model, generator, reference = build(config, task, device)
     if config.max_new_tokens >= model.config.max_position_embeddings:
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} exceeds the model's positions")
+    if config.plan:
+        ulysses = config.cp_method == "ulysses"
+        plan, world = Plan.parse(config.plan), dist.get_world_size()
+        plan.require_fits(world=world, config=model.config, ulysses=ulysses)
     with naming_lost_ranks(lambda: "setting up", "look at its error"):
         out = agree(lambda: prepare_out(config))  # claimed only now that all else was found good
     trainer = Trainer(config, model, generator=generator, reference=reference)

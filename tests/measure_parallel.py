@@ -34,8 +34,8 @@ from parallel import (
 # check ------------------------------------------------------------------------------------------
 
 KINDS = {
-    "dense": dict(model_type="qwen3", vocab_size=56, num_hidden_layers=2),
-    "tied": dict(model_type="gemma3_text", vocab_size=56),
+    "dense": dict(model_type="qwen3", vocab_size=57, num_hidden_layers=2),
+    "tied": dict(model_type="gemma3_text", vocab_size=57),
     "bias": dict(model_type="qwen2", vocab_size=56),
     "moe": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4),
     "starved": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4, router_bias_rate=1.0),

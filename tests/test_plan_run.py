@@ -1,0 +1,48 @@
+"""Whole training runs under plans: the metrics of one process, in float64, over 20 steps."""
+
+import pytest
+from test_ranks import TASK, largest_difference, learns_something, trained
+
+
+SHAPE = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --eval-every 10"
+
+RUNS = {
+    "d2": (2, "--plan d2"),
+    "d2 zero1": (2, "--data-parallel zero1"),
+    "t2": (2, "--plan t2"),
+    "c2": (2, "--plan c2"),
+    "c2 ulysses": (2, "--plan c2 --cp-method ulysses"),
+    "p2": (2, "--plan p2"),
+    "p2 zbv": (2, "--plan p2 --pp-schedule zbv"),
+    "p2 interleaved": (2, "--plan p2 --pp-schedule interleaved1f1b"),
+    "d2t2": (4, "--plan d2t2"),
+    "d2t2 fsdp": (4, "--plan d2t2 --data-parallel fsdp"),
+    "d2c2 zero1": (4, "--plan d2c2 --data-parallel zero1"),
+    "d2p2": (4, "--plan d2p2"),
+    "t2c2": (4, "--plan t2c2 --cp-method allgather"),
+    "p2t2": (4, "--plan p2t2"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    run = trained(tmp_path_factory.mktemp("one"), 1, f"{SHAPE} --steps 20")
+    assert learns_something(run)
+    return run
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_plan_gives_the_run_of_one_process(one_process, tmp_path, name):
+    world, flags = RUNS[name]
+    run = trained(tmp_path, world, f"{SHAPE} --steps 20 {flags}")
+    assert largest_difference(run, one_process) < 1e-8
+
+
+OPTIONS = "--steps 4 --kl-coef 0.05 --proximal --minibatches 2 --micro-tokens 100"
+
+
+@pytest.mark.parametrize("plan", ["d2t2", "p2c2", "p2 --pp-schedule zbv"])
+def test_old_and_reference_log_probs_too(tmp_path, plan):
+    flags, world = f"{SHAPE} {OPTIONS}", 2 if plan.startswith("p2 ") else 4
+    truth = trained(tmp_path, 1, flags)
+    assert largest_difference(trained(tmp_path, world, f"{flags} --plan {plan}"), truth) < 1e-8
