@@ -868,9 +868,9 @@ class Pipeline:
         group, out = self.grid.dense["pp"].get_group(), []
         at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
         for tokens, positions, attention in micros:
+            x = tokens
             for stage, part in sorted(self.parts.items()):
-                x = tokens if stage == 0 else x if at[stage - 1] == dist.get_rank() else None
-                if x is None:
+                if stage and at[stage - 1] != dist.get_rank():
                     x = torch.empty(*self._between(tokens.shape), **self._like())
                     dist.recv(x, at[stage - 1], group=group)
                 x = part.hidden(x, positions=positions, attention=attention)

@@ -50,7 +50,7 @@ Paper -> settings (the rest stays at its default; every paper has learning rates
 
 Letters: B trajectories, T positions of their padded log-prob vectors (targets tokens[1:], so a
 trajectory of L tokens has L - 1), V vocabulary, S packed tokens, N scored tokens, M model width.
-Capital: this rank's whole; nothing here is sharded within a sequence.
+Capital: this rank's whole. Small: a share, n of the N scored, s of the S tokens, under a plan's c.
 
 Metrics (metrics.jsonl, one line a step; every normaliser is global and in the name):
 
@@ -72,7 +72,7 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; log-ratios are
 clamped to +-10 before exp. Not here yet: a critic, asynchronous generation, top-p (it would bias
-every ratio unless scored under the same cut), tensor, context and pipeline parallelism.
+every ratio unless scored under the same cut), trees.
 """
 
 import argparse
@@ -249,6 +249,13 @@ class Config:
             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty")
         yield self.lr_warmup >= self.steps, (
             f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
+        apart = "+" in self.plan or "|" in self.plan.replace("|ffn", "")
+        yield apart, (
+            f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
+            f"them; give the trainer's plan alone")
+        plan = Plan() if apart else Plan.parse(self.plan or "d1")
+        yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
+        yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
         yield self.resume and not self.out, "--resume needs --out DIR, the run to go on with"
         yield own_shape and (self.hidden % self.heads or self.hidden // self.heads % 2), (

@@ -572,3 +572,21 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
     (tmp_path / "config.json").write_text(text)
     assert train_grpo.main(["--out", str(tmp_path), "--resume"]) == 2
     assert f"{tmp_path / 'config.json'} is" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        ("--plan d2d2", "expected one of t p c e, each once; came 'd2'"),
+        ("--plan sglang:d1+archon:d1", "generator and trainer share all ranks"),
+        ("--plan sglang:d1|archon:d1", "generator and trainer share all ranks"),
+        ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
+        ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
+        ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):
+    codes, _, err = cli(tmp_path, f"{TINY} --out run {flags}")
+    assert codes == [2] and text in err[0]
+    assert not (tmp_path / "run").exists()
