@@ -45,7 +45,7 @@ by default; here it is told to sum. AReaL's etp is 1 or t, as here; t without se
 needs etp = t for experts.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales after
-`LocalOptimizer.step`); the routers' balance loss under t and c; offload; separate generators.
+`LocalOptimizer.step`); the routers' balance loss under t and c; separate generators.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -66,6 +66,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -77,7 +78,12 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -103,6 +109,12 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     for a rank before it fails. threads: CPU threads of this rank.
     """
     torch.set_num_threads(threads)
+    if dist.is_initialized():
+        warnings.warn(
+            f"torch.distributed is on and is used as it is: timeout={timeout} has no effect",
+            stacklevel=2,
+        )
+        return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
     cuda = device != "cpu" and torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
     if cuda:
@@ -905,7 +917,7 @@ def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
     """
 
     def policy(context, op, *args, **options):
-        kept = op.name().split("::")[1].split(".")[0] in KEPT
+        kept = op._overloadpacket.__name__ in KEPT
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def wrap(n, layer):
@@ -917,10 +929,14 @@ def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
         def counted(*args):
             if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
                 return run(*args)
-            with FlopCounterMode(display=False) as counter:
-                out = run(*args)
-            print(f"layer {n}: {counter.get_total_flops()} FLOPs again", flush=True)
-            return out
+            counter = FlopCounterMode(display=False)
+            try:  # torch leaves by an exception once it has all that the backward needs
+                with counter:
+                    return run(*args)
+            finally:
+                by_op = counter.get_flop_counts()["Global"].items()
+                again = sum(n for op, n in by_op if ac != "op" or op.__name__ not in KEPT)
+                print(f"layer {n}: {again} FLOPs again", flush=True)
 
         layer.forward = lambda *args: checkpoint(counted if debug else run, *args, **options)
 
@@ -935,7 +951,7 @@ MODES = "ddp", "fsdp", "zero1"
 
 def parallelize(
     model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
-    ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False,
+    ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False, offload=False,
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
@@ -946,7 +962,7 @@ def parallelize(
     matrix is split; such sequences divide by t. schedule: of a pipeline, see SCHEDULES; a plan with
     p > 1 gives a `Pipeline`, else the model itself comes back, changed. ac: activations that are
     computed again, see `checkpoint_layers`; "memory_budget": torch.compile's own choice, to keep
-    that share of them. compile: each layer by itself, for any length.
+    that share of them. compile: each layer by itself, for any length. offload: see `shard`.
 
     The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
     same sequences; those of one context group its tokens; those of different dp other sequences.
@@ -958,6 +974,8 @@ def parallelize(
     plan.require_fits(world=dist.get_world_size(), config=model.config)
     if device_mesh.dense["replicate"].size() > 1 and mode != "fsdp":
         raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
+    if offload and mode != "fsdp":
+        raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
     if ac == "memory_budget" and not compile:
         raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
     if plan.cp > 1 and attention is None:
@@ -986,18 +1004,22 @@ def parallelize(
         for layer in part.model.layers if compile else ():
             layer.compile(dynamic=True)
         if mode == "fsdp":
-            shard(part)
+            shard(part, offload=offload)
     return whole
 
 
 # 5. Gradients --------------------------------------------------------------------------------
 
 
-def shard(model) -> None:
+def shard(model, *, offload=False) -> None:
     """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged.
 
-    Experts are a part of their own: other ranks hold copies of them than of the rest.
+    Experts are a part of their own: other ranks hold copies of them than of the rest. offload:
+    shards, their gradients and so the optimiser live on the CPU.
     """
+    options = {}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     grid = getattr(model, "grid", None)
     parts = [(module, None) for module in (*model.model.layers, model)]
     if grid is not None:
@@ -1006,7 +1028,7 @@ def shard(model) -> None:
         experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
         parts = [(module, grid.experts["expert-dp"]) for module in experts] + parts
     for module, mesh in parts:
-        fully_shard(module, mesh=mesh)
+        fully_shard(module, mesh=mesh, **options)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
         # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
@@ -1084,7 +1106,7 @@ def clip_grad_norm(model, max_norm: float):
     Gradients of a norm that is not finite are left alone.
     """
     parameters, grid = list(model.parameters()), getattr(model, "grid", None)
-    if grid is None or grid.plan == Plan(dp=grid.plan.dp):
+    if grid is None or (grid.plan == Plan(dp=grid.plan.dp) and not sharded(model)):
         norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     else:
         # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks

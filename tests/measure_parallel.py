@@ -208,6 +208,7 @@ CASES = {
     "d2e2, a rank without a token": ("d2e2", "starved", {}),
     "d2e2 fsdp, a rank without a token": ("d2e2", "starved", dict(mode="fsdp")),
     "d2 zero1": ("d2", "tied", dict(mode="zero1")),
+    "d2 fsdp offload": ("d2", "moe", dict(mode="fsdp", offload=True)),
     "d2t2e4 zero1": ("d2t2e4", "moe", dict(mode="zero1")),
     "etp zero1": ("(attn:d2t2|ffn:e2t2)", "moe", dict(mode="zero1")),
     "c2p2 zero1": ("c2p2", "tied", dict(mode="zero1")),

@@ -1,12 +1,16 @@
 """Plans against one process in float64; checkpoints across plans; messages; what is refused."""
 
 import functools
+import json
 import re
+import subprocess
+import sys
 
 import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from measure_parallel import (
     CASES,
     LENGTH,
@@ -19,6 +23,7 @@ from measure_parallel import (
 )
 from test_ranks import ranks
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import parallel
@@ -233,6 +238,7 @@ def _refused(rank, text, kind, options, length=LENGTH, rows=ROWS):
         ("d2", "dense", dict(ac="some"), "ac must be one of none, full, layers, op, memory_budget"),
         ("p2", "dense", dict(schedule="gpipe"), "schedule must be one of 1f1b, interleaved1f1b, z"),
         ("d2", "dense", dict(ac="memory_budget"), "needs compile=True"),
+        ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
         ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
         ("d4", "dense", {}, r"d4 is for p \* d \* c \* t = 4 ranks, but there are 2"),
         ("d2e2", "dense", {}, "spreads experts, but the model is dense"),
@@ -280,3 +286,63 @@ def _lengths(rank):
         else:
             assert found is None and losses == []
     return worst
+
+
+# Checkpointing, memory, starting ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ac, layers", [("full", [0, 1, 2, 3]), ("layers", [0, 2]), ("op", [])])
+def test_what_checkpointing_computes_again_is_told(capsys, ac, layers):
+    model = measure_parallel.build("deep", torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    parallel.checkpoint_layers(model.model.layers, ac, debug=True)
+    model.hidden(torch.arange(12)[None]).sum().backward()
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    again = {int(words[1][:-1]): int(words[2]) for words in lines}
+    with FlopCounterMode(display=False) as counter:
+        measure_parallel.build("deep", torch.float64).hidden(torch.arange(12)[None])
+    whole = counter.get_total_flops()
+    assert [n for n, flops in again.items() if flops] == layers[::-1]
+    most = whole * len(layers) / 4  # what only the layer's output needs is not done again
+    assert most / 2 <= sum(again.values()) <= most
+    assert names == [name for name, _ in model.named_parameters()]
+
+
+def _held(rank, text, kind, mode):
+    plan = Plan.parse(text)
+    model = measure_parallel.build(kind, torch.float32)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), mode=mode)
+    return 4 * sum(parallel.local(p).numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "text, kind, mode",
+    [("d1", "moe", "ddp"), ("t2", "bias", "ddp"), ("d2e2", "moe", "ddp"), ("d2", "dense", "fsdp"),
+     ("p2", "dense", "ddp"), ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp")],
+)  # fmt: skip
+def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode):
+    found = ranks(tmp_path, Plan.parse(text).world, _held, text, kind, mode)
+    config = measure_parallel.build(kind, torch.float32).config
+    told = measure_parallel.memory(Plan.parse(text), config, mode=mode)["weights"]
+    assert 0.97 < told / max(found) < 1.03  # a vocabulary of 57 does not divide by 2
+
+
+@pytest.mark.quick
+def test_plan_prints_groups_and_memory(tmp_path, capsys):
+    models.save_hf(measure_parallel.build("moe", torch.float32), tmp_path)
+    command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
+    assert parallel.main(command) == 0
+    out = capsys.readouterr().out
+    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB a rank" in out
+    assert parallel.main(["plan", "d2d2"]) == 2
+    assert "each once" in capsys.readouterr().err
+    assert parallel.main(["plan", "sglang:d2+archon:t2"]) == 0
+    assert parallel.main([]) == 2
+
+
+def test_bench_runs_at_toy_size():
+    small = ["--rows", "4", "--length", "16", "--steps", "1", "--plans", "d1", "d2", "p2"]
+    command = [sys.executable, str(ROOT / "parallel.py"), "bench", *small]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["plan"] for row in rows] == ["d1", "d2", "p2"] and rows[1]["bytes"]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 import models
-from parallel import KINDS, Allocation, Plan, lr_factor
+from parallel import KINDS, Allocation, Plan, connect, lr_factor
 
 GOOD = {
     "d1": Plan(),
@@ -208,3 +208,9 @@ def test_schedules_that_do_not_exist_are_refused():
     ):
         with pytest.raises(ValueError, match="decay must be one of|must fit into 10 steps"):
             lr_factor(3, warmup=2, total=10, **wrong)
+
+
+@pytest.mark.quick
+def test_a_process_group_that_is_there_is_used_with_a_warning(process_group):
+    with pytest.warns(UserWarning, match="timeout=5 has no effect"):
+        assert connect("cpu", timeout=5) == "cpu"

@@ -3,6 +3,7 @@
 import pytest
 from test_ranks import TASK, largest_difference, learns_something, trained
 
+import models
 
 SHAPE = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005"
 
@@ -55,3 +56,14 @@ def test_old_and_reference_log_probs_too(tmp_path, plan):
     flags, world = f"{SHAPE} {OPTIONS}", 2 if plan.startswith("p2 ") else 4
     truth = trained(tmp_path, 1, flags)
     assert largest_difference(trained(tmp_path, world, f"{flags} --plan {plan}"), truth) < 1e-8
+
+
+@pytest.mark.parametrize("plan", ["d2e2", "t2"])
+def test_experts_train_alike_under_a_plan(tmp_path, plan):
+    config = models.tiny("qwen3_moe", vocab_size=12, num_experts=4, eos_token_id=(1,))
+    models.save_hf(models.Transformer(config).double().init_weights(0), tmp_path / "model")
+    flags = f"{TASK} --lr 0.005 --steps 5 --eval-every 5 --model {tmp_path / 'model'}"
+    (tmp_path / "runs").mkdir()
+    truth = trained(tmp_path / "runs", 1, flags)
+    found = trained(tmp_path / "runs", 2, f"{flags} --plan {plan}")
+    assert largest_difference(found, truth) < 1e-8
