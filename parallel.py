@@ -44,8 +44,8 @@ How it deviates: PyTorch's DDP averages and overlaps; this sums and does not ove
 by default; here it is told to sum. AReaL's etp is 1 or t, as here; t without sequence parallelism
 needs etp = t for experts.
 
-Not here: Float8 (its converters would go between parallelize and the optimiser, its scales after
-`LocalOptimizer.step`); the routers' balance loss under t and c; separate generators.
+Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
+`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; separate generators.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -1208,10 +1208,11 @@ class LocalOptimizer:
 
     make: from a list of parameters to the optimiser. zero: ZeRO-1, each of the ranks with the same
     weights updates a stretch of their rows, holds its state alone, and sends it to the others.
+    after_step: called with the model once its weights are new; Float8's scales would go there.
     """
 
-    def __init__(self, model, make, *, zero=False):
-        self.model, self.zero = model, zero
+    def __init__(self, model, make, *, zero=False, after_step=None):
+        self.model, self.zero, self.after_step = model, zero, after_step
         self.mine = {}  # name -> the part of the parameter that is updated here; shares its memory
         for name, p in model.named_parameters():
             part = self._part(name, local(p.detach()))
@@ -1259,6 +1260,8 @@ class LocalOptimizer:
             parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, sent, group=group)
             whole.copy_(torch.cat(parts)[: len(whole)])
+        if self.after_step is not None:
+            self.after_step(self.model)
 
     def zero_grad(self) -> None:
         for p in self.model.parameters():

@@ -328,6 +328,19 @@ def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, m
 
 
 @pytest.mark.quick
+def test_a_hook_sees_the_new_weights_after_each_step():
+    model, seen = torch.nn.Linear(2, 1), []
+    optimizer = LocalOptimizer(
+        model, lambda x: torch.optim.SGD(x, lr=0.5), after_step=lambda m: seen.append(m.bias.item())
+    )
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[1] == model.bias.item() and seen[0] == pytest.approx(seen[1] + 0.5)
+
+
+@pytest.mark.quick
 def test_plan_prints_groups_and_memory(tmp_path, capsys):
     models.save_hf(measure_parallel.build("moe", torch.float32), tmp_path)
     command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
