@@ -204,6 +204,7 @@ class Config:
     FREE = (
         "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
+        "plan", "data_parallel", "cp_method", "pp_schedule",
     )  # fmt: skip
 
     def check(self) -> "Config":

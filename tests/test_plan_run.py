@@ -1,7 +1,15 @@
 """Whole training runs under plans: the metrics of one process, in float64, over 20 steps."""
 
 import pytest
-from test_ranks import TASK, largest_difference, learns_something, trained
+from test_ranks import (
+    TASK,
+    _train,
+    largest_difference,
+    learns_something,
+    ranks,
+    read_metrics,
+    trained,
+)
 
 import models
 
@@ -67,3 +75,14 @@ def test_experts_train_alike_under_a_plan(tmp_path, plan):
     truth = trained(tmp_path / "runs", 1, flags)
     found = trained(tmp_path / "runs", 2, f"{flags} --plan {plan}")
     assert largest_difference(found, truth) < 1e-8
+
+
+def test_a_run_goes_on_under_another_plan(one_process, tmp_path):
+    flags, out = f"{SHAPE} --eval-every 5 --save-every 5", tmp_path / "run"
+    (tmp_path / "ranks").mkdir()
+    chain = [(2, "--steps 5 --plan d2"), (2, "--steps 10 --plan p2 --resume"),
+             (4, "--steps 15 --plan d2t2 --data-parallel fsdp --resume"),
+             (1, "--steps 20 --plan d1 --data-parallel zero1 --resume")]  # fmt: skip
+    for world, more in chain:
+        ranks(tmp_path / "ranks", world, _train, f"{flags} {more}", out)
+    assert largest_difference(read_metrics(out), one_process) < 1e-8
