@@ -839,7 +839,7 @@ class Pipeline:
         if (shape, n) not in self.runs:
             self.runs[shape, n] = self._schedule(shape, n)
         self.micros[:] = micros
-        return self.runs[shape, n], torch.arange(n)
+        return self.runs[shape, n], torch.arange(n, device=self._like()["device"])
 
     def _schedule(self, shape, n):
         states = torch.empty(self._between(shape), **self._like(), requires_grad=True)
@@ -848,7 +848,7 @@ class Pipeline:
         for stage, part in self.parts.items():
             stages.append(PipelineStage(
                 _Stage(part, self), stage, self.stages, states.device,
-                input_args=torch.zeros(1, dtype=torch.int64) if stage == 0 else states,
+                input_args=states.new_zeros(1, dtype=torch.int64) if stage == 0 else states,
                 output_args=whole if part is self.last else states, group=group,
             ))  # fmt: skip
         given = stages if self.stages > self.grid.plan.pp else stages[0]
@@ -980,6 +980,11 @@ def parallelize(
         raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
     if plan.cp > 1 and attention is None:
         raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
+    if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
+        raise ValueError(
+            "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
+            'follow; use schedule="1f1b" or mode="zero1"'
+        )
     sparse = bool(model.config.sparse_layers)
     if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
         raise ValueError(
@@ -1060,6 +1065,8 @@ def reduce_gradients(model) -> int:
     suspect, backwards = -1, list(model.named_parameters())[::-1]
     grid, whole = getattr(model, "grid", None), {"rest": [], "experts": []}
     for n, (name, p) in enumerate(backwards):
+        if not p.requires_grad:
+            continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if suspect < 0 and not local(p.grad).isfinite().all():
@@ -1105,7 +1112,8 @@ def clip_grad_norm(model, max_norm: float):
 
     Gradients of a norm that is not finite are left alone.
     """
-    parameters, grid = list(model.parameters()), getattr(model, "grid", None)
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    parameters, grid = [p for _, p in named], getattr(model, "grid", None)
     if grid is None or (grid.plan == Plan(dp=grid.plan.dp) and not sharded(model)):
         norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     else:
@@ -1116,7 +1124,7 @@ def clip_grad_norm(model, max_norm: float):
         squares = [
             torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
             / (copies(p, ranks) * (1 + (name == tied)))
-            for name, p in model.named_parameters()
+            for name, p in named
         ]
         norm = torch.stack(squares).sum()
         dist.all_reduce(norm)

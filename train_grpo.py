@@ -257,6 +257,8 @@ class Config:
         plan = Plan() if apart else Plan.parse(self.plan or "d1")
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
+        yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
+            "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
         yield self.resume and not self.out, "--resume needs --out DIR, the run to go on with"
         yield own_shape and (self.hidden % self.heads or self.hidden // self.heads % 2), (

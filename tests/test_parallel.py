@@ -243,6 +243,7 @@ def _refused(rank, text, kind, options, length=LENGTH, rows=ROWS):
         ("d4", "dense", {}, r"d4 is for p \* d \* c \* t = 4 ranks, but there are 2"),
         ("d2e2", "dense", {}, "spreads experts, but the model is dense"),
         ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
+        ("p2", "deep tied", dict(schedule="zbv", mode="fsdp"), "zbv computes .* which FSDP2 does not follow"),
         ("p2", "dense", dict(rows=1), "1 microbatches are fewer than the 2 stages of p2"),
         ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
         ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
@@ -286,6 +287,29 @@ def _lengths(rank):
         else:
             assert found is None and losses == []
     return worst
+
+
+def _frozen(rank):
+    """Half of the parameters are frozen, and are neither moved nor counted."""
+    grid, model = Grid.make(Plan.parse("t2")), measure_parallel.build("dense", torch.float64)
+    for n, p in enumerate(model.parameters()):
+        p.requires_grad_(n % 2 == 0)
+    model = parallelize(model, grid.plan, device_mesh=grid)
+    before = {name: full(p.detach()).clone() for name, p in model.named_parameters()}
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.1))
+    model.hidden(torch.arange(8)[None]).square().sum().backward()
+    reduce_gradients(model)
+    assert clip_grad_norm(model, 1.0) > 0
+    optimizer.step()
+    return [
+        (p.requires_grad, bool((full(p.detach()) == before[name]).all()))
+        for name, p in model.named_parameters()
+    ]
+
+
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    for found in ranks(tmp_path, 2, _frozen):
+        assert all(same != moves for moves, same in found), found
 
 
 # Checkpointing, memory, starting ---------------------------------------------------------------
