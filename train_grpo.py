@@ -72,7 +72,7 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; log-ratios are
 clamped to +-10 before exp. Not here yet: a critic, asynchronous generation, top-p (it would bias
-every ratio unless scored under the same cut), trees.
+every ratio unless scored under the same cut).
 """
 
 import argparse
@@ -107,6 +107,9 @@ from parallel import (
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
     newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed, superseded,
     training_tensors, write_checkpoint,
+)  # fmt: skip
+from tree_attention import (
+    Cost, TokenTrie, redistribute, tree_backward, tree_logprobs, tree_scores,
 )  # fmt: skip
 
 
@@ -180,6 +183,9 @@ class Config:
     plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
+    tree: str = "disabled"  # share prefixes in training: disabled | sparse (at once) | dta (blocks)
+    max_tokens: int = 0  # of a block with --tree dta
+    recompute: bool = False  # with --tree dta: blocks above are run forward twice, not kept
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
     eval_prompts: int = 70  # held-out prompts of one evaluation
@@ -193,7 +199,7 @@ class Config:
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
         cp_method=("ring", "allgather", "ulysses"),
-        pp_schedule=("1f1b", "interleaved1f1b", "zbv"),
+        pp_schedule=("1f1b", "interleaved1f1b", "zbv"), tree=("disabled", "sparse", "dta"),
         generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
         advantage=("group_std", "group_mean", "leave_one_out", "per_branch"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
@@ -257,6 +263,14 @@ class Config:
         plan = Plan() if apart else Plan.parse(self.plan or "d1")
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
+        yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
+        yield self.tree != "dta" and (self.max_tokens or self.recompute), (
+            "--max-tokens and --recompute are for --tree dta")
+        split = self.data_parallel == "fsdp" or plan.tp * plan.pp * plan.ep > 1
+        yield self.tree != "disabled" and split, (
+            f"--tree {self.tree} goes with data parallelism by ddp or zero1 (ranks call the model "
+            f"different numbers of times) and, sparse, with c; not with fsdp, t, p or e")
+        yield self.tree == "dta" and plan.cp > 1, "--tree dta has no c; use --tree sparse"
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
@@ -799,6 +813,49 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
+class Tally:
+    """(6) of one piece of a batch after the other, and what is measured on the way."""
+
+    NAMES = "clipped", "entropy", "kl"
+
+    def __init__(self, trainer, num_global_valid_tokens, supervised):
+        self.trainer, self.Z, self.supervised = trainer, num_global_valid_tokens, supervised
+        size = 4 + len(self.NAMES)
+        self.sums = torch.zeros(size, dtype=torch.float64, device=trainer.device)
+        self.worst = self.sums.new_zeros(())
+
+    def loss(self, micro, lp_BT, entropy_BT, mask_BT):
+        """This piece's part of (6)."""
+        sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
+        if self.supervised:
+            l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
+        else:
+            l_BT, stats = self.trainer._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
+        weights = [[loss_weight(t, self.trainer.config.aggregation)] for t in micro]
+        loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (6)
+        gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
+        self.worst = torch.cat([gap_N, self.worst[None]]).max()
+        parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
+        parts += [stats[k].sum() if k in stats else gap_N.new_zeros(()) for k in self.NAMES]
+        self.sums += torch.stack([x.double() for x in parts])
+        return loss
+
+    def metrics(self, trained) -> dict:
+        """Collective: of all ranks' batch. trained: tokens of this rank's trajectories."""
+        trainer = self.trainer
+        dist.all_reduce(self.worst, op=dist.ReduceOp.MAX)
+        sums = summed([*(self.sums * trainer.reports).tolist(), trained], trainer.device)
+        loss, n, gap, same, clipped, entropy, kl, trained = sums
+        n = max(n, 1.0)
+        metrics = {
+            "loss/token_mean": loss, "entropy/token_mean": entropy / n,
+            "ratio/clipped_fraction": clipped / n, "logprob_gap/max": self.worst.item(),
+            "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
+            "tokens/trained": int(trained),
+        }  # fmt: skip
+        return metrics | ({"kl/token_mean": kl / n} if trainer.reference is not None else {})
+
+
 class Layout(NamedTuple):
     """A packed micro-batch under a plan: whole on every rank, which runs the tokens `take_s`."""
 
@@ -963,49 +1020,46 @@ class Trainer:
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
-        names = ("clipped", "entropy", "kl")
-        sums = torch.zeros(4 + len(names), dtype=torch.float64, device=self.device)
-        worst, own = sums.new_zeros(()), batch
-        batch, _ = self._shared(batch)
-        micros = self.micro_batches(batch)
-
-        def loss_of(micro, lp_BT, entropy_BT, mask_BT):
-            nonlocal worst
-            sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
-            if supervised:
-                l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
-            else:
-                l_BT, stats = self._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
-            w_B1 = padded([[loss_weight(t, self.config.aggregation)] for t in micro], lp_BT)
-            loss = (w_B1 * l_BT).sum() / num_global_valid_tokens  # (6)
-            gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
-            worst = torch.cat([gap_N, worst[None]]).max()
-            parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
-            parts += [stats[k].sum() if k in stats else gap_N.new_zeros(()) for k in names]
-            sums.add_(torch.stack([x.double() for x in parts]))
-            return loss
-
-        if isinstance(self.model, Pipeline):
+        tally, (shared, _) = Tally(self, num_global_valid_tokens, supervised), self._shared(batch)
+        if self.config.tree != "disabled":
+            self._tree_backward(shared, tally)
+        elif isinstance(self.model, Pipeline):
+            micros = self.micro_batches(shared)
             layouts = self.lay_out(micros)
             self.model.forward_backward(
                 [Micro(**layout.micro()) for layout in layouts],
-                lambda k, hidden: loss_of(micros[k], *self.scores(hidden, layouts[k])),
+                lambda k, hidden: tally.loss(micros[k], *self.scores(hidden, layouts[k])),
             )
         else:
-            for micro in micros:
-                loss_of(micro, *self.score(self.model, micro)).backward()
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        trained = sum(len(t.tokens) for t in own)
-        sums = summed([*(sums * self.reports).tolist(), trained], self.device)
-        loss, n, gap, same, clipped, entropy, kl, trained = sums
-        n = max(n, 1.0)
-        metrics = {
-            "loss/token_mean": loss, "entropy/token_mean": entropy / n,
-            "ratio/clipped_fraction": clipped / n, "logprob_gap/max": worst.item(),
-            "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
-            "tokens/trained": int(trained),
-        }  # fmt: skip
-        return metrics | ({"kl/token_mean": kl / n} if self.reference is not None else {})
+            for micro in self.micro_batches(shared):
+                tally.loss(micro, *self.score(self.model, micro)).backward()
+        return tally.metrics(sum(len(t.tokens) for t in batch))
+
+    def _tree_backward(self, batch, tally):
+        """The same gradient from the tree of the batch's prefixes, dealt over the dp ranks."""
+        temperature, c = self.config.temperature, self.config
+
+        def loss_of(i, lp_T, entropy_T):
+            mask_BT = torch.from_numpy(batch[i].mask)[None].to(lp_T.device)
+            scores = (torch.where(mask_BT, x_T[None], 0.0) for x_T in (lp_T, entropy_T))
+            return tally.loss([batch[i]], *scores, mask_BT)
+
+        if self.plan is not None and self.plan.cp > 1:
+            trie = TokenTrie([t.tokens for t in batch])
+            scores = tree_scores(
+                self.model, trie, temperature=temperature, group=self.grid.context,
+                method=c.cp_method,
+            )  # fmt: skip
+            losses = [loss_of(i, *score) for i, score in enumerate(scores)]
+            if losses:
+                torch.stack(losses).sum().backward()
+            return
+        cost = Cost(again=1 / 3 if c.recompute else 0.0)
+        _, batch = redistribute([t.tokens for t in batch], batch, group=None, cost=cost)
+        tree_backward(
+            self.model, TokenTrie([t.tokens for t in batch]), loss_of, temperature=temperature,
+            max_tokens=c.max_tokens or None, recompute=c.recompute,
+        )  # fmt: skip
 
     def _loss(self, micro, lp_BT, entropy_BT, mask_BT, sampler_BT):
         def column(name):
@@ -1023,6 +1077,13 @@ class Trainer:
     def forward_only(self, batch, model=None) -> list:
         """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
         model = model or self.model
+        if self.config.tree != "disabled":
+            trie, options = TokenTrie([t.tokens for t in batch]), {}
+            if self.config.max_tokens:
+                options["max_tokens"] = self.config.max_tokens
+            found = tree_logprobs(model, trie, temperature=self.config.temperature, **options)
+            pairs = zip(found, batch, strict=True)
+            return [np.where(t.mask, lp_T.double().cpu().numpy(), 0.0) for lp_T, t in pairs]
         every, first = self._shared(batch) if model is self.model else (batch, 0)
         micros, found = self.micro_batches(every), []
         if isinstance(model, Pipeline):

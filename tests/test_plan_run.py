@@ -86,3 +86,26 @@ def test_a_run_goes_on_under_another_plan(one_process, tmp_path):
     for world, more in chain:
         ranks(tmp_path / "ranks", world, _train, f"{flags} {more}", out)
     assert largest_difference(read_metrics(out), one_process) < 1e-8
+
+
+TREES = {
+    "sparse": (1, "--tree sparse"),
+    "dta": (1, "--tree dta --max-tokens 7 --recompute"),
+    "dta, 2 ranks": (2, "--tree dta --max-tokens 16"),
+    "sparse zero1": (2, "--tree sparse --data-parallel zero1"),
+    "sparse c2": (2, "--tree sparse --plan c2"),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name):
+    world, flags = TREES[name]
+    run = trained(tmp_path, world, f"{SHAPE} --steps 20 --eval-every 5 {flags}")
+    assert largest_difference(run, one_process) < 1e-8
+
+
+@pytest.mark.parametrize("tree", ["sparse", "dta --max-tokens 9"])
+def test_old_and_reference_log_probs_of_trees_too(tmp_path, tree):
+    flags = f"{SHAPE} {OPTIONS} --forks 2 --fork-turns 1 --advantage per_branch"
+    truth = trained(tmp_path, 1, flags)
+    assert largest_difference(trained(tmp_path, 2, f"{flags} --tree {tree}"), truth) < 1e-8

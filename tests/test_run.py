@@ -584,6 +584,11 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
         ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
         ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
         ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
+        ("--tree dta", "--tree dta needs --max-tokens"),
+        ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
+        ("--tree sparse --data-parallel fsdp", "--tree sparse goes with data parallelism by ddp"),
+        ("--tree sparse --plan t2", "not with fsdp, t, p or e"),
+        ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c; use --tree sparse"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):
