@@ -236,6 +236,8 @@ class Plan:
         for letter, degree in degrees.items():
             if not (isinstance(degree, int) and degree > 0):
                 raise ValueError(f"{letter} must be an integer of 1 or more; came {degree!r}")
+        if self.name is not None and self.backend is None:
+            raise ValueError(f"the name {self.name!r} needs a backend, as in archon[actor]:d2")
         if self.etp not in (1, self.tp):
             raise ValueError(f"the experts' t = {self.etp} must be 1 or attention's t = {self.tp}")
         if self.ep == 1:
@@ -765,7 +767,10 @@ def stage_part(model, stage, stages):
             del part._modules[name]
     if not first and not (last and model.config.tie_word_embeddings):
         del part.model._modules["embed_tokens"]
-    return copy.deepcopy(part)
+    attention, part.attention = part.attention, None  # it may hold a process group
+    part = copy.deepcopy(part)
+    part.attention = attention
+    return part
 
 
 class _Stage(torch.nn.Module):
@@ -832,7 +837,9 @@ class Pipeline:
         shape = tuple(micros[0].tokens.shape)
         if any(tuple(micro.tokens.shape) != shape for micro in micros):
             raise ValueError("microbatches of a step must have one shape; pad them to the longest")
-        p, n = self.grid.plan.pp, len(micros)
+        p, n, t = self.grid.plan.pp, len(micros), self.grid.plan.tp
+        if self.sequence and shape[1] % t:
+            raise ValueError(f"{shape[1]} tokens a sequence must divide by t = {t}; pad them")
         self.grid.plan.require_fits(microbatches=n)
         if self.stages > p and n % p:
             raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
@@ -974,6 +981,12 @@ def parallelize(
     plan.require_fits(world=dist.get_world_size(), config=model.config)
     if device_mesh.dense["replicate"].size() > 1 and mode != "fsdp":
         raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
+    uneven = plan.tp > 1 and model.config.vocab_size % plan.tp and plan.dp * plan.cp > 2
+    if uneven and mode != "ddp":
+        raise ValueError(
+            f"t = {plan.tp} cuts {model.config.vocab_size} rows of the vocabulary unevenly, and "
+            f'torch cannot save such parts sharded again over d c > 2; pad it, or use mode="ddp"'
+        )
     if offload and mode != "fsdp":
         raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
     if ac == "memory_budget" and not compile:
@@ -1047,6 +1060,13 @@ def sharded(model) -> bool:
     return getattr(model, "mode", None) == "fsdp" or isinstance(model, FSDPModule)
 
 
+def reshard(model) -> None:
+    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
+    for part in model.parts.values() if isinstance(model, Pipeline) else [model]:
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -1062,6 +1082,7 @@ def reduce_gradients(model) -> int:
     Returns the position, counted from the last parameter because backward reaches that first, of
     this rank's first parameter whose own gradient is not finite; -1 if there is none.
     """
+    reshard(model)  # else the gradients of the root's shards are out of sight
     suspect, backwards = -1, list(model.named_parameters())[::-1]
     grid, whole = getattr(model, "grid", None), {"rest": [], "experts": []}
     for n, (name, p) in enumerate(backwards):
@@ -1114,7 +1135,7 @@ def clip_grad_norm(model, max_norm: float):
     """
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     parameters, grid = [p for _, p in named], getattr(model, "grid", None)
-    if grid is None or (grid.plan == Plan(dp=grid.plan.dp) and not sharded(model)):
+    if grid is None:
         norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     else:
         # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
@@ -1305,6 +1326,7 @@ class LocalOptimizer:
 
 def training_tensors(model, optimizer) -> dict:
     """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
+    reshard(model)
     tensors = {}
     for name, p in model.named_parameters():
         if isinstance(optimizer, LocalOptimizer):

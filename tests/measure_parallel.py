@@ -294,10 +294,7 @@ def plan_command(argv):
     parser.add_argument("--model", help="a Hugging Face directory, or its config.json")
     options = parser.parse_args(argv)
     try:
-        if {"+", "|"} & set(options.plan) and not options.plan.startswith(("(", "attn:")):
-            plans = [plan for group in Allocation.parse(options.plan).groups for plan in group]
-        else:
-            plans = [Plan.parse(options.plan)]
+        plans = [plan for group in Allocation.parse(options.plan).groups for plan in group]
         for plan in plans:
             _describe(plan, options)
     except ValueError as error:

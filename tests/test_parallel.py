@@ -307,6 +307,34 @@ def _frozen(rank):
     ]
 
 
+def _evaluated(rank, evaluates):
+    """The norm and the weights of a step, with a forward without a backward before it or not."""
+    grid, model = Grid.make(Plan.parse("d2")), measure_parallel.build("tied", torch.bfloat16)
+    model = parallelize(model, grid.plan, device_mesh=grid, mode="fsdp")
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.1))
+    tokens = torch.arange(8)[None] + rank
+    model.hidden(tokens).double().square().sum().backward()
+    if evaluates:
+        with torch.no_grad():
+            model.hidden(tokens)
+    reduce_gradients(model)
+    norm = clip_grad_norm(model, 1.0)
+    assert norm.dtype == torch.float64
+    optimizer.step()
+    if evaluates:
+        with torch.no_grad():
+            model.hidden(tokens)
+    return norm, [full(x).clone() for x in training_tensors(model, optimizer).values()]
+
+
+def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
+    (norm, plain), (other, evaluated) = (
+        ranks(tmp_path, 2, _evaluated, k)[0] for k in (False, True)
+    )
+    assert norm == other
+    assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
+
+
 def test_frozen_parameters_stay_as_they_are(tmp_path):
     for found in ranks(tmp_path, 2, _frozen):
         assert all(same != moves for moves, same in found), found
@@ -373,7 +401,7 @@ def test_plan_prints_groups_and_memory(tmp_path, capsys):
     assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB a rank" in out
     assert parallel.main(["plan", "d2d2"]) == 2
     assert "each once" in capsys.readouterr().err
-    assert parallel.main(["plan", "sglang:d2+archon:t2"]) == 0
+    assert parallel.main(["plan", "sglang:d2+(attn:d2t2|ffn:e2t2)"]) == 0
     assert parallel.main([]) == 2
 
 

@@ -155,6 +155,8 @@ def test_what_is_no_plan_is_refused_with_the_place(text, message):
 def test_degrees_are_positive_integers(degree):
     with pytest.raises(ValueError, match="c must be an integer of 1 or more"):
         Plan(cp=degree)
+    with pytest.raises(ValueError, match="the name 'x' needs a backend"):
+        Plan(name="x")
 
 
 @pytest.mark.quick
