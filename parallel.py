@@ -7,7 +7,8 @@ number of ranks nor who holds what can change the result beyond rounding.
     python parallel.py plan p2d2t2         # its ranks, groups, and the memory of a rank
     python parallel.py bench               # tokens a second by plan
 
-check alone shows ddp and fsdp of a toy; with models.py, ring_attention.py and tests/ every plan.
+With this file alone, check compares ddp and fsdp of a toy; with models.py, ring_attention.py and
+tests/ beside it, every kind of plan.
 
 What it must equal, for ranks r and the loss L = sum_r L_r (each already divided by a global count):
 
@@ -30,22 +31,25 @@ What it must equal, for ranks r and the loss L = sum_r L_r (each already divided
   | p        | layers              | send states           | send their gradient   | own; tied     |
   |          |                     |                       |                       | + over ends   |
 
-Two all-reduces of (N,) numbers are the log-probs' (largest logit, sums), the backward's is of the
-states' gradient. `ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks
+The ends, under t: forward a scatter-add behind the embedding and a gather of the last states (one
+all-reduce without SP), and two all-reduces of (N,) numbers for log-probs over the vocabulary's
+parts; backward a gather, and an all-reduce of the last states' gradient. `ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks
 may run different numbers of them, none included: it and zero1 suit trees. Under fsdp, t, c, e and p
 each forward is collective: all ranks of a group run the same calls.
 
 Numbers a rank sends for N parameters on W ranks: ddp 2 N (W - 1) / W a step; fsdp N (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
 
-    B rows   S tokens   M width   N rows for experts   E experts   W ranks.  Small: this rank's part
+    B rows   S tokens   M width   N rows for experts   E experts   W ranks
+    Small: this rank's part of what the capital names: n of the N rows. SP: sequence parallelism
+    etp: over how many of the t ranks an expert's inner width is split, 1 or t
 
 How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2 averages
-by default; here it is told to sum. AReaL's etp is 1 or t, as here; t without sequence parallelism
-needs etp = t for experts.
+by default; here it is told to sum. Without SP experts need etp = t.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; separate generators.
+`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; ranks that
+only generate; logits (`model(tokens)`) and embeddings as input under t: use `hidden`, `logprobs`.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
