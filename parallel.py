@@ -33,9 +33,11 @@ What it must equal, for ranks r and the loss L = sum_r L_r (each already divided
 
 The ends, under t: forward a scatter-add behind the embedding and a gather of the last states (one
 all-reduce without SP), and two all-reduces of (N,) numbers for log-probs over the vocabulary's
-parts; backward a gather, and an all-reduce of the last states' gradient. `ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks
-may run different numbers of them, none included: it and zero1 suit trees. Under fsdp, t, c, e and p
-each forward is collective: all ranks of a group run the same calls.
+parts; backward a gather, and an all-reduce of the last states' gradient.
+
+`ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks may run different
+numbers of them, none included: it and zero1 suit trees. Under fsdp, t, c, e and p each forward is
+collective: all ranks of a group run the same calls.
 
 Numbers a rank sends for N parameters on W ranks: ddp 2 N (W - 1) / W a step; fsdp N (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
@@ -48,8 +50,8 @@ How it deviates: PyTorch's DDP averages and overlaps; this sums and does not ove
 by default; here it is told to sum. Without SP experts need etp = t.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; ranks that
-only generate; logits (`model(tokens)`) and embeddings as input under t: use `hidden`, `logprobs`.
+`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; ranks that only generate;
+logits (`model(tokens)`) and embeddings as input under t: use `hidden` and `logprobs`.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
