@@ -662,7 +662,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
     `hidden` takes and gives whole sequences on every rank. A loss that all ranks compute alike
     gives the right gradient: `logprobs` sums what the vocabulary's parts tell of it.
     """
-    group, rank, world = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+    group, rank = mesh.get_group(), mesh.get_local_rank()
     rows, columns, whole = Shard(0), Shard(1), Replicate()
     norms = dict(weight=whole, terms=sequence)
     for layer in model.model.layers:
@@ -686,16 +686,22 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 _split(linear, mesh, weight=rows)
             _split(mlp.down_proj, mesh, weight=columns)
             _between(mlp, mlp.down_proj, group, sequence)
-    embedding, norm = getattr(model.model, "embed_tokens", None), model.model.norm
+    norm = model.model.norm
     if not isinstance(norm, torch.nn.Identity):  # else a stage that others follow
         _split(norm, mesh, **norms)
         if sequence:
             norm.register_forward_hook(lambda _, args, out: _Move.apply(out, group, _whole, _part))
-    if hasattr(model, "lm_head"):
-        _place(model.lm_head, "weight", mesh, (rows,))
     if hasattr(model, "score"):
         _split(model.score, mesh, weight=whole)
+    _vocabulary_parallel(model, mesh, sequence)
 
+
+def _vocabulary_parallel(model, mesh, sequence):
+    """Split the rows of the embedding and of the head, where this part of a model has them."""
+    group, rank, world, rows = mesh.get_group(), mesh.get_local_rank(), mesh.size(), Shard(0)
+    embedding = getattr(model.model, "embed_tokens", None)
+    if hasattr(model, "lm_head"):
+        _place(model.lm_head, "weight", mesh, (rows,))
     first = rank * -(-model.config.vocab_size // world)  # the last shard may be shorter
 
     def embed(tokens_BS):
@@ -716,9 +722,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
         return weight, dict(group=group, vocab_start=first)
 
     model.head_rows = head_rows
-    if embedding is not None:
-        if isinstance(embedding.weight, DTensor):
-            return
+    if embedding is not None and not isinstance(embedding.weight, DTensor):  # zbv: done already
         _split(embedding, mesh, weight=rows)
         embedding.forward = embed
 
@@ -962,6 +966,42 @@ AC = "none", "full", "layers", "op", "memory_budget"
 MODES = "ddp", "fsdp", "zero1"
 
 
+def _refuse(
+    plan, config, grid, *, attention, mode, sequence, schedule, ac, compile, offload
+):  # fmt: skip
+    """ValueError for what cannot be, from what every rank has, before the first message."""
+    given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
+    for name, value, known in given:
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
+    plan.require_fits(world=dist.get_world_size(), config=config)
+    if grid.dense["replicate"].size() > 1 and mode != "fsdp":
+        raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
+    uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
+    if uneven and mode != "ddp":
+        raise ValueError(
+            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly, and "
+            f'torch cannot save such parts sharded again over d c > 2; pad it, or use mode="ddp"'
+        )
+    if offload and mode != "fsdp":
+        raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
+    if ac == "memory_budget" and not compile:
+        raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
+    if plan.cp > 1 and attention is None:
+        raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
+    if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
+        raise ValueError(
+            "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
+            'follow; use schedule="1f1b" or mode="zero1"'
+        )
+    sparse = bool(config.sparse_layers)
+    if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
+        raise ValueError(
+            f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
+            f"the experts; use ffn's t = {plan.tp}"
+        )
+
+
 def parallelize(
     model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
     ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False, offload=False,
@@ -980,36 +1020,10 @@ def parallelize(
     The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
     same sequences; those of one context group its tokens; those of different dp other sequences.
     """
-    given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
-    for name, value, known in given:
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
-    plan.require_fits(world=dist.get_world_size(), config=model.config)
-    if device_mesh.dense["replicate"].size() > 1 and mode != "fsdp":
-        raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
-    uneven = plan.tp > 1 and model.config.vocab_size % plan.tp and plan.dp * plan.cp > 2
-    if uneven and mode != "ddp":
-        raise ValueError(
-            f"t = {plan.tp} cuts {model.config.vocab_size} rows of the vocabulary unevenly, and "
-            f'torch cannot save such parts sharded again over d c > 2; pad it, or use mode="ddp"'
-        )
-    if offload and mode != "fsdp":
-        raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
-    if ac == "memory_budget" and not compile:
-        raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
-    if plan.cp > 1 and attention is None:
-        raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
-    if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
-        raise ValueError(
-            "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
-            'follow; use schedule="1f1b" or mode="zero1"'
-        )
-    sparse = bool(model.config.sparse_layers)
-    if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
-        raise ValueError(
-            f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
-            f"the experts; use ffn's t = {plan.tp}"
-        )
+    _refuse(
+        plan, model.config, device_mesh, attention=attention, mode=mode, sequence=sequence,
+        schedule=schedule, ac=ac, compile=compile, offload=offload,
+    )  # fmt: skip
     if attention is not None:
         model.attention = attention
     whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
