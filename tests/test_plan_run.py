@@ -40,13 +40,20 @@ def one_process(tmp_path_factory):
     return run
 
 
-def steps_of(name):
-    """20 for two ranks and for d2t2; four ranks on two cores are slow: all 20 behind `slow`."""
-    return 20 if RUNS[name][0] == 2 or name == "d2t2" else 5
-
-
-EVERY = [pytest.param(name, steps_of(name)) for name in RUNS]
-EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS if steps_of(name) != 20]
+QUICKER = {
+    "d2t2 fsdp": 5,
+    "d2p2": 5,
+    "d2": 20,
+    "t2": 20,
+    "c2": 20,
+    "p2": 20,
+    "p2 zbv": 20,
+    "d2t2": 20,
+}
+EVERY = [pytest.param(name, QUICKER[name]) for name in QUICKER]
+EVERY += [
+    pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS if QUICKER.get(name) != 20
+]
 
 
 @pytest.mark.parametrize("name, steps", EVERY)
@@ -97,7 +104,10 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+FEW = [pytest.param(name, marks=[pytest.mark.slow] * (name == "sparse")) for name in TREES]
+
+
+@pytest.mark.parametrize("name", FEW)
 def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name):
     world, flags = TREES[name]
     run = trained(tmp_path, world, f"{SHAPE} --steps 20 --eval-every 5 {flags}")
