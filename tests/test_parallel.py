@@ -41,7 +41,7 @@ from parallel import (
     write_checkpoint,
 )
 
-SLOW = {"d2 compile", "t2 compile", "d2 fsdp compile ac"}
+SLOW = {"d2 compile", "t2 compile", "d2 fsdp compile ac", "d2 memory budget"}
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 
 
