@@ -105,8 +105,8 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, read_checkpoint, reduce_gradients, shard, sharded, summed, superseded,
-    training_tensors, write_checkpoint,
+    newest_checkpoint, read_checkpoint, reduce_gradients, reshard, shard, sharded, summed,
+    superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (
     Cost, TokenTrie, redistribute, tree_backward, tree_logprobs, tree_scores,
@@ -1099,10 +1099,7 @@ class Trainer:
             parts = [None] * dist.get_world_size(self.grid.replica)
             dist.all_gather_object(parts, found, group=self.grid.replica)
             found = next(part for part in parts if part)
-        if sharded(self.model):
-            parts = self.model.parts.values() if isinstance(self.model, Pipeline) else [self.model]
-            for part in parts:
-                part.reshard()
+        reshard(self.model)
         return found[first : first + len(batch)]
 
     def optim_step(self, lr: float | None = None) -> dict:

@@ -164,7 +164,8 @@ def test_deeply_nested_forks_have_the_gradient_of_the_definition():
     sequences = tensors(stem[:n] + [10, n % 10] for n in range(2, 300, 20))
     truth, _ = gradients(model, lambda: definition(model, sequences, example_loss))
     for size in (1, 16):
-        run = lambda: tree_backward(model, TokenTrie(sequences), example_loss, max_tokens=size)  # noqa: B023, E731
+        trie = TokenTrie(sequences)
+        run = lambda: tree_backward(model, trie, example_loss, max_tokens=size)  # noqa: E731
         assert error(model, run, truth) < 1e-10
 
 
@@ -297,7 +298,7 @@ def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, critic
                 TokenTrie(sequences),
                 example_loss,
                 max_tokens=size,
-                recompute=recompute,  # noqa: B023
+                recompute=recompute,
             )
             assert error(model, run, truth) < 1e-10
 
@@ -374,7 +375,7 @@ def test_two_calls_accumulate_like_one():
     def run():
         for first in (0, 5):
             some = TokenTrie(sequences[first : first + (5 if not first else 99)])
-            tree_backward(model, some, lambda i, *x: linear_loss(i + first, *x), max_tokens=3)  # noqa: B023
+            tree_backward(model, some, lambda i, *x: linear_loss(i + first, *x), max_tokens=3)
 
     assert error(model, run, whole) < 1e-13
 
@@ -548,17 +549,17 @@ def test_bf16_is_as_good_as_flat_bf16(kind):
             sequences = tensors(sequences)
             low = models.tiny_model(kind, seed=seed, dtype=torch.bfloat16, hidden_size=64)
             high = copy.deepcopy(low).float()
-            truth = gradients(high, lambda: definition(high, sequences, linear_loss))[0]  # noqa: B023
+            truth = gradients(high, lambda: definition(high, sequences, linear_loss))[0]
             truth = torch.cat([x.flatten() for x in truth]).double()
 
             def off(run, low=low, truth=truth):
                 found = torch.cat([x.flatten() for x in gradients(low, run)[0]])
                 return relative(found, truth)
 
-            flat.append(off(lambda: definition(low, sequences, linear_loss)))  # noqa: B023
+            flat.append(off(lambda: definition(low, sequences, linear_loss)))
             for size, errors in ours.items():
                 trie = TokenTrie(sequences)
-                errors.append(off(lambda: tree_backward(low, trie, linear_loss, max_tokens=size)))  # noqa: B023
+                errors.append(off(lambda: tree_backward(low, trie, linear_loss, max_tokens=size)))
     for size, errors in ours.items():
         assert np.linalg.norm(errors) <= 1.1 * np.linalg.norm(flat), size
 
@@ -721,7 +722,7 @@ def test_activation_checkpointing_changes_no_gradient(reentrant):
     truth, _ = gradients(model, lambda: definition(model, sequences, example_loss))
     for size in (None, 1, 4):
         trie = TokenTrie(sequences)
-        run = lambda: tree_backward(model, trie, example_loss, max_tokens=size)  # noqa: B023, E731
+        run = lambda: tree_backward(model, trie, example_loss, max_tokens=size)  # noqa: E731
         assert error(model, run, truth) < 1e-10
 
 
