@@ -1123,7 +1123,9 @@ def reduce_gradients(model) -> int:
         # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient. Ranks
         # of stages between them are in no such group. Pinned by
         # tests/test_parallel.py::test_every_plan_is_one_process.
-        dist.all_reduce(local(dict(backwards)[TIED].grad), group=grid.ends)
+        tied = dict(backwards)[TIED]
+        if tied.requires_grad:
+            dist.all_reduce(local(tied.grad), group=grid.ends)
     if sharded(model) or dist.get_world_size() == 1:
         return suspect
     for kind, grads in whole.items():
