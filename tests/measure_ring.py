@@ -2,7 +2,7 @@
 
 bench: CPU seconds against SDPA. memory: peak by sequence length. longest: the longest sequence that
 fits. stress: values at the limits, bf16 training with PAD rows in the loss, and the two faults
-of OpenTau's issue 300.
+of OpenTau's issue 300; stress --model: see measure_vla.py.
 """
 
 import argparse
@@ -312,7 +312,10 @@ def _verdict(ok):
 
 def stress(argv):
     """Values at the limits, 20 steps of bf16 training with PAD rows in the loss, and issue 300."""
-    argparse.ArgumentParser("ring_attention.py stress").parse_args(argv)
+    parser = argparse.ArgumentParser("ring_attention.py stress")
+    parser.add_argument("--model", action="store_true", help="train a VLA model instead")
+    if parser.parse_args(argv).model:
+        return __import__("measure_vla").stress_model()
     bad = 0
     print(f"{'':>43}      ours    SDPA's   (budget: 4 times SDPA's, or 1e-12, 1e-6, 1e-2)")
     for world in (2, 3, 4):

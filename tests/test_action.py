@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from measure_models import control_case, velocity_of
+from measure_vla import RingPrefix
 from test_ranks import ranks
 
 import models
@@ -18,31 +19,6 @@ def loss_of(velocity, batch):
 
 
 # The prefix over a ring ------------------------------------------------------------------------
-
-
-class RingPrefix:
-    """A `Prefix` whose tokens are spread over a ring; the suffix is computed by every rank."""
-
-    def __init__(self, block_BP, layout):
-        self.block_BP, self.options = block_BP, dict(layout=layout, length=block_BP.shape[1])
-        self.layers = {}
-
-    def record(self, q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ra.Mask.blocks(self.block_BP).with_window(window)
-        out, *self.layers[layer] = ra.prefix_attention(
-            q, k, v, mask=mask, scale=scale, **self.options
-        )
-        return out
-
-    def after(self, positions, blocks):
-        blocks = torch.zeros(positions.shape[1]) if blocks is None else blocks
-        both = torch.cat([self.block_BP, (10 + blocks.long()).expand(len(self.block_BP), -1)], 1)
-
-        def suffix(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            mask = ra.Mask.blocks(both).with_window(window)
-            return ra.suffix_attention(q, k, v, *self.layers[layer], mask, scale=scale)
-
-        return suffix
 
 
 def _ring(rank, layout):
@@ -62,7 +38,7 @@ def _ring(rank, layout):
     want = torch.autograd.grad(truth, parameters, allow_unused=True)
     index = ra.indices(P, rank, world, layout)
     placed = dict(tokens=tokens[:, index], positions=index.expand(len(tokens), -1))
-    got = loss_of(velocity(RingPrefix(block, layout), **placed), batch)
+    got = loss_of(velocity(RingPrefix(block, layout=layout), **placed), batch)
     scale = ra.loss_scale(world, replicated=True, reduce="sum")
     grads = torch.autograd.grad(got * scale, parameters, allow_unused=True)
     errors = [abs((got - truth) / truth).item()]

@@ -1,0 +1,335 @@
+"""What `python ring_attention.py stress --model` runs: pi0.7's training in small, rings x data.
+
+A tiny Gemma 3 reads a prefix (two cameras, an instruction, an answer that it also learns to say);
+an action expert reads the Gemma's keys and values and learns the actions. Four ranks are two rings
+of 2: a ring has its own rows, its ranks share the tokens of the prefix by `ring_attention` and
+compute the whole suffix, each, by `attend`. Losses, where <> is a mean over all rows of all rings:
+
+    (1)  flow  =  < mean |v(x_tau, tau) - (a - eps)|^2 >      x_tau = tau a + (1 - tau) eps
+    (2)  text  =  - mean log p(t_(j+1) | what j sees)         over the scored j of all rings
+    (3)  loss  =  flow + TEXT text
+
+with a the actions, eps noise, tau a random time, no stopped gradient. (1) is pi0's,
+arXiv:2410.24164, with the sign of models.py; (3) is pi0.5's, arXiv:2504.16054. (1) is replicated
+over a ring and (2) is not, so they have different factors (`loss_scale`) under one sum of gradients
+over the ranks, (4). The prefix gets gradients from (2) by the ring's backward, and from (1) by the
+gather's too.
+
+    (4)  d loss / d w  =  sum over ranks of d(s_flow flow_rank + TEXT s_text text_rank) / d w,
+         s_flow = 1/2, s_text = 1, flow_rank and text_rank divided by the *global* counts
+
+What it must equal. float64, every step: loss, each gradient and each parameter after AdamW are
+one process's on the batch of both rings, whose attention is one dense mask (`models.Prefix`), to
+1e-10. bf16: all finite; the first gradient is at most twice as far from float64's as one process's
+in bf16; the last epoch's mean loss is at most FALL times the first's; the curve stays within CURVE
+first losses of the float64 one (root mean square over the steps).
+
+bf16 is what FSDP2's mixed precision makes of it: bf16 weights, activations and gradients; float32
+masters, losses, sum over ranks, moments and step.
+
+Each batch has PAD of four kinds: the answer's tail, anywhere, all that one rank of the ring holds
+of a row, a row's whole prefix; every fifth step, all that one rank of a ring holds of all rows.
+(2) scores PAD too, so that rows which see nothing get a gradient (OpenTau's issue 300). Rings have
+5 and 4 rows: a mean of their means is not (1). Positions and windows count tokens that are no PAD.
+
+    B rows   P prefix tokens, s of this rank   T suffix tokens, A their width   S = P + T
+"""
+
+import json
+import math
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from measure_models import control_batch, control_case
+
+from models import Prefix, flow_matching_loss, masked_attention
+from ring_attention import (
+    Mask,
+    digest_of,
+    dp_rank,
+    indices,
+    launch,
+    loss_scale,
+    make_ring,
+    prefix_attention,
+    relative,
+    sampler_seed,
+    suffix_attention,
+)
+
+WORLD, RING = 4, 2
+ROWS = 5  # of the first ring; the second has one less
+TEXT = 0.1  # the weight of (2)
+LR, FALL, CURVE = 3e-3, 0.8, 0.02
+STEPS, EPOCH = 50, 10  # steps come again after an epoch
+BLOCK_P = torch.tensor([0] * 7 + [1] * 5 + [2] * 5 + [3, 4, 5, 6])  # cameras, instruction, answer
+P = len(BLOCK_P)
+
+
+# 1. The batch --------------------------------------------------------------------------------
+
+
+def draw(step, rank, dtype):
+    """The batch of a rank's ring, the same on all its ranks: tensors of B rows by name.
+
+    The task is `control`'s: go to the goal that two words of the instruction name; the answer says
+    them again. start: the suffix's first position.
+    """
+    step = step % EPOCH
+    ring, seed = dp_rank(rank, RING), sampler_seed(step, rank, RING)
+    B, gen = ROWS - ring, torch.Generator().manual_seed(seed)
+    task = control_batch(dtype, B, seed)
+    tokens_BP = torch.randint(16, (B, P), generator=gen)
+    goal_B2 = task.pop("tokens")[:, [2, 5]]
+    tokens_BP[:, 13:17:3] = tokens_BP[:, 17:19] = goal_B2
+    shards = [indices(P, holder, RING) for holder in range(RING)]
+    valid_BP = torch.ones(B, P, dtype=torch.bool)
+    valid_BP[0, 18:] = False
+    valid_BP[1] = torch.rand(P, generator=gen) > 0.3
+    valid_BP[2, shards[step % RING]] = False
+    valid_BP[3] = False
+    if step % 5 == ring:
+        valid_BP[:, shards[step // 5 % RING]] = False
+    return task | dict(
+        tokens=tokens_BP.where(valid_BP, 0), valid=valid_BP, block=BLOCK_P.expand(B, P),
+        positions=(valid_BP.cumsum(1) - 1).clamp(min=0), start=valid_BP.sum(1, keepdim=True),
+        next=tokens_BP.roll(-1, 1), scored=(BLOCK_P.roll(-1) > 2) | ~valid_BP,
+    )  # fmt: skip
+
+
+def pad_census(steps):
+    """{kind of PAD: the fewest rows of it in a batch}, and how often a rank holds nothing else."""
+    batches = [draw(step, r, torch.float64)["valid"] for step in range(steps) for r in range(WORLD)]
+    shards = [indices(P, rank, RING) for rank in range(RING)]
+    alive = [torch.stack([v[:, s].any(1) for s in shards], 1) for v in batches]
+    return {
+        "rows with PAD in a batch": min(int((~v).any(1).sum()) for v in batches),
+        "rows in a batch of which a rank holds PAD only": min(
+            int((~a).any(1).sum()) for a in alive
+        ),
+        "rows of PAD only in a batch": min(int((~v).all(1).sum()) for v in batches),
+        "times that all a rank holds is PAD": sum(
+            not a[:, n % RING].any() for n, a in enumerate(alive)
+        ),
+    }
+
+
+# 2. One process: the definition --------------------------------------------------------------
+
+
+class OneProcess:
+    """The whole batch of all rings, by dense masks and without a message."""
+
+    index_s, scales = torch.arange(P), (1.0, 1.0)
+
+    def batch(self, step, dtype):
+        parts = [draw(step, rank, dtype) for rank in range(0, WORLD, RING)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def prefix(self, batch, step):
+        valid_BP, at_BP = batch["valid"], batch["positions"]
+        seen_BPP = (BLOCK_P <= BLOCK_P[:, None]) & valid_BP[:, None] & valid_BP[:, :, None]
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            near_BPP = at_BP[:, :, None] - at_BP[:, None] < (window or P)
+            return masked_attention(q, k, v, seen_BPP & near_BPP, scale=scale, softcap=softcap)
+
+        return Prefix(attention, valid_BP=valid_BP, positions_BP=at_BP)
+
+    def sum(self, x, over=1):
+        return x
+
+
+# 3. Across ranks ------------------------------------------------------------------------------
+
+
+def mask_of(block_BS, valid_BS, position_BS):
+    """`Mask.blocks` with windows that count positions."""
+    start_BS, end_BS = Mask.blocks(block_BS, valid_BS).keys[1:3]
+    return Mask(start_BS, end_BS, rows_BS=valid_BS, position_BS=position_BS)
+
+
+class RingPrefix:
+    """A `models.Prefix` whose tokens a ring holds; each of its ranks computes the whole suffix.
+
+    valid_BP, positions_BP: as of `Prefix`. options: of `prefix_attention`.
+    """
+
+    def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
+        every_BP = torch.ones_like(block_BP)
+        self.block_BP, self.options, self.layers = block_BP, options, {}
+        self.valid_BP = every_BP.bool() if valid_BP is None else valid_BP
+        self.positions_BP = every_BP.cumsum(1) - 1 if positions_BP is None else positions_BP
+        self.mask = mask_of(self.block_BP, self.valid_BP, self.positions_BP)
+
+    def record(self, q, k, v, /, *, layer, scale, window=None, softcap=None):
+        options = dict(mask=self.mask.with_window(window), scale=scale, softcap=softcap)
+        options |= dict(length=self.block_BP.shape[1], **self.options)
+        out, *self.layers[layer] = prefix_attention(q, k, v, **options)
+        return out
+
+    def after(self, positions_BT, blocks_T, /):
+        block_BT = (self.block_BP.max() + 1 + blocks_T).expand_as(positions_BT)
+        parts = (self.block_BP, block_BT), (self.valid_BP, torch.ones_like(block_BT).bool())
+        parts = *parts, (self.positions_BP, positions_BT)
+        whole = mask_of(*(torch.cat(part, 1) for part in parts))
+
+        def suffix(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            options = dict(mask=whole.with_window(window), scale=scale, softcap=softcap)
+            return suffix_attention(q, k, v, *self.layers[layer], **options)
+
+        return suffix
+
+
+class Rings:
+    """This rank's part of its ring's batch; sums over all ranks."""
+
+    def __init__(self):
+        self.rank, self.group = dist.get_rank(), make_ring(RING)
+        self.index_s = indices(P, self.rank % RING, RING)
+        # (4): each rank of a ring has the same (1), and only its own tokens of (2)
+        self.scales = [loss_scale(RING, replicated=x, reduce="sum") for x in (True, False)]
+
+    def batch(self, step, dtype):
+        return draw(step, self.rank, dtype)
+
+    def prefix(self, batch, step):
+        mask = (batch[name] for name in ("block", "valid", "positions"))
+        return RingPrefix(*mask, group=self.group, batch=batch, debug=f"step {step}")
+
+    def sum(self, x, over=1):
+        """x summed over all ranks, of which `over` hold the same."""
+        x = x.clone()
+        dist.all_reduce(x)
+        return x / over
+
+
+# 4. Training ---------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """losses; gradients by step and parameter; parameters at the end; did all stay finite."""
+
+    losses: list
+    grads: list
+    weights: list
+    finite: list
+
+
+def loss_of(place, model, expert, batch, step):
+    """This rank's part of (3)."""
+    dtype, index_s = model.model.norm.weight.dtype, place.index_s
+    tokens_Bs, next_Bs, positions_Bs, scored_Bs = (
+        batch[name][:, index_s] for name in ("tokens", "next", "positions", "scored")
+    )
+    prefix = place.prefix(batch, step)
+    hidden_BsM = model.hidden(tokens_Bs, positions=positions_Bs, attention=prefix.record)
+    text = -model.logprobs(hidden_BsM[scored_Bs], next_Bs[scored_Bs])[0].sum()
+    state = batch["state"].to(dtype)
+
+    def velocity(x, tau):
+        return expert(x.to(dtype), tau, prefix, positions_B1=batch["start"], state=state)
+
+    flow = flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).sum()
+    counts = torch.tensor([len(tokens_Bs), batch["scored"].sum()], dtype=torch.float64)
+    rows, scored = place.sum(counts, RING)
+    return place.scales[0] * flow / rows + TEXT * place.scales[1] * text / scored
+
+
+def train(place, steps, dtype):
+    """A `Run` of AdamW: weights of `dtype`, and masters of float32, or of float64 for float64."""
+    wide = torch.promote_types(dtype, torch.float32)
+    masters = [p for module in control_case(wide)[:2] for p in module.parameters()]
+    model, expert = (module.to(dtype) for module in control_case(wide)[:2])
+    weights = [*model.parameters(), *expert.parameters()]
+    optimizer, run = torch.optim.AdamW(masters, lr=LR), Run([], [], masters, [])
+    for step in range(steps):
+        loss = loss_of(place, model, expert, place.batch(step, wide), step)
+        grads = [loss, *torch.autograd.grad(loss, weights)]
+        # The sum is in the masters' dtype, FSDP2's reduce_dtype: bf16 would round it once more.
+        whole = place.sum(torch.cat([x.detach().to(wide).flatten() for x in grads]))
+        parts = whole[1:].split([p.numel() for p in masters])
+        for master, part in zip(masters, parts, strict=True):
+            master.grad = part.view_as(master)
+        run.losses.append(whole[0].item())
+        run.grads.append(parts)
+        run.finite.append(bool(whole.isfinite().all()))
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+    return run
+
+
+def on_one(steps, dtype):
+    return train(OneProcess(), steps, dtype)
+
+
+def on_rings(steps, dtype):
+    """This rank's run, of which only the first keeps the gradients, and a digest of its weights."""
+    run = train(Rings(), steps, dtype)
+    return run._replace(grads=[] if dist.get_rank() else run.grads), digest_of(run.weights)
+
+
+# 5. stress --model ----------------------------------------------------------------------------
+
+
+def errors(run, truth):
+    """The largest relative errors of a loss, a gradient and a parameter."""
+    grads = ((a, b) for pair in zip(run.grads, truth.grads, strict=True) for a, b in zip(*pair))
+    return {
+        "loss": max(abs(a / b - 1) for a, b in zip(run.losses, truth.losses, strict=True)),
+        "gradient": max(relative(a, b) for a, b in grads),
+        "parameter": max(relative(a, b) for a, b in zip(run.weights, truth.weights, strict=True)),
+    }
+
+
+def apart(losses, truth):
+    """Root mean square of the distance of two curves, in first losses."""
+    off = [(a - b) ** 2 for a, b in zip(losses, truth, strict=True)]
+    return math.sqrt(sum(off) / len(off)) / truth[0]
+
+
+def fall(losses):
+    """Means of the first and of the last epoch, which see the same rows, noise and times."""
+    return sum(losses[:EPOCH]) / EPOCH, sum(losses[-EPOCH:]) / EPOCH
+
+
+def judge(exact, truth, half, plain, digests):
+    """Rows of (what, value, bound): rings and one process in float64, the same two in bf16."""
+    first, *theirs = (torch.cat(run.grads[0]) for run in (truth, half, plain))
+    off, allowed = (relative(grad, first) for grad in theirs)
+    begin, end = fall(half.losses)
+    return [
+        *((f"float64: {what}", error, 1e-10) for what, error in errors(exact, truth).items()),
+        ("sets of weights on the 4 ranks", max(len(set(some)) for some in digests), 1),
+        ("steps not finite", sum(x.finite.count(False) for x in (exact, truth, half, plain)), 0),
+        ("bf16: first gradient, against twice one process's", off, 2 * allowed),
+        ("bf16: last epoch's loss, against the first's", end, FALL * begin),
+        ("bf16: off the float64 curve, in first losses", apart(half.losses, truth.losses), CURVE),
+    ]
+
+
+def stress_model(steps=STEPS):
+    """The table of `judge` and of the PAD; 1 if a row fails."""
+    begin, runs, digests = time.monotonic(), [], []
+    for dtype in (torch.float64, torch.bfloat16):
+        ranks = launch(WORLD, on_rings, steps, dtype)
+        runs += [ranks[0][0], *launch(1, on_one, steps, dtype)]
+        digests.append([digest for _, digest in ranks])
+    rows = [(*row, row[1] <= row[2]) for row in judge(*runs, digests)]
+    census = pad_census(steps)
+    rows += [(f"{what}, at least 1", n, 1, n >= 1) for what, n in census.items()]
+    print(f"{steps} steps of AdamW, {WORLD // RING} rings of {RING} ranks, against one process")
+    for what, value, bound, ok in rows:
+        print(f"{what:>58} {value:9.2g}  bound {bound:7.2g}   {'ok' if ok else 'FAILED'}")
+    ok = all(row[-1] for row in rows)
+    curves = {"float64": runs[1].losses, "bf16": runs[2].losses}
+    for name, losses in curves.items():
+        print(f"{name:>8} loss, every 7th step: " + " ".join(f"{x:.3f}" for x in losses[::7]))
+    found = {"loss": {name: fall(losses) for name, losses in curves.items()}}
+    found |= {"rows": {what: value for what, value, *_ in rows}}
+    print(json.dumps({"stress": "model", "ok": ok, "seconds": time.monotonic() - begin, **found}))
+    return int(not ok)
