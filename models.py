@@ -1301,7 +1301,7 @@ def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
 
     sequences: B lists of token ids; sequence b's targets are its tokens 1.., T = the longest of
     them. mask_BT (B, T) bool: which targets to score; the head is applied to those alone. Returns
-    two (B, T) tensors, 0 where mask is off, differentiable.
+    two (B, T) tensors, 0 where mask is off, differentiable; of a critic also its values.
     """
     device, lengths = mask_BT.device, [len(s) for s in sequences]
     tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
@@ -1313,6 +1313,8 @@ def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
     positions_1S, attention = packed_positions(lengths).to(device), packed_attention(lengths)
     x_1SM = model.hidden(tokens_S[None], positions=positions_1S, attention=attention)
     scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
+    if model.config.value_head:
+        scores = *scores, model.values(x_1SM[0, at_N])
     return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
 
 

@@ -20,6 +20,8 @@ update, ref of the frozen reference, smp of the sampler:
              = R_i - mean R                       `group_mean` (Dr.GRPO)
              = (R_i - mean R) G / (G - 1)         `leave_one_out` (RLOO)
              = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
+         A_t = sum_k (gamma lambda)^k (r_t+k + gamma V_t+k+1 - V_t+k), then whitened over the step
+                                                  `gae` (PPO): V a critic's values, t sampled tokens
     (2)  r_t = exp(lp_t - old_t)                  `token`
              = exp(mean_t(lp_t - old_t))          `sequence` (GSPO)
     (3)  l_t = -min(min(r, c) A, clip(r, 1 - low, 1 + high) A)     `clip`; c: dual clip, if any
@@ -31,6 +33,8 @@ update, ref of the frozen reference, smp of the sampler:
              token_mean     w_i = 1               Z = sampled tokens
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
+    (7)  l_t <- l_t + value_coef max((V - R)^2, (clip(V, old V +- value_clip) - R)^2) / 2
+             with `gae`: R_t = old V_t + A_t (before whitening); V a head on the policy's states
 
 Paper -> settings (the rest stays at its default; every paper has learning rates of its own):
 
@@ -46,6 +50,7 @@ Paper -> settings (the rest stays at its default; every paper has learning rates
     CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
     TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
     dual clip (arXiv:1912.09729)             --dual-clip 3
+    PPO      arXiv:1707.06347, 1506.02438    --advantage gae
     tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
 
 Letters: B trajectories, T positions of their padded log-prob vectors (targets tokens[1:], so a
@@ -59,7 +64,9 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
     loss/token_mean              (6), divided by the aggregation's own Z; mean of updates
     kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           (8) of models.py, at `temperature`
+    entropy/token_mean           (9) of models.py, at `temperature`
+    value/token_mean             with gae: V before the step; value/loss  (7) by value_coef
+    value/explained_variance     with gae: 1 - Var(R - V) / Var(R) over the step's sampled tokens
     ratio/clipped_fraction       of sampled tokens
     logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
@@ -71,8 +78,9 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; log-ratios are
-clamped to +-10 before exp. Not here yet: a critic, asynchronous generation, top-p (it would bias
-every ratio unless scored under the same cut).
+clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated trajectory ends
+with value 0. Not here: asynchronous generation, top-p (it would bias every ratio unless scored
+under the same cut).
 """
 
 import argparse
@@ -97,6 +105,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import models
@@ -109,7 +118,7 @@ from parallel import (
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (
-    Cost, TokenTrie, redistribute, tree_backward, tree_logprobs, tree_scores,
+    Cost, TokenTrie, redistribute, tree_backward, tree_scores,
 )  # fmt: skip
 
 
@@ -155,7 +164,7 @@ class Config:
     max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
     overlong: str = "keep"  # truncated trajectories: keep | filter (out of the loss)
     # the loss
-    advantage: str = "group_mean"  # group_std | group_mean | leave_one_out | per_branch
+    advantage: str = "group_mean"  # group_std | group_mean | leave_one_out | per_branch | gae
     aggregation: str = "token_mean"  # token_mean | sequence_mean | constant
     objective: str = "clip"  # clip | cispo
     ratio: str = "token"  # token | sequence (GSPO)
@@ -169,6 +178,10 @@ class Config:
     entropy_coef: float = 0.02  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
+    gamma: float = 1.0  # gae: discount of a sampled token
+    gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
+    value_coef: float = 0.5  # gae: weight of the critic's loss
+    value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
     # the optimiser
     lr: float = 1e-3  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up
@@ -201,7 +214,7 @@ class Config:
         cp_method=("ring", "allgather", "ulysses"),
         pp_schedule=("1f1b", "interleaved1f1b", "zbv"), tree=("disabled", "sparse", "dta"),
         generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
-        advantage=("group_std", "group_mean", "leave_one_out", "per_branch"),
+        advantage=("group_std", "group_mean", "leave_one_out", "per_branch", "gae"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
         ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
         kl=("k1", "k2", "k3"), kl_in=("loss", "reward"), overlong=("keep", "filter"),
@@ -212,6 +225,8 @@ class Config:
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
         "plan", "data_parallel", "cp_method", "pp_schedule",
     )  # fmt: skip
+
+    ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
 
     def check(self) -> "Config":
         """Raise ValueError for anything that cannot run, before anything is built or written."""
@@ -227,7 +242,7 @@ class Config:
                 wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
             elif f.type in (int, float) and not 0 <= value < (2**63 if f.type is int else math.inf):
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
-            elif value == 0 and f.default and f.name not in ("target", "entropy_coef", "lr_warmup"):
+            elif value == 0 and f.default and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
         wrong = wrong or [text for bad, text in self._combinations() if bad]
         if wrong:
@@ -236,7 +251,11 @@ class Config:
 
     def _combinations(self):
         leaves, own_shape = self.forks ** min(self.fork_turns, 64), not self.model
-        yield self.group == 1, "--group 1 has no baseline, so every advantage is 0: use 2 or more"
+        gae = self.advantage == "gae"
+        yield self.group == 1 and not gae, (
+            "--group 1 has no baseline, so every advantage is 0: use 2 or more, or --advantage gae")
+        yield gae and max(self.gamma, self.gae_lambda) > 1, "--gamma and --gae-lambda are at most 1"
+        yield gae and self.dynamic_sampling, "--dynamic-sampling drops groups that gae learns from"
         yield self.group % leaves, f"--group {self.group} must divide by forks^fork_turns {leaves}"
         yield (self.forks > 1) != (self.fork_turns > 0), "--forks and --fork-turns go together"
         yield self.clip_low >= 1, f"--clip-low must be under 1, got {self.clip_low}"
@@ -266,11 +285,14 @@ class Config:
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
         yield self.tree != "dta" and (self.max_tokens or self.recompute), (
             "--max-tokens and --recompute are for --tree dta")
-        split = self.data_parallel == "fsdp" or plan.tp * plan.pp * plan.ep > 1
-        yield self.tree != "disabled" and split, (
-            f"--tree {self.tree} goes with data parallelism by ddp or zero1 (ranks call the model "
-            f"different numbers of times) and, sparse, with c; not with fsdp, t, p or e")
-        yield self.tree == "dta" and plan.cp > 1, "--tree dta has no c; use --tree sparse"
+        yield self.tree != "disabled" and plan.pp > 1, (
+            f"--tree {self.tree} has no p: a tree is one microbatch, which fills no pipeline; "
+            f"--tree disabled packs microbatches")
+        yield self.tree == "dta" and self.data_parallel == "fsdp", (
+            "--tree dta has no fsdp: FSDP2 gathers and reduces once a step, not once a block; "
+            "use --data-parallel zero1, or --tree sparse")
+        yield self.tree == "dta" and plan.cp > 1, (
+            "--tree dta has no c: a block's keys come from the stack of one rank; --tree sparse")
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
@@ -369,6 +391,31 @@ def branch_advantages(rewards, branches, /):
             parent = value
         out.append(marks)
     return out
+
+
+def gae(rewards, values, mask, /, gamma, lam):
+    """(1) `gae` of one trajectory: advantages and returns, both (L - 1,) and 0 off the mask.
+
+    rewards, values: (L - 1,) by target; mask: was sampled. Only those follow each other: what the
+    task says in between is no action. A reward on another token counts for the last sampled one.
+    """
+    at, out = np.flatnonzero(mask), np.zeros((2, len(mask)))
+    after, ahead = 0.0, 0.0  # V of the next sampled token, and its advantage
+    for t, end in zip(at[::-1], [len(mask), *at[:0:-1]]):
+        delta = rewards[t:end].sum() + gamma * after - values[t]
+        ahead, after = delta + gamma * lam * ahead, values[t]
+        out[:, t] = ahead, ahead + values[t]
+    return out
+
+
+def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
+    """The square of (7) per token, 0 where mask is off."""
+    far_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
+    if not bound:
+        return far_BT / 2
+    near_BT = old_BT + (value_BT - old_BT).clamp(-bound, bound)
+    near_BT = torch.where(mask_BT, near_BT - return_BT, 0.0).square()
+    return torch.maximum(far_BT, near_BT) / 2
 
 
 def divergence(d, /, kind):
@@ -672,9 +719,12 @@ class Trajectory:
     reward: float = 0.0
     truncated: bool = False
     path: list = field(default_factory=list)  # see branch_advantages
+    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
     advantages: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
     ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # of the critic, before the step
+    returns: np.ndarray | None = None
 
 
 class Play(Row):
@@ -685,7 +735,7 @@ class Play(Row):
         self.key, self.group, self.state, self.reward = key, group, state, 0.0
         self.first, self.count, self.forks_left = first, count, forks_left
         self.turn = len(prompt)  # where the turn began
-        self.path = [(self.turn, first, count)]
+        self.path, self.turn_rewards = [(self.turn, first, count)], []
 
     def end_turn(self, task, forks=1):
         """Give the finished turn to the task: the plays that go on, none at the end."""
@@ -697,6 +747,7 @@ class Play(Row):
                 f"{self.first}, for the answer {task.show(answer)!r}: rewards must be finite"
             )
         self.reward += float(reward)
+        self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
         if reply is None:
             return []
         if not all(0 <= token < task.vocab_size for token in reply):
@@ -726,7 +777,8 @@ class Play(Row):
         # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
         mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
         logprobs = np.where(mask, logprobs, 0.0)
-        made = (self.group, self.tokens, mask, logprobs, self.reward, self.truncated, self.path)
+        made = (self.group, self.tokens, mask, logprobs, self.reward, self.truncated, self.path,
+                self.turn_rewards)  # fmt: skip
         return [Trajectory(*made) for _ in range(self.count)]
 
 
@@ -813,10 +865,16 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
+NOTHING = np.zeros(0)
+FILLER = Trajectory(  # what a rank without data adds to messages of all
+    -1, [0], NOTHING.astype(bool), NOTHING, advantages=NOTHING, values=NOTHING, returns=NOTHING
+)
+
+
 class Tally:
     """(6) of one piece of a batch after the other, and what is measured on the way."""
 
-    NAMES = "clipped", "entropy", "kl"
+    NAMES = "clipped", "entropy", "kl", "value"
 
     def __init__(self, trainer, num_global_valid_tokens, supervised):
         self.trainer, self.Z, self.supervised = trainer, num_global_valid_tokens, supervised
@@ -824,13 +882,13 @@ class Tally:
         self.sums = torch.zeros(size, dtype=torch.float64, device=trainer.device)
         self.worst = self.sums.new_zeros(())
 
-    def loss(self, micro, lp_BT, entropy_BT, mask_BT):
+    def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
         """This piece's part of (6)."""
         sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
         if self.supervised:
             l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
         else:
-            l_BT, stats = self.trainer._loss(micro, lp_BT, entropy_BT, mask_BT, sampler_BT)
+            l_BT, stats = self.trainer._loss(micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT)
         weights = [[loss_weight(t, self.trainer.config.aggregation)] for t in micro]
         loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (6)
         gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
@@ -845,7 +903,7 @@ class Tally:
         trainer = self.trainer
         dist.all_reduce(self.worst, op=dist.ReduceOp.MAX)
         sums = summed([*(self.sums * trainer.reports).tolist(), trained], trainer.device)
-        loss, n, gap, same, clipped, entropy, kl, trained = sums
+        loss, n, gap, same, clipped, entropy, kl, value, trained = sums
         n = max(n, 1.0)
         metrics = {
             "loss/token_mean": loss, "entropy/token_mean": entropy / n,
@@ -853,7 +911,8 @@ class Tally:
             "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
             "tokens/trained": int(trained),
         }  # fmt: skip
-        return metrics | ({"kl/token_mean": kl / n} if trainer.reference is not None else {})
+        metrics |= {"kl/token_mean": kl / n} if trainer.reference is not None else {}
+        return metrics | ({"value/loss": value / n} if trainer.config.advantage == "gae" else {})
 
 
 class Layout(NamedTuple):
@@ -898,6 +957,28 @@ class Layout(NamedTuple):
         """What `parallel.Micro` wants, this rank's tokens."""
         tokens_1s, positions_1s = (x[:, self.take_s] for x in (self.tokens_1S, self.positions_1S))
         return dict(tokens=tokens_1s, positions=positions_1s, attention=self.attention)
+
+
+class Even:
+    """A policy whose layers share tokens out over t ranks, for any number of tokens."""
+
+    def __init__(self, model, multiple):
+        self.model, self.multiple = model, multiple
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def hidden(self, tokens_1S, /, *, positions, attention):
+        length = tokens_1S.shape[1]
+        pad = -max(1, length) % self.multiple + (not length)
+
+        def of_tokens(q, k, v, /, **options):
+            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
+            return F.pad(out, (0, 0, 0, pad))
+
+        tokens_1S, positions = (F.pad(x, (0, pad)) for x in (tokens_1S, positions))
+        x_1SM = self.model.hidden(tokens_1S, positions=positions, attention=of_tokens)
+        return x_1SM[:, :length]
 
 
 class Trainer:
@@ -966,8 +1047,6 @@ class Trainer:
 
     def micro_batches(self, batch):
         micros, count = pack(batch, self.config.micro_tokens), 0
-        nothing = np.zeros(0)
-        filler = Trajectory(-1, [0], nothing.astype(bool), nothing, advantages=nothing)
         if isinstance(self.model, Pipeline):  # a multiple of its ranks, for any schedule
             p = self.plan.pp
             count = max(2 * p, -(-len(micros) // p) * p)
@@ -977,7 +1056,7 @@ class Trainer:
             # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
             count = torch.tensor(max(count, len(micros)), device=self.device)
             dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return micros + [[filler]] * (int(count) - len(micros))
+        return micros + [[FILLER]] * (int(count) - len(micros))
 
     def lay_out(self, micros) -> list:
         """How a plan's ranks see micro-batches: padded so that tokens can be shared out."""
@@ -989,28 +1068,30 @@ class Trainer:
         return [Layout.of(micro, size, self) for micro, size in pairs]
 
     def scores(self, hidden_1sM, layout):
-        """Log-probs and entropies (B, T) of a laid-out micro-batch's sampled tokens; the mask."""
-        here_N = torch.isin(layout.at_N, layout.take_s)
-        at_n = torch.searchsorted(layout.take_s, layout.at_N[here_N])
+        """A laid-out micro-batch's mask of sampled tokens, and of those log-probs, entropies and, of
+        a critic, values; all (B, T)."""
+        here_N, model = torch.isin(layout.at_N, layout.take_s), self._last
+        x_nM = hidden_1sM[0, torch.searchsorted(layout.take_s, layout.at_N[here_N])]
         targets_n = layout.tokens_1S[0, layout.at_N[here_N] + 1]
-        temperature = self.config.temperature
-        found = self._last.logprobs(hidden_1sM[0, at_n], targets_n, temperature=temperature)
-        shape, out = layout.mask_BT.shape, []
+        found = model.logprobs(x_nM, targets_n, temperature=self.config.temperature)
+        if model.config.value_head:
+            found = *found, model.values(x_nM)
+        shape, out = layout.mask_BT.shape, [layout.mask_BT]
         rows_n, columns_n = (x_N[here_N] for x_N in layout.mask_BT.nonzero(as_tuple=True))
         for x_n in found:
             x_BT = x_n.new_zeros(shape).index_put((rows_n, columns_n), x_n)
             out.append(add_terms(x_BT, self.grid.context) if self.plan.cp > 1 else x_BT)
-        return *out, layout.mask_BT
+        return out
 
     def score(self, model, micro):
-        """Log-probs and entropy (B, T) of a micro-batch's sampled tokens, 0 elsewhere; the mask."""
+        """The same of a micro-batch."""
         if self.plan is not None and model is self.model:
             (layout,) = self.lay_out([micro])
             options = layout.micro()
             return self.scores(model.hidden(options.pop("tokens"), **options), layout)
         mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
         sequences, temperature = [t.tokens for t in micro], self.config.temperature
-        return *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature), mask_BT
+        return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
     def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
         """Add the gradient of (6) for this rank's trajectories; metrics of all ranks' batch.
@@ -1035,72 +1116,96 @@ class Trainer:
                 tally.loss(micro, *self.score(self.model, micro)).backward()
         return tally.metrics(sum(len(t.tokens) for t in batch))
 
+    def _tree(self, batch, model=None):
+        """The tree of a batch; what `tree_scores` and `tree_backward` need to know of the plan."""
+        policy, plan = model is self.model, self.plan or Plan()
+        across = policy and plan.cp > 1
+        together = policy and (sharded(model) or plan.ep > 1)
+        if together and across and not batch:
+            batch = [FILLER]
+        options = dict(temperature=self.config.temperature)
+        if across:
+            options |= dict(group=self.grid.context, method=self.config.cp_method)
+        else:
+            options["max_tokens"] = self.config.max_tokens or None
+            options["lockstep"] = dist.group.WORLD if together else None
+        model = Even(model, plan.tp) if policy and plan.tp > 1 else model
+        return model, TokenTrie([t.tokens for t in batch]), options, batch
+
     def _tree_backward(self, batch, tally):
         """The same gradient from the tree of the batch's prefixes, dealt over the dp ranks."""
-        temperature, c = self.config.temperature, self.config
+        reshard(self.model)
+        if self.plan is None or self.plan.cp == 1:
+            cost = Cost(again=1 / 3 if self.config.recompute else 0.0)
+            group = self.grid and self.grid.data
+            _, batch = redistribute([t.tokens for t in batch], batch, group=group, cost=cost)
+        model, trie, options, batch = self._tree(batch, self.model)
 
-        def loss_of(i, lp_T, entropy_T):
-            mask_BT = torch.from_numpy(batch[i].mask)[None].to(lp_T.device)
-            scores = (torch.where(mask_BT, x_T[None], 0.0) for x_T in (lp_T, entropy_T))
-            return tally.loss([batch[i]], *scores, mask_BT)
+        def loss_of(i, *scores):
+            mask_BT = torch.from_numpy(batch[i].mask)[None].to(self.device)
+            scores = (torch.where(mask_BT, x_T[None], 0.0) for x_T in scores)
+            return tally.loss([batch[i]], mask_BT, *scores)
 
-        if self.plan is not None and self.plan.cp > 1:
-            trie = TokenTrie([t.tokens for t in batch])
-            scores = tree_scores(
-                self.model, trie, temperature=temperature, group=self.grid.context,
-                method=c.cp_method,
-            )  # fmt: skip
-            losses = [loss_of(i, *score) for i, score in enumerate(scores)]
-            if losses:
-                torch.stack(losses).sum().backward()
-            return
-        cost = Cost(again=1 / 3 if c.recompute else 0.0)
-        _, batch = redistribute([t.tokens for t in batch], batch, group=None, cost=cost)
-        tree_backward(
-            self.model, TokenTrie([t.tokens for t in batch]), loss_of, temperature=temperature,
-            max_tokens=c.max_tokens or None, recompute=c.recompute,
-        )  # fmt: skip
+        if "group" not in options:
+            tree_backward(model, trie, loss_of, recompute=self.config.recompute, **options)
+        elif batch:
+            scores = tree_scores(model, trie, **options)
+            sum(loss_of(i, *score) for i, score in enumerate(scores)).backward()
 
-    def _loss(self, micro, lp_BT, entropy_BT, mask_BT, sampler_BT):
+    def _loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT):
         def column(name):
             return padded([getattr(t, name) for t in micro], lp_BT)
 
         old_BT = lp_BT.detach() if micro[0].old_logprobs is None else column("old_logprobs")
-        cap = self.config.importance_cap
-        return policy_loss(
+        cap, coef = self.config.importance_cap, self.config.value_coef
+        l_BT, stats = policy_loss(
             lp_BT, old_BT, column("advantages"), mask_BT, self.config, entropy_BT=entropy_BT,
             ref_BT=None if micro[0].ref_logprobs is None else column("ref_logprobs"),
             importance_BT=(old_BT - sampler_BT).exp().clamp(max=cap) if cap else None,
         )  # fmt: skip
+        if self.config.advantage == "gae":
+            past = column("values"), column("returns")
+            square_BT = value_loss(value_BT, *past, mask_BT, self.config.value_clip)
+            l_BT, stats["value"] = l_BT + coef * square_BT, coef * square_BT.detach()  # (7)
+        return l_BT, stats
 
-    @torch.no_grad()
     def forward_only(self, batch, model=None) -> list:
         """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
-        model = model or self.model
-        if self.config.tree != "disabled":
-            trie, options = TokenTrie([t.tokens for t in batch]), {}
-            if self.config.max_tokens:
-                options["max_tokens"] = self.config.max_tokens
-            found = tree_logprobs(model, trie, temperature=self.config.temperature, **options)
-            pairs = zip(found, batch, strict=True)
-            return [np.where(t.mask, lp_T.double().cpu().numpy(), 0.0) for lp_T, t in pairs]
+        return self._forward(batch, model or self.model, 0)
+
+    def compute_values(self, batch) -> list:
+        """A critic's values, as `forward_only`: V of the state that each token was sampled in."""
+        return self._forward(batch, self.model, 2)
+
+    @torch.no_grad()
+    def _forward(self, batch, model, which) -> list:
         every, first = self._shared(batch) if model is self.model else (batch, 0)
-        micros, found = self.micro_batches(every), []
+        if self.config.tree != "disabled":
+            model, trie, options, every = self._tree(every, model)
+            found = tree_scores(model, trie, **options)
+            pairs = zip((x[which] for x in found), every, strict=True)
+            found = [np.where(t.mask, x_T.double().cpu().numpy(), 0.0) for x_T, t in pairs]
+        else:
+            found = self._forward_flat(every, model, which)
+        reshard(self.model)
+        return found[first : first + len(batch)]
+
+    def _forward_flat(self, batch, model, which):
+        micros, found = self.micro_batches(batch), []
         if isinstance(model, Pipeline):
             layouts = self.lay_out(micros)
             states = model.forward([Micro(**layout.micro()) for layout in layouts])
             scored = [self.scores(*pair) for pair in zip(states or (), layouts)]
         else:
             scored = [self.score(model, micro) for micro in micros]
-        for micro, (lp_BT, *_) in zip(micros, scored):
-            lp_BT = lp_BT.double().cpu().numpy()
-            found += [lp_T[: len(t.mask)] for lp_T, t in zip(lp_BT, micro)]
+        for micro, (_, *columns) in zip(micros, scored):
+            rows_BT = columns[which].double().cpu().numpy()
+            found += [x_T[: len(t.mask)] for x_T, t in zip(rows_BT, micro)]
         if isinstance(model, Pipeline):  # the last stage tells the others
             parts = [None] * dist.get_world_size(self.grid.replica)
             dist.all_gather_object(parts, found, group=self.grid.replica)
             found = next(part for part in parts if part)
-        reshard(self.model)
-        return found[first : first + len(batch)]
+        return found
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Reduce, clip by the global norm, step, zero the gradients, version + 1.
@@ -1203,9 +1308,10 @@ def collect(config, task, generator, step):
     }  # fmt: skip
 
 
-def prepare(config, trainer, groups):
-    """Give this rank's trajectories their reference and old log-probs, advantages, final mask."""
-    everyone = [t for group in groups for t in group]
+def prepare(config, trainer, groups) -> dict:
+    """Give this rank's trajectories reference and old log-probs, advantages, a final mask; metrics
+    of the critic."""
+    everyone, metrics = [t for group in groups for t in group], {}
     if trainer.reference is not None:
         for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
             t.ref_logprobs = ref
@@ -1215,22 +1321,55 @@ def prepare(config, trainer, groups):
     elif config.minibatches > 1:  # with a single update, the policy is its own old policy
         for t in everyone:
             t.old_logprobs = t.sampler_logprobs
-    for group in groups:
-        rewards = np.array([t.reward for t in group])
-        if config.kl_coef and config.kl_in == "reward":
-            for i, t in enumerate(group):
-                d = torch.from_numpy(np.where(t.mask, t.sampler_logprobs - t.ref_logprobs, 0.0))
-                rewards[i] -= config.kl_coef * divergence(d, config.kl).sum().item()
-        if config.advantage == "per_branch":
-            marks = branch_advantages(rewards, [t.path for t in group])
-        else:
-            marks = [[(0, a)] for a in advantages(rewards, config.advantage)]
-        for t, path in zip(group, marks):
-            t.advantages = np.zeros(len(t.mask))
-            for start, advantage in path:
-                t.advantages[start:] = advantage
-            if t.truncated and config.overlong == "filter":
-                t.mask = np.zeros_like(t.mask)
+    if config.advantage == "gae":
+        metrics = criticise(config, trainer, everyone)
+    else:
+        for group in groups:
+            compare(config, group)
+    for t in everyone:
+        if t.truncated and config.overlong == "filter":
+            t.mask = np.zeros_like(t.mask)
+    return metrics
+
+
+def penalties(config, trajectory):
+    """What each sampled token loses of its reward to the reference: (L - 1,)."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return np.zeros(len(trajectory.mask))
+    d = np.where(trajectory.mask, trajectory.sampler_logprobs - trajectory.ref_logprobs, 0.0)
+    return config.kl_coef * divergence(torch.from_numpy(d), config.kl).numpy()
+
+
+def compare(config, group):
+    """Advantages (1) of one group's trajectories among themselves."""
+    rewards = np.array([t.reward - penalties(config, t).sum() for t in group])
+    if config.advantage == "per_branch":
+        marks = branch_advantages(rewards, [t.path for t in group])
+    else:
+        marks = [[(0, a)] for a in advantages(rewards, config.advantage)]
+    for t, path in zip(group, marks):
+        t.advantages = np.zeros(len(t.mask))
+        for start, advantage in path:
+            t.advantages[start:] = advantage
+
+
+def criticise(config, trainer, batch) -> dict:
+    """Advantages (1) `gae` of all ranks' trajectories, whitened together. Collective."""
+    sums = np.zeros(6)
+    for t, values in zip(batch, trainer.compute_values(batch)):
+        rewards, t.values = -penalties(config, t), values
+        for at, reward in t.turn_rewards:
+            rewards[at] += reward
+        t.advantages, t.returns = gae(rewards, values, t.mask, config.gamma, config.gae_lambda)
+        A, R, V = (x[t.mask] for x in (t.advantages, t.returns, values))
+        sums += len(A), A.sum(), (A**2).sum(), R.sum(), (R**2).sum(), V.sum()
+    n, *rest = summed(sums.tolist(), trainer.device)
+    A, AA, R, RR, V = (x / max(1.0, n) for x in rest)
+    spread = math.sqrt(max(0.0, AA - A * A))
+    for t in batch:
+        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)
+    explained = 1 - spread**2 / (RR - R * R) if RR - R * R > 1e-12 else 0.0  # R - V is A
+    return {"value/token_mean": V, "value/explained_variance": explained}
 
 
 def update(config, trainer, mine, kept, step):
@@ -1298,6 +1437,8 @@ def build(config, task, device):
         )  # fmt: skip
         model = Transformer(shape).to(device, getattr(torch, config.dtype))
         model.init_weights(config.seed)
+    if config.advantage == "gae":
+        model.add_value_head()
 
     def frozen(dtype):
         return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
@@ -1359,7 +1500,7 @@ def train_step(config, task, trainer, log, step):
         with timed(seconds, "rollout"):
             mine, kept, metrics = collect(config, task, trainer.generator, step)
         with timed(seconds, "train"):
-            prepare(config, trainer, [mine[g] for g in kept if g in mine])
+            metrics |= prepare(config, trainer, [mine[g] for g in kept if g in mine])
             metrics |= update(config, trainer, mine, kept, step)
         if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
             with timed(seconds, "eval"):

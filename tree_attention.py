@@ -67,6 +67,7 @@ arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437,
 
 import bisect
 import inspect
+import itertools
 import json
 import math
 import re
@@ -402,6 +403,31 @@ class Masks(NamedTuple):
     first: int
 
 
+def overlay(blocks, group) -> list[Block]:
+    """This rank's blocks in the union of all ranks' forests: root laid on root, n-th child on n-th.
+
+    Where only others have a block stands an empty one, so that all make the same calls in one
+    order, and a call's backward, whose messages are of the forward's sizes, meets its own kind.
+    """
+    place = ring.ring_of(group)
+    parents, children = [[block.parent for block in blocks]] * place.world, []
+    if place.world > 1:
+        dist.all_gather_object(parents, parents[0], group=place.group)
+    for some in parents:
+        children.append({})
+        for b, parent in enumerate(some):
+            children[-1].setdefault(parent, []).append(b)
+    out, todo = [], [(-1, (-1,) * place.world)]
+    for above, nodes in todo:  # it grows meanwhile
+        lists = (below.get(node, ()) for below, node in zip(children, nodes, strict=True))
+        for laid in itertools.zip_longest(*lists):
+            own = laid[place.rank]
+            block = Block(np.zeros(0, np.int64), 0, -1, 0) if own is None else blocks[own]
+            out.append(block._replace(parent=above))
+            todo.append((len(out) - 1, laid))
+    return out
+
+
 def block_ends(trie, block):
     """subtree_end of a block's tokens inside the block, (n,)."""
     end = np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
@@ -499,9 +525,13 @@ class _Engine:
     the C some loss used; the first always.
     """
 
-    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0):
+    def __init__(
+        self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None
+    ):  # fmt: skip
         self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
-        self.temperature, self.aux_coef = temperature, aux_coef
+        self.temperature, self.aux_coef, self.lockstep = temperature, aux_coef, lockstep
+        if lockstep is not None:
+            self.blocks = overlay(self.blocks, lockstep)
         self.routed = "balance" in inspect.signature(model.hidden).parameters
         weight = next(model.parameters())
         self.device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
@@ -544,8 +574,10 @@ class _Engine:
             todo += [(child, False, None) for child in below[::-1].tolist()]
 
     def forward(self, b):
-        """The scores (C of (e,)) of the edges that leave this block's tokens, and its routing."""
+        """The scores (C of (e,)) of the edges that leave this block's tokens, its routing, states."""
         trie, stack, block, masks, seen = self.trie, self.stack, self.blocks[b], {}, set()
+        if not len(block.tokens):
+            return self.stand_in()
         routing = Routing(torch.from_numpy(block_ends(trie, block)).to(self.device))
 
         def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
@@ -573,12 +605,22 @@ class _Engine:
             )
         if self.aux_coef and not routing.scores:
             raise ValueError(f"aux_coef={self.aux_coef}, but the model has no router; leave it 0")
-        edges = self.edges[b]
-        if not len(edges):
-            return (), routing
-        return _scores(self.model, hidden_1nM[0], at, trie, edges, self.temperature), routing
+        edges, scores = self.edges[b], ()
+        if len(edges):
+            scores = _scores(self.model, hidden_1nM[0], at, trie, edges, self.temperature)
+        return scores, routing, hidden_1nM if self.lockstep is not None else None
 
-    def note(self, b, scores, routing):
+    def stand_in(self):
+        """What an empty block runs: one token that no loss sees, for the messages of the layers."""
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            return ring.attend(q, k, v, scale=scale, softcap=softcap)[0]
+
+        tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        hidden_11M = self.model.hidden(tokens_11, positions=tokens_11, attention=attention)
+        return (), Routing(None), hidden_11M
+
+    def note(self, b, scores, routing, _):
         """Keep the scores, and the tokens that each expert got on the way here, (7)'s n."""
         edges, block = self.edges[b].to(self.device), self.blocks[b]
         for row_N, score in zip(self.found_CN, scores, strict=False):
@@ -628,7 +670,7 @@ class _Engine:
 
     def backward(self, b, work):
         """The gradient of this block, of its losses and of what lies below it."""
-        (scores, routing), edges = work, self.edges[b].to(self.device)
+        (scores, routing, hidden_1nM), edges = work, self.edges[b].to(self.device)
         outputs, grads = [], []
         for c, score in enumerate(scores):
             if self.used[c] and score.requires_grad:
@@ -646,6 +688,8 @@ class _Engine:
             if scores_nE.requires_grad:
                 outputs.append(scores_nE)
                 grads.append(factor_nE.to(scores_nE.dtype))
+        if self.lockstep is not None and not outputs:
+            outputs, grads = [hidden_1nM], [torch.zeros_like(hidden_1nM)]
         if outputs:
             torch.autograd.backward(outputs, grads)
 
@@ -891,35 +935,35 @@ def packed_scores(model, trie, *, temperature=1.0, group=None, method="ring", la
     return tuple(whole if place.world == 1 else (_Sum.apply(x, place.group) for x in whole))
 
 
-def tree_scores(model, trie, *, temperature=1.0, max_tokens=None, **across):
+def tree_scores(model, trie, *, temperature=1.0, max_tokens=None, lockstep=None, **across):
     """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
 
     Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
-    (call it under torch.no_grad; `tree_backward` trains so). across: `packed_scores`' group,
-    method and layout.
+    (call it under torch.no_grad; `tree_backward` trains so). lockstep: see there, without
+    gradients too. across: `packed_scores`' group, method and layout.
     """
     require_tree_model(model, trie)
-    if not len(trie):
+    if not len(trie) and lockstep is None:
         return []
-    if max_tokens is None:
+    if max_tokens is None and lockstep is None:
         columns = packed_scores(model, trie, temperature=temperature, **across)
     elif torch.is_grad_enabled() or across.get("group") is not None:
         raise ValueError(
-            "max_tokens is for forward passes in one process: call tree_scores under "
-            "torch.no_grad(), or train with tree_backward(max_tokens=)"
+            "max_tokens and lockstep are for forward passes without group: call tree_scores under "
+            "torch.no_grad(), or train with tree_backward"
         )
     else:
-        engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature)
+        options = dict(max_tokens=max_tokens, temperature=temperature, lockstep=lockstep)
+        engine = _Engine(model, trie, **options)
         engine.run()
         columns = engine.found_CN.unbind()
-    paths = [trie.path(i)[1:] for i in range(len(trie.lengths))]
+    paths = [trie.path(i)[1:] for i in range(len(trie.lengths))] or [torch.zeros(0).long()]
     at, sizes = torch.cat(paths).to(columns[0].device), [len(path) for path in paths]
     return list(zip(*(x.index_select(0, at).split(sizes) for x in columns), strict=True))
 
 
-def tree_logprobs(model, trie, *, temperature=1.0, max_tokens=None, **across):
-    """Log-probs (L_i - 1,) of each sequence, in input order; see `tree_scores`."""
-    options = dict(temperature=temperature, max_tokens=max_tokens, **across)
+def tree_logprobs(model, trie, **options):
+    """Log-probs (L_i - 1,) of each sequence, in input order; options: those of `tree_scores`."""
     return [scores[0] for scores in tree_scores(model, trie, **options)]
 
 
@@ -933,8 +977,9 @@ class TreeResult(NamedTuple):
 
 
 def tree_backward(
-    model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0
-) -> TreeResult:
+    model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0,
+    lockstep=None,
+) -> TreeResult:  # fmt: skip
     """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
 
     loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,): sequence i's loss, a
@@ -942,7 +987,9 @@ def tree_backward(
     it may have no gradient, and it may not use what an earlier call was given. Item s of these is
     about x_s+1 given x_0 .. x_s; values are of that state. Hooks of parameters fire once a block.
     max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the blocks
-    above, and run them forward twice. aux_coef: coef of (7).
+    above, and run them forward twice. aux_coef: coef of (7). lockstep: a group whose ranks' layers
+    send to each other (experts; FSDP2 in one block): they make as many calls as each other,
+    whatever their trees, see `overlay`; all call this at once, one without sequences too.
 
     ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
     then as it was.
@@ -951,8 +998,8 @@ def tree_backward(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters or torch.is_inference_mode_enabled():
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    options = dict(max_tokens=max_tokens, temperature=temperature, aux_coef=aux_coef)
-    engine = _Engine(model, trie, **options)
+    options = dict(temperature=temperature, aux_coef=aux_coef, lockstep=lockstep)
+    engine = _Engine(model, trie, max_tokens=max_tokens, **options)
     before = [p.grad for p in parameters]
     try:
         for p in parameters:

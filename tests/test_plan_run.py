@@ -73,14 +73,27 @@ def test_old_and_reference_log_probs_too(tmp_path, plan):
     assert largest_difference(trained(tmp_path, world, f"{flags} --plan {plan}"), truth) < 1e-8
 
 
-@pytest.mark.parametrize("plan", ["d2e2", "t2"])
+EXPERTS = {
+    "d2e2": 2,
+    "t2": 2,
+    "d2e2 --tree sparse": 2,
+    "d2e2 --tree dta --max-tokens 9 --recompute": 2,
+    "t2e2 --tree dta --max-tokens 9": 2,
+    "d2t2e4 --tree dta --max-tokens 9": 4,
+    "d2c2e2 --tree sparse": 4,
+}
+LATER = [name for name in EXPERTS if name not in ("d2e2", "t2") and "recompute" not in name]
+SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in LATER)) for k in EXPERTS]
+
+
+@pytest.mark.parametrize("plan", SOME)
 def test_experts_train_alike_under_a_plan(tmp_path, plan):
     config = models.tiny("qwen3_moe", vocab_size=12, num_experts=4, eos_token_id=(1,))
     models.save_hf(models.Transformer(config).double().init_weights(0), tmp_path / "model")
     flags = f"{TASK} --lr 0.005 --steps 5 --eval-every 5 --model {tmp_path / 'model'}"
     (tmp_path / "runs").mkdir()
     truth = trained(tmp_path / "runs", 1, flags)
-    found = trained(tmp_path / "runs", 2, f"{flags} --plan {plan}")
+    found = trained(tmp_path / "runs", EXPERTS[plan], f"{flags} --plan {plan}")
     assert largest_difference(found, truth) < 1e-8
 
 
@@ -101,13 +114,16 @@ TREES = {
     "dta, 2 ranks": (2, "--tree dta --max-tokens 16"),
     "sparse zero1": (2, "--tree sparse --data-parallel zero1"),
     "sparse c2": (2, "--tree sparse --plan c2"),
+    "sparse fsdp": (2, "--tree sparse --data-parallel fsdp"),
+    "dta t2": (2, "--tree dta --max-tokens 16 --plan t2"),
+    "sparse t2c2": (4, "--tree sparse --plan t2c2"),
+    "dta d2t2 zero1": (4, "--tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1"),
 }
+QUICKEST = "dta", "dta, 2 ranks", "sparse c2", "dta t2"
+SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICKEST)) for k in TREES]
 
 
-FEW = [pytest.param(name, marks=[pytest.mark.slow] * (name == "sparse")) for name in TREES]
-
-
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", SOME)
 def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name):
     world, flags = TREES[name]
     run = trained(tmp_path, world, f"{SHAPE} --steps 20 --eval-every 5 {flags}")

@@ -1,0 +1,189 @@
+"""PPO's critic: advantages and the value loss against their definitions, values by every route."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from test_ranks import TASK, largest_difference, trained
+
+from train_grpo import (
+    Config,
+    Trainer,
+    build,
+    collect,
+    demonstrations,
+    gae,
+    make_task,
+    prepare,
+    value_loss,
+)
+
+pytestmark = pytest.mark.quick
+
+
+def defined(rewards, values, mask, gamma, lam):
+    """(1) `gae` as a sum over all later sampled tokens."""
+    at = [t for t in range(len(mask)) if mask[t]]
+    bounds = [*at[1:], len(mask)]
+    r = [sum(rewards[a:b]) for a, b in zip(at, bounds, strict=True)]
+    V = [*(values[t] for t in at), 0.0]
+    delta = [r[k] + gamma * V[k + 1] - V[k] for k in range(len(at))]
+    advantages = np.zeros(len(mask))
+    for n, t in enumerate(at):
+        advantages[t] = sum((gamma * lam) ** (k - n) * delta[k] for k in range(n, len(at)))
+    return advantages
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_advantages_are_their_sum(seed):
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 20))
+    mask, (rewards, values) = rng.random(length) < 0.6, rng.standard_normal((2, length))
+    gamma, lam = rng.random(2)
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    truth = defined(rewards, values, mask, gamma, lam)
+    assert np.abs(advantages - truth).max(initial=0) < 1e-12
+    assert np.abs(returns - np.where(mask, truth + values, 0)).max(initial=0) < 1e-12
+
+
+def test_what_the_task_says_is_no_step_and_its_reward_counts():
+    mask = np.array([0, 1, 1, 0, 0, 1, 0], bool)
+    rewards = np.array([9.0, 0, 0, 0, 2, 0, 3])  # one before any action: nobody earned it
+    advantages, _ = gae(rewards, np.zeros(7), mask, 0.5, 1.0)
+    assert advantages.tolist() == [0, 0.5 * 2 + 0.25 * 3, 2 + 0.5 * 3, 0, 0, 3, 0]
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.2])
+def test_the_value_loss_is_the_worse_of_two_squares(bound):
+    torch.manual_seed(0)
+    old, wanted, value = torch.randn(3, 4, 9, dtype=torch.float64)
+    mask = torch.rand(4, 9) < 0.7
+    found = value_loss(value.requires_grad_(), old, wanted, mask, bound)
+    for i, t in np.ndindex(4, 9):
+        v, o, R = (x[i, t].item() for x in (value, old, wanted))
+        near = min(max(v, o - bound), o + bound) if bound else v
+        truth = max((v - R) ** 2, (near - R) ** 2) / 2 if mask[i, t] else 0.0
+        assert abs(found[i, t].item() - truth) < 1e-12
+    (grad,) = torch.autograd.grad(found.sum(), value)
+    assert grad[mask].abs().max() > 0 and (grad[~mask] == 0).all()
+
+
+def test_masked_values_may_be_anything():
+    value = torch.tensor([[1.0, float("nan")]], requires_grad=True)
+    mask, zeros = torch.tensor([[True, False]]), torch.zeros(1, 2)
+    loss = value_loss(value, zeros, zeros, mask, 0.2).sum()
+    loss.backward()
+    assert loss.item() == 0.5 and value.grad.tolist() == [[1.0, 0.0]]
+
+
+def start(**changes):
+    config = Config(
+        dtype="float64", prompts=4, group=4, hidden=16, layers=2, advantage="gae", **changes
+    ).check()
+    task = make_task(config)
+    model, generator, _ = build(config, task, "cpu")
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(config, model, generator=generator)
+    trainer.push_weights()
+    mine, kept, _ = collect(config, task, generator, 0)
+    rng = np.random.default_rng(0)
+    for t in (t for group in mine.values() for t in group):  # a random policy earns next to nothing
+        turns = np.flatnonzero(t.mask)[::2] if not t.truncated else []
+        t.turn_rewards = [
+            (int(at), reward) for at, reward in zip(turns, rng.random(9), strict=False)
+        ]
+        t.reward = sum(reward for _, reward in t.turn_rewards)
+    return config, trainer, [mine[g] for g in kept]
+
+
+@pytest.mark.parametrize("tree", [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)])
+def test_values_are_the_heads_of_each_sequence_by_itself(process_group, tree):
+    config, trainer, groups = start(**tree)
+    batch = [t for group in groups for t in group]
+    for t, values in zip(batch, trainer.compute_values(batch), strict=True):
+        with torch.no_grad():
+            hidden = trainer.model.hidden(torch.tensor([t.tokens]))[0, :-1]
+            truth = trainer.model.values(hidden).numpy() * t.mask
+        assert np.abs(values - truth).max() < 1e-12 and np.abs(truth).max() > 1e-3
+
+
+def test_a_turns_reward_stands_at_its_last_token(process_group):
+    config = Config(task="lookup", size=3, group=4, prompts=4, hidden=16, layers=1).check()
+    task = make_task(config)
+    starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(4)]
+    for t in demonstrations(task, starts, (0,)):
+        at = [at for at, _ in t.turn_rewards]
+        ends = [n - 1 for n, token in enumerate(t.tokens) if token == task.end[0]]
+        assert at == ends and all(t.mask[n] for n in at)
+        assert sum(reward for _, reward in t.turn_rewards) == pytest.approx(t.reward)
+
+
+def test_advantages_are_whitened_over_the_step_and_rewards_are_the_turns(process_group):
+    config, trainer, groups = start(gae_lambda=1.0)
+    metrics = prepare(config, trainer, groups)
+    batch = [t for group in groups for t in group]
+    A = np.concatenate([t.advantages[t.mask] for t in batch])
+    assert abs(A.mean()) < 1e-12 and abs(A.std() - 1) < 1e-6
+    for t in batch:  # lambda 1, gamma 1: the return of each token is what is still to come
+        first = np.flatnonzero(t.mask)[0]
+        assert abs(t.returns[first] - t.reward) < 1e-12
+    R = np.concatenate([t.returns[t.mask] for t in batch])
+    V = np.concatenate([t.values[t.mask] for t in batch])
+    assert abs(metrics["value/explained_variance"] - (1 - (R - V).var() / R.var())) < 1e-9
+    assert abs(metrics["value/token_mean"] - V.mean()) < 1e-12
+
+
+def test_a_truncated_trajectory_ends_with_nothing(process_group):
+    config, trainer, groups = start(max_new_tokens=3)
+    cut = [t for group in groups for t in group if t.truncated]
+    prepare(config, trainer, groups)
+    assert cut
+    for t in cut:
+        assert abs(t.returns[np.flatnonzero(t.mask)[-1]]) < 1e-12
+
+
+def test_the_critic_learns_and_only_from_its_own_term(process_group):
+    config, trainer, groups = start(value_coef=1.0)
+    prepare(config, trainer, groups)
+    batch = [t for group in groups for t in group]
+    trainer.forward_backward(batch, 100.0)
+    assert trainer.model.score.weight.grad.abs().max() > 1e-6
+    trainer.model.zero_grad()
+    trainer.config = dataclasses.replace(config, value_coef=1e-30)
+    trainer.forward_backward(batch, 100.0)
+    assert trainer.model.score.weight.grad.abs().max() < 1e-20
+
+
+@pytest.mark.parametrize(
+    "wrong, word",
+    [
+        (dict(gamma=1.5), "at most 1"),
+        (dict(dynamic_sampling=True, entropy_coef=0.0), "gae learns from"),
+        (dict(value_clip=-0.1), "at least 0"),
+    ],
+)
+def test_bad_settings_are_refused(wrong, word):
+    with pytest.raises(ValueError, match=word):
+        Config(advantage="gae", **wrong).check()
+
+
+FLAGS = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 5 --eval-every 5"
+FLAGS += " --advantage gae --kl-coef 0.05 --proximal"
+RUNS = {
+    "": (1, "--tree dta --max-tokens 7 --recompute"),
+    "d2": (2, "--tree sparse --data-parallel fsdp"),
+    "t2": (2, "--plan t2"),
+    "c2": (2, "--plan c2 --tree sparse"),
+    "p2": (2, "--plan p2"),
+}
+SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in ("d2", "t2"))) for k in RUNS]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_plan_and_tree_gives_one_run(tmp_path, name):
+    world, more = RUNS[name]
+    truth = trained(tmp_path, 1, FLAGS)
+    found = trained(tmp_path, world, f"{FLAGS} {more}")
+    assert "value/explained_variance" in truth[0]
+    assert largest_difference(found, truth) < 1e-8
