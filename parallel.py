@@ -1380,18 +1380,30 @@ def write_checkpoint(path, tensors, state) -> None:
     def finish():
         files = {f.name: [f.stat().st_size, _crc32(f)] for f in sorted(partial.iterdir())}
         with (partial / "state.json").open("w") as file:
-            json.dump(state | {"files": files}, file)
+            json.dump(sealed(state | {"files": files}), file)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
 
-    agree(start)
     try:
+        agree(start)
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial))
-    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
-        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in error.failures.items())
-        raise OSError(f"checkpoint {path} not written ({reason}); older ones are whole") from error
-    agree(finish)
+        agree(finish)
+    except (dcp.CheckpointException, ValueError) as error:  # raised on every rank, whichever failed
+        failures = getattr(error, "failures", {0: [error]})
+        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in failures.items())
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        raise OSError(
+            f"checkpoint {path} not written ({reason}); older ones are whole: make room or mend "
+            f"the directory, then go on with --resume --out {path.parent}"
+        ) from error
+
+
+def sealed(state) -> dict:
+    """A checkpoint's JSON state, which holds the checksums of its other files, with its own."""
+    rest = {key: value for key, value in state.items() if key != "seal"}
+    return rest | {"seal": zlib.crc32(json.dumps(rest).encode())}
 
 
 def _crc32(path):
@@ -1407,11 +1419,18 @@ def verify_checkpoint(path) -> dict:
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
-        for name, (size, crc) in state["files"].items():
+        damaged = [] if state == sealed(state) else ["state.json"]
+        for name, (size, crc) in state["files"].items() if not damaged else ():
             if (path / name).stat().st_size != size or _crc32(path / name) != crc:
-                raise ValueError(f"checkpoint {path}: {name} is damaged (size or checksum differs)")
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"checkpoint {path} is incomplete or unreadable: {error}") from error
+                damaged.append(name)
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {path}: state.json, or a file that it lists, is missing or unreadable: "
+            f"{error}"
+        ) from error
+    if damaged:
+        names = ", ".join(damaged)
+        raise ValueError(f"checkpoint {path}: {names} is damaged (size or checksum differs)")
     return state
 
 
@@ -1488,13 +1507,20 @@ def superseded(directory, step, keep):
 
 
 def newest_checkpoint(directory):
-    """The newest checkpoint that verifies, or None; damaged ones are named and passed over."""
-    for path in reversed(checkpoints(directory)):
+    """The newest checkpoint that verifies; damaged ones are named and passed over. None if there
+    is none at all; if none is whole, ValueError, so that a run is not begun again by mistake."""
+    found = checkpoints(directory)
+    for path in reversed(found):
         try:
             verify_checkpoint(path)
             return str(path)
         except ValueError as error:
             print(f"warning: {error}; trying an older one", file=sys.stderr)
+    if found:
+        raise ValueError(
+            f"no checkpoint in {directory} is whole ({', '.join(path.name for path in found)}): "
+            f"put a copy of one back, or begin again with --overwrite"
+        )
     return None
 
 

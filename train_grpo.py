@@ -1461,7 +1461,7 @@ def train(config, device):
         plan.require_fits(world=world, config=model.config, ulysses=ulysses)
     with naming_lost_ranks(lambda: "setting up", "look at its error"):
         out = agree(lambda: prepare_out(config))  # claimed only now that all else was found good
-    trainer = Trainer(config, model, generator=generator, reference=reference)
+        trainer = Trainer(config, model, generator=generator, reference=reference)
     log, step, stop, solved = Log(config, out, task), 0, Stop(), None
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
@@ -1523,7 +1523,11 @@ def keep_reference(out, trainer, resumed):
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
         if resumed:
-            read_checkpoint(f"{out}/reference", tensors)
+            try:
+                read_checkpoint(f"{out}/reference", tensors)
+            except ValueError as error:
+                advice = "put a copy of it back, or begin again with --overwrite"
+                raise ValueError(f"{error}; {advice}") from error
         else:
             copy_weights(trainer.model, trainer.reference)
             write_checkpoint(f"{out}/reference", tensors, {})
@@ -1540,6 +1544,7 @@ class Log:
     def __init__(self, config, out, task):
         self.config, self.out, self.task, self.on = config, Path(out), task, dist.get_rank() == 0
         self.started, self.events, self.text = time.perf_counter(), None, None
+        self.advice = f"go on with --resume --out {out}"
         if config.tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -1559,7 +1564,8 @@ class Log:
         self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
         for name in ("metrics.jsonl", "samples.jsonl"):
-            cut_lines(self.out / name, start)
+            with writing(self.out / name, self.advice):
+                cut_lines(self.out / name, start)
         self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
         self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
 
@@ -1582,7 +1588,7 @@ class Log:
         for key, value in line.items():
             if isinstance(value, float) and not math.isfinite(value):
                 line = line | {key: None}  # JSON has no NaN
-        with (self.out / name).open("a") as file:
+        with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def sample(self, step, trajectory):
@@ -1599,6 +1605,17 @@ class Log:
         seconds = time.perf_counter() - self.started
         verb = f"target {self.config.target} {verb} after {self.config.steps} steps"
         self.say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
+
+
+@contextlib.contextmanager
+def writing(path, advice):
+    """Say of an OSError what it kept from being written, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} not written ({error}): make room or mend the directory, then {advice}"
+        ) from error
 
 
 def whole_lines(path):
@@ -1708,21 +1725,23 @@ def prepare_out(config) -> str:
     holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
-    if not holds_run and out.exists() and any(out.iterdir()):
+    # a kill between the two leaves config.tmp without config.json, and nothing else
+    if not holds_run and out.exists() and any(p.name != "config.tmp" for p in out.iterdir()):
         raise ValueError(f"{out} holds files that are no run; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
-    if config.overwrite:
-        number = "[0-9]" * 8
-        names = ["config.json", "metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*"]
-        names += ["reference", "reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf"]
-        for path in (path for name in names for path in out.glob(name)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    out.mkdir(parents=True, exist_ok=True)
-    stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False, "out": str(out)}
-    partial = out / "config.tmp"
-    partial.write_text(json.dumps(stored, indent=2) + "\n")
-    partial.replace(out / "config.json")
+    with writing(out, "start again; or choose another --out"):
+        if config.overwrite:
+            number = "[0-9]" * 8
+            names = ["metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*", "reference"]
+            names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
+            for path in (path for name in names for path in out.glob(name)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        out.mkdir(parents=True, exist_ok=True)
+        stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False}
+        partial = out / "config.tmp"
+        partial.write_text(json.dumps(stored | {"out": str(out)}, indent=2) + "\n")
+        partial.replace(out / "config.json")
     return str(out)
 
 
@@ -1738,12 +1757,15 @@ def main(argv) -> int:
             config = parse_config(argv).check()
             device = connect(config.device, timeout=config.timeout, threads=config.threads)
             code = 143 if train(config, device) is None else 0
+        with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+            dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
             os._exit(2)  # a clean teardown would wait for ranks that may be gone or stuck
         return 2
-    dist.barrier()
     dist.destroy_process_group()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.stdout.flush()

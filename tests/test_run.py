@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
-from parallel import checkpoints, verify_checkpoint
+from parallel import checkpoints, sealed, verify_checkpoint
 from test_ranks import join, read_metrics, start
 
 SCRIPT = str(Path(train_grpo.__file__).resolve())
@@ -48,12 +48,12 @@ def _main(rank, world, port, cwd, log, flags, die):
         os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
         os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if die:
-        _die_at(*die)
+        at(*die, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     sys.exit(train_grpo.main(flags.split()))
 
 
-def _die_at(where, count):
-    """SIGKILL this process at the count-th call of the function `where`."""
+def at(where, count, act):
+    """Call act, with its arguments, right before the count-th call of the function `where`."""
     owner, _, name = where.rpartition(".")
     owner, calls = pkgutil.resolve_name(owner), []
     original = getattr(owner, name)
@@ -61,19 +61,19 @@ def _die_at(where, count):
     def counted(*args, **kwargs):
         calls.append(name)
         if len(calls) == count:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act(*args, **kwargs)
         return original(*args, **kwargs)
 
     setattr(owner, name, counted)
 
 
-def begin(cwd, flags, world=1, die=None):
+def begin(cwd, flags, world=1, die=None, main=_main):
     """The processes of one run, and where they write their output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = cwd.parent / f"{cwd.name}-log-{time.monotonic_ns()}"
-    return start(world, _main, world, port, cwd, log, flags, die), log
+    return start(world, main, world, port, cwd, log, flags, die), log
 
 
 def end(processes, log, seconds=100):
@@ -258,7 +258,7 @@ def _replace(path, raw):
     path.write_bytes(raw)
     state = json.loads((path.parent / "state.json").read_text())
     state["files"][path.name] = [len(raw), zlib.crc32(raw)]
-    (path.parent / "state.json").write_text(json.dumps(state))
+    (path.parent / "state.json").write_text(json.dumps(sealed(state)))
 
 
 @pytest.mark.quick
