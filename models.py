@@ -98,7 +98,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,7 +108,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-
 
 # 1. The configuration ------------------------------------------------------------------------
 
@@ -2183,7 +2181,7 @@ def _replace_checkpoint(directory, raw, weight_map, model):
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
-# 10. check and inspect -----------------------------------------------------------------------
+# 10. check -----------------------------------------------------------------------------------
 
 TINY = {  # what a tiny model of each family needs beyond the sizes
     "qwen2": dict(qk_norm=False, qkv_bias=True),
@@ -2248,15 +2246,19 @@ def _relative(a, b):
     return error if error == error else math.inf
 
 
-def _gradients(model, out, upstream):
-    return torch.autograd.grad((out * upstream).sum(), list(model.parameters()), retain_graph=True)
+def _worst_gradient(model, got, want):
+    """The largest relative error of a parameter's gradient, under one random upstream gradient."""
+    upstream, parameters = torch.randn_like(want), list(model.parameters())
+    grads = [torch.autograd.grad((x * upstream).sum(), parameters, retain_graph=True)
+             for x in (got, want)]  # fmt: skip
+    return max(map(_relative, *grads))
 
 
 def check(cases=None, transformers=True) -> bool:
     """Each path against `definition` in float64; prints a table, True if every row is <= 1e-12.
 
-    Then, if transformers is installed, logits and gradients against it in float32, <= 1e-5. cases:
-    some of CASES, default all.
+    cases: some of CASES, default all. With tests/measure_models.py beside this file, experts too,
+    and, if transformers is installed, logits and gradients against it in float32, <= 1e-5.
     """
     torch.manual_seed(0)
     cases = cases or CASES
@@ -2265,8 +2267,11 @@ def check(cases=None, transformers=True) -> bool:
         for name, (model_type, changes) in cases.items()
         for path, error in _errors(tiny_model(model_type, **changes))
     ]
-    rows += [(f"experts: {path}", error, bound) for path, error, bound in _expert_errors()]
-    rows += _transformers_errors(cases) if transformers else []
+    try:
+        rows += _measure().rows(cases if transformers else {})
+    except ImportError as missing:
+        print(f"SKIP ({missing}): the experts' grouped product and balance loss, the action expert "
+              f"as one stream, and logits and gradients of transformers")  # fmt: skip
     print(f"{'path against its definition':55} relative error")
     for name, error, bound in rows:
         print(f"{name:55} {error:.1e}  {'ok' if error <= bound else f'FAILED, above {bound}'}")
@@ -2279,218 +2284,73 @@ def check(cases=None, transformers=True) -> bool:
 def _errors(model):
     """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
     moving = any(r["rope_type"] == "dynamic" for r in model.config.rope_parameters.values())
-    documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 1, 6, 12)]
+    documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d) for d in documents])
-    upstream = torch.randn_like(truth)
-    wanted = _gradients(model, truth, upstream)
     alone = torch.cat([model(d[None])[0] for d in documents])
     yield "one at a time", _relative(alone, truth)
-    got = _gradients(model, alone, upstream)
-    yield "gradient, worst parameter", max(map(_relative, got, wanted))
+    yield "gradient, worst parameter", _worst_gradient(model, alone, truth)
     if moving:  # depends on the call's longest row: neither packed nor in pieces
         long = torch.randint(model.config.vocab_size, (50,))
         yield "beyond its length", _relative(model(long[None])[0], definition(model, long))
         return
     with torch.no_grad():
-        packed, valid = _pack(documents)
-        tokens = packed.pop("tokens")
-        yield "packed, PAD anywhere", _relative(model(tokens, **packed)[valid], truth)
-        yield "cache, ragged rows", _relative(torch.cat(_by_cache(model, documents)), truth)
+        # two rows of two documents, one PAD before each
+        ids = torch.cat([F.pad(torch.full_like(d, n), (1, 0), value=-1)
+                         for n, d in enumerate(documents)]).view(2, 15)  # fmt: skip
+        tokens, positions = (
+            torch.cat([F.pad(x, (1, 0)) for x in parts]).view(2, 15)
+            for parts in (documents, [torch.arange(len(d)) for d in documents])
+        )
+        packed = model(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
+        yield "packed, PAD anywhere", _relative(packed[ids >= 0], truth)
+        yield "cache, ragged rows", _relative(*_by_cache(model, documents, truth))
     logp = (truth / 0.7).log_softmax(-1)
     targets = torch.randint(model.config.vocab_size, (len(truth),))
     hidden = torch.cat([model.hidden(d[None])[0] for d in documents])
-    cap = model.config.final_logit_softcapping
-    options = dict(temperature=0.7, softcap=cap, chunk=5)
+    options = dict(temperature=0.7, softcap=model.config.final_logit_softcapping, chunk=5)
     got = torch.stack(token_logprobs(hidden, model.head_weight, targets, **options))
     want = torch.stack([logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
     yield "log-probs and entropy in chunks", _relative(got, want)
-    upstream = torch.randn_like(want)
-    pair = (_gradients(model, x, upstream) for x in (got, want))
-    yield "gradient in chunks, worst parameter", max(map(_relative, *pair))
+    yield "gradient in chunks, worst parameter", _worst_gradient(model, got, want)
 
 
-def _pack(documents):
-    """Two rows that hold the documents with PAD between: arguments of `forward`; what is real."""
-    half, S = len(documents) // 2, 2 + sum(map(len, documents[2:]))
-    tokens, ids = torch.zeros(2, S, dtype=torch.long), torch.full((2, S), -1)
-    positions = torch.zeros(2, S, dtype=torch.long)
-    for row, group in enumerate((documents[:half], documents[half:])):
-        at = 1
-        for n, d in enumerate(group):
-            place = slice(at, at + len(d))
-            tokens[row, place], ids[row, place] = d, n
-            positions[row, place] = torch.arange(len(d))
-            at += len(d) + (row == 0)
-    packed = dict(positions=positions, attention=packed_attention(doc_ids=ids))
-    return {"tokens": tokens} | packed, ids >= 0
-
-
-def _by_cache(model, documents):
-    """Logits of each document, its first half as a ragged prompt batch, then token by token."""
-    half = [(len(d) + 1) // 2 for d in documents]
-    out = [[model(d[None, :h])[0, :-1]] for d, h in zip(documents, half)]
-    prompts = nn.utils.rnn.pad_sequence([d[:h] for d, h in zip(documents, half)], batch_first=True)
-    cache, rows = KVCache(len(documents)), list(range(len(documents)))
-    logits = extend(model, cache, prompts, counts=torch.tensor(half))
-    for step in range(max(map(len, documents))):
-        for b, row in enumerate(rows):
-            out[row].append(logits[b : b + 1])
-        keep = [b for b, row in enumerate(rows) if half[row] + step < len(documents[row])]
+def _by_cache(model, documents, truth):
+    """Logits by halves as a ragged batch of prompts, then token by token, and the same of truth."""
+    got, want = [], []
+    parts = zip(documents, truth.split([len(d) for d in documents]))
+    rows = [(d, z, (len(d) + 1) // 2) for d, z in parts]
+    cache, logits = prefill(model, [d[:n].tolist() for d, _, n in rows])
+    while True:
+        got, want = [*got, *logits], [*want, *(z[n - 1] for _, z, n in rows)]
+        keep = [b for b, (d, _, n) in enumerate(rows) if n < len(d)]
         if not keep:
-            break
+            return torch.stack(got), torch.stack(want)
         cache.select(keep)
-        rows = [rows[b] for b in keep]
-        tokens = torch.stack([documents[row][half[row] + step] for row in rows])
-        logits = extend(model, cache, tokens[:, None])
-    return [torch.cat(parts) for parts in out]
-
-
-def _expert_errors():
-    """(path, error, bound): the grouped product, the balance loss, the action expert."""
-    counts = torch.tensor([3, 0, 5, 4])
-    x, weight = torch.randn(12, 16), torch.randn(4, 8, 16)
-    yield "grouped product against float64's loop", _relative(
-        grouped_linear(x, weight, counts), grouped_linear(x.double(), weight.double(), counts)
-    ), 1e-6
-    p, sequences = torch.rand(9, 6, dtype=torch.float64), [[0, 1, 2, 5], [0, 1, 6, 7, 8]]
-    chosen = p.topk(2, -1).indices
-    owner = torch.cat([torch.full((len(s),), n) for n, s in enumerate(sequences)])
-    got = Balance(owner, torch.tensor(sum(sequences, [])), coef=0.3)(p, chosen, layer=0)
-    want = 0.3 * sum(
-        6 / (2 * len(s) ** 2) * sum(p[t, e] for t in s for u in s for e in chosen[u])
-        for s in sequences
-    )
-    yield "balance loss, shared tokens", abs((got - want) / want).item(), 1e-12
-    model = tiny_model("gemma3_text")
-    small = dataclasses.replace(model.config, hidden_size=16, intermediate_size=20)
-    expert = ActionExpert(small, action_dim=3, state_dim=2).double().init_weights(2)
-    tokens, tau = torch.randint(53, (2, 6)), torch.rand(2).double()
-    actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
-    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
-    model.hidden(tokens, attention=prefix.record)
-    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state=state)
-    want = _joint(model, expert, tokens, actions, tau, state)
-    yield "action expert, two streams as one", _relative(got, want), 1e-12
-
-
-def _joint(model, expert, tokens, actions, tau, state):
-    """The expert's velocity with prefix and suffix in one dense attention a layer: definition."""
-    time = time_features(tau, expert.config.hidden_size)[:, None]
-    s = torch.cat([expert.action_in_proj(actions), time.expand(-1, actions.shape[1], -1)], -1)
-    s = expert.action_time_mlp_out(F.silu(expert.action_time_mlp_in(s)))
-    s = torch.cat([expert.state_proj(state)[:, None], s], 1)
-    x, P, T, D = model.embed(tokens), tokens.shape[1], s.shape[1], model.config.head_dim
-    block = torch.cat([torch.zeros(P), torch.ones(1), torch.full((T - 1,), 2.0)])
-    place = torch.arange(P + T)
-    for n, kind in enumerate(model.config.layer_types):
-        parts, layers = [], (model.model.layers[n], expert.layers[n])
-        for layer, stream, first in zip(layers, (x, s), (0, P)):
-            at, h = layer.self_attn, layer.input_layernorm(stream)
-            q, k, v = (f(h).unflatten(-1, (-1, D)) for f in (at.q_proj, at.k_proj, at.v_proj))
-            turn = model.rope(first + torch.arange(stream.shape[1])[None], x.dtype)[kind]
-            parts.append((rotate(at.q_norm(q), *turn), rotate(at.k_norm(k), *turn), v))
-        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*parts))
-        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
-        seen = block <= block[:, None]
-        if kind == SLIDING:
-            seen = seen & (place[:, None] - place < model.config.sliding_window)
-        score = (q @ k.mT * at.scale).masked_fill(~seen, -math.inf)
-        a = (score.softmax(-1) @ v).transpose(1, 2).flatten(2).split([P, T], 1)
-        outs = []
-        for layer, stream, part in zip(layers, (x, s), a):
-            y = stream + layer.post_attention_layernorm(layer.self_attn.o_proj(part))
-            h = layer.mlp(layer.pre_feedforward_layernorm(y))
-            outs.append(y + layer.post_feedforward_layernorm(h))
-        x, s = outs
-    return expert.action_out_proj(expert.norm(s)[:, 1:])
-
-
-def _transformers_errors(cases):
-    """(row, error, bound) of each case against transformers; prints SKIP if it is not there."""
-    try:
-        import safetensors  # noqa: F401
-        import transformers
-    except ImportError as error:
-        print(f"SKIP: logits and gradients against transformers ({error})")
-        return []
-    rows = []
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    for name, (model_type, changes) in cases.items():
-        if "router_bias_rate" in changes:
-            continue
-        ours = tiny_model(model_type, dtype=torch.float32, **changes)
-        with tempfile.TemporaryDirectory() as folder:
-            save_hf(ours, folder)
-            load = transformers.AutoModelForCausalLM.from_pretrained
-            theirs = load(folder, dtype=torch.float32, attn_implementation="eager")
-            again = load_hf(folder)
-        same = all(map(torch.equal, ours.parameters(), again.parameters()))
-        tokens = torch.randint(1, ours.config.vocab_size, (2, 15))  # 0: Gemma's PAD, no gradient
-        a, b = ours(tokens), theirs(tokens).logits
-        error = _relative(a, b) if same else math.inf
-        rows.append((f"{name}: logits of transformers", error, 1e-5))
-        upstream = torch.randn_like(b)
-        (b * upstream).sum().backward()
-        theirs_of, errors = dict(theirs.named_parameters()), []
-        ours_of = zip(ours.named_parameters(), _gradients(ours, a, upstream), strict=True)
-        for (key, _), grad in ours_of:
-            errors.append(_relative(grad, _their_gradient(key, theirs_of)))
-        rows.append((f"{name}: gradients of transformers", max(errors), 1e-5))
-    return rows
-
-
-def _their_gradient(name, parameters):
-    """transformers' gradient of our parameter `name`; from version 5 on its experts are fused."""
-    path, _, leaf = name.rpartition(".")
-    if name in parameters:
-        return parameters[name].grad
-    if f"{path}.gate_up_proj" in parameters:
-        return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
-    count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
-    return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
-
-
-def inspect(directory):
-    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each."""
-    config, tensors = ModelConfig.from_hf(directory), _open_checkpoint(directory)
-    print(json.dumps(dataclasses.asdict(config), indent=2))
-    others = []
-    if any(".language_model." in f".{name}" for name in tensors):
-        tensors, others = _text_tensors(tensors)
-    with torch.device("meta"):
-        model = Transformer(config)
-    wanted = {
-        piece.name: name
-        for name, p in model.named_parameters()
-        for piece in _pieces(name, p.shape, tensors)
-    }
-    for name, stored in sorted(tensors.items()):
-        part, into = stored.slice(), wanted.get(name, "not loaded")
-        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
-              + ("" if into == name else f"  -> {into}"))  # fmt: skip
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    count = sum(math.prod(p.shape) for p in model.parameters())
-    print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
-          f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
-          f"not of the text model {len(others)} tensors")  # fmt: skip
+        rows = [(d, z, n + 1) for d, z, n in (rows[b] for b in keep)]
+        logits = extend(model, cache, torch.stack([d[n - 1 : n] for d, _, n in rows]))
 
 
 # 11. main ------------------------------------------------------------------------------------
 
 
+def _measure():
+    """tests/measure_models.py, if it is there."""
+    folder = str(Path(__file__).resolve().parent / "tests")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return __import__("measure_models")
+
+
 def main(argv) -> int:
-    """check and inspect are here; bench and control in tests/measure_models.py. The exit code."""
-    measure = Path(__file__).resolve().parent / "tests" / "measure_models.py"
+    """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
     if argv == ["check"]:
         return 0 if check() else 1
-    if len(argv) == 2 and argv[0] == "inspect":
-        return inspect(argv[1]) or 0
-    if argv and argv[0] in ("bench", "control") and measure.exists():
-        sys.path.append(str(measure.parent))
-        return __import__("measure_models").main(argv)
-    where = "" if measure.exists() else f"; bench and control need {measure}, which is missing"
-    print(f"usage: python models.py check | inspect DIR | bench | control{where}", file=sys.stderr)
+    if argv[:1] in (["bench"], ["control"]) or argv[:1] == ["inspect"] and len(argv) == 2:
+        try:
+            return _measure().main(argv)
+        except ModuleNotFoundError as missing:
+            print(f"{argv[0]} needs tests/measure_models.py: {missing}", file=sys.stderr)
+    print("usage: python models.py check | inspect DIR | bench | control", file=sys.stderr)
     return 2
 
 

@@ -1,5 +1,6 @@
-"""What `python models.py bench | control` run.
+"""What `python models.py inspect | bench | control` run, and the longer half of its `check`.
 
+inspect: what a checkpoint holds and what of it would be loaded.
 control: trains a tiny Gemma 3 with an action expert on a toy control task, by flow matching.
 bench: tokens a second of generation and of training, against transformers if it is installed,
 parameters, FLOPs and peak memory. One thread, CPU seconds, alternating.
@@ -8,6 +9,7 @@ parameters, FLOPs and peak memory. One thread, CPU seconds, alternating.
 import argparse
 import dataclasses
 import json
+import math
 import resource
 import statistics
 import tempfile
@@ -15,8 +17,11 @@ import time
 
 import torch
 
+import models
 from models import (
+    SLIDING,
     ActionExpert,
+    Balance,
     ModelConfig,
     Prefix,
     Transformer,
@@ -24,10 +29,156 @@ from models import (
     flow_matching_loss,
     flow_time,
     generate,
+    grouped_linear,
     load_hf,
+    rotate,
     sample_actions,
+    save_hf,
+    time_features,
     tiny,
-)
+    tiny_model,
+)  # fmt: skip
+from models import _relative as relative
+
+# check -----------------------------------------------------------------------------------------
+
+
+def rows(cases):
+    """(path, error, bound) of what `models.check` shows beside its own; cases: for transformers."""
+    return [(f"experts: {path}", *found) for path, *found in expert_errors()] + [
+        *transformers_errors(cases)
+    ]
+
+
+def expert_errors():
+    """(path, error, bound): the grouped product, the balance loss, the action expert."""
+    counts = torch.tensor([3, 0, 5, 4])
+    x, weight = torch.randn(12, 16), torch.randn(4, 8, 16)
+    truth = grouped_linear(x.double(), weight.double(), counts)
+    error = relative(grouped_linear(x, weight, counts), truth)
+    yield "grouped product against float64's loop", error, 1e-6
+    p, sequences = torch.rand(9, 6, dtype=torch.float64), [[0, 1, 2, 5], [0, 1, 6, 7, 8]]
+    chosen = p.topk(2, -1).indices
+    owner = torch.cat([torch.full((len(s),), n) for n, s in enumerate(sequences)])
+    got = Balance(owner, torch.tensor(sum(sequences, [])), coef=0.3)(p, chosen, layer=0)
+    want = 0.3 * sum(
+        6 / (2 * len(s) ** 2) * sum(p[t, e] for t in s for u in s for e in chosen[u])
+        for s in sequences
+    )
+    yield "balance loss, shared tokens", abs((got - want) / want).item(), 1e-12
+    model = tiny_model("gemma3_text")
+    small = dataclasses.replace(model.config, hidden_size=16, intermediate_size=20)
+    expert = ActionExpert(small, action_dim=3, state_dim=2).double().init_weights(2)
+    tokens, tau = torch.randint(53, (2, 6)), torch.rand(2).double()
+    actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
+    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
+    model.hidden(tokens, attention=prefix.record)
+    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state=state)
+    want = joint(model, expert, tokens, actions, tau, state)
+    yield "action expert, two streams as one", relative(got, want), 1e-12
+
+
+def joint(model, expert, tokens, actions, tau, state):
+    """The expert's velocity with prefix and suffix in one dense attention a layer: definition."""
+    time = time_features(tau, expert.config.hidden_size)[:, None]
+    s = torch.cat([expert.action_in_proj(actions), time.expand(-1, actions.shape[1], -1)], -1)
+    s = expert.action_time_mlp_out(torch.nn.functional.silu(expert.action_time_mlp_in(s)))
+    s = torch.cat([expert.state_proj(state)[:, None], s], 1)
+    x, P, T, D = model.embed(tokens), tokens.shape[1], s.shape[1], model.config.head_dim
+    block = torch.cat([torch.zeros(P), torch.ones(1), torch.full((T - 1,), 2.0)])
+    place = torch.arange(P + T)
+    for n, kind in enumerate(model.config.layer_types):
+        parts, layers = [], (model.model.layers[n], expert.layers[n])
+        for layer, stream, first in zip(layers, (x, s), (0, P)):
+            at, h = layer.self_attn, layer.input_layernorm(stream)
+            q, k, v = (f(h).unflatten(-1, (-1, D)) for f in (at.q_proj, at.k_proj, at.v_proj))
+            turn = model.rope(first + torch.arange(stream.shape[1])[None], x.dtype)[kind]
+            parts.append((rotate(at.q_norm(q), *turn), rotate(at.k_norm(k), *turn), v))
+        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*parts))
+        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
+        seen = block <= block[:, None]
+        if kind == SLIDING:
+            seen = seen & (place[:, None] - place < model.config.sliding_window)
+        score = (q @ k.mT * at.scale).masked_fill(~seen, -math.inf)
+        a = (score.softmax(-1) @ v).transpose(1, 2).flatten(2).split([P, T], 1)
+        outs = []
+        for layer, stream, part in zip(layers, (x, s), a):
+            y = stream + layer.post_attention_layernorm(layer.self_attn.o_proj(part))
+            h = layer.mlp(layer.pre_feedforward_layernorm(y))
+            outs.append(y + layer.post_feedforward_layernorm(h))
+        x, s = outs
+    return expert.action_out_proj(expert.norm(s)[:, 1:])
+
+
+def transformers_errors(cases):
+    """(row, error, bound) of each case against transformers; prints SKIP if it is not there."""
+    try:
+        import safetensors  # noqa: F401
+        import transformers
+    except ImportError as error:
+        print(f"SKIP: logits and gradients against transformers ({error})")
+        return
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for name, (model_type, changes) in cases.items():
+        if "router_bias_rate" in changes:
+            continue
+        ours = tiny_model(model_type, dtype=torch.float32, **changes)
+        with tempfile.TemporaryDirectory() as folder:
+            save_hf(ours, folder)
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            theirs = load(folder, dtype=torch.float32, attn_implementation="eager")
+            again = load_hf(folder)
+        same = all(map(torch.equal, ours.parameters(), again.parameters()))
+        tokens = torch.randint(1, ours.config.vocab_size, (2, 15))  # 0: Gemma's PAD, no gradient
+        a, b = ours(tokens), theirs(tokens).logits
+        yield f"{name}: logits of transformers", relative(a, b) if same else math.inf, 1e-5
+        upstream = torch.randn_like(b)
+        (b * upstream).sum().backward()
+        (a * upstream).sum().backward()
+        known = dict(theirs.named_parameters())
+        error = max(relative(p.grad, their_gradient(n, known)) for n, p in ours.named_parameters())
+        yield f"{name}: gradients of transformers", error, 1e-5
+
+
+def their_gradient(name, parameters):
+    """transformers' gradient of our parameter `name`; from version 5 on its experts are fused."""
+    path, _, leaf = name.rpartition(".")
+    if name in parameters:
+        return parameters[name].grad
+    if f"{path}.gate_up_proj" in parameters:
+        return parameters[f"{path}.gate_up_proj"].grad.chunk(2, 1)[leaf == "up_proj"]
+    count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
+    return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
+
+
+# inspect ---------------------------------------------------------------------------------------
+
+
+def inspect(directory):
+    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each."""
+    config, tensors = ModelConfig.from_hf(directory), models._open_checkpoint(directory)
+    print(json.dumps(dataclasses.asdict(config), indent=2))
+    others = []
+    if any(".language_model." in f".{name}" for name in tensors):
+        tensors, others = models._text_tensors(tensors)
+    with torch.device("meta"):
+        model = Transformer(config)
+    wanted = {
+        piece.name: name
+        for name, p in model.named_parameters()
+        for piece in models._pieces(name, p.shape, tensors)
+    }
+    for name, stored in sorted(tensors.items()):
+        part, into = stored.slice(), wanted.get(name, "not loaded")
+        print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
+              + ("" if into == name else f"  -> {into}"))  # fmt: skip
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    count = sum(math.prod(p.shape) for p in model.parameters())
+    print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
+          f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
+          f"not of the text model {len(others)} tensors")  # fmt: skip
+
 
 # control ---------------------------------------------------------------------------------------
 
@@ -234,8 +385,6 @@ def pair_of(config):
     except ImportError:
         print("transformers is not installed: no comparison")
         return model, None
-    from models import save_hf
-
     with tempfile.TemporaryDirectory() as folder:
         save_hf(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -244,7 +393,10 @@ def pair_of(config):
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["bench", "control"])
+    parser.add_argument("command", choices=["inspect", "bench", "control"])
+    parser.add_argument("directory", nargs="?", help="inspect's")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args(argv)
+    if args.command == "inspect":
+        return inspect(args.directory) or 0
     return control() if args.command == "control" else bench(args.repeats)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from measure_models import their_gradient
 
 import models
 from models import (
@@ -115,7 +116,7 @@ def test_logits_and_gradients_equal_transformers(hf, case):
     grads = torch.autograd.grad((a * upstream).sum(), list(ours.parameters()))
     known = dict(theirs.named_parameters())
     for (name, _), grad in zip(ours.named_parameters(), grads, strict=True):
-        truth = models._their_gradient(name, known)
+        truth = their_gradient(name, known)
         assert relative(grad, truth) < 1e-5 < relative(0 * grad, truth), name
 
 
@@ -438,12 +439,13 @@ def test_the_balance_loss_of_one_sequence_is_transformers():
 @pytest.mark.quick
 def test_a_packed_batchs_balance_loss_is_the_sum_of_its_documents():
     model, coef = tiny_model("qwen3_moe"), 0.7
-    documents = [torch.randint(53, (n,)) for n in (7, 1, 6, 12)]
-    (packed, valid), parameters = models._pack(documents), list(model.parameters())
-    ids = torch.where(valid, 0, -1)
-    ids[0, valid[0].nonzero()[7:, 0]], ids[1, valid[1].nonzero()[6:, 0]] = 1, 1
+    lengths, parameters = (7, 6, 1, 12), list(model.parameters())
+    documents, PAD = [torch.randint(53, (n,)) for n in lengths], torch.zeros(1).long()
+    tokens = torch.cat([x for d in documents for x in (PAD, d)]).view(2, 15)
+    positions = torch.cat([torch.arange(-1, n) for n in lengths]).view(2, 15)  # -1: PAD
+    ids = torch.cat([torch.tensor([-1] + [d % 2] * n) for d, n in enumerate(lengths)]).view(2, 15)
     balance = models.Balance.documents(ids, coef=coef)
-    tokens = packed.pop("tokens")
+    packed = dict(positions=positions, attention=models.packed_attention(doc_ids=ids))
     logits = model(tokens, **packed, balance=balance)
     got = torch.autograd.grad(0 * logits.sum(), parameters, allow_unused=True)
     total, want = 0.0, [torch.zeros_like(p) for p in parameters]
