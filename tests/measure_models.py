@@ -14,6 +14,7 @@ import resource
 import statistics
 import tempfile
 import time
+from itertools import islice
 
 import torch
 
@@ -42,12 +43,67 @@ from models import _relative as relative
 
 # check -----------------------------------------------------------------------------------------
 
+ROPES = {  # one of each other type, short enough that a few tokens tell them apart
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+}  # fmt: skip
+CASES = {
+    f"qwen3 {kind}": ("qwen3", dict(
+        max_position_embeddings=40, rope_parameters={models.FULL: {"rope_type": kind, **rope}}))
+    for kind, rope in ROPES.items()
+}  # fmt: skip
 
-def rows(cases):
-    """(path, error, bound) of what `models.check` shows beside its own; cases: for transformers."""
-    return [(f"experts: {path}", *found) for path, *found in expert_errors()] + [
-        *transformers_errors(cases)
-    ]
+
+def rows(cases, transformers):
+    """(path, error, bound) of what `models.check` shows beside its own cases, None for all."""
+    mine = {} if cases else CASES
+    found = [(f"{name}: {path}", e, 1e-12) for name in mine for path, e in rope_errors(name)]
+    found += [(f"experts: {path}", error, bound) for path, error, bound in expert_errors()]
+    return found + [*transformers_errors((cases or models.CASES) | mine if transformers else {})]
+
+
+def rope_errors(name):
+    """(path, error) of one of CASES against `models.definition`."""
+    model_type, changes = CASES[name]
+    model = tiny_model(model_type, **changes)
+    errors = models._errors(model, defined_frequencies)
+    if name != "qwen3 dynamic":
+        return [*errors]
+    # it depends on the call's longest row: neither packed nor in pieces
+    long = torch.randint(model.config.vocab_size, (50,))
+    truth = models.definition(model, long, defined_frequencies)
+    return [*islice(errors, 2), ("beyond its length", relative(model(long[None])[0], truth))]
+
+
+def defined_frequencies(rope, D, length, longest):
+    """f_n of (5) as Python floats, and the factor on cos and sin: rope's five types, one by one."""
+    kind, theta, out = rope["rope_type"], rope["rope_theta"], []
+    factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if kind == "dynamic":  # a longer call turns more slowly
+        theta *= (factor * max(length, longest) / longest - factor + 1) ** (D / (D - 2))
+    for n in range(D // 2):
+        f = theta ** (-2 * n / D)
+        turns = old and old * f / (2 * math.pi)  # over the length that the model was trained on
+        if kind == "linear":
+            f /= factor
+        elif kind == "llama3":  # few turns: stretched by factor; many: as they are; between: mixed
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+            keep = min(max((turns - low) / (high - low), 0), 1)
+            f = keep * f + (1 - keep) * f / factor
+        elif kind == "yarn":  # the same, with a ramp that is linear in n
+            ends = [
+                D * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
+            ]
+            if rope.get("truncate", True):
+                ends = [math.floor(ends[0]), math.ceil(ends[1])]
+            low, high = max(ends[0], 0), min(ends[1], D - 1)
+            keep = 1 - min(max((n - low) / (high - low or 0.001), 0), 1)
+            f = keep * f + (1 - keep) * f / factor
+        out.append(f)
+    return out, models._yarn_attention_factor(rope) if kind == "yarn" else 1.0
 
 
 def expert_errors():
@@ -157,11 +213,8 @@ def their_gradient(name, parameters):
 
 def inspect(directory):
     """Print a checkpoint's config, its tensors, and what `load_hf` would do with each."""
-    config, tensors = ModelConfig.from_hf(directory), models._open_checkpoint(directory)
+    config, (tensors, others) = ModelConfig.from_hf(directory), models._open_checkpoint(directory)
     print(json.dumps(dataclasses.asdict(config), indent=2))
-    others = []
-    if any(".language_model." in f".{name}" for name in tensors):
-        tensors, others = models._text_tensors(tensors)
     with torch.device("meta"):
         model = Transformer(config)
     wanted = {
@@ -170,14 +223,14 @@ def inspect(directory):
         for piece in models._pieces(name, p.shape, tensors)
     }
     for name, stored in sorted(tensors.items()):
-        part, into = stored.slice(), wanted.get(name, "not loaded")
+        part, into = stored.part, wanted.get(name, "not loaded")
         print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
               + ("" if into == name else f"  -> {into}"))  # fmt: skip
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     count = sum(math.prod(p.shape) for p in model.parameters())
     print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
           f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
-          f"not of the text model {len(others)} tensors")  # fmt: skip
+          f"not of the text model {others} tensors")  # fmt: skip
 
 
 # control ---------------------------------------------------------------------------------------
