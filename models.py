@@ -1325,9 +1325,9 @@ class KVCache:
 
     def __init__(self, rows: int, device=None):
         self.lengths = self.own = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
-        self.layers, self.sliding = {}, set()  # layer -> k, v, each (B, G, C, D); which slide
+        self.layers, self.sliding = {}, set()  # layer -> k and v (2, B, G, C, D); which slide
         self.counts_B = None  # real tokens a row of the call under way; None: all of them
-        self.prompts = {}  # of `share`: layer -> k, v, each (P, G, J, D), P prompts
+        self.prompts = {}  # of `share`: layer -> k and v (2, P, G, J, D), P prompts
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
@@ -1341,7 +1341,7 @@ class KVCache:
         if window is not None and S > 1:
             return self._windowed(q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
         room, mask_B1SC = min(at.longest + S, window or at.longest + S), None
-        k_BGCD, v_BGCD = (x[:, :, :room] for x in self._write(layer, k_BGSD, v_BGSD, window))
+        k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD, window)[:, :, :, :room]
         if S > 1 or not at.even:
             last_BS = at.of_B[:, None] + torch.arange(S, device=q_BHSD.device)
             key_C = torch.arange(room, device=q_BHSD.device)
@@ -1397,42 +1397,41 @@ class KVCache:
         key_Bk = torch.cat([old_BC, query_BS], 1)
         ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
         seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
-        old = self.layers[layer]
-        both = (torch.cat([c[:, :, :room], x], 2) for c, x in zip(old, (k_BGSD, v_BGSD)))
+        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+        both = torch.cat([self.layers[layer][:, :, :, :room], new_2BGSD], 3)
         out_BHSD = masked_attention(q_BHSD, *both, seen_BSk, scale=scale)
         self._write(layer, k_BGSD, v_BGSD, window)
         return out_BHSD
 
     def _write(self, layer, k_BGSD, v_BGSD, window):
+        """Put k and v of new tokens behind each row's old ones; all that the layer has room for."""
         (B, G, S, D), at = k_BGSD.shape, self.own if window is None else self.lengths
-        need, old = at.longest + S, self.layers.get(layer)
+        need, old, new_2BGSD = at.longest + S, self.layers.get(layer), torch.stack([k_BGSD, v_BGSD])
         if window is not None:
             need = min(need, window)
             self.sliding.add(layer)
-        if old is None or old[0].shape[2] < need:  # grow by half, at least 32: no room before need
-            room = max(need + 32, need * 3 // 2)
-            new = k_BGSD.new_zeros(2, B, G, room if window is None else min(room, window), D)
+        if old is None or old.shape[3] < need:  # grow by half, at least 32: no room before need
+            room = min(max(need + 32, need * 3 // 2), window or math.inf)
+            self.layers[layer] = k_BGSD.new_zeros(2, B, G, room, D)
             if old is not None:
-                new[0, :, :, : old[0].shape[2]], new[1, :, :, : old[1].shape[2]] = old
-            self.layers[layer] = new[0], new[1]
-        k_BGCD, v_BGCD = self.layers[layer]
+                self.layers[layer][:, :, :, : old.shape[3]] = old
+        all_2BGCD = self.layers[layer]
         if at.even and (window is None or S == 1 or need < window):
             slot = at.longest if window is None else at.longest % window
-            k_BGCD[:, :, slot : slot + S], v_BGCD[:, :, slot : slot + S] = k_BGSD, v_BGSD
-            return k_BGCD, v_BGCD
+            all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
+            return all_2BGCD
         slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
         row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
-        k_BSGD, v_BSGD = k_BGSD.transpose(1, 2), v_BGSD.transpose(1, 2)
+        all_BC2GD, new_BS2GD = (x.permute(1, 3, 0, 2, 4) for x in (all_2BGCD, new_2BGSD))
         if window is None:
-            k_BGCD[row_BS, :, slot_BS], v_BGCD[row_BS, :, slot_BS] = k_BSGD, v_BSGD
-            return k_BGCD, v_BGCD
+            all_BC2GD[row_BS, slot_BS] = new_BS2GD
+            return all_2BGCD
         # Of each row's new tokens only the last `window` real ones: padding and older ones would
         # land on slots that hold what is still seen.
         end_B = at.of_B + (S if self.counts_B is None else self.counts_B)
         keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
-        row_N, slot_N = row_BS[keep_BS], slot_BS[keep_BS] % window
-        k_BGCD[row_N, :, slot_N], v_BGCD[row_N, :, slot_N] = k_BSGD[keep_BS], v_BSGD[keep_BS]
-        return k_BGCD, v_BGCD
+        all_BC2GD[row_BS[keep_BS], slot_BS[keep_BS] % window] = new_BS2GD[keep_BS]
+        return all_2BGCD
 
     def advance(self, counts_B=None, /, *, steps=1):
         """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
@@ -1443,8 +1442,7 @@ class KVCache:
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
         rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
         self.lengths = self.own = Lengths.measured(self.lengths.of_B[rows])
-        for layer, (k_BGCD, v_BGCD) in self.layers.items():
-            self.layers[layer] = k_BGCD[rows], v_BGCD[rows]
+        self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
         if self.prompts and len(rows):
             self._group(self.prompt_B[rows])
 
@@ -1453,12 +1451,11 @@ class KVCache:
         copy their few keys."""
         if self.prompts:
             raise ValueError("the prompts of this cache are shared already")
-        self.prompt_lengths = self.lengths
-        prompts = {n: kv for n, kv in self.layers.items() if n not in self.sliding}
-        self.layers = {n: kv for n, kv in self.layers.items() if n in self.sliding}
+        self.prompt_lengths, longest = self.lengths, self.lengths.longest
+        full = self.layers.keys() - self.sliding
+        prompts = {layer: self.layers.pop(layer)[:, :, :, :longest] for layer in full}
         self.select(rows)
-        longest = self.prompt_lengths.longest
-        self.prompts = {n: tuple(x[:, :, :longest] for x in kv) for n, kv in prompts.items()}
+        self.prompts = prompts
         self._group(torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device))
 
     def _group(self, prompt_B):
@@ -1467,8 +1464,7 @@ class KVCache:
         if len(used_P) < len(self.prompt_lengths.of_B):
             self.prompt_lengths = Lengths.measured(self.prompt_lengths.of_B[used_P])
             longest = self.prompt_lengths.longest  # without padding that no mask would hide
-            for layer, kv in self.prompts.items():
-                self.prompts[layer] = tuple(x[used_P, :, :longest] for x in kv)
+            self.prompts = {n: kv[:, used_P, :, :longest] for n, kv in self.prompts.items()}
         earlier_B = (self.prompt_B[:, None] == self.prompt_B).tril(-1).sum(1)  # of its own prompt
         n, row_B = int(earlier_B.max()) + 1, torch.arange(len(prompt_B), device=prompt_B.device)
         self.place_B = self.prompt_B * n + earlier_B
