@@ -113,10 +113,8 @@ from torch import nn
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}  # fmt: skip
 ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -207,16 +205,15 @@ class ModelConfig:
             f"sparse_layers {self.sparse_layers} are not layers of this model")
 
     @classmethod
-    def from_hf(cls, source, /) -> "ModelConfig":
+    def from_hf(cls, raw, /) -> "ModelConfig":
         """Read a Hugging Face config: a directory, a config.json, or the dict itself.
 
         Both spellings are read (transformers 4 and 5), absent fields have transformers' defaults.
         Anything that would change the numbers and is not implemented is a ValueError that names it.
         """
-        if not isinstance(source, dict):
-            path = Path(source)
-            source = _read_json(path / "config.json" if path.is_dir() else path)
-        raw = source
+        if not isinstance(raw, dict):
+            path = Path(raw)
+            raw = _read_json(path / "config.json" if path.is_dir() else path)
         if "text_config" in raw:  # multimodal: the text model; what it lacks may stand outside
             outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
             raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | raw["text_config"]
@@ -297,9 +294,8 @@ def _refuse_unimplemented(raw):
 
 def read_layers(raw, default, /) -> dict:
     """layer_types and sliding_window; default(layer) -> bool: slides, where no list says so."""
-    kinds = raw.get("layer_types") or [
-        SLIDING if default(layer) else FULL for layer in range(raw["num_hidden_layers"])
-    ]
+    slides = map(default, range(raw["num_hidden_layers"]))
+    kinds = raw.get("layer_types") or [SLIDING if slide else FULL for slide in slides]
     window = raw["sliding_window"] if SLIDING in kinds else None
     return {"layer_types": tuple(kinds), "sliding_window": window}
 
@@ -339,11 +335,8 @@ def _write_rope(ropes, family) -> dict:
     if not family.rope_per_type:
         scaling = None if full["rope_type"] == "default" else full
         return {"rope_parameters": full, "rope_theta": full["rope_theta"], "rope_scaling": scaling}
-    return {"rope_parameters": ropes} | {
-        name: ropes[kind]["rope_theta"]
-        for name, kind in (("rope_theta", FULL), ("rope_local_base_freq", SLIDING))
-        if kind in ropes
-    }
+    names = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+    return {"rope_parameters": ropes} | {names[k]: rope["rope_theta"] for k, rope in ropes.items()}
 
 
 # What a config that leaves a field out gets from transformers, if its family says nothing else.
@@ -409,17 +402,14 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "qwen2": Family(
-        "Qwen2ForCausalLM", read_qwen, dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN
-    ),
+        "Qwen2ForCausalLM", read_qwen, dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN),
     "qwen3": Family("Qwen3ForCausalLM", read_qwen, dict(qk_norm=True), QWEN | dict(head_dim=128)),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", read_qwen_moe, dict(qk_norm=True),
         QWEN | dict(
             hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
             num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-            norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=None,
-        ),
-    ),
+            norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=None)),
     "gemma3_text": Family(
         "Gemma3ForCausalLM", read_gemma,
         dict(qk_norm=True, norm_offset=True, sandwich_norms=True, scale_embedding=True),
@@ -428,10 +418,8 @@ FAMILIES = {
             num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
             max_position_embeddings=131072, tie_word_embeddings=True, rope_theta=1e6,
             attention_bias=False, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
-            eos_token_id=1,
-        ),
-        act_key="hidden_activation", rope_per_type=True,
-    ),
+            eos_token_id=1),
+        act_key="hidden_activation", rope_per_type=True),
 }  # fmt: skip
 
 
@@ -445,12 +433,15 @@ DEFINED_ACTIVATIONS = {
 }
 
 
-def definition(model, tokens, /, frequencies=None):
-    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64.
+def defined_frequencies(rope, D, length, longest):
+    """f_n of (5) as floats, and the factor on cos and sin: RoPE types that stretch by none or by
+    one factor. tests/measure_models.py defines the others."""
+    factor = {"default": 1, "linear": rope.get("factor")}[rope["rope_type"]]
+    return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
 
-    frequencies: rope, D, length, longest -> f of (5), floats, and the factor on cos and sin; None
-    has the RoPE types default and linear, tests/measure_models.py the others.
-    """
+
+def definition(model, tokens, /, frequencies=defined_frequencies):
+    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64."""
     c, D, layers = model.config, model.config.head_dim, "model.layers."
     w = {name: p.double() for name, p in model.named_parameters()}
     bias = {name[:-5]: c.router_bias_rate * b for name, b in model.named_buffers()}
@@ -466,12 +457,7 @@ def definition(model, tokens, /, frequencies=None):
         if p is None:
             return y
         rope = c.rope_parameters[c.layer_types[int(name.split(".")[2])]]
-        if frequencies is None:
-            assert rope["rope_type"] in ("default", "linear"), rope
-            f = [rope["rope_theta"] ** (-2 * n / D) / rope.get("factor", 1) for n in range(D // 2)]
-            grow = 1
-        else:
-            f, grow = frequencies(rope, D, len(tokens), c.max_position_embeddings)
+        f, grow = frequencies(rope, D, len(tokens), c.max_position_embeddings)
         a, b = y.chunk(2, -1)  # (5)
         angle = p * torch.tensor(f, dtype=torch.float64)
         cos, sin = grow * angle.cos(), grow * angle.sin()
@@ -618,10 +604,8 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, so
         first, stop = max(0, start - window + 1), min(S, start + block)
         i, j = (torch.arange(at, stop, device=q_BHSD.device) for at in (start, first))
         mask = (j <= i[:, None]) & (i[:, None] - j < window)
-        out.append(F.scaled_dot_product_attention(
-            q_BHSD[:, :, start:stop], k_BGSD[:, :, first:stop], v_BGSD[:, :, first:stop],
-            attn_mask=mask, **options,
-        ))  # fmt: skip
+        qkv = q_BHSD[:, :, start:stop], k_BGSD[:, :, first:stop], v_BGSD[:, :, first:stop]
+        out.append(F.scaled_dot_product_attention(*qkv, attn_mask=mask, **options))
     return torch.cat(out, 2)
 
 
@@ -1665,13 +1649,10 @@ def generate(
         for b, (row, token, *logprobs) in enumerate(zip(rows, *drawn)):
             ended = row.append(token, *logprobs) and token in end
             followers = (after(row) if after else []) if ended else [row]
-            done += [] if followers else [row]
             for follower in followers:
                 follower.truncated = follower.new >= max_new_tokens
-                if follower.truncated:
-                    done.append(follower)
-                else:
-                    going.append((b, follower))
+            done += [x for x in followers if x.truncated] if followers else [row]
+            going += [(b, x) for x in followers if not x.truncated]
         if going:
             if [b for b, _ in going] != list(range(len(rows))):
                 cache.select([b for b, _ in going])
@@ -2164,7 +2145,7 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _errors(model, frequencies=None):
+def _errors(model, frequencies=defined_frequencies):
     """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d, frequencies) for d in documents])
@@ -2173,12 +2154,9 @@ def _errors(model, frequencies=None):
     yield "gradient, worst parameter", _worst_gradient(model, alone, truth)
     with torch.no_grad():
         # two rows of two documents, one PAD before each
-        ids = torch.cat([F.pad(torch.full_like(d, n), (1, 0), value=-1)
-                         for n, d in enumerate(documents)]).view(2, 15)  # fmt: skip
-        tokens, positions = (
-            torch.cat([F.pad(x, (1, 0)) for x in parts]).view(2, 15)
-            for parts in (documents, [torch.arange(len(d)) for d in documents])
-        )
+        tokens = torch.cat([F.pad(d, (1, 0)) for d in documents]).view(2, 15)
+        positions = torch.cat([torch.arange(-1, len(d)) for d in documents]).view(2, 15)
+        ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         packed = model(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
         yield "packed, PAD anywhere", _relative(packed[ids >= 0], truth)
         yield "cache, ragged rows", _relative(*_by_cache(model, documents, truth))
