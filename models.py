@@ -708,27 +708,30 @@ class Rope:
         return out
 
 
-@torch.no_grad()
-def init_weights(self, seed: int):
-    """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
+class Seeded(nn.Module):
+    """A module whose weights a seed decides."""
 
-    A value head starts at zero, so that the first values are 0.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in self.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(0 if self.config.norm_offset else 1)
-        elif name.endswith("bias") or name == "score.weight":
-            parameter.zero_()
-        else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
-            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(draw * self.config.initializer_range)
-    for buffer in self.buffers():
-        buffer.zero_()
-    return self
+    @torch.no_grad()
+    def init_weights(self, seed: int):
+        """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
+
+        A value head starts at zero, so that the first values are 0.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(0 if self.config.norm_offset else 1)
+            elif name.endswith("bias") or name == "score.weight":
+                parameter.zero_()
+            else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
+                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                parameter.copy_(draw * self.config.initializer_range)
+        for buffer in self.buffers():
+            buffer.zero_()
+        return self
 
 
-class Transformer(nn.Module):
+class Transformer(Seeded):
     """A causal language model.
 
     `forward(tokens)` gives logits (B, S, V); `.hidden(tokens)` stops before the head, (B, S, M);
@@ -752,8 +755,6 @@ class Transformer(nn.Module):
         """The (V, M) matrix of (7)."""
         tied = self.config.tie_word_embeddings
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
-
-    init_weights = init_weights
 
     def add_value_head(self) -> "Transformer":
         """Give a model that has none a value head of zeros: a critic starts from a policy."""
@@ -1721,7 +1722,7 @@ class Prefix:
         return suffix
 
 
-class ActionExpert(nn.Module):
+class ActionExpert(Seeded):
     """v of (12): a second, narrower stream of layers that reads a prefix's keys and values.
 
     config: its own hidden_size and intermediate_size; layers, head_dim and num_key_value_heads must
@@ -1742,8 +1743,6 @@ class ActionExpert(nn.Module):
         self.state_proj = nn.Linear(state_dim, M) if state_dim else None
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(M, config)
-
-    init_weights = init_weights
 
     def require_fits(self, prefix_config) -> None:
         """ValueError if the prefix's keys and values cannot be attended to."""
