@@ -31,7 +31,8 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
     (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
     (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
 
-`definition` below computes (1)-(7) with Python loops; `check` compares everything with it.
+`definition` below computes (1)-(7) with Python loops; `check` compares everything with it. With
+this file alone it prints what it skips; the other commands need tests/measure_models.py.
 
 The families:
 
@@ -1184,18 +1185,16 @@ def _buckets(token_N, length_D, waste):
     Padding repeats a document's last token, which is after every real query, so that no real row
     sees it and its gradient is exactly zero.
     """
-    starts, lengths, buckets = (length_D.cumsum(0) - length_D).tolist(), length_D.tolist(), []
-    for d in sorted(range(len(lengths)), key=lambda d: (lengths[d], d)):
-        if buckets and lengths[d] <= waste * lengths[buckets[-1][0]]:
-            buckets[-1].append(d)
-        else:
-            buckets.append([d])
-    index = []
+    lengths, buckets, index = length_D.tolist(), [], []
+    for d in length_D.argsort(stable=True).tolist():
+        if not buckets or lengths[d] > waste * lengths[buckets[-1][0]]:
+            buckets.append([])
+        buckets[-1].append(d)
     for bucket in buckets:
-        start_U, length_U = (torch.tensor([x[d] for d in bucket]) for x in (starts, lengths))
-        column_L = torch.arange(int(length_U.max()))
-        at_UL = start_U[:, None] + column_L.minimum(length_U[:, None] - 1)
-        index.append((token_N[at_UL], column_L < length_U[:, None]))
+        length_U1, end_U1 = length_D[bucket, None], length_D.cumsum(0)[bucket, None]
+        column_L = torch.arange(lengths[bucket[-1]])
+        at_UL = end_U1 - length_U1 + column_L.minimum(length_U1 - 1)
+        index.append((token_N[at_UL], column_L < length_U1))
     return index
 
 
