@@ -1890,21 +1890,21 @@ class Piece(NamedTuple):
     """Where a part of one of our parameters stands in a checkpoint."""
 
     name: str
+    shape: tuple  # of the stored tensor
     expert: int | None = None  # the part is [expert]; None: all of the parameter
     row: int = 0  # first row, counted in the tensor's second to last dimension
-    rows: int | None = None  # that dimension's size, if it is not the parameter's
 
 
 def _pieces(name, shape, stored) -> list[Piece]:
     """The stored tensors that make parameter `name`: itself, or for experts one each or fused."""
     path, _, leaf = name.rpartition(".")
-    if not path.endswith(".experts"):
-        return [Piece(name)]
-    if leaf == "down_proj" and f"{path}.down_proj" in stored:
-        return [Piece(f"{path}.down_proj")]
+    if not path.endswith(".experts") or leaf == "down_proj" and name in stored:
+        return [Piece(name, shape)]
+    E, rows, M = shape
     if f"{path}.gate_up_proj" in stored and leaf != "down_proj":
-        return [Piece(f"{path}.gate_up_proj", None, shape[1] * (leaf == "up_proj"), 2 * shape[1])]
-    return [Piece(f"{path}.{e}.{leaf}.weight", e) for e in range(shape[0])]
+        first = rows if leaf == "up_proj" else 0
+        return [Piece(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
+    return [Piece(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
 def _region(parameter) -> list[tuple[int, int]]:
@@ -1949,28 +1949,21 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     config.require_same_numbers(lost, directory)
     have = dict(model.named_parameters())
     pieces = {name: _pieces(name, p.shape, tensors) for name, p in have.items()}
-    wanted = {piece.name for parts in pieces.values() for piece in parts}
-    missing, unexpected = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
     if missing or unexpected:
         raise ValueError(f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}")
-    for name, parts in pieces.items():
-        _check_shapes(have[name].shape, parts, tensors)
+    for name, shape in wanted.items():
+        path, stored, part = tensors[name]
+        if part.get_shape() != list(shape):
+            raise ValueError(f"{path}: {stored} has shape {part.get_shape()}, config asks for "
+                             f"{list(shape)}")  # fmt: skip
     with torch.no_grad():
         for name, parts in pieces.items():
             _fill(have[name], parts, tensors)
         for buffer in model.buffers():
             buffer.zero_()
     return model
-
-
-def _check_shapes(shape, parts, tensors):
-    for piece in parts:
-        wanted, stored = list(shape[piece.expert is not None :]), tensors[piece.name]
-        if piece.rows is not None:
-            wanted[-2] = piece.rows
-        if stored.part.get_shape() != wanted:
-            raise ValueError(f"{stored.path}: {stored.name} has shape {stored.part.get_shape()}, "
-                             f"config asks for {wanted}")  # fmt: skip
 
 
 def _fill(parameter, parts, tensors):
