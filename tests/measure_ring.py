@@ -1,11 +1,12 @@
-"""What `python ring_attention.py bench | memory | longest | stress` run.
+"""What `python ring_attention.py bench | memory | longest | stress` run, and half of check.
 
-bench: CPU seconds against SDPA. memory: peak by sequence length. longest: the longest sequence that
-fits. stress: values at the limits, bf16 training with PAD rows in the loss, and the two faults
-of OpenTau's issue 300; stress --model: see measure_vla.py.
+bench: CPU seconds against SDPA, and bytes sent against the formula. memory: peak by sequence
+length. longest: the longest sequence that fits. stress: values at the limits, bf16 training with
+PAD rows in the loss, and the two faults of OpenTau's issue 300; stress --model: see measure_vla.py.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import resource
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attention import (
-    WAYS,
+    METHODS,
     Mask,
+    Ring,
+    Route,
     attend,
     broadcast_batch,
     definition,
@@ -82,32 +85,18 @@ def memory(argv):
     tokens, rows = parser.parse_args(argv).tokens, {}
     print("MB above the inputs, float32, 8 heads, 2 key heads, D 64, causal, forward and backward")
     print(f"{'':>36}" + "".join(f"{n:>9}" for n in tokens))
-    ways = [
-        ("SDPA", 1),
-        ("SDPA, dense mask", 1),
-        ("attend", 1),
-        ("ring, each of 2", 2),
-        ("ring, each of 4", 4),
-    ]
+    ways = {"SDPA": 1, "SDPA, dense mask": 1, "attend": 1}
+    ways |= {"ring, each of 2": 2, "ring, each of 4": 4}
     for layer in (False, True):
-        for way, world in ways:
+        for way, world in ways.items():
             row = [max(launch(world, _peak_rank, way, n, layer)) for n in tokens]
             rows[f"{way}{', layer' * layer}"] = row
-            print(
-                f"{'one layer' if layer else 'attention':>12} {way:>23}"
-                + "".join(f"{x:9.1f}" for x in row)
-            )
-    masks = [Mask.causal(n) for n in tokens]
-    for name, size in (
-        (
-            "Mask",
-            [
-                sum(x.nbytes for x in (m.keys.start, m.keys.end, m.queries.rows)) / 2**20
-                for m in masks
-            ],
-        ),
-        ("dense mask", [n * n / 2**20 for n in tokens]),
-    ):
+            numbers = "".join(f"{x:9.1f}" for x in row)
+            print(f"{'one layer' if layer else 'attention':>12} {way:>23}{numbers}")
+    parts = [(m.keys.start, m.keys.end, m.queries.rows) for m in map(Mask.causal, tokens)]
+    intervals = [sum(x.nbytes for x in some) / 2**20 for some in parts]
+    dense = [n * n / 2**20 for n in tokens]
+    for name, size in (("Mask", intervals), ("dense mask", dense)):
         print(f"{'mask':>12} {name:>23}" + "".join(f"{x:9.2f}" for x in size))
     print(json.dumps({"memory_mb": rows, "tokens": tokens}))
     return 0
@@ -134,9 +123,7 @@ def longest(argv):
     A rank that runs out of memory fails alone; the parent kills the others, so none hangs.
     """
     parser = argparse.ArgumentParser("ring_attention.py longest")
-    parser.add_argument(
-        "--budget-mb", type=int, default=300, help="for each rank, its inputs included"
-    )
+    parser.add_argument("--budget-mb", type=int, default=300, help="a rank's, inputs included")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     args, found = parser.parse_args(argv), {}
     if sys.platform != "linux":
@@ -157,11 +144,13 @@ def longest(argv):
             middle = (low + high) // 2
             low, high = (middle, high) if fits(way, world, middle) else (low, middle)
         found[f"{way}, world {world}"] = low
-        print(
-            f"{way:>18}, {world} rank{'s' * (world > 1)}: {low} tokens in {args.budget_mb} MB each"
-        )
+        who = f"{way:>18}, {world} rank{'s' * (world > 1)}"
+        print(f"{who}: {low} tokens in {args.budget_mb} MB each")
     print(json.dumps({"longest": found, "budget_mb": args.budget_mb}))
     return 0
+
+
+CASES = ("scores of 1e5", "first keys highest", "last keys highest", "NaN and inf in PAD")
 
 
 def _values_rank():
@@ -173,18 +162,11 @@ def _values_rank():
     mask, ramp_S = Mask.padding(valid_S[None]), torch.linspace(0, 1000, tokens)
     drawn = torch.randn(4, 2, 4, tokens, 16, generator=gen, dtype=torch.float64)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for case in (
-            "scores of 1e5",
-            "first keys highest",
-            "last keys highest",
-            "NaN and inf in PAD",
-        ):
+        for case in CASES:
             q, k, v, dout = drawn.clone()
             if case == "scores of 1e5":
                 q, k = q * 100, k * 400
-            elif case.endswith(
-                "highest"
-            ):  # one direction, which all queries share, sets the scores
+            elif case.endswith("highest"):  # one direction, shared by all queries, sets the scores
                 q[..., 0], k[..., 0] = 40.0, ramp_S if case.startswith("last") else ramp_S.flip(0)
             q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
             exact = [x.double() for x in (q, k, v, dout)]
@@ -200,13 +182,13 @@ def _values_rank():
                 grad /= world
             pull = exact[3].norm() * exact[2].abs().max() * q.shape[-1] ** -0.5
             sizes = [truth[0].norm(), pull * exact[1].abs().max(), pull * exact[0].abs().max()]
-            sizes = [
-                max(a.norm(), b) for a, b in zip(truth, [*sizes, truth[3].norm()], strict=True)
-            ]
-            found[case, str(dtype)[6:]] = tuple(
-                max(((a - b).norm() / n).item() for a, b, n in zip(some, truth, sizes, strict=True))
-                for some in (ours, rival)
-            )
+            sizes = zip(truth, [*sizes, truth[3].norm()], strict=True)
+            sizes = [max(a.norm(), b) for a, b in sizes]
+            errors = []
+            for some in (ours, rival):
+                triples = zip(some, truth, sizes, strict=True)
+                errors.append(max(((a - b).norm() / n).item() for a, b, n in triples))
+            found[case, str(dtype)[6:]] = errors
     return found
 
 
@@ -225,12 +207,8 @@ def _small_stack(params, tokens, positions, attention):
     """A 2-layer model of 15 lines: logits_BsV of this rank's tokens."""
     x_BsD = params["embed"][tokens] + torch.sin(positions[:, None] / 50.0).to(params["embed"].dtype)
     for layer in range(2):
-        split = (
-            (x_BsD @ params[f"qkv{layer}"])
-            .unflatten(-1, (6, 16))
-            .transpose(1, 2)
-            .split((4, 1, 1), 1)
-        )
+        heads_BhsD = (x_BsD @ params[f"qkv{layer}"]).unflatten(-1, (6, 16)).transpose(1, 2)
+        split = heads_BhsD.split((4, 1, 1), 1)
         x_BsD = x_BsD + attention(*split).transpose(1, 2).flatten(2) @ params[f"out{layer}"]
         x_BsD = x_BsD + torch.relu(x_BsD @ params[f"up{layer}"]) @ params[f"up{layer}"].T
     return x_BsD @ params["embed"].T
@@ -248,10 +226,8 @@ def _train_rank(steps, dtype):
     shapes = {"embed": (32, 64)}
     for n in range(2):
         shapes |= {f"qkv{n}": (64, 96), f"out{n}": (64, 64), f"up{n}": (64, 128)}
-    params = {
-        name: (torch.randn(s, generator=gen) / s[0] ** 0.5).to(dtype).requires_grad_()
-        for name, s in shapes.items()
-    }
+    drawn = {name: torch.randn(s, generator=gen) / s[0] ** 0.5 for name, s in shapes.items()}
+    params = {name: x.to(dtype).requires_grad_() for name, x in drawn.items()}
     gen.manual_seed(sampler_seed(1, rank, ring_size))
     tokens_BS = torch.randint(32, (2, 61), generator=gen)
     valid_BS = torch.rand(2, 61, generator=gen) > 0.3
@@ -260,14 +236,9 @@ def _train_rank(steps, dtype):
     for step in range(steps):
         logits_BsV = _small_stack(params, tokens_BS[:, index], index, lambda *qkv: ring_attention(
             *qkv, group=group, mask=mask, batch=tokens_BS, debug=f"step {step}"))  # noqa: B023  # fmt: skip
-        loss = (
-            torch.nn.functional.cross_entropy(
-                logits_BsV.flatten(0, 1).to(torch.promote_types(dtype, torch.float32)),
-                tokens_BS[:, index].flatten(),
-                reduction="sum",
-            )
-            / tokens_BS.numel()
-        )
+        wide = logits_BsV.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
+        loss = torch.nn.functional.cross_entropy(
+            wide, tokens_BS[:, index].flatten(), reduction="sum") / tokens_BS.numel()  # fmt: skip
         (loss * loss_scale(ring_size, replicated=False)).backward()
         total = loss.detach() * loss_scale(ring_size, replicated=False)
         for x in (total, *(p.grad for p in params.values())):
@@ -323,9 +294,8 @@ def stress(argv):
             floor = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2}[dtype]
             ok = error <= max(floor, 4 * rival if math.isfinite(rival) else 0.0)
             bad += not ok
-            print(
-                f"world {world}  {case:>24} {dtype:>9}   {error:.1e}   {rival:.1e}   {_verdict(ok)}"
-            )
+            errors = f"{error:.1e}   {rival:.1e}   {_verdict(ok)}"
+            print(f"world {world}  {case:>24} {dtype:>9}   {errors}")
     exact = [launch(world, _train_rank, 5, torch.float64) for world in (2, 4)]
     runs = launch(4, _train_rank, 20, torch.bfloat16)
     same = len({weights for _, weights in runs}) == 1
@@ -333,20 +303,16 @@ def stress(argv):
     learns = all(map(math.isfinite, losses)) and losses[-1] < losses[0] and same
     apart = max(abs(a - b) for a, b in zip(exact[0][0][0], exact[1][0][0], strict=True))
     bad += (not learns) + (not apart < 1e-12)
-    print(
-        f"20 steps in bf16, data x ring = 2 x 2, PAD rows in the loss: {losses[0]:.3f} -> ", end=""
-    )
-    print(f"{losses[-1]:.3f}, weights equal on all ranks: {same}   {_verdict(learns)}")
-    print(
-        f"5 steps in float64, 2 rings of 2 against 2 of 1: {apart:.1e}   {_verdict(apart < 1e-12)}"
-    )
+    print("20 steps in bf16, data x ring = 2 x 2, PAD rows in the loss: ", end="")
+    print(f"{losses[0]:.3f} -> {losses[-1]:.3f}, weights equal on all ranks: {same}   ", end="")
+    print(_verdict(learns))
+    print("5 steps in float64, 2 rings of 2 against 2 of 1: ", end="")
+    print(f"{apart:.1e}   {_verdict(apart < 1e-12)}")
     refused, wrong, right, dead = launch(2, _issue_300_rank)[0]
     bad += refused == "not refused" or right != 0.0 or not dead
     print(f"issue 300 (a), the ranks of a ring hold different batches: {refused}")
-    print(
-        f"issue 300 (b), sum of P over a row without keys: {wrong:.0f} by a sentinel, 0 here; ",
-        end="",
-    )
+    print("issue 300 (b), sum of P over a row without keys: ", end="")
+    print(f"{wrong:.0f} by a sentinel, 0 here; ", end="")
     print(f"output and gradient of {dead} such rows under an upstream gradient of 1e4: {right}")
     print(json.dumps({"stress": "ring_attention", "ok": not bad, "loss": losses[-1]}))
     return int(bad > 0)
@@ -356,10 +322,8 @@ def _timed_rank(tokens, way, repeats):
     """CPU seconds of this rank: [(forward, backward)] of each repeat."""
     seconds, world = [], dist.get_world_size()
     method, _, layout = way.partition(" ")
-    held, mask = (
-        len(indices(tokens, dist.get_rank(), world, layout or "zigzag")),
-        Mask.causal(tokens),
-    )
+    held = len(indices(tokens, dist.get_rank(), world, layout or "zigzag"))
+    mask = Mask.causal(tokens)
     warm, upstream = random_inputs(256)
     sdpa(*warm).backward(upstream)
     for _ in range(repeats):
@@ -374,15 +338,63 @@ def _timed_rank(tokens, way, repeats):
     return seconds
 
 
+@contextlib.contextmanager
+def counted_bytes():
+    """A list that gets the bytes of every P2P send inside."""
+    sent, real = [], dist.batch_isend_irecv
+
+    def count(ops):
+        sent.extend(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return real(ops)
+
+    dist.batch_isend_irecv = count
+    try:
+        yield sent
+    finally:
+        dist.batch_isend_irecv = real
+
+
+def bytes_formula(mask, length, world, layout, *, heads, width, size):
+    """Bytes that all ranks of a ring send, (forward, backward), for B = 1.
+
+    Block s of n_s tokens travels last_s hops: 2 G D n_s size last_s each way. In the backward its
+    gradient too, from hop first_s to last_s and home, at max(size, 4) bytes a number.
+    """
+    route = Route(Ring(None, 0, world), length, layout, 1, mask)
+    tokens = np.array([len(block) for block in route.blocks])
+    hops = np.where(route.last > 0, route.last - route.first + 1, 0)
+    blocks, grads = (2 * heads * width * int((tokens * n).sum()) for n in (route.last, hops))
+    return [blocks * size, blocks * size + grads * max(size, 4)]
+
+
+def _bytes_rank():
+    """{(mask, layout): (bytes of all ranks forward and backward, the formula's)} in bf16."""
+    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
+    for name, mask in (("causal", Mask.causal(999)), ("window", Mask.causal(999, window=125))):
+        for layout in ("zigzag", "contiguous"):
+            shape = (1, 2, len(indices(999, rank, world, layout)), 8)
+            x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+            with counted_bytes() as forward:
+                out = ring_attention(x, x, x, mask=mask, layout=layout)
+            with counted_bytes() as backward:
+                out.sum().backward()
+            sent = torch.tensor([sum(forward), sum(backward)])
+            dist.all_reduce(sent)
+            formula = bytes_formula(mask, 999, world, layout, heads=2, width=8, size=2)
+            found[name, layout] = sent.tolist(), formula
+    return found
+
+
 def bench(argv):
-    """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA."""
+    """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA.
+
+    And the bytes that 4 ranks send; 1 if they are not those of the formula.
+    """
     parser = argparse.ArgumentParser("ring_attention.py bench")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
     args, result = parser.parse_args(argv), {}
-    ways = [
-        f"{m} {layout}" for m, layout in WAYS if m != "usp" and (m == "ring" or layout == "zigzag")
-    ]
+    ways = [f"{method} zigzag" for method in METHODS if method != "usp"] + ["ring contiguous"]
     print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
     for tokens in args.tokens:
         found = {way: [] for way in ("SDPA", *ways)}
@@ -398,8 +410,13 @@ def bench(argv):
             result[f"{way}, {tokens}"] = round(share, 3)
             seconds = f"forward {forward:7.3f}  backward {backward:7.3f}  of SDPA's {share:.3f}"
             print(f"{tokens:>7} {way:>20}  {seconds}  {100 * ideal / share:4.0f} % of the ideal")
+    print("\nbytes that 4 ranks send, forward and backward: 999 tokens, 2 key heads, D 8, bf16")
+    traffic = launch(4, _bytes_rank)[0]
+    for (name, layout), (sent, formula) in traffic.items():
+        verdict = _verdict(sent == formula)
+        print(f"{name:>7} {layout:>20}  sent {sent}  formula {formula}  {verdict}")
     print(json.dumps({"bench": result, "threads_per_rank": 1, "torch": torch.__version__}))
-    return 0
+    return int(any(sent != formula for sent, formula in traffic.values()))
 
 
 COMMANDS = {command.__name__: command for command in (bench, memory, longest, stress)}

@@ -15,6 +15,7 @@ SOURCE = Path(sound.__file__).read_text()
 VOID = """void = (s_bGrj == -math.inf).all(-1, keepdim=True)
     p_bGrj = torch.exp(torch.where(void, lse_bGr1, s_bGrj) - lse_bGr1)
 """
+SLICE = "wide.index_select(ctx.place[0], indices(24, ctx.place[1].rank, ctx.place[1].world))"
 FAULTS = {  # name: [(a passage of the file, what stands there instead)]
     "swapped dK and dV": [("torch.stack(part)", "torch.stack(part[::-1])")],
     "dropped last hop": [("int(self.last.max()) + 1", "max(int(self.last.max()), 1)")],
@@ -23,7 +24,7 @@ FAULTS = {  # name: [(a passage of the file, what stands there instead)]
         ("p_bGrj, ds_bGrj = (x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))", "pass"),
         ("p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n", VOID),
     ],
-    "slice-only gather": [("layout, length, True)", "layout, length, False)")],
+    "slice-only gather": [("scatter_sum(wide, *ctx.place)", SLICE)],
     "window off by one": [("- position_B1k < self.window", "- position_B1k <= self.window")],
     "lse in bf16": [("(q, k, v, out, lse)\n", "(q, k, v, out, lse.bfloat16().to(lse.dtype))\n")],
     "wrong GQA mapping": [
