@@ -11,7 +11,8 @@ softmax over everything. The backward sends the blocks round again, and their gr
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
-check needs this file alone; the other commands need tests/measure_ring.py beside it.
+check needs this file alone (tests/measure_ring.py beside it adds lower dtypes and the work of each
+rank); the other commands need that file.
 
 What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
 
@@ -66,6 +67,7 @@ arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and i
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import math
 import os
@@ -79,7 +81,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
-from torch.nn.functional import scaled_dot_product_attention
 
 EMPTY, PARTIAL, FULL, CAUSAL = range(4)  # kinds of a tile of queries against a tile of keys
 NEVER = 1 << 60  # the start of an interval that holds no row
@@ -913,14 +914,6 @@ class Route:
         return like_EBGkD.new_empty(e, b, g, len(self.blocks[block]), d)
 
 
-def route_of(ring, length, layout, inner, mask):
-    """The Route, kept on the mask for the next layer and step."""
-    kept, place = {} if mask is None else mask.cache, (ring, length, layout, inner)
-    if place not in kept:
-        kept[place] = Route(*place, mask)
-    return kept[place]
-
-
 def swap(x_BhsD, route, /, *, back=False):
     """All-to-all: this rank's tokens of all heads <-> all tokens of its block, 1/u of the heads."""
     u, (b, h, _, d) = route.inner, x_BhsD.shape
@@ -1225,8 +1218,10 @@ def ring_attention(
         raise ValueError(
             f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
             f"take them by shard()")  # fmt: skip
-    route = route_of(ring, sum(held), layout, inner, mask)
-    out, lse = _RingAttention.apply(q, k, v, route, kernel, method, debug, return_lse)
+    kept, place = {} if mask is None else mask.cache, (ring, sum(held), layout, inner)
+    if place not in kept:  # for the next layer and step
+        kept[place] = Route(*place, mask)
+    out, lse = _RingAttention.apply(q, k, v, kept[place], kernel, method, debug, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -1365,8 +1360,8 @@ def broadcast_batch(batch, group=None):
     ring = ring_of(group)
     if ring.world == 1:
         return batch
-    box = [batch if ring.rank == 0 else None]
-    box = [_mapped(box[0], torch.Tensor, lambda x: _Sent(x.detach().cpu().clone(), x.device.type))]
+    mine = batch if ring.rank == 0 else None
+    box = [_mapped(mine, torch.Tensor, lambda x: _Sent(x.detach().cpu().clone(), x.device.type))]
     dist.broadcast_object_list(box, src=ring.peer(0), group=ring.group)
     return _mapped(box[0], _Sent, lambda sent: sent.tensor.to(sent.device))
 
@@ -1432,11 +1427,10 @@ def examples(length, heads=1):
     valid_BS = torch.rand(2, length, generator=gen) > 0.3
     valid_BS[1, : length // 2] = False
     doc_BS = torch.arange(length) * torch.tensor([[3], [7]]) // max(length, 1)
-    depth = [0] * length
-    for j in range(1, length):
-        depth[j] = min(depth[j - 1] + 1, j * 7 % 5)
-    after = ([t for t in range(j + 1, length) if depth[t] <= depth[j]] for j in range(length))
-    tree = Mask.tree(np.array([later[0] if later else length for later in after], int))
+    end = np.arange(1, length + 1)
+    for size in (2, 6, 24):  # each divides the next, so that subtrees nest
+        end[::size] = np.minimum(np.arange(0, length, size) + size, length)
+    tree = Mask.tree(end)
     return {
         "full": None,
         "causal": Mask.causal(length),
@@ -1457,12 +1451,14 @@ def relative(found, truth):
     return math.inf if math.isnan(error) else error / (size or 1.0)
 
 
-def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, **options):
-    """Errors of (out, lse, dq, dk, dv), whole: of `ring_attention`, and of SDPA at this dtype.
+def compare(
+    mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16, attention=None, **options
+):  # fmt: skip
+    """Errors of (out, lse, dq, dk, dv) of `ring_attention`, whole; the worst of all ranks, on each.
 
     Upstream gradients are random, of lse too in float64. The truth: the definition's, in float64,
-    of the same rounded inputs. The gradients of shard() and unshard() are on the way. The worst of
-    all ranks, on each.
+    of the same rounded inputs. The gradients of shard() and unshard() are on the way. attention: a
+    function of q, k, v on one device that is compared instead.
     """
     ring, gen, (h, g) = ring_of(group), torch.Generator().manual_seed(7), heads
     shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
@@ -1475,10 +1471,6 @@ def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16
         pair = ring_attention(*parts, group=group, mask=mask, return_lse=True, **options)
         return [unshard(x, **place, length=tokens) for x in pair]
 
-    def sdpa(*qkv):
-        out = scaled_dot_product_attention(*qkv, attn_mask=visible, enable_gqa=True)
-        return out, torch.zeros_like(out[..., 0])
-
     def run(attention, q, k, v, *upstream):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
         outputs, n = attention(*leaves), 2 if dtype == torch.float64 else 1
@@ -1487,68 +1479,43 @@ def compare(mask, group, dtype, tokens, device="cpu", *, heads=(12, 2), width=16
 
     truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
     mine = [x if ring.rank == 0 else torch.zeros_like(x) for x in drawn[3:]]  # one term, one rank
-    found = run(over_ranks, *drawn[:3], *mine)
+    found, dead = run(attention or over_ranks, *drawn[:3], *mine), truth[1] == -math.inf
     for grad in found[2:] if ring.world > 1 else ():  # each rank has the part of its tokens
         dist.all_reduce(grad, group=group)
-    rival, dead = found if dtype == torch.float64 else run(sdpa, *drawn), truth[1] == -math.inf
     if not torch.equal(found[1] == -math.inf, dead):
         found[1].fill_(math.nan)
-    for x in (truth, found, rival):
-        x[1] = x[1].masked_fill(dead, 0.0)
-    errors = [[relative(a, b) for a, b in zip(x, truth, strict=True)] for x in (found, rival)]
+    found[1], truth[1] = found[1].masked_fill(dead, 0.0), truth[1].masked_fill(dead, 0.0)
+    errors = [relative(a, b) for a, b in zip(found, truth, strict=True)]
     return np.max(_objects(errors, ring), axis=0).tolist()
 
 
-def _by_way(group, error):
+def by_way(group, error):
     """{column: error(method=.., layout=..)} of the ways in which a group can share 12 heads."""
     ways = WAYS if 12 % ring_of(group).world == 0 else WAYS[:4]
     return {f"{m[:4]} {layout[:3]}": error(method=m, layout=layout) for m, layout in ways}
 
 
-def _exact_rows(group, tokens, device):
-    """Every mask in float64."""
-    for name, mask in examples(tokens, 12).items():
-        given = mask, group, torch.float64, tokens, device
-        row = _by_way(group, lambda **way: max(compare(*given, **way)[0]))
-        yield f"float64, world {ring_of(group).world}", name, 1e-12, row
-
-
-def _dtype_rows(group, tokens, device):
-    """Lower dtypes as multiples of SDPA's own error, and what `accurate` makes of bf16's."""
-
-    def multiple(ours, sdpa):
-        return max(a / b for a, b in zip(ours, sdpa, strict=True) if b != 1.0)  # 1.0: has no lse
-
-    for name, mask in (("causal", Mask.causal(tokens)), ("window", Mask.causal(tokens, window=50))):
-        for dtype in DTYPES[1:]:
-            run = functools.partial(compare, mask, group, dtype, tokens, device, width=32)
-            row, most = str(dtype)[6:], 4.0 if dtype == torch.float32 else 2.0
-            found = _by_way(group, lambda **way: multiple(*run(**way)))
-            yield "error over SDPA's", f"{row}, {name}", most, found
-        run = functools.partial(compare, mask, group, torch.bfloat16, tokens, device, width=32)
-        found = _by_way(group, lambda **way: max(run(**way, accurate=True)[0]))
-        yield "error", f"bfloat16, {name}, accurate", 2e-3, found
-
-
-def _work_rows():
-    """How evenly the layouts share the work of 4 ranks."""
-    documents = Mask.documents(doc_ids=np.arange(4096) // 300)
-    for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
-        for layout, budget in (("zigzag", most), ("contiguous", 2.0)):
-            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
-            work = np.array([mask.slice(part, ALL).work() for part in parts])
-            found = {"max/mean": work.max() / work.mean()}
-            yield "work of 4 ranks", f"{name}, {layout}", budget, found
+@functools.cache
+def measure():
+    """The module tests/measure_ring.py; None where this file is alone."""
+    folder = Path(__file__).resolve().parent / "tests"
+    if not (folder / "measure_ring.py").exists():
+        return None
+    sys.path.append(str(folder))
+    return importlib.import_module("measure_ring")
 
 
 def _check_rank(tokens, device):
     """[(table, row, budget, {column: value})] of this rank's worlds; rank 0 is in all of them."""
-    rank, total = dist.get_rank(), dist.get_world_size()
+    rank, total, rows = dist.get_rank(), dist.get_world_size(), []
     worlds = [world for world in sorted({1, 2, 3, 4, total}) if world <= total]
     groups = {world: dist.new_group(list(range(world))) for world in worlds}
-    rows = [_exact_rows(groups[world], tokens, device) for world in worlds if rank < world]
-    rows += [_dtype_rows(groups[total], 160, device), _work_rows()]
-    return [row for part in rows for row in part]
+    for world in (world for world in worlds if rank < world):
+        for name, mask in examples(tokens, 12).items():
+            given = mask, groups[world], torch.float64, tokens, device
+            row = by_way(groups[world], lambda **way: max(compare(*given, **way)))
+            rows.append((f"float64, world {world}", name, 1e-12, row))
+    return rows + (measure().check_rows(groups[total], device) if measure() else [])
 
 
 def check():
@@ -1566,6 +1533,8 @@ def check():
             return 0
     else:
         rows = launch(4, _check_rank, 23, "cpu")[0]
+    if not measure():
+        print("SKIP lower dtypes and the work of each rank: there is no tests/measure_ring.py")
     last, bad, exact = None, 0, 0.0
     for table, name, budget, row in rows:
         ok = all(value <= budget for value in row.values())
@@ -1584,13 +1553,11 @@ def check():
 
 def main(argv):
     """check is here; bench, memory, longest, stress are in tests/measure_ring.py. The exit code."""
-    measure = Path(__file__).resolve().parent / "tests" / "measure_ring.py"
     if argv == ["check"]:
         return check()
-    if argv and argv[0] in ("bench", "memory", "longest", "stress") and measure.exists():
-        sys.path.append(str(measure.parent))
-        return __import__("measure_ring").main(argv)
-    print(__doc__ if measure.exists() else f"{__doc__}\nHere only check: {measure} is missing.")
+    if argv and argv[0] in ("bench", "memory", "longest", "stress") and measure():
+        return measure().main(argv)
+    print(__doc__ if measure() else f"{__doc__}\nHere only check: no tests/measure_ring.py.")
     return 2
 
 

@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attention import (
+    DTYPES,
     METHODS,
     Mask,
     Ring,
     Route,
     attend,
     broadcast_batch,
+    by_way,
+    compare,
     definition,
     digest_of,
     indices,
@@ -48,6 +51,41 @@ def random_inputs(tokens, dtype=torch.float32, batch=1, heads=8, keys=2, width=6
 def sdpa(q, k, v, dense=None):
     attention = scaled_dot_product_attention
     return attention(q, k, v, attn_mask=dense, is_causal=dense is None, enable_gqa=True)
+
+
+def multiple_of_sdpa(mask, group, dtype, tokens, device="cpu", **options):
+    """The worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype."""
+    dense = mask.dense().to(device)
+
+    def rival(*qkv):
+        out = sdpa(*qkv, dense)
+        return out, torch.zeros_like(out[..., 0])
+
+    ours = compare(mask, group, dtype, tokens, device, **options)
+    theirs = compare(mask, group, dtype, tokens, device, attention=rival, **options)
+    del ours[1], theirs[1]  # SDPA has no lse
+    return max(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def check_rows(group, device):
+    """[(table, row, budget, {column: value})]: lower dtypes against SDPA, `accurate`, balance."""
+    rows, masks = [], {"causal": Mask.causal(160), "window": Mask.causal(160, window=50)}
+    for name, mask in masks.items():
+        for dtype in DTYPES[1:]:
+            given, most = (mask, group, dtype, 160, device), 4.0 if dtype == torch.float32 else 2.0
+            row = by_way(group, lambda **way: multiple_of_sdpa(*given, width=32, **way))
+            rows.append(("error over SDPA's", f"{str(dtype)[6:]}, {name}", most, row))
+        given = mask, group, torch.bfloat16, 160, device
+        row = by_way(group, lambda **way: max(compare(*given, accurate=True, width=32, **way)))
+        rows.append(("error", f"bfloat16, {name}, accurate", 2e-3, row))
+    documents = Mask.documents(doc_ids=np.arange(4096) // 300)
+    for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
+        for layout, budget in (("zigzag", most), ("contiguous", 2.0)):
+            parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
+            work = np.array([mask.slice(part, slice(None)).work() for part in parts])
+            row = {"max/mean": work.max() / work.mean()}
+            rows.append(("work of 4 ranks", f"{name}, {layout}", budget, row))
+    return rows
 
 
 def _peak_rank(way, tokens, layer):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from measure_ring import multiple_of_sdpa
 from test_ranks import ranks
 
 import ring_attention as ra
@@ -85,33 +86,13 @@ def test_a_zero_a_transposed_and_a_scaled_gradient_fail_the_comparison(tmp_path)
 
 
 def _dtype_errors(rank):
-    found = {}
+    found, options = {}, {"heads": (4, 2), "width": 64, "layout": "zigzag"}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for method in METHODS:
-            ours, sdpa = ra.compare(
-                Mask.causal(256),
-                None,
-                dtype,
-                256,
-                heads=(4, 2),
-                width=64,
-                layout="zigzag",
-                method=method,
-            )
-            found[dtype, method] = max(
-                a / b for k, (a, b) in enumerate(zip(ours, sdpa, strict=True)) if k != 1
-            )
-    ours, _ = ra.compare(
-        Mask.causal(256),
-        None,
-        torch.bfloat16,
-        256,
-        heads=(4, 2),
-        width=64,
-        layout="zigzag",
-        accurate=True,
-    )
-    return found, max(ours)
+            given = Mask.causal(256), None, dtype, 256
+            found[dtype, method] = multiple_of_sdpa(*given, method=method, **options)
+    given = Mask.causal(256), None, torch.bfloat16, 256
+    return found, max(ra.compare(*given, accurate=True, **options))
 
 
 @pytest.mark.parametrize("world", [2, 4])
