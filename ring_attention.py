@@ -238,10 +238,11 @@ class Mask:
             self.cache[key] = self if window == self.window else self._copy(window=window)
         return self.cache[key]
 
-    def slice(self, queries, keys, batch=ALL):
+    def slice(self, queries, keys, batch=ALL, heads=ALL):
         """The part for some queries and keys: slices, or ascending arrays, of local indices.
 
-        i and j keep their meaning, which is global: a shard, a cache, a suffix (Sq != Sk).
+        i and j keep their meaning, which is global: a shard, a cache, a suffix (Sq != Sk). An
+        interval mask is the same for all heads.
         """
         pairs = ((self.queries, _indexer(queries)), (self.keys, _indexer(keys)))
         queries, keys = (x._make(part[:, at][batch] for part in x) for x, at in pairs)
@@ -251,10 +252,6 @@ class Mask:
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, cache={}, **changes)
         return other
-
-    def heads(self, part):
-        """The mask of a slice of the heads: an interval mask is the same for all."""
-        return self
 
     def dense(self):
         """bool (B, 1, Sq, Sk): equation (1), the definition of every mask here."""
@@ -324,7 +321,7 @@ class Mask:
         return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
     def _boxes(self, batch, tile, join):
-        one = self.slice(ALL, ALL, [batch.start or 0])
+        one = self.slice(ALL, ALL, slice(batch.start or 0, (batch.start or 0) + 1))
         (rows, keys), (n, m) = one._edges(tile), self.shape[2:]
         if not n or not m:
             return
@@ -377,11 +374,9 @@ class DenseMask(Mask):
             raise ValueError("a dense mask has no positions: put the window into it, or use a Mask")
         return self
 
-    def slice(self, queries, keys, batch=ALL):
-        return DenseMask(self.bits[:, :, _indexer(queries)][..., _indexer(keys)][batch])
-
-    def heads(self, part):
-        return self if self.bits.shape[1] == 1 else DenseMask(self.bits[:, part])
+    def slice(self, queries, keys, batch=ALL, heads=ALL):
+        bits = self.bits[batch, heads if self.bits.shape[1] > 1 else ALL]
+        return DenseMask(bits[:, :, _indexer(queries)][..., _indexer(keys)])
 
     def dense(self):
         return self.bits
@@ -600,8 +595,7 @@ def _bias(visible, like):
     """The float mask that torch's CPU kernel takes (it refuses bool), or None."""
     if visible is None:
         return None
-    zeros = torch.zeros(visible.shape, dtype=like.dtype)
-    return zeros.masked_fill_(~visible, -math.inf)
+    return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, -math.inf)
 
 
 def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
@@ -610,8 +604,7 @@ def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
     if q_bHiD.device.type == "cuda":
         return aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, scale=scale)[:2]
     out_bHiD, lse_bHi = aten._scaled_dot_product_flash_attention_for_cpu(
-        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale
-    )
+        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale)  # fmt: skip
     if visible is not None:
         # NUMERICS: the kernel says 0 for the lse of a row that sees nothing. Pinned by
         # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
@@ -629,8 +622,7 @@ def _fused_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visibl
             *tensors[:5], lse_bHi.contiguous(), *lengths, 0.0, causal, seed, seed[0], scale=scale
         )
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale
-    )
+        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale)  # fmt: skip
 
 
 def _tiles(kernel, mask, q, k, *others):
@@ -656,7 +648,8 @@ def _tiles(kernel, mask, q, k, *others):
         for batch, queries, keys, kind in mask.regions(side, join):
             causal, visible, tile = kind == CAUSAL and kernel.backend == "fused", None, kernel
             if kind != FULL and not causal:
-                visible = mask.slice(queries, keys, [batch.start or 0]).dense().to(q.device)
+                one = slice(batch.start or 0, (batch.start or 0) + 1)
+                visible = mask.slice(queries, keys, one).dense().to(q.device)
                 if q.device.type == "cuda":  # flash takes no mask there
                     tile = dataclasses.replace(kernel, backend="math")
             yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile
@@ -891,9 +884,9 @@ class Route:
         """The mask of this rank's queries and heads against a block's keys; None: all keys."""
         if self.mask is not None and block not in self.parts:
             heads = self.mask.shape[1] // self.inner
-            mask = self.mask.heads(slice(self.a * heads, (self.a + 1) * heads))
+            heads = slice(self.a * heads, (self.a + 1) * heads)
             keys = ALL if block is None else self.blocks[block]
-            self.parts[block] = mask.slice(self.blocks[self.b], keys)
+            self.parts[block] = self.mask.slice(self.blocks[self.b], keys, heads=heads)
         return self.parts.get(block)
 
     def block_at(self, hop):
@@ -1130,7 +1123,8 @@ class _RingAttention(torch.autograd.Function):
         k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
         q, k, v = (swap(x, route) for x in (q, k, v))
         if method == "allgather":
-            out, lse = forward_tiles(q, *_gathered(k, v, route), route.part(), kernel)
+            kv = gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
+            out, lse = forward_tiles(q, *kv, route.part(), kernel)
             probe.look(1, "out", out)
         else:
             out, lse = ring_forward(q, k, v, route, kernel, probe)
@@ -1156,8 +1150,8 @@ class _RingAttention(torch.autograd.Function):
         dlse = swap(dlse[..., None], route)[..., 0] if return_lse else None
         dlse = dlse if return_lse and dlse.any() else None
         if method == "allgather":
-            saved = dout, q, *_gathered(k, v, route), out, lse, dlse
-            dq, *dkv = backward_tiles(*saved, route.part(), kernel)
+            kv = gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
+            dq, *dkv = backward_tiles(dout, q, *kv, out, lse, dlse, route.part(), kernel)
             probe.look(1, "dq, dk or dv", dq, *dkv)
             dk, dv = scatter_sum(torch.stack(dkv), 3, route.ring, route.layout)
         else:
@@ -1168,10 +1162,6 @@ class _RingAttention(torch.autograd.Function):
         # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
         dk, dv = (x.unflatten(1, (-1, repeat)).sum(2).to(q.dtype) for x in (dk, dv))
         return dq, dk, dv, None, None, None, None, None
-
-
-def _gathered(k, v, route):
-    return gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
 
 
 @not_compiled

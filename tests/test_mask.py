@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ring_attention as ra
-from ring_attention import CAUSAL, EMPTY, FULL, PARTIAL, DenseMask, Mask, indices
+from ring_attention import ALL, CAUSAL, EMPTY, FULL, PARTIAL, DenseMask, Mask, indices
 
 pytestmark = pytest.mark.quick
 
@@ -189,7 +189,7 @@ def test_a_dense_mask_may_differ_by_head():
     bits = torch.rand(2, 4, 9, 9, generator=torch.Generator().manual_seed(0)) > 0.5
     mask = DenseMask(bits)
     assert mask.shape == (2, 4, 9, 9) and torch.equal(mask.dense(), bits)
-    assert torch.equal(mask.heads(slice(1, 3)).dense(), bits[:, 1:3])
+    assert torch.equal(mask.slice(ALL, ALL, heads=slice(1, 3)).dense(), bits[:, 1:3])
     assert torch.equal(mask.slice([0, 4], slice(3)).dense(), bits[:, :, [0, 4]][..., :3])
 
 
