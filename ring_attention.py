@@ -245,7 +245,7 @@ class Mask:
         interval mask is the same for all heads.
         """
         pairs = ((self.queries, _indexer(queries)), (self.keys, _indexer(keys)))
-        queries, keys = (x._make(part[:, at][batch] for part in x) for x, at in pairs)
+        queries, keys = (x._make(part[batch, at] for part in x) for x, at in pairs)
         return self._copy(queries=queries, keys=keys)
 
     def _copy(self, **changes):
@@ -413,11 +413,12 @@ def _integers(x, name):
 
 
 def _indexer(index):
-    array = None if isinstance(index, slice) else np.asarray(index)
-    steps = np.asarray(index.step or 1) if array is None else np.diff(array)
-    if (steps < 1).any() or (array is not None and array.size and array.dtype.kind not in "iu"):
+    if isinstance(index, slice) and (index.step or 1) > 0:
+        return index
+    array = np.asarray(index)
+    if (array.size and array.dtype.kind not in "iu") or (np.diff(array) < 1).any():
         raise ValueError("a mask is sliced by slices or arrays of integers, both ascending")
-    return index if array is None else array.astype(np.int64)
+    return array.astype(np.int64)
 
 
 def _checked_window(window):
