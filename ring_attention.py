@@ -1022,6 +1022,11 @@ def _slots(length, world, layout):
 
 def gather(x, dim, ring, layout, length, /):
     """All-gather along dim: the whole, its tokens in order, on every rank."""
+    held = len(indices(length, ring.rank, ring.world, layout))
+    if x.shape[dim] != held:
+        raise ValueError(
+            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, "
+            f"but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
     if ring.world == 1:
         return x
     x = x.movedim(dim, 0)
@@ -1247,13 +1252,7 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
     That is the adjoint of a gather, right whatever ranks do with the whole; if all compute the same
     loss from it, `loss_scale` says the factor. Collective, forward and backward.
     """
-    ring = ring_of(group)
-    held = len(indices(length, ring.rank, ring.world, layout))
-    if x.shape[dim] != held:
-        raise ValueError(
-            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, "
-            f"but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
-    return x if ring.world == 1 else _Unshard.apply(x, dim % x.ndim, ring, layout, length)
+    return _Unshard.apply(x, dim % x.ndim, ring_of(group), layout, length)
 
 
 class _Unshard(torch.autograd.Function):
@@ -1277,8 +1276,7 @@ def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
     """
     ring = ring_of(group)
     index = indices(length, ring.rank, ring.world, layout).to(x.device)
-    whole = unshard(x.detach(), dim=dim, group=group, layout=layout, length=length)
-    return whole.index_copy(dim, index, x)
+    return gather(x.detach(), dim, ring, layout, length).index_copy(dim, index, x)
 
 
 def rings(world, ring_size):
