@@ -116,10 +116,8 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     """
     torch.set_num_threads(threads)
     if dist.is_initialized():
-        warnings.warn(
-            f"torch.distributed is on and is used as it is: timeout={timeout} has no effect",
-            stacklevel=2,
-        )
+        text = f"torch.distributed is on and is used as it is: timeout={timeout} has no effect"
+        warnings.warn(text, stacklevel=2)
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
     cuda = device != "cpu" and torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
@@ -166,9 +164,7 @@ class Stop:
         signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "seen", True))
 
     def agreed(self, device) -> bool:
-        flag = torch.tensor(float(self.seen), device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+        return summed([self.seen], device)[0] > 0
 
 
 @contextlib.contextmanager
@@ -181,17 +177,15 @@ def naming_lost_ranks(where, advice):
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or re.search(
-            r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error)
-        )
+        named = re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error))
+        lost = named or isinstance(error, dist.DistError)
         world = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
         if int(world) == 1 or not lost:
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
             f"{where()}: another rank is gone or silent for too long ({reason}); this rank leaves "
-            f"without saving; {advice}"
-        ) from error
+            f"without saving; {advice}") from error  # fmt: skip
 
 
 # 2. Plans ------------------------------------------------------------------------------------
@@ -234,7 +228,7 @@ class Plan:
         """From a string; ValueError says where it is wrong. `Allocation.parse` takes + and |."""
         reader = _Reader(text)
         plan = reader.plan()
-        reader.end()
+        reader.takes(r"\Z", "the end")
         return plan
 
     def __post_init__(self):
@@ -291,27 +285,24 @@ class Plan:
         if world is not None and world != self.world:
             raise ValueError(
                 f"{self} is for p * d * c * t = {self.world} ranks, but there are {world}; start "
-                f"{self.world}, or change the plan"
-            )
+                f"{self.world}, or change the plan")  # fmt: skip
         if microbatches is not None and self.pp > 1 and microbatches < self.pp:
             raise ValueError(
                 f"{microbatches} microbatches are fewer than the {self.pp} stages of {self}; cut "
-                f"the batch smaller"
-            )
+                f"the batch smaller")  # fmt: skip
         if config is None:
             return
         if not config.sparse_layers and (self.ep > 1 or self.etp > 1):
             raise ValueError(f"{self} spreads experts, but the model is dense; leave e and ffn out")
         heads, inner = config.num_attention_heads, config.moe_intermediate_size
-        wants = [
+        for letter, degree, what, size in (
             ("t", self.tp, "query heads", heads),
             ("t", self.tp, "key heads", config.num_key_value_heads),
             ("t", self.tp, "rows of intermediate_size", config.intermediate_size),
             ("t * c", self.tp * self.cp if ulysses else 1, "query heads (ulysses)", heads),
             ("e", self.ep, "experts", config.num_experts if self.ep > 1 else 0),
             ("ffn's t", self.etp, "rows of moe_intermediate_size", inner if self.etp > 1 else 0),
-        ]
-        for letter, degree, what, size in wants:
+        ):
             if size % degree:
                 raise ValueError(f"plan {self}: {letter} = {degree} must divide the {size} {what}")
         layers = config.num_hidden_layers
@@ -330,15 +321,10 @@ class Plan:
 
     def __str__(self):
         """The shortest string that parses to this plan again."""
-
-        def dims(**degrees):
-            return "".join(f"{k}{n}" for k, n in degrees.items() if n > 1) or "d1"
-
-        attention = dict(p=self.pp, d=self.dp, t=self.tp, c=self.cp)
-        if self.etp == 1:
-            text = dims(**attention, e=self.ep)
-        else:
-            text = f"(attn:{dims(**attention)}|ffn:{dims(p=self.pp, e=self.ep, t=self.etp)})"
+        text = f"p{self.pp}d{self.dp}t{self.tp}c{self.cp}"
+        apart = f"(attn:{text}|ffn:p{self.pp}e{self.ep}t{self.etp})"
+        text = apart if self.etp > 1 else f"{text}e{self.ep}"
+        text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"
         name = f"[{self.name}]" if self.name else ""
         return f"{self.backend}{name}:{text}" if self.backend else text
 
@@ -356,15 +342,15 @@ class Allocation:
     @classmethod
     def parse(cls, text: str) -> "Allocation":
         reader, groups = _Reader(text), []
-        while not groups or reader.takes("+"):
+        while not groups or reader.takes(r"\+"):
             plans = [reader.plan()]
-            while reader.takes("|"):
+            while reader.takes(r"\|"):
                 plans.append(reader.plan())
             if len({plan.world for plan in plans}) > 1:
                 worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
                 raise ValueError(f"plans on the same devices need one world: {worlds}")
             groups.append(tuple(plans))
-        reader.end()
+        reader.takes(r"\Z", "the end")
         return cls(tuple(groups))
 
     @property
@@ -393,65 +379,51 @@ class _Reader:
         where = f"plan {self.text!r}, position {self.at}"
         raise ValueError(f"{where}: expected {expected}; came {came}")
 
-    def match(self, pattern):
+    def takes(self, pattern, expected=None):
+        """Read past what matches here; where nothing does None, or ValueError if it is needed."""
         found = re.compile(pattern).match(self.text, self.at)
         if found:
             self.at = found.end()
+        elif expected:
+            self.fail(expected)
         return found
 
-    def takes(self, symbol):
-        return self.match(re.escape(symbol)) is not None
-
-    def needs(self, symbol):
-        if not self.takes(symbol):
-            self.fail(repr(symbol))
-
-    def end(self):
-        if self.at < len(self.text):
-            self.fail("the end")
-
     def plan(self):
-        backend, name = None, None
-        if not re.compile("attn:|ffn:").match(self.text, self.at) and (
-            found := self.match(r"([a-z]+)(?:\[(\w+)\])?:")
-        ):
+        backend = name = None
+        if found := self.takes(r"(?!attn:|ffn:)([a-z]+)(?:\[(\w+)\])?:"):
             backend, name = found.groups()
             if backend not in BACKENDS:
                 raise ValueError(f"plan {self.text!r}: backend {backend!r} is none of {BACKENDS}")
-        open_paren = self.takes("(")
-        if open_paren or re.compile("attn:").match(self.text, self.at):
-            degrees = self.hybrid()
-        else:
-            degrees = self.dims("dtpce")
-        if open_paren:
-            self.needs(")")
+        paren = self.takes(r"\(")
+        hybrid = paren or self.text.startswith("attn:", self.at)
+        degrees = self.hybrid() if hybrid else self.dims("dtpce")
+        if paren:
+            self.takes(r"\)", "')'")
         names = dict(d="dp", c="cp", t="tp", p="pp", e="ep", etp="etp")
         return Plan(**{names[k]: n for k, n in degrees.items()}, backend=backend, name=name)
 
     def hybrid(self):
-        self.needs("attn:")
+        self.takes("attn:", "'attn:'")
         attention = self.dims("dtpc")
-        self.needs("|")
-        self.needs("ffn:")
+        self.takes(r"\|", "'|'")
+        self.takes("ffn:", "'ffn:'")
         experts = self.dims("detp")
         stages = attention.get("p", 1)
         if experts.get("p", stages) != stages:
             raise ValueError(
                 f"plan {self.text!r}: attn has p{stages}, ffn p{experts['p']}; they must agree, or "
-                f"leave ffn's p out"
-            )
+                f"leave ffn's p out")  # fmt: skip
         e, etp = experts.get("e", 1), experts.get("t", 1)
         ranks = math.prod(attention.get(k, 1) for k in "dtc")
         if "d" in experts and experts["d"] * e * etp != ranks:
             raise ValueError(
-                f"plan {self.text!r}: attn has d * t * c = {ranks} ranks a stage, ffn "
-                f"d * e * t = {experts['d'] * e * etp}; they must agree, or leave ffn's d out"
-            )
+                f"plan {self.text!r}: attn has d * t * c = {ranks} ranks a stage, ffn d * e * t = "
+                f"{experts['d'] * e * etp}; they must agree, or leave ffn's d out")  # fmt: skip
         return attention | {"e": e, "etp": etp}
 
     def dims(self, letters):
         degrees = {}
-        while found := self.match(r"([a-z])([1-9][0-9]*)(?![0-9])"):
+        while found := self.takes(r"([a-z])([1-9][0-9]*)(?![0-9])"):
             letter, number = found.groups()
             if letter not in letters or letter in degrees:
                 self.at = found.start()
