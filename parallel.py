@@ -63,6 +63,7 @@ import copy
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import math
 import os
@@ -82,27 +83,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import torch.utils.checkpoint as ckpt
+from torch.distributed import fsdp, pipelining
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from torch.utils.flop_counter import FlopCounterMode
 
 # 1. Joining, agreeing, leaving ---------------------------------------------------------------
@@ -444,7 +430,7 @@ class _Reader:
 # and an all-gather, and each is moved to its side: f = gather forward, scatter the sum backward.
 
 
-def _whole(x, group):
+def _whole(x, group):  # of the tokens, dimension 1, as in the next
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group)
     return torch.cat(parts, 1)
@@ -472,7 +458,7 @@ def _same(x, group):
 
 
 class _Move(torch.autograd.Function):
-    """One way forward, another backward; both of (x, group), along dimension 1, the tokens."""
+    """One way forward, another backward; both of (x, group)."""
 
     @staticmethod
     def forward(ctx, x, group, forward, backward):
@@ -495,20 +481,11 @@ def add_terms(x, group):
     return _Move.apply(x, group, _sum, _same)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it; back again backward."""
-
-    @staticmethod
-    def forward(ctx, x_NM, group, gives, takes):
-        ctx.rest = group, gives, takes
-        out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
-        dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
-        return out_nM
-
-    @staticmethod
-    def backward(ctx, dout_nM):
-        group, gives, takes = ctx.rest
-        return _AllToAll.apply(dout_nM, group, takes, gives), None, None, None
+def _exchange(x_NM, group, gives, takes):
+    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it."""
+    out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
+    dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
+    return out_nM
 
 
 def dispatch_experts(x_NM, counts_E, experts, group, /):
@@ -524,13 +501,15 @@ def dispatch_experts(x_NM, counts_E, experts, group, /):
     arriving_WE = torch.empty_like(counts_WE)
     dist.all_to_all_single(arriving_WE, counts_WE.contiguous(), group=group)
     gives, takes = (c.sum(1).tolist() for c in (counts_WE, arriving_WE))
-    rows_nM = _AllToAll.apply(x_NM, group, gives, takes)
+    there = functools.partial(_exchange, gives=gives, takes=takes)
+    back = functools.partial(_exchange, gives=takes, takes=gives)
+    rows_nM = _Move.apply(x_NM, group, there, back)
     # they come by rank, then expert: sort by expert, and back
     kind_n = torch.arange(arriving_WE.shape[1], device=x_NM.device).repeat(world)
     order_n = kind_n.repeat_interleave(arriving_WE.flatten()).argsort(stable=True)
     out_nM = experts(rows_nM.index_select(0, order_n), arriving_WE.sum(0))
     out_nM = out_nM.index_select(0, order_n.argsort())
-    return _AllToAll.apply(out_nM, group, takes, gives)
+    return _Move.apply(out_nM, group, back, there)
 
 
 # 4. Plans applied to a model -----------------------------------------------------------------
@@ -555,10 +534,8 @@ class Grid(NamedTuple):
         if plan.dp % shard:
             raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
         shape = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
-        meshes = (
-            init_device_mesh(device_type, (*sizes.values(),), mesh_dim_names=(*sizes,))
-            for sizes in (shape, plan.shapes[1])
-        )
+        both = shape, plan.shapes[1]
+        meshes = [init_device_mesh(device_type, (*x.values(),), mesh_dim_names=(*x,)) for x in both]
         ranks = np.arange(plan.world).reshape(plan.pp, plan.dp, -1).swapaxes(0, 1)
         lists = [plan.groups("cp"), plan.groups("fsdp"), ranks.reshape(plan.dp, -1).tolist()]
         if plan.pp > 1:
@@ -569,8 +546,7 @@ class Grid(NamedTuple):
     @property
     def dp_rank(self) -> int:
         """Which of the dp shares of the batch is this rank's."""
-        shape = [*self.plan.shapes[0].values()]  # (pp, dp, cp, tp)
-        return int(np.unravel_index(dist.get_rank(), shape)[1])
+        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
 
 
 def _place(module, name, mesh, placements, terms=False):
@@ -681,8 +657,7 @@ def _vocabulary_parallel(model, mesh, sequence):
             S = tokens_BS.shape[1]
             raise ValueError(
                 f"{S} tokens a sequence must divide by t = {world} where tokens are shared out; "
-                f"pad to {-(-S // world) * world}"
-            )
+                f"pad to {-(-S // world) * world}")  # fmt: skip
         local_BS = tokens_BS - first
         own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
         x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight)
@@ -699,19 +674,21 @@ def _vocabulary_parallel(model, mesh, sequence):
         embedding.forward = embed
 
 
+def experts_of(model) -> list:
+    """The modules that hold all experts of a layer."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
 def expert_parallel(model, mesh) -> None:
     """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
     placements = dict(gate_proj=(Shard(0), Shard(1)), up_proj=(Shard(0), Shard(1)),
                       down_proj=(Shard(0), Shard(2)))  # fmt: skip
     group = mesh["ep"].get_group()
-    sparse = (layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts"))
-    for experts in (mlp.experts for mlp in sparse):
+    for experts in experts_of(model):
         _split(experts, mesh["ep", "etp"], **placements)
         if mesh["ep"].size() > 1:
-            here = experts.forward
-            experts.forward = lambda x_NM, counts_E, here=here: dispatch_experts(
-                x_NM, counts_E, here, group
-            )
+            run = experts.forward
+            experts.forward = lambda x, counts, run=run: dispatch_experts(x, counts, run, group)
 
 
 class Micro(NamedTuple):
@@ -722,11 +699,9 @@ class Micro(NamedTuple):
     attention: object = None  # None: the model's
 
 
-SCHEDULES = {
-    "1f1b": (Schedule1F1B, 1),
-    "interleaved1f1b": (ScheduleInterleaved1F1B, 2),
-    "zbv": (ScheduleZBVZeroBubble, 2),
-}
+SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
+             "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
+             "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
 
 
 def stage_part(model, stage, stages):
@@ -735,23 +710,20 @@ def stage_part(model, stage, stages):
     Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
     and, as the head, in the last.
     """
-    first, last = stage == 0, stage == stages - 1
-    kept = np.array_split(np.arange(len(model.model.layers)), stages)[stage].tolist()
-    part = copy.copy(model)
-    part._modules, part.model = dict(model._modules), copy.copy(model.model)
-    part.model._modules = dict(model.model._modules)
-    layers = torch.nn.ModuleList()
-    layers._modules.update({str(n): model.model.layers[n] for n in kept})
-    part.model.layers = layers
+    first, last, tied = stage == 0, stage == stages - 1, model.config.tie_word_embeddings
+    kept = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
+    others = [layer for n, layer in enumerate(model.model.layers) if n not in kept]
+    if not last:
+        others += [model.model.norm, *(getattr(model, name, None) for name in ("lm_head", "score"))]
+    if not (first or last and tied):
+        others.append(model.model.embed_tokens)
+    # what other stages have is not copied, nor is attention, which may hold a process group
+    instead = {id(module): None for module in others} | {id(model.attention): model.attention}
+    part = copy.deepcopy(model, instead)
+    for module in (part, part.model, part.model.layers):
+        module._modules = {name: m for name, m in module._modules.items() if m is not None}
     if not last:
         part.model.norm = torch.nn.Identity()
-        for name in {"lm_head", "score"} & part._modules.keys():
-            del part._modules[name]
-    if not first and not (last and model.config.tie_word_embeddings):
-        del part.model._modules["embed_tokens"]
-    attention, part.attention = part.attention, None  # it may hold a process group
-    part = copy.deepcopy(part)
-    part.attention = attention
     return part
 
 
@@ -760,8 +732,7 @@ class _Stage(torch.nn.Module):
 
     def __init__(self, part, pipeline):
         super().__init__()
-        self.part = part
-        self.micros = pipeline.micros
+        self.part, self.micros = part, pipeline.micros
 
     def forward(self, x, index):
         tokens, positions, attention = self.micros[int(index)]
@@ -783,6 +754,8 @@ class Pipeline:
 
     def __init__(self, model, grid, schedule):
         self.grid, self.micros, self.runs, self.loss_fn = grid, [], {}, None
+        like = next(model.parameters())
+        self.like = dict(dtype=like.dtype, device=like.device)  # the states between stages
         self.schedule, per_rank = SCHEDULES[schedule]
         p, rank = grid.plan.pp, grid.dense["pp"].get_local_rank()
         self.stages, self.config = p * per_rank, model.config
@@ -793,8 +766,7 @@ class Pipeline:
         if self.stages > model.config.num_hidden_layers:
             raise ValueError(
                 f"{schedule} cuts {self.stages} stages, but the model has "
-                f"{model.config.num_hidden_layers} layers"
-            )
+                f"{model.config.num_hidden_layers} layers")  # fmt: skip
         self.parts = {stage: stage_part(model, stage, self.stages) for stage in mine}
         self.split_tie = model.config.tie_word_embeddings and schedule != "zbv"
         if model.config.tie_word_embeddings and schedule == "zbv" and rank == 0:
@@ -806,45 +778,25 @@ class Pipeline:
         return self.parts.get(self.stages - 1)
 
     def named_parameters(self):
-        seen = {}
-        for part in self.parts.values():
-            seen |= dict(part.named_parameters())
-        return iter(seen.items())
+        named = (pair for part in self.parts.values() for pair in part.named_parameters())
+        return iter(dict(named).items())
 
     def parameters(self):
         return (p for _, p in self.named_parameters())
 
-    def _run(self, micros):
-        """The schedule for microbatches of this shape, and the index of each."""
-        shape = tuple(micros[0].tokens.shape)
-        if any(tuple(micro.tokens.shape) != shape for micro in micros):
-            raise ValueError("microbatches of a step must have one shape; pad them to the longest")
-        p, n, t = self.grid.plan.pp, len(micros), self.grid.plan.tp
-        if self.sequence and shape[1] % t:
-            raise ValueError(f"{shape[1]} tokens a sequence must divide by t = {t}; pad them")
-        self.grid.plan.require_fits(microbatches=n)
-        if self.stages > p and n % p:
-            raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
-        if (shape, n) not in self.runs:
-            self.runs[shape, n] = self._schedule(shape, n)
-        self.micros[:] = micros
-        return self.runs[shape, n], torch.arange(n, device=self._like()["device"])
-
     def _schedule(self, shape, n):
-        states = torch.empty(self._between(shape), **self._like(), requires_grad=True)
-        whole = torch.empty(*shape, states.shape[2], **self._like(), requires_grad=True)
+        states = torch.empty(self._between(shape), **self.like, requires_grad=True)
+        whole = torch.empty(*shape, states.shape[2], **self.like, requires_grad=True)
         stages, group = [], self.grid.dense["pp"].get_group()
         for stage, part in self.parts.items():
-            stages.append(PipelineStage(
+            stages.append(pipelining.PipelineStage(
                 _Stage(part, self), stage, self.stages, states.device,
                 input_args=states.new_zeros(1, dtype=torch.int64) if stage == 0 else states,
                 output_args=whole if part is self.last else states, group=group,
             ))  # fmt: skip
         given = stages if self.stages > self.grid.plan.pp else stages[0]
-        return self.schedule(given, n, loss_fn=self._loss, scale_grads=False)
-
-    def _loss(self, hidden, index):
-        return self.loss_fn(int(index), hidden)
+        loss_fn = lambda hidden, index: self.loss_fn(int(index), hidden)  # noqa: E731
+        return self.schedule(given, n, loss_fn=loss_fn, scale_grads=False)
 
     def forward_backward(self, micros, loss_fn) -> list:
         """Gradients of the sum of loss_fn(k, hidden of microbatch k); the losses where `last` is.
@@ -852,11 +804,21 @@ class Pipeline:
         All ranks of the plan call it with microbatches of the same number and shape, each padded to
         the longest; `loss_fn` runs on the last stage, where `last.logprobs` is.
         """
-        schedule, index = self._run(micros)
-        self.loss_fn, losses = loss_fn, []
+        shape, n, plan = tuple(micros[0].tokens.shape), len(micros), self.grid.plan
+        if any(tuple(micro.tokens.shape) != shape for micro in micros):
+            raise ValueError("microbatches of a step must have one shape; pad them to the longest")
+        if self.sequence and shape[1] % plan.tp:
+            raise ValueError(f"{shape[1]} tokens a sequence must divide by t = {plan.tp}; pad them")
+        plan.require_fits(microbatches=n)
+        if self.stages > plan.pp and n % plan.pp:
+            raise ValueError(f"{n} microbatches must divide by the {plan.pp} ranks of the pipeline")
+        if (shape, n) not in self.runs:
+            self.runs[shape, n] = self._schedule(shape, n)
+        self.micros[:], self.loss_fn, losses = micros, loss_fn, []
+        index = torch.arange(n, device=self.like["device"])
         first = (index,) if 0 in self.parts else ()
         options = dict(target=index, losses=losses) if self.last is not None else {}
-        schedule.step(*first, index=index, return_outputs=False, **options)
+        self.runs[shape, n].step(*first, index=index, return_outputs=False, **options)
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
@@ -872,7 +834,7 @@ class Pipeline:
             x = tokens
             for stage, part in sorted(self.parts.items()):
                 if stage and at[stage - 1] != dist.get_rank():
-                    x = torch.empty(*self._between(tokens.shape), **self._like())
+                    x = torch.empty(*self._between(tokens.shape), **self.like)
                     dist.recv(x, at[stage - 1], group=group)
                 x = part.hidden(x, positions=positions, attention=attention)
                 if part is not self.last and at[stage + 1] != dist.get_rank():
@@ -880,18 +842,13 @@ class Pipeline:
             out.append(x)
         return out if self.last is not None else None
 
-    def _like(self):
-        p = next(self.parameters())
-        return dict(dtype=p.dtype, device=p.device)
-
     def _between(self, shape):
         """Of the states between stages, for tokens of a shape."""
         t = self.grid.plan.tp if self.sequence else 1
         return shape[0], shape[1] // t, self.config.hidden_size
 
 
-# Products, and what costs a message, are kept by "op"; norms, activations, rotations are computed
-# again.
+# What "op" keeps: products, and what costs a message; norms, activations, rotations come again.
 KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention"}  # fmt: skip
@@ -907,40 +864,34 @@ def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
 
     def policy(context, op, *args, **options):
         kept = op._overloadpacket.__name__ in KEPT
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return ckpt.CheckpointPolicy.MUST_SAVE if kept else ckpt.CheckpointPolicy.PREFER_RECOMPUTE
 
-    def wrap(n, layer):
-        run = layer.forward
-        options = dict(use_reentrant=False)
-        if ac == "op":
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
-
-        def counted(*args):
-            if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
+    def counted(n, run, *args):
+        if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
+            return run(*args)
+        counter = FlopCounterMode(display=False)
+        try:  # torch leaves by an exception once it has all that the backward needs
+            with counter:
                 return run(*args)
-            counter = FlopCounterMode(display=False)
-            try:  # torch leaves by an exception once it has all that the backward needs
-                with counter:
-                    return run(*args)
-            finally:
-                by_op = counter.get_flop_counts()["Global"].items()
-                again = sum(n for op, n in by_op if ac != "op" or op.__name__ not in KEPT)
-                print(f"layer {n}: {again} FLOPs again", flush=True)
+        finally:
+            by_op = counter.get_flop_counts()["Global"].items()
+            again = sum(flops for op, flops in by_op if ac != "op" or op.__name__ not in KEPT)
+            print(f"layer {n}: {again} FLOPs again", flush=True)
 
-        layer.forward = lambda *args: checkpoint(counted if debug else run, *args, **options)
-
+    options = dict(use_reentrant=False)
+    if ac == "op":
+        options["context_fn"] = functools.partial(ckpt.create_selective_checkpoint_contexts, policy)
     for n, layer in enumerate(layers):
         if ac != "layers" or n % every == 0:
-            wrap(n, layer)
+            run = functools.partial(counted, n, layer.forward) if debug else layer.forward
+            layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
 
 
 AC = "none", "full", "layers", "op", "memory_budget"
 MODES = "ddp", "fsdp", "zero1"
 
 
-def _refuse(
-    plan, config, grid, *, attention, mode, sequence, schedule, ac, compile, offload
-):  # fmt: skip
+def _refuse(plan, config, grid, *, attention, mode, sequence, schedule, ac, compile, offload):
     """ValueError for what cannot be, from what every rank has, before the first message."""
     given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
     for name, value, known in given:
@@ -952,9 +903,8 @@ def _refuse(
     uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
     if uneven and mode != "ddp":
         raise ValueError(
-            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly, and "
-            f'torch cannot save such parts sharded again over d c > 2; pad it, or use mode="ddp"'
-        )
+            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly, and torch cannot "
+            f'save such parts sharded again over d c > 2; pad it, or use mode="ddp"')  # fmt: skip
     if offload and mode != "fsdp":
         raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
     if ac == "memory_budget" and not compile:
@@ -964,14 +914,11 @@ def _refuse(
     if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
         raise ValueError(
             "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
-            'follow; use schedule="1f1b" or mode="zero1"'
-        )
-    sparse = bool(config.sparse_layers)
-    if sparse and plan.tp > 1 and not sequence and plan.etp == 1:
+            'follow; use schedule="1f1b" or mode="zero1"')  # fmt: skip
+    if config.sparse_layers and plan.tp > 1 and not sequence and plan.etp == 1:
         raise ValueError(
             f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
-            f"the experts; use ffn's t = {plan.tp}"
-        )
+            f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
 
 
 def parallelize(
@@ -994,8 +941,7 @@ def parallelize(
     """
     _refuse(
         plan, model.config, device_mesh, attention=attention, mode=mode, sequence=sequence,
-        schedule=schedule, ac=ac, compile=compile, offload=offload,
-    )  # fmt: skip
+        schedule=schedule, ac=ac, compile=compile, offload=offload)  # fmt: skip
     if attention is not None:
         model.attention = attention
     whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
@@ -1027,35 +973,31 @@ def shard(model, *, offload=False) -> None:
     Experts are a part of their own: other ranks hold copies of them than of the rest. offload:
     shards, their gradients and so the optimiser live on the CPU.
     """
-    options = {}
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    grid = getattr(model, "grid", None)
-    parts = [(module, None) for module in (*model.model.layers, model)]
+    cuda = torch.cuda.is_available()
+    policy = fsdp.CPUOffloadPolicy(pin_memory=cuda) if offload else fsdp.OffloadPolicy()
+    grid, mesh, parts = getattr(model, "grid", None), None, []
     if grid is not None:
-        names = ("replicate", "fsdp") if grid.dense["replicate"].size() > 1 else ("fsdp",)
-        parts = [(module, grid.dense[names]) for module, _ in parts]
-        experts = [m for name, m in model.named_modules() if name.endswith("mlp.experts")]
-        parts = [(module, grid.experts["expert-dp"]) for module in experts] + parts
-    for module, mesh in parts:
-        fully_shard(module, mesh=mesh, **options)
+        mesh = grid.dense[("replicate", "fsdp") if grid.dense["replicate"].size() > 1 else "fsdp"]
+        parts = [(module, grid.experts["expert-dp"]) for module in experts_of(model)]
+    for module, over in parts + [(module, mesh) for module in (*model.model.layers, model)]:
+        fsdp.fully_shard(module, mesh=over, offload_policy=policy)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
         # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "hidden")
+    fsdp.register_fsdp_forward_method(model, "hidden")
 
 
 def sharded(model) -> bool:
     """Not read off the parameters: between forward and backward the root's are whole."""
-    return getattr(model, "mode", None) == "fsdp" or isinstance(model, FSDPModule)
+    return getattr(model, "mode", None) == "fsdp" or isinstance(model, fsdp.FSDPModule)
 
 
 def reshard(model) -> None:
     """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
     for part in model.parts.values() if isinstance(model, Pipeline) else [model]:
-        if isinstance(part, FSDPModule):
+        if isinstance(part, fsdp.FSDPModule):
             part.reshard()
 
 
@@ -1068,6 +1010,13 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def holders(grid, name):
+    """The ranks with the same part of a parameter and other tokens; without a plan all, None."""
+    if grid is None:
+        return None
+    return grid.experts["expert-dp"].get_group() if ".mlp.experts." in name else grid.data
+
+
 def reduce_gradients(model) -> int:
     """(1) in place; a rank without a gradient adds zeros. FSDP has done it in backward.
 
@@ -1076,7 +1025,7 @@ def reduce_gradients(model) -> int:
     """
     reshard(model)  # else the gradients of the root's shards are out of sight
     suspect, backwards = -1, list(model.named_parameters())[::-1]
-    grid, whole = getattr(model, "grid", None), {"rest": [], "experts": []}
+    grid, by_group = getattr(model, "grid", None), {}
     for n, (name, p) in enumerate(backwards):
         if not p.requires_grad:
             continue
@@ -1090,21 +1039,15 @@ def reduce_gradients(model) -> int:
             total = local(p.grad)
             dist.all_reduce(total, group=p.device_mesh.get_group())
             p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
-        whole["experts" if ".mlp.experts." in name else "rest"].append(local(p.grad))
-    if getattr(model, "split_tie", False) and grid.ends is not None:
-        # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient. Ranks
-        # of stages between them are in no such group. Pinned by
-        # tests/test_parallel.py::test_every_plan_is_one_process.
-        tied = dict(backwards)[TIED]
-        if tied.requires_grad:
-            dist.all_reduce(local(tied.grad), group=grid.ends)
+        if name == TIED and getattr(model, "split_tie", False):
+            # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient.
+            # Stages between them do not. Pinned by
+            # tests/test_parallel.py::test_every_plan_is_one_process.
+            dist.all_reduce(local(p.grad), group=grid.ends)
+        by_group.setdefault(holders(grid, name), []).append(local(p.grad))
     if sharded(model) or dist.get_world_size() == 1:
         return suspect
-    for kind, grads in whole.items():
-        group = None
-        if grid is not None:
-            expert = grid.experts["expert-dp"].get_group()
-            group = expert if kind == "experts" else grid.data
+    for group, grads in by_group.items():
         for n in range(0, len(grads) * (dist.get_world_size(group) > 1), 64):  # 64 a message
             some = grads[n : n + 64]
             flat = torch.cat([g.reshape(-1) for g in some])
@@ -1127,27 +1070,26 @@ def clip_grad_norm(model, max_norm: float):
 
     Gradients of a norm that is not finite are left alone.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    parameters, grid = [p for _, p in named], getattr(model, "grid", None)
+    grid, named = getattr(model, "grid", None), dict(model.named_parameters())
+    named = {name: p for name, p in named.items() if p.grad is not None}
     if grid is None:
-        norm = full(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
+        norm = full(torch.nn.utils.get_total_norm([p.grad for p in named.values()]))
     else:
         # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
         # counts every distinct entry once, and gives all ranks the same bits. Pinned by
         # tests/test_parallel.py::test_every_plan_is_one_process.
         ranks, tied = grid.plan.world // grid.plan.pp, TIED * getattr(model, "split_tie", False)
-        squares = [
-            torch.linalg.vector_norm(local(p.grad), dtype=torch.float64).square()
-            / (copies(p, ranks) * (1 + (name == tied)))
-            for name, p in named
-        ]
+        squares = []
+        for name, p in named.items():
+            norm = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64)
+            squares.append(norm.square() / (copies(p, ranks) * (1 + (name == tied))))
         norm = torch.stack(squares).sum()
         dist.all_reduce(norm)
         norm = norm.sqrt()
     # NUMERICS: torch's own clip divides by norm + 1e-6; (3) does not.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
     if norm.isfinite() and norm > max_norm:
-        for p in parameters:
+        for p in named.values():
             local(p.grad).mul_(max_norm / norm.item())
     return norm
 
@@ -1171,22 +1113,20 @@ def copy_weights(source, target) -> None:
     pipeline = isinstance(source, Pipeline)
     if held.keys() - wanted.keys() or not pipeline and wanted.keys() - held.keys():
         raise ValueError(f"models differ: {sorted(held.keys() ^ wanted.keys())}")
-    owners = {name: None for name in wanted}
+    senders, group = {}, None
     if pipeline:
         group = source.grid.dense["pp"].get_group()
         found = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, sorted(held), group=group)
         for stage in reversed(range(len(found))):
-            owners |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
+            senders |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
     for name, q in wanted.items():
-        if owners[name] is None:
-            q.copy_(full(held[name]))
-            continue
-        # COMM: stages gather what they hold in one order, then its first holder sends the whole.
-        # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        whole = full(held[name]).contiguous() if name in held else torch.empty_like(q)
-        whole = whole.to(q.dtype)
-        dist.broadcast(whole, src=owners[name], group=group)
+        whole = full(held[name]) if name in held else torch.empty_like(q)
+        if name in senders:
+            # COMM: stages gather what they hold in one order, then its first holder sends the
+            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            whole = whole.contiguous().to(q.dtype)
+            dist.broadcast(whole, src=senders[name], group=group)
         q.copy_(whole)
 
 
@@ -1203,23 +1143,18 @@ def lr_factor(
         nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
         zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
     """
-    falls = {
-        "constant": lambda d: 1.0,
-        "linear": lambda d: 1 - d,
-        "sqrt": lambda d: 1 - math.sqrt(d),
-        "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2,
-    }
+    falls = {"constant": lambda d: 1.0, "linear": lambda d: 1 - d,
+             "sqrt": lambda d: 1 - math.sqrt(d),
+             "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2}  # fmt: skip
     if decay not in falls or first_step not in ("nonzero", "zero"):
         raise ValueError(
             f'decay must be one of {", ".join(falls)} and first_step "nonzero" or "zero"; came '
-            f"{decay!r} and {first_step!r}"
-        )
+            f"{decay!r} and {first_step!r}")  # fmt: skip
     decay_steps = total - warmup if decay_steps is None else decay_steps
     if not (0 <= warmup <= total and 0 <= decay_steps <= total - warmup and 0 <= min_ratio <= 1):
         raise ValueError(
             f"warm-up {warmup} and decay {decay_steps} must fit into {total} steps, and min_ratio "
-            f"{min_ratio} between 0 and 1"
-        )
+            f"{min_ratio} between 0 and 1")  # fmt: skip
     if step < warmup:
         return (step + (first_step == "nonzero")) / warmup
     done = max(0, step - (total - decay_steps)) / max(decay_steps, 1)
@@ -1241,26 +1176,12 @@ class LocalOptimizer:
             part = self._part(name, local(p.detach()))
             self.mine[name] = torch.nn.Parameter(part, requires_grad=p.requires_grad)
         self.inner = make([*self.mine.values()])
-
-    @property
-    def param_groups(self):
-        return self.inner.param_groups
-
-    @property
-    def state(self):
-        return self.inner.state
-
-    def _mesh(self, name):
-        """The mesh along which a parameter's copies lie, and their ranks' group."""
-        grid = self.model.grid
-        if ".mlp.experts." in name:
-            return grid.experts["expert-dp"], grid.experts["expert-dp"].get_group()
-        return grid.dense["fsdp"], grid.data
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _part(self, name, x):
         if not self.zero:
             return x
-        _, group = self._mesh(name)
+        group = holders(self.model.grid, name)
         parts, rank = x.chunk(dist.get_world_size(group)), dist.get_rank(group)
         return parts[rank] if rank < len(parts) else x[:0]
 
@@ -1273,7 +1194,7 @@ class LocalOptimizer:
             part.grad = None if grad is None else self._part(name, local(grad))
         self.inner.step()
         for name, p in named.items() if self.zero else ():
-            _, group = self._mesh(name)
+            group = holders(self.model.grid, name)
             whole = local(p.detach())
             # COMM: rows are padded to equal stretches, so all send alike, also one without a row.
             # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
@@ -1292,44 +1213,39 @@ class LocalOptimizer:
 
     def states(self, name, p) -> dict:
         """The state of a parameter, sharded as it is, as DTensors that share its memory."""
-        part = self.mine[name]
-        state = self.inner.state[part]
-        if not state:  # AdamW's, before its first step
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(part) for _ in range(2))
+        state = adamw_state(self.state, self.mine[name])
         return {key: self._sharded(name, p, x) if x.dim() else x for key, x in state.items()}
 
     def _sharded(self, name, p, x):
         mesh, placements = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ())
         if self.zero:
-            along, _ = self._mesh(name)
-            grid = self.model.grid
-            root = grid.experts if ".mlp.experts." in name else grid.dense
-            names = along.mesh_dim_names + (mesh.mesh_dim_names if mesh is not None else ())
+            names, grid = mesh.mesh_dim_names if mesh is not None else (), self.model.grid
             # Rows were split by the mesh first, and then along the copies: the other way round than
             # the order of the dimensions says.
             factor = math.prod(mesh.size(n) for n, s in enumerate(placements) if s == Shard(0))
             first = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
-            mesh, placements = root[names], (first, *placements)
+            placements, expert = (first, *placements), ".mlp.experts." in name
+            mesh = grid.experts["expert-dp", *names] if expert else grid.dense["fsdp", *names]
         if mesh is None:
             return x
-        return DTensor.from_local(
-            x, mesh, placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        whole = dict(shape=p.shape, stride=p.stride())
+        return DTensor.from_local(x, mesh, placements, run_check=False, **whole)
+
+
+def adamw_state(states, p) -> dict:
+    """AdamW's state of a parameter, made as before its first step if it is absent."""
+    if not states[p]:
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        states[p] |= dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    return states[p]
 
 
 def training_tensors(model, optimizer) -> dict:
     """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
     reshard(model)
-    tensors = {}
+    tensors, own = {}, isinstance(optimizer, LocalOptimizer)
     for name, p in model.named_parameters():
-        if isinstance(optimizer, LocalOptimizer):
-            state = optimizer.states(name, p)
-        else:
-            state = optimizer.state[p]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state = optimizer.states(name, p) if own else adamw_state(optimizer.state, p)
         tensors[f"model.{name}"] = p.detach()
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
     return tensors
@@ -1416,8 +1332,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath"},
         "torch.distributed.checkpoint.metadata": {
             "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
-            "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        },
+            "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
     }  # fmt: skip
 
     def find_class(self, module, name):
@@ -1442,7 +1357,6 @@ def read_checkpoint(path, tensors) -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
     returns its JSON state. Rank 0 reads the table of contents first, so that a bad one is refused
     by all."""
-
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = [mine] * dist.get_world_size()
     dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
@@ -1456,8 +1370,7 @@ def read_checkpoint(path, tensors) -> dict:
             if saved.get(name) != wanted.get(name):
                 raise ValueError(
                     f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
-                    f"there and {wanted.get(name, 'absent')} here"
-                )
+                    f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
         return state
 
     state = agree(inspect)
@@ -1473,9 +1386,8 @@ def checkpoints(directory):
 def superseded(directory, step, keep):
     """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
     ones, which a resume from here has found damaged."""
-    own = Path(directory) / f"step-{step:08d}"
-    upto = [path for path in checkpoints(directory) if path <= own]
-    return upto[:-keep] + [path for path in checkpoints(directory) if path > own]
+    found, own = checkpoints(directory), Path(directory) / f"step-{step:08d}"
+    return [p for p in found if p <= own][:-keep] + [p for p in found if p > own]
 
 
 def newest_checkpoint(directory):
@@ -1558,41 +1470,31 @@ def _toy_step(rank, world, mode, store, out):
 
 def check() -> bool:
     """Norms and weights after two steps: every mode and number of ranks against `definition`."""
-    results = {}
+    results, run = {}, torch.multiprocessing.start_processes
     with tempfile.TemporaryDirectory() as folder:
-        for mode, world in ((mode, world) for mode in ("ddp", "fsdp") for world in (1, 2, 3)):
+        for mode, world in itertools.product(("ddp", "fsdp"), (1, 2, 3)):
             store, out = f"{folder}/store-{mode}-{world}", f"{folder}/out-{mode}-{world}"
-            context = torch.multiprocessing.start_processes(
-                _toy_step, (world, mode, store, out), nprocs=world, start_method="fork", join=False
-            )
-            while not context.join():
-                pass
+            run(_toy_step, (world, mode, store, out), nprocs=world, start_method="fork")
             results[f"{mode}, {world} ranks"] = torch.load(out, weights_only=True)
     truth = definition()  # behind the forks: autograd's threads do not survive one
-    errors = {
-        name: ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item()
-        for name, result in results.items()
-    }
-    budgets = dict.fromkeys(errors, 1e-12)
+    rows = {}  # name -> the relative error, and what it may be
+    for name, result in results.items():
+        rows[name] = ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item(), 1e-12
     try:
-        matrix = _measure().matrix()
+        rows |= {name: (error, 1e-10) for name, error in _measure().matrix().items()}
     except ImportError as missing:
         print(f"every other plan: SKIP ({missing}); it would compare them with one process")
-        matrix = {}
-    budgets |= dict.fromkeys(matrix, 1e-10)
-    errors |= matrix
-    for name, error in errors.items():
-        print(f"{name:36} {error:.1e}  {'ok' if error <= budgets[name] else 'FAILED'}")
-    ok = all(error <= budgets[name] for name, error in errors.items())
-    print(json.dumps({"check": "parallel", "ok": ok, "max_error": max(errors.values())}))
+    for name, (error, budget) in rows.items():
+        print(f"{name:36} {error:.1e}  {'ok' if error <= budget else 'FAILED'}")
+    ok = all(error <= budget for error, budget in rows.values())
+    worst = max(error for error, _ in rows.values())
+    print(json.dumps({"check": "parallel", "ok": ok, "max_error": worst}))
     return ok
 
 
 def _measure():
     """tests/measure_parallel.py, which needs models.py and ring_attention.py besides."""
-    folder = str(Path(__file__).resolve().parent / "tests")
-    if folder not in sys.path:
-        sys.path.append(folder)
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     return __import__("measure_parallel")
 
 
