@@ -660,8 +660,7 @@ def _vocabulary_parallel(model, mesh, sequence):
                 f"pad to {-(-S // world) * world}")  # fmt: skip
         local_BS = tokens_BS - first
         own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
-        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight)
-        x_BSM = x_BSM * own_BS[..., None]
+        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
         return _Move.apply(x_BSM, group, *LEAVE[sequence])
 
     def head_rows():
@@ -903,8 +902,8 @@ def _refuse(plan, config, grid, *, attention, mode, sequence, schedule, ac, comp
     uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
     if uneven and mode != "ddp":
         raise ValueError(
-            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly, and torch cannot "
-            f'save such parts sharded again over d c > 2; pad it, or use mode="ddp"')  # fmt: skip
+            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly; torch cannot"
+            f' save such parts sharded again over d c > 2; pad it, or use mode="ddp"')  # fmt: skip
     if offload and mode != "fsdp":
         raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
     if ac == "memory_budget" and not compile:
