@@ -430,7 +430,7 @@ class _Reader:
 # and an all-gather, and each is moved to its side: f = gather forward, scatter the sum backward.
 
 
-def _whole(x, group):  # of the tokens, dimension 1, as in the next
+def _whole(x, group):  # along dimension 1, the tokens, like the other parts here
     parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, x.contiguous(), group)
     return torch.cat(parts, 1)
