@@ -11,6 +11,8 @@ a kill and a resume cannot change them either.
     torchrun --nproc-per-node 2 train_grpo.py                 # the same run on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
+    python train_grpo.py check    # plans x trees x families against one process: 1e-14, a minute
+    python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
 softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
@@ -106,6 +108,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import models
@@ -318,7 +321,7 @@ def parse_config(argv) -> Config:
     source = inspect.getsource(Config)
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | plot RUN [RUN ...]   (--help: every flag)",
+        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN ..   (--help: every flag)",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
         text = re.search(rf"^    {f.name}: .*?  # (.*)$", source, re.M)[1].replace("%", "%%")
@@ -1046,6 +1049,8 @@ class Trainer:
         return [t for part in parts for t in part], first
 
     def micro_batches(self, batch):
+        if self.config.tree != "disabled":
+            return [batch or [FILLER]]
         micros, count = pack(batch, self.config.micro_tokens), 0
         if isinstance(self.model, Pipeline):  # a multiple of its ranks, for any schedule
             p = self.plan.pp
@@ -1084,12 +1089,16 @@ class Trainer:
         return out
 
     def score(self, model, micro):
-        """The same of a micro-batch."""
+        """The same of a micro-batch; of `--tree`, by the tree of its prefixes."""
+        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
+        if self.config.tree != "disabled":
+            given, options = self._tree(model, micro)
+            columns = zip(*tree_scores(*given, **options))
+            return mask_BT, *(pad_sequence(x, batch_first=True) for x in columns)
         if self.plan is not None and model is self.model:
             (layout,) = self.lay_out([micro])
             options = layout.micro()
             return self.scores(model.hidden(options.pop("tokens"), **options), layout)
-        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
         sequences, temperature = [t.tokens for t in micro], self.config.temperature
         return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
@@ -1101,8 +1110,9 @@ class Trainer:
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
-        tally, (shared, _) = Tally(self, num_global_valid_tokens, supervised), self._shared(batch)
-        if self.config.tree != "disabled":
+        tally = Tally(self, num_global_valid_tokens, supervised)
+        shared = self._deal(self._shared(batch)[0])
+        if self.config.tree == "dta":
             self._tree_backward(shared, tally)
         elif isinstance(self.model, Pipeline):
             micros = self.micro_batches(shared)
@@ -1116,41 +1126,36 @@ class Trainer:
                 tally.loss(micro, *self.score(self.model, micro)).backward()
         return tally.metrics(sum(len(t.tokens) for t in batch))
 
-    def _tree(self, batch, model=None):
-        """The tree of a batch; what `tree_scores` and `tree_backward` need to know of the plan."""
-        policy, plan = model is self.model, self.plan or Plan()
-        across = policy and plan.cp > 1
-        together = policy and (sharded(model) or plan.ep > 1)
-        if together and across and not batch:
-            batch = [FILLER]
-        options = dict(temperature=self.config.temperature)
-        if across:
-            options |= dict(group=self.grid.context, method=self.config.cp_method)
-        else:
-            options["max_tokens"] = self.config.max_tokens or None
-            options["lockstep"] = dist.group.WORLD if together else None
-        model = Even(model, plan.tp) if policy and plan.tp > 1 else model
-        return model, TokenTrie([t.tokens for t in batch]), options, batch
+    def _deal(self, batch):
+        """This rank's share of the data-parallel ranks' batch: prefixes together, equal times."""
+        if self.config.tree == "disabled" or self.plan is not None and self.plan.cp > 1:
+            return batch
+        cost, group = Cost(again=1 / 3 if self.config.recompute else 0.0), self.grid and self.grid.data
+        return redistribute([t.tokens for t in batch], batch, group=group, cost=cost)[1]
+
+    def _tree(self, model, batch):
+        """What the functions of trees take: a model, the tree of a batch, options."""
+        own, plan = model is self.model, self.plan or Plan()
+        options = dict(temperature=self.config.temperature, masks=[t.mask for t in batch])
+        if self.config.tree == "dta":
+            # COMM: experts are on other ranks, which have other trees: as many calls on all.
+            # Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
+            lockstep = dist.group.WORLD if own and plan.ep > 1 else None
+            options.update(max_tokens=self.config.max_tokens, lockstep=lockstep)
+        elif own and plan.cp > 1:
+            options.update(group=self.grid.context, method=self.config.cp_method)
+        model = Even(model, plan.tp) if own and plan.tp > 1 else model
+        return (model, TokenTrie([t.tokens for t in batch])), options
 
     def _tree_backward(self, batch, tally):
-        """The same gradient from the tree of the batch's prefixes, dealt over the dp ranks."""
-        reshard(self.model)
-        if self.plan is None or self.plan.cp == 1:
-            cost = Cost(again=1 / 3 if self.config.recompute else 0.0)
-            group = self.grid and self.grid.data
-            _, batch = redistribute([t.tokens for t in batch], batch, group=group, cost=cost)
-        model, trie, options, batch = self._tree(batch, self.model)
+        """`--tree dta`: the gradient block by block."""
 
         def loss_of(i, *scores):
             mask_BT = torch.from_numpy(batch[i].mask)[None].to(self.device)
-            scores = (torch.where(mask_BT, x_T[None], 0.0) for x_T in scores)
-            return tally.loss([batch[i]], mask_BT, *scores)
+            return tally.loss([batch[i]], mask_BT, *(x_T[None] for x_T in scores))
 
-        if "group" not in options:
-            tree_backward(model, trie, loss_of, recompute=self.config.recompute, **options)
-        elif batch:
-            scores = tree_scores(model, trie, **options)
-            sum(loss_of(i, *score) for i, score in enumerate(scores)).backward()
+        given, options = self._tree(self.model, batch)
+        tree_backward(*given, loss_of, recompute=self.config.recompute, **options)
 
     def _loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT):
         def column(name):
@@ -1180,18 +1185,7 @@ class Trainer:
     @torch.no_grad()
     def _forward(self, batch, model, which) -> list:
         every, first = self._shared(batch) if model is self.model else (batch, 0)
-        if self.config.tree != "disabled":
-            model, trie, options, every = self._tree(every, model)
-            found = tree_scores(model, trie, **options)
-            pairs = zip((x[which] for x in found), every, strict=True)
-            found = [np.where(t.mask, x_T.double().cpu().numpy(), 0.0) for x_T, t in pairs]
-        else:
-            found = self._forward_flat(every, model, which)
-        reshard(self.model)
-        return found[first : first + len(batch)]
-
-    def _forward_flat(self, batch, model, which):
-        micros, found = self.micro_batches(batch), []
+        micros, found = self.micro_batches(every), []
         if isinstance(model, Pipeline):
             layouts = self.lay_out(micros)
             states = model.forward([Micro(**layout.micro()) for layout in layouts])
@@ -1205,7 +1199,8 @@ class Trainer:
             parts = [None] * dist.get_world_size(self.grid.replica)
             dist.all_gather_object(parts, found, group=self.grid.replica)
             found = next(part for part in parts if part)
-        return found
+        reshard(self.model)
+        return found[first : first + len(batch)]
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Reduce, clip by the global norm, step, zero the gradients, version + 1.
@@ -1635,49 +1630,7 @@ def cut_lines(path, step):
     partial.replace(path)
 
 
-# 7. check and plot ---------------------------------------------------------------------------
-
-
-def check() -> bool:
-    """The loss against `definition`, and the gradient's invariances, in float64; prints a table."""
-    config = Config(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1).check()
-    task = make_task(config)
-    model, generator, _ = build(config, task, "cpu")
-    trainer = Trainer(config, model, generator=generator)
-    trainer.push_weights()
-    mine, kept, _ = collect(config, task, generator, 0)
-    batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
-    for t in batch:  # an old policy and advantages of their own, so that ratios and clips matter
-        noise = 0.3 * rng.standard_normal(len(t.mask))
-        t.old_logprobs = np.where(t.mask, t.sampler_logprobs + noise, 0)
-        t.advantages = np.full(len(t.mask), rng.standard_normal())
-    Z = denominator(batch, config)
-
-    def gradient(batch, **changes):
-        trainer.config = dataclasses.replace(config, **changes)
-        model.zero_grad()
-        loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
-        loss = torch.tensor([loss], dtype=torch.float64)
-        return torch.cat([loss, *(p.grad.flatten() for p in model.parameters())])
-
-    lp = [t.sampler_logprobs[t.mask].tolist() for t in batch]
-    old = [t.old_logprobs[t.mask].tolist() for t in batch]
-    A, w = [t.advantages[0] for t in batch], [1.0] * len(batch)
-    slow = definition(lp, old, A, w, Z, config.clip_low, config.clip_high)
-    whole = gradient(batch)
-    loss = gradient(batch, entropy_coef=0.0)[0].item()
-    rows = {"loss against the definition": abs(loss / slow - 1)}
-    for name, other in {
-        "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
-        "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
-        "gradient, reversed order": gradient(batch[::-1]),
-    }.items():
-        rows[name] = ((other - whole).norm() / whole.norm()).item()
-    for name, error in rows.items():
-        print(f"{name:40} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
-    ok = all(error <= 1e-12 for error in rows.values())
-    print(json.dumps({"check": "train_grpo", "ok": ok, "max_error": max(rows.values())}))
-    return ok
+# 7. plot ------------------------------------------------------------------------------------
 
 
 def plot(runs) -> None:
@@ -1745,18 +1698,22 @@ def prepare_out(config) -> str:
     return str(out)
 
 
+def _measure():
+    """tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    return __import__("measure_grpo")
+
+
 def main(argv) -> int:
     """0: done, target met or not. 2: an error, named on stderr. 143: saved after SIGTERM."""
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
-        if argv == ["check"]:
-            connect("cpu")
-            code = 0 if check() else 1
-        else:
-            config = parse_config(argv).check()
-            device = connect(config.device, timeout=config.timeout, threads=config.threads)
-            code = 143 if train(config, device) is None else 0
+        if argv == ["check"] or argv[:1] == ["bench"]:
+            return _measure().main(argv)
+        config = parse_config(argv).check()
+        device = connect(config.device, timeout=config.timeout, threads=config.threads)
+        code = 143 if train(config, device) is None else 0
         with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
             dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:

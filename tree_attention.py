@@ -526,7 +526,8 @@ class _Engine:
     """
 
     def __init__(
-        self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None
+        self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None,
+        masks=None,
     ):  # fmt: skip
         self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
         self.temperature, self.aux_coef, self.lockstep = temperature, aux_coef, lockstep
@@ -543,7 +544,7 @@ class _Engine:
         owner, parent = np.zeros(len(trie), np.int64), trie.parent.numpy()
         for b, block in enumerate(self.blocks):
             owner[block.tokens] = b
-        scored = np.flatnonzero(parent >= 0)
+        scored = np.flatnonzero((parent >= 0) & _wanted(trie, masks))
         by_parent = _grouped(owner[parent[scored]], len(self.blocks))
         self.edges = [torch.from_numpy(scored[some]) for some in by_parent]
         self.ending = _grouped(owner[trie.ends.numpy()], len(self.blocks))
@@ -709,6 +710,14 @@ def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
     targets = trie.tokens[edges_e].to(device)
     scores = model.logprobs(at_eM, targets, temperature=temperature)
     return (*scores, model.values(at_eM)) if _is_critic(model) else tuple(scores)
+
+
+def _wanted(trie, masks):
+    """Which edges to score, (N,) bool: those that the mask of any sequence wants."""
+    wanted_N = np.full(len(trie), masks is None)
+    for i, mask in enumerate(masks or ()):
+        wanted_N[trie.path(i)[1:].numpy()[np.asarray(mask, bool)]] = True
+    return wanted_N
 
 
 def _grouped(keys, count):
@@ -909,11 +918,13 @@ class _Sum(torch.autograd.Function):
 # 7. Entry points -----------------------------------------------------------------------------
 
 
-def packed_scores(model, trie, *, temperature=1.0, group=None, method="ring", layout="zigzag"):
+def packed_scores(
+    model, trie, *, temperature=1.0, masks=None, group=None, method="ring", layout="zigzag"
+):  # fmt: skip
     """(3) for each token of the tree given its parent: log-prob, entropy and, of a critic, value.
 
-    A tuple of (N,), differentiable, 0 for first tokens. group None: this process alone. Else its
-    ranks share the tokens out, attention goes through `ring_attention` with the tree's mask, all
+    A tuple of (N,), differentiable, 0 for first tokens, and for those that no mask (`tree_backward`)
+    wants. group None: this process alone. Else its ranks share the tokens out, attention goes through `ring_attention` with the tree's mask, all
     get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
     """
     place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
@@ -929,32 +940,35 @@ def packed_scores(model, trie, *, temperature=1.0, group=None, method="ring", la
 
     tokens_1n, positions_1n = _inputs(trie, own, device)
     hidden_nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)[0]
-    edges = torch.from_numpy(np.flatnonzero(np.isin(trie.parent.numpy(), own.numpy())))
+    here_N = np.isin(trie.parent.numpy(), own.numpy()) & _wanted(trie, masks)
+    edges = torch.from_numpy(np.flatnonzero(here_N))
     scores = _scores(model, hidden_nM, own, trie, edges, temperature)
     whole = (x.new_zeros(len(trie)).index_copy(0, edges.to(device), x) for x in scores)
     return tuple(whole if place.world == 1 else (_Sum.apply(x, place.group) for x in whole))
 
 
-def tree_scores(model, trie, *, temperature=1.0, max_tokens=None, lockstep=None, **across):
+def tree_scores(
+    model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None, **across
+):  # fmt: skip
     """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
 
     Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
-    (call it under torch.no_grad; `tree_backward` trains so). lockstep: see there, without
-    gradients too. across: `packed_scores`' group, method and layout.
+    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. across:
+    `packed_scores`' group, method and layout.
     """
     require_tree_model(model, trie)
     if not len(trie) and lockstep is None:
         return []
     if max_tokens is None and lockstep is None:
-        columns = packed_scores(model, trie, temperature=temperature, **across)
+        columns = packed_scores(model, trie, temperature=temperature, masks=masks, **across)
     elif torch.is_grad_enabled() or across.get("group") is not None:
         raise ValueError(
             "max_tokens and lockstep are for forward passes without group: call tree_scores under "
             "torch.no_grad(), or train with tree_backward"
         )
     else:
-        options = dict(max_tokens=max_tokens, temperature=temperature, lockstep=lockstep)
-        engine = _Engine(model, trie, **options)
+        options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
+        engine = _Engine(model, trie, max_tokens=max_tokens, **options)
         engine.run()
         columns = engine.found_CN.unbind()
     paths = [trie.path(i)[1:] for i in range(len(trie.lengths))] or [torch.zeros(0).long()]
@@ -978,7 +992,7 @@ class TreeResult(NamedTuple):
 
 def tree_backward(
     model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0,
-    lockstep=None,
+    masks=None, lockstep=None,
 ) -> TreeResult:  # fmt: skip
     """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
 
@@ -987,7 +1001,9 @@ def tree_backward(
     it may have no gradient, and it may not use what an earlier call was given. Item s of these is
     about x_s+1 given x_0 .. x_s; values are of that state. Hooks of parameters fire once a block.
     max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the blocks
-    above, and run them forward twice. aux_coef: coef of (7). lockstep: a group whose ranks' layers
+    above, and run them forward twice. aux_coef: coef of (7). masks: bool (L_i - 1,) of each
+    sequence: the head runs where one wants it, the rest of what loss_fn gets is 0 and has no
+    gradient; None: everywhere. lockstep: a group whose ranks' layers
     send to each other (experts; FSDP2 in one block): they make as many calls as each other,
     whatever their trees, see `overlay`; all call this at once, one without sequences too.
 
@@ -998,7 +1014,7 @@ def tree_backward(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters or torch.is_inference_mode_enabled():
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    options = dict(temperature=temperature, aux_coef=aux_coef, lockstep=lockstep)
+    options = dict(temperature=temperature, aux_coef=aux_coef, masks=masks, lockstep=lockstep)
     engine = _Engine(model, trie, max_tokens=max_tokens, **options)
     before = [p.grad for p in parameters]
     try:

@@ -350,6 +350,33 @@ def test_each_token_is_forwarded_once_and_inner_blocks_twice_with_recomputation(
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("size", [None, 4])
+def test_masks_score_what_a_loss_uses_and_nothing_else(size):
+    model, sequences, rng = models.tiny_model("qwen3"), random_forest(3), np.random.default_rng(0)
+    masks, trie = [rng.random(len(x) - 1) < 0.4 for x in sequences], TokenTrie(sequences)
+
+    def loss_fn(i, *scores):
+        return linear_loss(i, *(torch.where(torch.from_numpy(masks[i]), x, 0.0) for x in scores))
+
+    options = dict(max_tokens=size)
+    truth, _ = gradients(model, lambda: tree_backward(model, trie, loss_fn, **options))
+    scored, plain = [], model.logprobs
+    model.logprobs = lambda x_nM, *rest, **more: (
+        scored.append(len(x_nM)) or plain(x_nM, *rest, **more)
+    )
+    options["masks"] = masks
+    run, found = gradients(model, lambda: tree_backward(model, trie, loss_fn, **options))
+    worst = max((a - b).abs().max().item() for a, b in zip(run, truth, strict=True))
+    wanted = {int(n) for i, m in enumerate(masks) for n in trie.path(i)[1:][torch.from_numpy(m)]}
+    assert sum(scored) == len(wanted) < len(trie) and worst < 1e-12
+    with torch.no_grad():
+        given = tree_logprobs(model, trie, **options), tree_logprobs(model, trie)
+    for mask, few, every in zip(masks, *given, strict=True):
+        assert (few - every)[torch.from_numpy(mask)].abs().sum() < 1e-10
+        assert len(few) == len(mask)
+
+
+@pytest.mark.quick
 def test_the_loss_is_called_once_for_each_sequence_with_its_own_vectors():
     sequences, seen = tensors([[3, 1, 2], [3], [3, 1, 2], [3, 1]]), {}
 

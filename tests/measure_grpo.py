@@ -1,0 +1,382 @@
+"""What `python train_grpo.py check | bench` run.
+
+check: the loss against `definition`, the gradient's invariances, and the matrix: every plan, every
+tree mode and every family of models against one process that trains without trees, in float64:
+loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and critic.
+bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import models
+import ring_attention as ring
+import train_grpo
+from parallel import Plan, clip_grad_norm, connect, full
+from train_grpo import (
+    Config, Task, Trainer, build, collect, definition, denominator, make_task, prepare,
+)  # fmt: skip
+from tree_attention import LiveBytes, TokenTrie
+
+# check ------------------------------------------------------------------------------------------
+
+SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, forks=2, fork_turns=1)
+BOUND = 1e-10
+
+
+def rollouts(config):
+    """Trajectories of one step, with an old policy and advantages of their own; forks share."""
+    task = make_task(config)
+    model, generator, _ = build(config, task, "cpu")
+    trainer = Trainer(config, model, generator=generator)
+    trainer.push_weights()
+    mine, kept, _ = collect(config, task, generator, 0)
+    batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
+    for t in batch:  # so that ratios and clips matter, and the critic has something to learn
+        noise = 0.3 * rng.standard_normal((3, len(t.mask))) * t.mask
+        t.old_logprobs, t.values, t.returns = t.sampler_logprobs + noise[0], noise[1], noise[2]
+        t.advantages = np.full(len(t.mask), rng.standard_normal())
+    return trainer, batch
+
+
+def invariances():
+    """{row: error}: the loss against `definition`, the gradient however the batch is cut."""
+    connect("cpu")
+    config = Config(**SMALL).check()
+    trainer, batch = rollouts(config)
+    Z, model = denominator(batch, config), trainer.model
+
+    def gradient(batch, **changes):
+        trainer.config = dataclasses.replace(config, **changes)
+        model.zero_grad()
+        loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
+        loss = torch.tensor([loss], dtype=torch.float64)
+        return torch.cat([loss, *(p.grad.flatten() for p in model.parameters())])
+
+    lp = [t.sampler_logprobs[t.mask].tolist() for t in batch]
+    old = [t.old_logprobs[t.mask].tolist() for t in batch]
+    A, w = [t.advantages[0] for t in batch], [1.0] * len(batch)
+    slow = definition(lp, old, A, w, Z, config.clip_low, config.clip_high)
+    whole = gradient(batch)
+    rows = {"loss against the definition": abs(gradient(batch, entropy_coef=0.0)[0].item() / slow - 1)}
+    for name, other in {
+        "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
+        "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
+        "gradient, reversed order": gradient(batch[::-1]),
+        "gradient, by the tree of prefixes": gradient(batch, tree="sparse"),
+        "gradient, by its blocks of 9": gradient(batch, tree="dta", max_tokens=9),
+    }.items():
+        rows[name] = ((other - whole).norm() / whole.norm()).item()
+    return rows
+
+
+FAMILIES = {
+    "qwen2": dict(vocab_size=12),
+    "qwen3": dict(vocab_size=12),
+    "qwen3_moe": dict(vocab_size=12, num_experts=4),
+    "gemma3_text": dict(vocab_size=12),
+}
+PLANS = {  # name -> ranks, flags
+    "d1": (1, {}),
+    "2 ranks": (2, {}),
+    "2 ranks fsdp": (2, dict(data_parallel="fsdp")),
+    "d2 zero1": (2, dict(plan="d2", data_parallel="zero1")),
+    "t2": (2, dict(plan="t2")),
+    "c2": (2, dict(plan="c2")),
+    "c2 ulysses": (2, dict(plan="c2", cp_method="ulysses")),
+    "p2": (2, dict(plan="p2")),
+    "d2e2": (2, dict(plan="d2e2")),
+    "d2t2": (4, dict(plan="d2t2")),
+    "d2c2 fsdp": (4, dict(plan="d2c2", data_parallel="fsdp")),
+    "t2c2": (4, dict(plan="t2c2")),
+    "d2p2 zero1": (4, dict(plan="d2p2", data_parallel="zero1")),
+    "d2t2e4": (4, dict(plan="d2t2e4")),
+}
+TREES = {
+    "disabled": {},
+    "sparse": dict(tree="sparse"),
+    "dta": dict(tree="dta", max_tokens=9),
+    "dta again": dict(tree="dta", max_tokens=9, recompute=True),
+}
+
+
+def model_of(family):
+    """The same random critic on every rank."""
+    model = models.tiny_model(family, seed=2, **FAMILIES[family]).add_value_head()
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def three_steps(config, family, batch):
+    """[(loss, gradients, norm)] of three steps on this rank's share, and the parameters then."""
+    trainer, found, seen = Trainer(config, model_of(family)), [], {}
+    mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
+
+    def watched(model, most):
+        seen["grads"] = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+        return clip_grad_norm(model, most)
+
+    train_grpo.clip_grad_norm = watched
+    try:
+        for _ in range(3):
+            loss = trainer.forward_backward(mine, denominator(batch, config))["loss/token_mean"]
+            norm = trainer.optim_step(lr=0.01)["grad_norm"]
+            found.append((loss, seen["grads"], norm))
+    finally:
+        train_grpo.clip_grad_norm = clip_grad_norm
+    return found, {name: full(p.detach()) for name, p in trainer.model.named_parameters()}
+
+
+def apart(found, truth):
+    """The largest difference over all tensors that are here, relative to the largest entry."""
+    worst = max((found[name] - truth[name]).abs().max().item() for name in found)
+    return worst / max(x.abs().max().item() for x in truth.values())
+
+
+def errors(found, truth):
+    """The worst of loss, gradients, norm and parameters."""
+    (steps, parameters), (true_steps, true_parameters) = found, truth
+    worst = [apart(parameters, true_parameters)]
+    for (loss, grads, norm), (true_loss, true_grads, true_norm) in zip(steps, true_steps, strict=True):
+        worst += [abs(loss - true_loss) / abs(true_loss), apart(grads, true_grads)]
+        worst += [abs(norm - true_norm) / true_norm]
+    return max(worst)
+
+
+def setting(**changes):
+    return Config(**SMALL, advantage="gae", **changes)
+
+
+def cells(world, names, trees, families, truths, batch):
+    """{(plan, tree, family): error, or why not}, on each of `world` ranks."""
+    found = {}
+    for name in (name for name in names if PLANS[name][0] == world):
+        for tree in trees:
+            for family in families:
+                config = setting(**PLANS[name][1], **TREES[tree])
+                try:
+                    config.check()
+                    plan = Plan.parse(config.plan or "d1")
+                    if config.plan:
+                        plan.require_fits(world=world, config=model_of(family).config)
+                except ValueError:
+                    found[name, tree, family] = "refused"
+                    continue
+                found[name, tree, family] = errors(three_steps(config, family, batch), truths[family])
+    return found
+
+
+def _truths(families):
+    _, batch = rollouts(setting().check())
+    return {name: three_steps(setting().check(), name, batch) for name in families}, batch
+
+
+def matrix(names=tuple(PLANS), trees=tuple(TREES), families=tuple(FAMILIES)):
+    """{(plan, tree, family): the worst rank's error, or "refused"}. Forks: nothing has run yet."""
+    ((truths, batch),) = ring.launch(1, _truths, families)
+    found = {}
+    for world in sorted({PLANS[name][0] for name in names}):
+        parts = ring.launch(world, cells, world, names, trees, families, truths, batch)
+        for cell, first in parts[0].items():
+            found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+def check() -> bool:
+    """Print the rows and the matrix; whether all are within their bounds."""
+    found = matrix()
+    rows = invariances()
+    for name, error in rows.items():
+        print(f"{name:40} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
+    print(f"\nagainst one process without trees, worst of loss, gradients, norm, parameters after 3 "
+          f"steps; bound {BOUND}\n\n{'plan':14}{'tree':12}" + "".join(f"{k:>13}" for k in FAMILIES))  # fmt: skip
+    for name in PLANS:
+        for tree in TREES:
+            shown = (found[name, tree, family] for family in FAMILIES)
+            texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+            print(f"{name:14}{tree:12}" + "".join(f"{text:>13}" for text in texts))
+    numbers = [x for x in found.values() if not isinstance(x, str)]
+    ok = max(rows.values()) <= 1e-12 and max(numbers) <= BOUND and not any(map(math.isnan, numbers))
+    print(f"{len(numbers)} cells, worst {max(numbers):.1e}; refused: {len(found) - len(numbers)}")
+    worst = max(*rows.values(), *numbers)
+    print(json.dumps({"check": "train_grpo", "ok": ok, "cells": len(numbers), "max_error": worst}))
+    return ok
+
+
+# bench ------------------------------------------------------------------------------------------
+
+
+class Work(Task):
+    """One turn that never ends, behind a fixed prompt: the end token is outside the vocabulary."""
+
+    def __init__(self, config, vocab_size=256):
+        self.vocab_size, self.end = vocab_size, (vocab_size,)
+        self.tokens = np.random.default_rng(0).integers(vocab_size, size=config.size).tolist()
+
+    def prompt(self, rng, index, held_out):
+        return None, self.tokens
+
+
+def answers(prompt, completion, group=8, **changes):
+    """The settings of `Work`; `size` is the prompt's length."""
+    return Config(size=prompt, max_new_tokens=completion, group=group, prompts=1, **changes)
+
+
+NARROW = dict(hidden=128, layers=4, heads=4, minibatches=1, entropy_coef=0.0, lr=1e-6)
+QWEN3_06B = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+SHAPES = {
+    "guess": Config(),
+    "guess branching": Config(forks=2, fork_turns=3, advantage="per_branch"),
+    "guess branching wide": Config(
+        forks=2, fork_turns=3, advantage="per_branch", prompts=7, hidden=256, layers=4
+    ),
+} | {f"{n} + 8 x 64": answers(n, 64, **NARROW) for n in (256, 512, 1024, 2048)}
+SHAPES["4096 + 8 x 1024, 0.6B"] = answers(4096, 1024, dtype="bfloat16", **NARROW)
+SLOW = ("4096 + 8 x 1024, 0.6B",)  # asked for by name; made for a GPU
+
+
+def made(name, device):
+    """Config, task and a trainer of a shape, without a tree."""
+    config = dataclasses.replace(SHAPES[name], device=device).check()
+    task = make_task(config) if name.startswith("guess") else Work(config)
+    model, generator, _ = build(config, task, device)
+    if "0.6B" in name:
+        task = Work(config, QWEN3_06B["vocab_size"])
+        shape = models.ModelConfig(**QWEN3_06B)
+        both = (models.Transformer(shape).to(device, torch.bfloat16) for _ in range(2))
+        model, generator = both
+        model.init_weights(0)
+        generator.requires_grad_(False)
+    return config, task, Trainer(config, model, generator=generator)
+
+
+def flops(shape, trie, masks):
+    """FLOPs of a training step, (flat, tree): layers and pairs of all tokens, head of the scored."""
+    c = shape
+    layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    layer = 6 * c.num_hidden_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
+    pair = 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+    head, stats = 6 * c.vocab_size * c.hidden_size, trie.stats()
+    wanted = set()
+    for i, mask in enumerate(masks):
+        wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())
+    flat = stats.flat_tokens * layer + stats.flat_pairs * pair + sum(map(sum, masks)) * head
+    return flat, stats.tree_tokens * layer + stats.tree_pairs * pair + len(wanted) * head
+
+
+class Clock:
+    """Seconds by phase: of this process's CPU time, or on CUDA of the wall, when all is done."""
+
+    def __init__(self, device):
+        self.cuda, self.seconds = device == "cuda", {}
+
+    def now(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() if self.cuda else time.process_time()
+
+    def time(self, phase, function, *args):
+        start = self.now()
+        result = function(*args)
+        self.seconds.setdefault(phase, []).append(self.now() - start)
+        return result
+
+
+def peak(device, function, *args):
+    """MB of the tensors that are made inside and live at once, at most."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function(*args)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with LiveBytes() as live:
+        function(*args)
+    return live.peak / 2**20
+
+
+def rolled_out(config, task, trainer, clock, step):
+    """A step's trajectories, ready for the loss."""
+    clock.time("push", trainer.push_weights)
+    mine, kept, _ = clock.time("rollout", collect, config, task, trainer.generator, step)
+    groups = [mine[g] for g in kept]
+    for t in (t for group in groups for t in group if isinstance(task, Work)):
+        t.reward = float(t.tokens[-1] % 3)
+    clock.time("prepare", prepare, config, trainer, groups)
+    return [t for group in groups for t in group]
+
+
+def measure(name, device, steps):
+    """A shape's row. Flat and tree train on the same rollouts, in alternating order."""
+    config, task, trainer = made(name, device)
+    clock, memory, spent = Clock(device), {}, []
+    for step in range(steps + 1):
+        batch = rolled_out(config, task, trainer, clock, step)
+        Z, tokens = denominator(batch, config), sum(len(t.tokens) for t in batch)
+        trie = TokenTrie([t.tokens for t in batch])
+        spent.append(flops(trainer.model.config, trie, [t.mask for t in batch]))
+        for mode in ("flat", "tree")[:: 1 if step % 2 else -1]:
+            trainer.config = dataclasses.replace(config, tree=TREE[mode])
+            if step == 0:
+                memory[mode] = round(peak(device, trainer.forward_backward, batch, Z), 1)
+            clock.time(f"train {mode}", trainer.forward_backward, batch, Z)
+            clock.time(f"step {mode}", trainer.optim_step, 1e-6)
+            trainer.config = config
+    flat, tree = (clock.seconds[f"train {mode}"][1:] for mode in TREE)  # the first is warm-up
+    gains = sorted(a / b for a, b in zip(flat, tree, strict=True))
+    bound = statistics.median(a / b for a, b in spent[1:])
+    seconds = {phase: statistics.median(x[1:]) for phase, x in clock.seconds.items()}
+    gain, train = statistics.median(gains), seconds["train tree"]
+    return dict(
+        shape=name, seconds=seconds, peak_mb=memory, gain=gain, low=gains[0], high=gains[-1],
+        bound=bound, share=gain / bound, tokens_per_second=tokens / train,
+        gflops=spent[-1][1] / train / 1e9, gflops_flat=spent[-1][0] / seconds["train flat"] / 1e9,
+    )  # fmt: skip
+
+
+TREE = {"flat": "disabled", "tree": "sparse"}
+
+
+def bench(argv):
+    """A table, and a JSON line, of SHAPES: one process, one thread, or one GPU."""
+    parser = argparse.ArgumentParser("train_grpo.py bench")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, metavar="NAME",
+                        help=f"of {', '.join(SHAPES)}; default: all but {', '.join(SLOW)}")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for its utilisation")
+    options, rows = parser.parse_args(argv), []
+    connect(options.device)
+    unit = "wall seconds" if options.device == "cuda" else "CPU seconds, one thread"
+    print(f"{unit}, median of {options.steps}; train: forward and backward of a step, flat and by "
+          f"the tree\n{'shape':22} rollout   flat   tree   gain (low - high) bound share  tokens/s "
+          f"peak MB, flat  tree")  # fmt: skip
+    for name in options.shape or [name for name in SHAPES if name not in SLOW]:
+        row = measure(name, options.device, options.steps)
+        if options.peak_tflops:
+            row["utilisation"] = row["gflops"] / options.peak_tflops / 1e3
+        s, memory = row["seconds"], row["peak_mb"]
+        print(f"{name:22} {s['rollout']:7.3f} {s['train flat']:6.3f} {s['train tree']:6.3f} "
+              f"{row['gain']:6.2f} ({row['low']:.2f} - {row['high']:.2f}) {row['bound']:5.2f} "
+              f"{row['share']:5.0%} {row['tokens_per_second']:9.0f} {memory['flat']:13.1f} "
+              f"{memory['tree']:5.1f}", flush=True)  # fmt: skip
+        rows.append(row)
+    print(json.dumps({"bench": "train_grpo", "device": options.device, "rows": rows}))
+    dist.destroy_process_group()
+    return 0
+
+
+def main(argv) -> int:
+    if argv[0] == "bench":
+        return bench(argv[1:])
+    return 0 if check() else 1
