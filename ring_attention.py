@@ -1635,7 +1635,7 @@ def _work_rows():
                 "work of 4 ranks",
                 f"{name}, {layout}",
                 "max/mean",
-                work.max() / work.mean(),
+                float(work.max() / work.mean()),
                 budget,
             )
 

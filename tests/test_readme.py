@@ -128,7 +128,7 @@ def test_a_command_runs_at_toy_size(folder, command):
         assert (run / "hf" / "config.json").exists() == ("jsonl" in flags)
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and "eval/solved" in out
     else:
-        assert join(start(1, _command, file, flags, folder / "log")) == [0]
+        assert join(start(1, _command, file, flags, folder / "log"), 600) == [0]
         assert "inspect" in flags or json.loads((folder / "log").read_text().splitlines()[-1])
 
 
