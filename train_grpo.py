@@ -891,7 +891,8 @@ class Tally:
         if self.supervised:
             l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
         else:
-            l_BT, stats = self.trainer._loss(micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT)
+            given = mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT
+            l_BT, stats = self.trainer._loss(micro, *given)
         weights = [[loss_weight(t, self.trainer.config.aggregation)] for t in micro]
         loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (6)
         gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
@@ -1073,7 +1074,7 @@ class Trainer:
         return [Layout.of(micro, size, self) for micro, size in pairs]
 
     def scores(self, hidden_1sM, layout):
-        """A laid-out micro-batch's mask of sampled tokens, and of those log-probs, entropies and, of
+        """A laid-out micro-batch's mask of sampled tokens, and their log-probs, entropies and, of
         a critic, values; all (B, T)."""
         here_N, model = torch.isin(layout.at_N, layout.take_s), self._last
         x_nM = hidden_1sM[0, torch.searchsorted(layout.take_s, layout.at_N[here_N])]

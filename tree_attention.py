@@ -575,7 +575,7 @@ class _Engine:
             todo += [(child, False, None) for child in below[::-1].tolist()]
 
     def forward(self, b):
-        """The scores (C of (e,)) of the edges that leave this block's tokens, its routing, states."""
+        """The scores (C of (e,)) of edges that leave this block's tokens, its routing, states."""
         trie, stack, block, masks, seen = self.trie, self.stack, self.blocks[b], {}, set()
         if not len(block.tokens):
             return self.stand_in()

@@ -273,7 +273,8 @@ def _train_rank(steps, dtype):
     mask, losses, index = Mask.padding(valid_BS), [], indices(61, rank % ring_size, ring_size)
     for step in range(steps):
         logits_BsV = _small_stack(params, tokens_BS[:, index], index, lambda *qkv: ring_attention(
-            *qkv, group=group, mask=mask, batch=tokens_BS, debug=f"step {step}"))  # noqa: B023  # fmt: skip
+            *qkv, group=group, mask=mask, batch=tokens_BS,
+            debug=f"step {step}"))  # noqa: B023  # fmt: skip
         wide = logits_BsV.flatten(0, 1).to(torch.promote_types(dtype, torch.float32))
         loss = torch.nn.functional.cross_entropy(
             wide, tokens_BS[:, index].flatten(), reduction="sum") / tokens_BS.numel()  # fmt: skip

@@ -240,7 +240,8 @@ def test_weights_and_denominators_count_sampled_tokens():
     batch = [Trajectory(0, [], mask, np.zeros(len(mask))) for mask in rows]
     assert denominator(batch, Config(aggregation="token_mean")) == 4.0
     assert denominator(batch, Config(aggregation="sequence_mean")) == 2.0
-    assert denominator(batch, Config(aggregation="constant", max_new_tokens=10)) == 10.0 * len(batch)
+    constant = Config(aggregation="constant", max_new_tokens=10)
+    assert denominator(batch, constant) == 10.0 * len(batch)
     assert [loss_weight(t, "sequence_mean") for t in batch] == [1 / 3, 1.0, 1.0]
     assert {loss_weight(t, a) for a in ("token_mean", "constant") for t in batch} == {1.0}
 

@@ -532,7 +532,8 @@ def test_a_chat_tokenizer_gets_the_template_in_its_own_turn_and_ends_with_it(che
     task = make_task(jsonl(checkpoint, tmp_path, template="{question}!", max_new_tokens=1))
     _, prompt = task.prompt(np.random.default_rng(0), 0, False)
     shown = task.show(prompt)
-    assert shown.startswith("<|im_start|>user\n") and "!<|im_end|>\n<|im_start|>assistant\n" in shown
+    assert shown.startswith("<|im_start|>user\n")
+    assert "!<|im_end|>\n<|im_start|>assistant\n" in shown
     assert set(task.end) == {0, tokenizer.token_to_id("<|im_end|>")}
 
 

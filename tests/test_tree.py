@@ -4,15 +4,12 @@ import copy
 import itertools
 import json
 import math
-import shutil
-import subprocess
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from measure_tree import LiveBytes, modelled_time
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -841,17 +838,6 @@ def test_groups_stay_together_and_the_work_is_even():
 
 
 # Commands --------------------------------------------------------------------------------------
-
-
-def test_check_passes_with_ring_attention_alone(tmp_path):
-    for name in ("tree_attention.py", "ring_attention.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    command = [sys.executable, "tree_attention.py", "check"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["ok"] and last["max_error"] < 1e-12
-    assert "families: SKIP, models.py is not here" in done.stdout
 
 
 def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):

@@ -1,0 +1,229 @@
+"""The README: its commands run, at toy size; what it names exists; its errors are those of `check`.
+
+TABLE holds every command: more flags for it, which win over its own, or who runs it elsewhere.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_ranks import join, start
+from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
+from test_run import good
+
+from train_grpo import Config, parse_config
+
+README = (ROOT / "README.md").read_text()
+FILES = ("train_grpo.py", "models.py", "parallel.py", "ring_attention.py", "tree_attention.py")
+SOURCES = {file: (ROOT / file).read_text() for file in FILES}
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.S | re.M)
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.S | re.M)
+SPANS = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", PROSE)]
+STARTS = r"(python3?|pip|torchrun|grep|longest) |memory$"  # the last two are ring_attention.py's
+LINES_OF_SHELL = [" ".join(line.split()) for language, text in BLOCKS if not language
+                  for line in text.replace("\\\n", "").splitlines()]  # fmt: skip
+COMMANDS = {command for text in [*LINES_OF_SHELL, *(x for x in SPANS if re.match(STARTS, x))]
+            for command in text.split(" && ")}  # fmt: skip
+
+TINY = " --layers 1 --hidden 16 --heads 4 --prompts 2 --group 2 --eval-prompts 4 --steps 2"
+TINY += " --lr-warmup 0 --device cpu"
+JSONL = " --max-new-tokens 8 --template {question}" + TINY
+TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
+CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_file_table"
+TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
+BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it installs
+    "python3 -m venv .venv": "python3 -m venv ",
+    ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
+    "pip install -r requirements.txt": "-m pip install -q -r requirements.txt",
+    "pip install -r tests/requirements.txt": "-m pip install -q -r tests/requirements.txt",
+    "python -m pytest": "\npython -m pytest\n",
+    "python -m pytest -m quick": "\npython -m pytest\n",
+    "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
+    "pip install trl": "\ntrl>=",
+}
+TABLE = {
+    "grep NUMERICS *.py": TAGS,
+    "grep COMM": TAGS,
+    "python FILE check": CHECK,
+    **{f"python {file} check": CHECK for file in FILES},
+    "python train_grpo.py": TINY,
+    TRAIN: TINY,
+    f"{TRAIN} --plan t2": TINY,
+    "python train_grpo.py --task sort --steps 250": TINY,
+    "python train_grpo.py --task lookup --size 5 --demos 40 --advantage group_std --lr 5e-4 "
+    "--entropy-coef 0.03": " --demos 2" + TINY,
+    "python train_grpo.py plot DIR [DIR ...]": "tests/test_run.py::"
+    "test_plot_is_text_without_matplotlib_and_a_png_with_it",
+    "python train_grpo.py --task jsonl --data questions.jsonl --model DIR "
+    "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
+    "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "
+    "--lr 1e-6 --entropy-coef 0 --save-every 20 --out runs/mine": JSONL,
+    "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
+    "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
+    "python models.py inspect DIR": " ",
+    "python models.py bench --repeats 7": " --repeats 1",
+    "python parallel.py bench": "tests/test_parallel.py::test_bench_runs_at_toy_size",
+    "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
+    "memory": " --tokens 64",
+    "longest --budget-mb 100": " --budget-mb 5 --world 1",
+    "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
+    "python tests/bench_trl.py --rounds 9": "tests/test_trl.py::"
+    "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
+}
+SLOW = ("python models.py bench", "memory", "longest")
+RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
+       for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
+
+
+# Commands ------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_every_command_is_in_the_table_and_only_those():
+    assert COMMANDS == {*TABLE, *BY_CI}
+
+
+@pytest.mark.quick
+def test_what_the_table_leaves_to_others_is_there():
+    for how in {how for how in TABLE.values() if "::" in how}:
+        file, name = how.split("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.M), how
+    files = (".ci/run", "requirements.txt", "tests/requirements.txt")
+    installed = "\n".join((ROOT / file).read_text() for file in files)
+    assert [text for text in BY_CI.values() if text not in installed] == []
+
+
+def _command(rank, file, words, log):
+    with open(log, "w") as out, contextlib.redirect_stdout(out):
+        code = importlib.import_module(file.removesuffix(".py")).main(words)
+    sys.exit(code)
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
+    """A working directory with what the README's commands call DIR and questions.jsonl."""
+    (tmp_path / "DIR").symlink_to(checkpoint)
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_runs_at_toy_size(folder, command):
+    words = re.sub(r"\[.*\]", "", command + TABLE[command]).split()
+    file = next((word for word in words if word.endswith(".py")), "ring_attention.py")
+    flags = words[words.index(file) + 1 :] if file in words else words
+    if file == "train_grpo.py":
+        out, _ = good(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
+        (run,) = (folder / "runs").iterdir()
+        assert run.name in ("mine", "guess-0", "sort-0", "lookup-0")
+        assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
+        assert (run / "hf" / "config.json").exists() == ("jsonl" in flags)
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and "eval/solved" in out
+    else:
+        assert join(start(1, _command, file, flags, folder / "log"), 600) == [0]
+        assert "inspect" in flags or json.loads((folder / "log").read_text().splitlines()[-1])
+
+
+def test_the_example_of_a_task_runs(tmp_path):
+    ((_, text),) = [block for block in BLOCKS if block[0] == "python"]
+    (tmp_path / "parity.py").write_text(text)
+    (name,) = re.findall(r"^class (\w+)", text, re.M)
+    good(tmp_path, f"--task parity.py:{name} --out run{TINY}")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
+# Numbers -------------------------------------------------------------------------------------
+
+ERRORS = {file: float(error) for file, error in
+          re.findall(r"^\| `(\w+\.py)` \|.*\| (\S+e-\d+) \|$", README, re.M)}  # fmt: skip
+NEEDS = {"tree_attention.py": ["ring_attention.py"], "train_grpo.py": FILES[1:]}
+SKIPPED = {"parallel.py": "every other plan: SKIP", "tree_attention.py": "families: SKIP"}
+ONE_RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
+
+
+def check_error(file, folder, **environment):
+    """(max_error of the last line, all that was printed) of `python FILE check` in a folder."""
+    kept = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, file, "check"], cwd=folder, env=kept | environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["ok"] and last["check"] == file.removesuffix(".py")
+    return last["max_error"], done.stdout
+
+
+@pytest.mark.quick
+def test_the_tables_name_the_five_files_and_agree():
+    assert tuple(ERRORS) == FILES
+    rows = re.findall(r"^\|.*\| (\S+) \| `python (\w+\.py) check` \|$", README, re.M)
+    rows = [(float(error), file) for error, file in rows if "e-" in error]
+    assert {file for _, file in rows} == set(FILES)
+    assert all(error == ERRORS[file] for error, file in rows)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_check_passes_alone_with_the_error_of_the_file_table(file, tmp_path):
+    """The ring on one rank; test_the_whole_check_has_the_error_of_the_file_table has four."""
+    for name in (file, *NEEDS.get(file, ())):
+        shutil.copy(ROOT / name, tmp_path)
+    few = ONE_RANK if file == "ring_attention.py" else {}
+    error, out = check_error(file, tmp_path, **few)
+    assert ERRORS[file] / 30 <= error <= 3 * ERRORS[file]  # a machine rounds as it likes
+    assert SKIPPED.get(file, "") in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["parallel.py", "ring_attention.py", "tree_attention.py"])
+def test_the_whole_check_has_the_error_of_the_file_table(file):
+    error, out = check_error(file, ROOT)
+    assert ERRORS[file] / 3 <= error <= 3 * ERRORS[file] and "SKIP" not in out
+
+
+# Names ---------------------------------------------------------------------------------------
+
+ELSEWHERE = {"padding_idx", "log_softmax", "torchrun"}  # torch's
+ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
+FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rounds"}  # torchrun's, tests/bench_trl.py's
+
+
+@pytest.mark.quick
+def test_what_is_in_backticks_exists():
+    code = "\n".join(SOURCES.values())
+    for span in SPANS:
+        if re.match(r"(tests|assets|\.ci)/|\w+\.py$", span):
+            assert (ROOT / span.split("::")[0]).exists(), span
+            assert "::" not in span or f"def {span.split('::')[1]}(" in (ROOT / span).read_text()
+        elif re.match(r"[A-Za-z_][\w./]*(\(.*\))?$", span) and span not in ELSEWHERE:
+            name = re.match(r"[\w./]*", span)[0].split(".")[-1]
+            assert re.search(rf"\b{name}\b", code), span
+    for link in re.findall(r"\]\(([^):]+)\)", PROSE):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.quick
+def test_every_flag_is_one():
+    measures = "".join(path.read_text() for path in sorted(ROOT.glob("tests/measure_*.py")))
+    known = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
+    known |= set(re.findall(r'"(--[\w-]+)"', measures)) | FLAGS_ELSEWHERE
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) <= known
+    for span in SPANS:
+        if span.startswith("--") and " " in span:
+            parse_config(span.split()).check()
+
+
+@pytest.mark.quick
+def test_the_reading_order_names_what_its_files_define():
+    section = README.split("## Reading order")[1].split("\n## ")[0]
+    for item in re.split(r"^\d\. ", section, flags=re.M)[1:]:
+        file, *names = re.findall(r"`([^`]+)`", item)
+        for name in names:
+            assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", SOURCES[file]), name
