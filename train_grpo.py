@@ -108,7 +108,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import models
@@ -1094,8 +1093,7 @@ class Trainer:
         mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
         if self.config.tree != "disabled":
             given, options = self._tree(model, micro)
-            columns = zip(*tree_scores(*given, **options))
-            return mask_BT, *(pad_sequence(x, batch_first=True) for x in columns)
+            return mask_BT, *tree_scores(*given, padded=True, **options)
         if self.plan is not None and model is self.model:
             (layout,) = self.lay_out([micro])
             options = layout.micro()
@@ -1129,9 +1127,12 @@ class Trainer:
 
     def _deal(self, batch):
         """This rank's share of the data-parallel ranks' batch: prefixes together, equal times."""
-        if self.config.tree == "disabled" or self.plan is not None and self.plan.cp > 1:
+        plan = self.plan or Plan(dp=dist.get_world_size())
+        if self.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
             return batch
-        cost, group = Cost(again=1 / 3 if self.config.recompute else 0.0), self.grid and self.grid.data
+        cost, group = Cost(again=1 / 3 if self.config.recompute else 0.0), None
+        if self.plan is not None:
+            group = self.grid.data
         return redistribute([t.tokens for t in batch], batch, group=group, cost=cost)[1]
 
     def _tree(self, model, batch):
@@ -1151,12 +1152,15 @@ class Trainer:
     def _tree_backward(self, batch, tally):
         """`--tree dta`: the gradient block by block."""
 
-        def loss_of(i, *scores):
-            mask_BT = torch.from_numpy(batch[i].mask)[None].to(self.device)
-            return tally.loss([batch[i]], mask_BT, *(x_T[None] for x_T in scores))
+        def loss_of(some, *scores):
+            micro = [batch[i] for i in some]
+            mask_BT = padded([t.mask for t in micro], scores[0]).bool()
+            return tally.loss(micro, mask_BT, *scores)
 
         given, options = self._tree(self.model, batch)
-        tree_backward(*given, loss_of, recompute=self.config.recompute, **options)
+        tree_backward(
+            *given, loss_of, recompute=self.config.recompute, batched=True, **options
+        )  # fmt: skip
 
     def _loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT):
         def column(name):

@@ -80,6 +80,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -169,7 +170,8 @@ class TokenTrie:
             if size:
                 parent[start] = path[low - 1] if low else -1
             ends[i] = path[len(arrays[i]) - 1]
-        self.parent, self.ends, self._mask = _tensor(parent), _tensor(ends), None
+        self.parent, self.ends = _tensor(parent), _tensor(ends)
+        self._mask, self._ancestors, self._paths = None, None, {}
 
     def __len__(self):
         return len(self.tokens)
@@ -195,12 +197,26 @@ class TokenTrie:
     def path(self, i):
         """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
         parts, token = [], int(self.ends[i])
+        if token in self._paths:
+            return self._paths[token]
         while token >= 0:  # a step a fork: the tokens between lie side by side
             run = int(np.searchsorted(self._starts, token, side="right")) - 1
             first = int(self._starts[run])
             parts.append(np.arange(first, token + 1))
             token = int(self.parent[first])
-        return _tensor(np.concatenate(parts[::-1]))
+        return self._paths.setdefault(int(self.ends[i]), _tensor(np.concatenate(parts[::-1])))
+
+    def ancestors(self):
+        """(N, P) int64: the token at each depth of each token's path, itself where the path is
+        shorter; and (N, P) bool: which are no such filling."""
+        if self._ancestors is None:
+            depth, index = self.positions, torch.arange(len(self))
+            latest_NP = torch.full((len(self), int(depth.max()) + 1), -1)
+            latest_NP[index, depth] = index
+            seen_NP = torch.arange(latest_NP.shape[1]) <= depth[:, None]
+            latest_NP = latest_NP.cummax(0).values  # preorder: the last at a depth is the ancestor
+            self._ancestors = torch.where(seen_NP, latest_NP, index[:, None]), seen_NP
+        return self._ancestors
 
     def mask(self, window=None):
         """(1) as a Mask; a window is measured in depth."""
@@ -291,7 +307,34 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
     kernels without a mask, and only boxes of many short segments take a mask of their own size.
     """
+    short = len(trie) and q.device.type == "cpu" and int(trie.positions.max()) < SHORT
+    if backend is None and short:
+        return _gathered_attention(q, k, v, trie, scale, window, softcap)
     return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
+
+
+SHORT = 48  # tokens of a path, for which gathering is less work than tiles that are nearly empty
+
+
+def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
+    """(1) as it reads, where paths are short: each token's keys, P = the longest path, gathered."""
+    (H, N, D), G = q_1HND.shape[1:], k_1GND.shape[1]
+    above_NP, seen_NP = (x.to(q_1HND.device) for x in trie.ancestors())
+    if window is not None:
+        depth_P = torch.arange(seen_NP.shape[1], device=seen_NP.device)
+        seen_NP = seen_NP & (trie.positions.to(depth_P.device)[:, None] - depth_P < window)
+    wide = torch.promote_types(q_1HND.dtype, torch.float32)
+    q_NGRD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
+    k_NGPD, v_NGPD = (
+        x[0].transpose(0, 1).index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
+        .transpose(1, 2).to(wide) for x in (k_1GND, v_1GND)
+    )  # fmt: skip
+    score_NGRP = q_NGRD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
+    if softcap is not None:
+        score_NGRP = softcap * torch.tanh(score_NGRP / softcap)
+    score_NGRP = score_NGRP.masked_fill(~seen_NP[:, None, None], -math.inf)
+    out_NGRD = score_NGRP.softmax(-1) @ v_NGPD
+    return out_NGRD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
 
 
 # 4. Blocks -----------------------------------------------------------------------------------
@@ -527,10 +570,11 @@ class _Engine:
 
     def __init__(
         self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None,
-        masks=None,
+        masks=None, batched=False,
     ):  # fmt: skip
         self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
-        self.temperature, self.aux_coef, self.lockstep = temperature, aux_coef, lockstep
+        self.temperature, self.aux_coef = temperature, aux_coef
+        self.lockstep, self.batched = lockstep, batched
         if lockstep is not None:
             self.blocks = overlay(self.blocks, lockstep)
         self.routed = "balance" in inspect.signature(model.hidden).parameters
@@ -648,25 +692,29 @@ class _Engine:
     def evaluate(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
         losses, finite, ending = [], [], self.ending[b].tolist()
-        for i in ending:
-            at = self.trie.path(i)[1:].to(self.device)
-            leaves = [row_N[at].requires_grad_() for row_N in self.found_CN]
+        for some in [ending] * bool(ending) if self.batched else [[i] for i in ending]:
+            at, inside = _padded_paths(self.trie, some)
+            at, inside = at.to(self.device), inside.to(self.device)
+            leaves = [row_N[at].masked_fill(~inside, 0.0) for row_N in self.found_CN]
+            leaves = [x_RT.requires_grad_() for x_RT in leaves]
             with torch.enable_grad():
-                loss = _scalar(i, loss_fn(i, *leaves), self.found_CN)
+                given = (some, *leaves) if self.batched else (some[0], *(x[0] for x in leaves))
+                loss = _scalar(given[0], loss_fn(*given), self.found_CN)
                 if loss.requires_grad:
                     loss.backward()
             losses.append(loss.detach())
             checks = [losses[-1].isfinite()]
             for c, leaf in enumerate(leaves):
                 if leaf.grad is not None:
-                    self.upstream_CN[c, at] += leaf.grad
+                    self.upstream_CN[c].index_add_(0, at[inside], leaf.grad[inside])
                     self.used[c] = True
-                    checks.append(leaf.grad.isfinite().all())
+                    checks.append(leaf.grad[inside].isfinite().all())
             finite.append(torch.stack(checks).all())
         if ending and not torch.stack(finite).all():  # one wait for the device a block
             k = finite.index(False)
+            which = f"sequences {ending}" if self.batched else f"sequence {ending[k]}"
             what = ", its gradient is not finite" if losses[k].isfinite() else ""
-            raise NonFiniteLoss(f"the loss of sequence {ending[k]} is {losses[k].item()}{what}")
+            raise NonFiniteLoss(f"the loss of {which} is {losses[k].item()}{what}")
         self.loss = sum(losses, self.loss)
 
     def backward(self, b, work):
@@ -710,6 +758,14 @@ def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
     targets = trie.tokens[edges_e].to(device)
     scores = model.logprobs(at_eM, targets, temperature=temperature)
     return (*scores, model.values(at_eM)) if _is_critic(model) else tuple(scores)
+
+
+def _padded_paths(trie, some):
+    """What sequences' scores are about, (R, T) tokens of the tree, and bool: which are no filling."""
+    paths = [trie.path(i)[1:] for i in some]
+    at_RT = pad_sequence(paths, batch_first=True)
+    sizes_R1 = torch.tensor([len(path) for path in paths])[:, None]
+    return at_RT, torch.arange(at_RT.shape[1]) < sizes_R1
 
 
 def _wanted(trie, masks):
@@ -923,9 +979,10 @@ def packed_scores(
 ):  # fmt: skip
     """(3) for each token of the tree given its parent: log-prob, entropy and, of a critic, value.
 
-    A tuple of (N,), differentiable, 0 for first tokens, and for those that no mask (`tree_backward`)
-    wants. group None: this process alone. Else its ranks share the tokens out, attention goes through `ring_attention` with the tree's mask, all
-    get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
+    A tuple of (N,), differentiable, 0 for first tokens and for those that no mask (see
+    `tree_backward`) wants. group None: this process alone. Else its ranks share the tokens out,
+    attention goes through `ring_attention` with the tree's mask, all get all scores, and a loss
+    that each computes alike gives each its tokens' part of the gradient.
     """
     place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
     own = ring.indices(len(trie), place.rank, place.world, layout)
@@ -948,13 +1005,15 @@ def packed_scores(
 
 
 def tree_scores(
-    model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None, **across
+    model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None, padded=False,
+    **across,
 ):  # fmt: skip
     """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
 
     Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
-    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. across:
-    `packed_scores`' group, method and layout.
+    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. padded:
+    instead a (R, longest) tensor of each, 0 behind a sequence's end. across: `packed_scores`'
+    group, method and layout.
     """
     require_tree_model(model, trie)
     if not len(trie) and lockstep is None:
@@ -971,6 +1030,11 @@ def tree_scores(
         engine = _Engine(model, trie, max_tokens=max_tokens, **options)
         engine.run()
         columns = engine.found_CN.unbind()
+    if padded and len(trie):
+        at_RT, inside_RT = (
+            x_RT.to(columns[0].device) for x_RT in _padded_paths(trie, range(len(trie.lengths)))
+        )
+        return [x_N[at_RT].masked_fill(~inside_RT, 0.0) for x_N in columns]
     paths = [trie.path(i)[1:] for i in range(len(trie.lengths))] or [torch.zeros(0).long()]
     at, sizes = torch.cat(paths).to(columns[0].device), [len(path) for path in paths]
     return list(zip(*(x.index_select(0, at).split(sizes) for x in columns), strict=True))
@@ -992,7 +1056,7 @@ class TreeResult(NamedTuple):
 
 def tree_backward(
     model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0,
-    masks=None, lockstep=None,
+    masks=None, lockstep=None, batched=False,
 ) -> TreeResult:  # fmt: skip
     """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
 
@@ -1005,7 +1069,9 @@ def tree_backward(
     sequence: the head runs where one wants it, the rest of what loss_fn gets is 0 and has no
     gradient; None: everywhere. lockstep: a group whose ranks' layers
     send to each other (experts; FSDP2 in one block): they make as many calls as each other,
-    whatever their trees, see `overlay`; all call this at once, one without sequences too.
+    whatever their trees, see `overlay`; all call this at once, one without sequences too. batched:
+    instead one call a block, loss_fn([i, ..], scores, ..) -> (), for the R sequences that end in
+    it, with (R, T) scores, 0 behind a sequence's end: many short ones are then as fast as one.
 
     ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
     then as it was.
@@ -1014,8 +1080,8 @@ def tree_backward(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters or torch.is_inference_mode_enabled():
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    options = dict(temperature=temperature, aux_coef=aux_coef, masks=masks, lockstep=lockstep)
-    engine = _Engine(model, trie, max_tokens=max_tokens, **options)
+    options = dict(aux_coef=aux_coef, masks=masks, lockstep=lockstep, batched=batched)
+    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, **options)
     before = [p.grad for p in parameters]
     try:
         for p in parameters:

@@ -11,12 +11,15 @@ seconds; a ratio is the median over pairs of neighbouring steps, the first of wh
     generation   ours: `collect`     TRL: `_generate_single_turn`, that is transformers' generate
     training     ours: `prepare` and `update`, the push of the weights included
                  TRL: all of its step that follows generation and rewards
+    tree         the same with `--tree sparse`, on the same rollouts; its share: of what it gains
+                 over our flat step, against the ratio of their FLOPs (`measure_grpo.flops`)
 
 TRL runs at its defaults but for gradient checkpointing and bf16, which are off. Its first batch is
 also given to our trainer: loss and gradient must agree within 1e-5, or the script fails.
 
 A group shares its prompt, and much of what is measured comes from that: transformers' generate
-computes and caches the prompt once an answer, `rollout` once a group. `--prompt 8` shows the rest.
+computes and caches the prompt once an answer, `rollout` once a group, `--tree` trains on it once.
+`--prompt 8` shows the rest.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,22 +42,13 @@ from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import models  # noqa: E402
 import train_grpo  # noqa: E402
+from measure_grpo import Work, flops  # noqa: E402
 from parallel import connect  # noqa: E402
+from tree_attention import TokenTrie  # noqa: E402
 
 VOCAB = 256
 WORDS = [f"w{n}" for n in range(VOCAB)]
-
-
-class Work(train_grpo.Task):
-    """One turn that never ends: the end token is outside the vocabulary."""
-
-    vocab_size, end = VOCAB, (VOCAB,)
-
-    def __init__(self, prompt):
-        self.tokens = prompt
-
-    def prompt(self, rng, index, held_out):
-        return None, self.tokens
+PHASES = "generation", "training", "tree"
 
 
 def reward(completions, **kwargs):
@@ -84,26 +79,32 @@ class Ours:
     def __init__(self, options, model, prompt):
         self.config = train_grpo.Config(
             prompts=1, group=options.group, max_new_tokens=options.completion, minibatches=1,
-            lr=1e-6, entropy_coef=0.0,
+            lr=1e-6, entropy_coef=0.0, size=options.prompt,
         ).check()  # fmt: skip
         generator = models.Transformer(model.config).requires_grad_(False)
         self.trainer = train_grpo.Trainer(self.config, model, generator=generator)
         self.trainer.push_weights()
-        self.task, self.steps = Work(prompt), 0
+        self.task, self.steps = Work(self.config, VOCAB), 0
 
     def step(self):
-        """CPU seconds of generation and of training."""
+        """CPU seconds of generation, of training, and of training on the tree."""
         config, generator, start = self.config, self.trainer.generator, time.process_time()
         mine, kept, _ = train_grpo.collect(config, self.task, generator, self.steps)
-        middle = time.process_time()
+        seconds = [time.process_time() - start]
         for n, t in enumerate(mine[0]):
             assert len(t.tokens) == len(self.task.tokens) + config.max_new_tokens
             assert t.mask.sum() == config.max_new_tokens
             t.reward = float(n % 3)
-        train_grpo.prepare(config, self.trainer, [mine[0]])
-        train_grpo.update(config, self.trainer, mine, kept, 0)
-        self.steps += 1
-        return middle - start, time.process_time() - middle
+        for tree in ("disabled", "sparse"):
+            self.trainer.config, start = replace(config, tree=tree), time.process_time()
+            train_grpo.prepare(config, self.trainer, [mine[0]])
+            train_grpo.update(config, self.trainer, mine, kept, 0)
+            seconds.append(time.process_time() - start)
+        self.trainer.config = config
+        trie = TokenTrie([t.tokens for t in mine[0]])
+        flat, shared = flops(self.trainer.model.config, trie, [t.mask for t in mine[0]])
+        self.steps, self.bound = self.steps + 1, float(flat / shared)
+        return seconds
 
     def compare(self, prepared, loss, parameters):
         """Differences of loss and gradient from TRL's on TRL's batch, before any update."""
@@ -113,12 +114,16 @@ class Ours:
             train_grpo.Trajectory(0, row, mask, 0.0 * mask, advantages=np.full(len(mask), a))
             for row, a in zip(tokens_BL.tolist(), prepared["advantages"].tolist())
         ]
-        Z = train_grpo.denominator(batch, self.config)
-        got = self.trainer.forward_backward(batch, Z)["loss/token_mean"]
-        pairs = [(p.grad, parameters[n].grad) for n, p in self.trainer.model.named_parameters()]
-        worst = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-        self.trainer.optimizer.zero_grad()  # ours has made no update yet; nor shall this be one
-        return abs(got - loss.item()), worst
+        Z, worst = train_grpo.denominator(batch, self.config), [0.0, 0.0]
+        for tree in ("disabled", "sparse"):
+            self.trainer.config = replace(self.config, tree=tree)
+            got = self.trainer.forward_backward(batch, Z)["loss/token_mean"]
+            pairs = [(p.grad, parameters[n].grad) for n, p in self.trainer.model.named_parameters()]
+            apart = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+            worst = [max(worst[0], abs(got - loss.item())), max(worst[1], apart)]
+            self.trainer.optimizer.zero_grad()  # ours has made no update yet; nor shall this be one
+        self.trainer.config = self.config
+        return worst
 
 
 def alternate(options, ours, theirs, tokenizer, prompt, folder):
@@ -127,8 +132,9 @@ def alternate(options, ours, theirs, tokenizer, prompt, folder):
 
     class After(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            theirs = now["generation"], time.process_time() - now["start"] - now["compare"]
-            rows.append(dict(zip(("generation", "training"), zip(ours.step(), theirs))))
+            training = time.process_time() - now["start"] - now["compare"]
+            pairs = zip(ours.step(), (now["generation"], training, training))
+            rows.append(dict(zip(PHASES, pairs)))
 
     settings = trl.GRPOConfig(
         output_dir=folder, per_device_train_batch_size=options.group, num_generations=options.group,
@@ -192,14 +198,17 @@ def main():
           f"by {gradient:.1e}  {'ok' if ok else 'FAILED'}")  # fmt: skip
     print(f"{f'CPU seconds, median of {len(rows)}':26}    ours     TRL   TRL / ours (min - max)")
     summary = {"bench": "trl", **vars(options), "loss": loss, "gradient": gradient, "ok": ok}
-    for phase in ("generation", "training"):
+    for phase in PHASES:
         pairs = [row[phase] for row in rows]
         ratios = sorted(b / a for a, b in pairs)
         a, b = (statistics.median(x) for x in zip(*pairs))
         ratio = statistics.median(ratios)
         print(f"{phase:26} {a:7.3f} {b:7.3f} {ratio:9.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})")
         summary[phase] = dict(ours=a, trl=b, ratio=ratio, min=ratios[0], max=ratios[-1])
-    print(json.dumps(summary))
+    gain = statistics.median(row["training"][0] / row["tree"][0] for row in rows)
+    share = summary["share"] = gain / work.bound
+    print(f"the tree: {gain:.2f} times our flat step, {share:.0%} of the bound {work.bound:.2f}")
+    print(json.dumps(summary | {"gain": gain, "bound": work.bound}))
     dist.destroy_process_group()
     return 0 if ok else 1
 
