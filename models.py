@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3, Qwen3-MoE, Gemma 3 and an action expert: Hugging Face's checkpoints, five families.
+"""Qwen2, Qwen3, Qwen3-MoE and Gemma 3 with Hugging Face's checkpoints, and an action expert.
 
 One Transformer; the families differ in a row of a table. The model knows nothing of masks, rings,
 trees or caches: every layer calls one function, `attention(q, k, v, layer=, scale=, window=)`, that
@@ -16,6 +16,7 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
     (2)  y_i     = x_i + O [ a_i ]                                       gemma: norm'(O [ a_i ])
          a_i     = sum_j softmax_j( scale q_i . k_j ) v_j, over j <= i, sliding: and i - j < window
          q_i     = rope_i(norm_q(Q norm(x_i))), k_i likewise with K, v_i = V norm(x_i)
+         (norm': one more norm, with weights of its own)
     (3)  x'_i    = y_i + ffn(norm(y_i))                                  gemma: norm'(ffn(..))
          ffn(h)  = down( act(gate h) * (up h) )
     (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)                         gemma: (1 + w)
@@ -29,6 +30,7 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
                    n_se of whose T_s K choices fell on e (a constant for the gradient)
     (11) b_e     = rate * (steps in which e had less than the mean load - steps it had more)
     (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
+                   a the actions, eps noise, v what the expert gives
     (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
 
 `definition` below computes (1)-(7) with Python loops; `check` compares everything with it. With
@@ -71,6 +73,7 @@ Letters:
     N tokens (any subset of B x S)        C tokens that a cache has room for
     E experts       K experts a token     I width of an expert          P prefix tokens
     T suffix tokens A action dimensions   U documents in a bucket       R the H + G heads with RoPE
+    J (sequence, token) pairs of `Balance`; in KVCache P prompts of at most J tokens
 
 Small: a moving part, such as the n tokens of a chunk, or this rank's share: v rows of the V.
 
@@ -997,8 +1000,9 @@ def token_logprobs(
     hidden_NM (N, M) and weight_vM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
     softcap: z := c tanh(z / c) before the temperature (Gemma). Returns two (N,) tensors in float32
     (float64 for float64), differentiable in hidden and weight. No tensor is larger than (chunk, V),
-    by default 2^22 logits or 128 rows, and at least two chunks. So many are held from the forward
-    to the backward too; what was before them is computed again.
+    by default 2^22 logits or 128 rows, and at least two chunks, so that what is held is less than
+    all. The last chunks' exponentials, 2^22 numbers or one chunk, stay for the backward; the logits
+    of earlier chunks are computed again there.
 
     Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
     vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
@@ -1303,8 +1307,8 @@ class KVCache:
     A sliding layer has room for its window only: the token at position p stands at p % window.
     `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
     lengths. `select(rows)` repeats, drops and reorders rows: a fork of a conversation, finished
-    rows out. `share(rows)` does the same for a group of each prompt and copies nothing: the full
-    layers go on to hold the prompts once, `own` counts what rows hold behind them.
+    rows out. `share(rows)` makes several rows of each prompt: full layers go on to hold its keys
+    once, sliding layers copy theirs, a few; `own` counts what a row holds behind its prompt.
     """
 
     def __init__(self, rows: int, device=None):
@@ -1312,6 +1316,9 @@ class KVCache:
         self.layers, self.sliding = {}, set()  # layer -> k and v (2, B, G, C, D); which slide
         self.counts_B = None  # real tokens a row of the call under way; None: all of them
         self.prompts = {}  # of `share`: layer -> k and v (2, P, G, J, D), P prompts
+        self.prompt_lengths = None  # of the P prompts
+        self.prompt_B = self.rows_Pn = self.place_B = None  # a row's prompt; a prompt's rows, and
+        # a row's place in that padded table
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""

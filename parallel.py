@@ -15,13 +15,18 @@ What it must equal, for ranks r and the loss L = sum_r L_r (each already divided
     (1)  g      = sum_r dL_r / dtheta
     (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
     (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           not if norm is not finite
+    (4)  f, into split matrices:    x forward           sum_r dx_r backward   section 3 says why
+    (5)  g, out of them:            sum_r y_r forward   dy backward
 
-  |          | split               | forward               | backward              | gradient of W |
+SP is sequence parallelism, the router is a mixture's gate.
+
+  |          | split               | forward               | backward              | of a weight's |
+  |          |                     |                       |                       | gradient      |
   | d ddp    | rows of the batch   | nothing               | nothing               | + over d c    |
   | d fsdp   | weights too         | gather a layer        | gather, scatter-add   | own rows      |
   | d zero1  | AdamW's states too  | nothing               | nothing               | as ddp        |
   | t        | heads, inner width, | a layer 2 gathers, 2  | the same; ends: a     | own rows;     |
-  |          | vocabulary; tokens  | scatter-adds; ends: 1 | gather, an all-reduce | norms, gate   |
+  |          | vocabulary; tokens  | scatter-adds; ends: 1 | gather, an all-reduce | norms, router |
   |          | between them        | and 1, 2 all-reduces  |                       | + over t      |
   | t, no SP | the same, no tokens | 2 all-reduces a layer | 2 a layer; ends: 1    | own rows;     |
   |          |                     | ends: 1 and 2         |                       | q, k norm + t |
@@ -39,11 +44,11 @@ parts; backward a gather, and an all-reduce of the last states' gradient.
 numbers of them, none included: it and zero1 suit trees. Under fsdp, t, c, e and p each forward is
 collective: all ranks of a group run the same calls.
 
-Numbers a rank sends for N parameters on W ranks: ddp 2 N (W - 1) / W a step; fsdp N (W - 1) / W
+Numbers a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
 
     B rows   S tokens   M width   N rows for experts   E experts   W ranks
-    Small: this rank's part of what the capital names: n of the N rows. SP: sequence parallelism
+    Small: this rank's part of what the capital names: n of the N rows
     etp: over how many of the t ranks an expert's inner width is split, 1 or t
 
 How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2 averages

@@ -865,7 +865,9 @@ class Route:
         joined = [np.concatenate(shards[b * inner : (b + 1) * inner]) for b in range(self.c)]
         self.order, self.blocks = np.argsort(joined[self.b]), [np.sort(block) for block in joined]
         need, hops = self._needs(length), np.arange(self.c)
-        self.there = need[(hops[:, None] + hops) % self.c, hops[:, None]]  # [block s, hop h]
+        # there[s, h]: does the rank that has block s at hop h need it? last[s]: the last hop at
+        # which one does, 0: only its owner. first[s]: the first behind hop 0, c: none.
+        self.there = need[(hops[:, None] + hops) % self.c, hops[:, None]]
         self.last = np.where(self.there, hops, 0).max(axis=1)
         self.first = np.where(self.there & (hops > 0), hops, self.c).min(axis=1)
         self.hops = int(self.last.max()) + 1

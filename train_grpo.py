@@ -16,27 +16,29 @@ a kill and a resume cannot change them either.
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
 softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
-update, ref of the frozen reference, smp of the sampler:
+update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
 
     (1)  A_i = (R_i - mean R) / (std R + 1e-4)    `group_std` (GRPO; std with G - 1)
              = R_i - mean R                       `group_mean` (Dr.GRPO)
              = (R_i - mean R) G / (G - 1)         `leave_one_out` (RLOO)
              = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
-         A_t = sum_k (gamma lambda)^k (r_t+k + gamma V_t+k+1 - V_t+k), then whitened over the step
-                                                  `gae` (PPO): V a critic's values, t sampled tokens
+         A_t = sum_n (gamma lambda)^n (u_t+n + gamma v_t+n+1 - v_t+n)      `gae` (PPO)
+             then (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards,
+             v the critic's values; t + 1 is the next sampled token, whatever stands in between
+         with kl_in reward each sampled token first loses kl_coef k(smp_t - ref_t) of its reward
     (2)  r_t = exp(lp_t - old_t)                  `token`
              = exp(mean_t(lp_t - old_t))          `sequence` (GSPO)
     (3)  l_t = -min(min(r, c) A, clip(r, 1 - low, 1 + high) A)     `clip`; c: dual clip, if any
              = -sg(min(r, bound)) A lp_t                            `cispo`
     (4)  l_t <- sg(min(exp(old_t - smp_t), C)) l_t                  importance_cap C (TIS), if any
-    (5)  l_t <- l_t + kl_coef k(lp_t - ref_t) - entropy_coef H_t
-             k1: d (no gradient in the mean: for the reward)  k2: d^2 / 2  k3: exp(-d) + d - 1
-    (6)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
+    (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
+             k1: d (its gradient has mean 0: for the reward)  k2: d^2 / 2  k3: exp(-d) + d - 1
+    (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
+             with `gae`: v a head on the policy's states, g_t = v_old_t + A_t before whitening
+    (7)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
              token_mean     w_i = 1               Z = sampled tokens
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
-    (7)  l_t <- l_t + value_coef max((V - R)^2, (clip(V, old V +- value_clip) - R)^2) / 2
-             with `gae`: R_t = old V_t + A_t (before whitening); V a head on the policy's states
 
 Paper -> settings (the rest stays at its default; every paper has learning rates of its own):
 
@@ -52,23 +54,24 @@ Paper -> settings (the rest stays at its default; every paper has learning rates
     CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
     TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
     dual clip (arXiv:1912.09729)             --dual-clip 3
-    PPO      arXiv:1707.06347, 1506.02438    --advantage gae
+    PPO      arXiv:1707.06347, 1506.02438    --advantage gae --clip-high 0.2 --entropy-coef 0
     tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
 
 Letters: B trajectories, T positions of their padded log-prob vectors (targets tokens[1:], so a
 trajectory of L tokens has L - 1), V vocabulary, S packed tokens, N scored tokens, M model width.
 Capital: this rank's whole. Small: a share, n of the N scored, s of the S tokens, under a plan's c.
 
-Metrics (metrics.jsonl, one line a step; every normaliser is global and in the name):
+Metrics (metrics.jsonl, one line a step; every normaliser is global):
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
-    loss/token_mean              (6), divided by the aggregation's own Z; mean of updates
+    loss/token_mean              (7), divided by the aggregation's own Z; mean of updates
     kl/token_mean                k of `--kl` against the reference, where there is one
     entropy/token_mean           (9) of models.py, at `temperature`
-    value/token_mean             with gae: V before the step; value/loss  (7) by value_coef
-    value/explained_variance     with gae: 1 - Var(R - V) / Var(R) over the step's sampled tokens
+    value/token_mean             with gae: v before the step
+    value/loss                   with gae: what (6) adds, per sampled token; mean of updates
+    value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
     ratio/clipped_fraction       of sampled tokens
     logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
@@ -79,10 +82,10 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global and in the n
     seconds/rollout, /train, /eval, /total
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
-current policy itself where a step has one update, so that rounding cannot clip; log-ratios are
-clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated trajectory ends
-with value 0. Not here: asynchronous generation, top-p (it would bias every ratio unless scored
-under the same cut).
+current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
+(2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated
+trajectory ends with value 0. Not here: asynchronous generation, top-p (it would bias every ratio
+unless scored under the same cut).
 """
 
 import argparse
@@ -195,10 +198,11 @@ class Config:
     max_skipped: int = 3  # stop after so many non-finite gradients in a row
     micro_tokens: int = 16384  # packed tokens a forward; a longer sequence goes alone
     data_parallel: str = "ddp"  # ddp (full copies) | fsdp (shards) | zero1 (ddp, moments sharded)
+    ac: str = "none"  # activations computed again in backward: none | full | op, see parallel.py
     plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
-    tree: str = "disabled"  # share prefixes in training: disabled | sparse (at once) | dta (blocks)
+    tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
     max_tokens: int = 0  # of a block with --tree dta
     recompute: bool = False  # with --tree dta: blocks above are run forward twice, not kept
     # output
@@ -213,6 +217,7 @@ class Config:
 
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
+        ac=("none", "full", "op"),
         cp_method=("ring", "allgather", "ulysses"),
         pp_schedule=("1f1b", "interleaved1f1b", "zbv"), tree=("disabled", "sparse", "dta"),
         generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
@@ -225,7 +230,8 @@ class Config:
     FREE = (
         "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
-        "plan", "data_parallel", "cp_method", "pp_schedule",
+        "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
+        "ac",
     )  # fmt: skip
 
     ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
@@ -293,6 +299,8 @@ class Config:
         yield self.tree == "dta" and self.data_parallel == "fsdp", (
             "--tree dta has no fsdp: FSDP2 gathers and reduces once a step, not once a block; "
             "use --data-parallel zero1, or --tree sparse")
+        yield self.tree == "dta" and self.ac != "none", (
+            "--tree dta has its own --recompute, of blocks; --ac none")
         yield self.tree == "dta" and plan.cp > 1, (
             "--tree dta has no c: a block's keys come from the stack of one rank; --tree sparse")
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
@@ -353,7 +361,7 @@ def parse_config(argv) -> Config:
 
 
 def definition(lp, old, A, w, Z, clip_low, clip_high):
-    """(2), (3), (6) for lists of lists of sampled tokens, with Python floats. Slow and obvious."""
+    """(2) `token`, (3) `clip` and (7), for lists of lists of sampled tokens, by Python's floats."""
     total = 0.0
     for i in range(len(lp)):
         for t in range(len(lp[i])):
@@ -411,7 +419,7 @@ def gae(rewards, values, mask, /, gamma, lam):
 
 
 def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
-    """The square of (7) per token, 0 where mask is off."""
+    """The square of (6) per token, 0 where mask is off."""
     far_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
     if not bound:
         return far_BT / 2
@@ -441,11 +449,13 @@ def policy_loss(
     if config.ratio == "sequence":
         count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
         log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / count_B1).expand_as(lp_BT)
+    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Pinned by
+    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
     ratio_BT = log_ratio_BT.clamp(-10, 10).exp()  # (2)
     low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.objective == "cispo":
         clipped_BT = ratio_BT > config.cispo_bound
-        l_BT = -ratio_BT.clamp(max=config.cispo_bound).detach() * advantage_BT * lp_BT
+        l_BT = -ratio_BT.clamp(max=config.cispo_bound).detach() * advantage_BT * lp_BT  # (3)
     else:
         bounded_BT = ratio_BT.clamp(max=config.dual_clip) if config.dual_clip else ratio_BT
         first_BT, second_BT = bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT
@@ -834,12 +844,12 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
 
 
 def loss_weight(trajectory, aggregation):
-    """w of (6): a number per trajectory, known without any other."""
+    """w of (7): a number per trajectory, known without any other."""
     return 1.0 / max(1, trajectory.mask.sum()) if aggregation == "sequence_mean" else 1.0
 
 
 def denominator(batch, config) -> float:
-    """This rank's share of Z of (6); summed over ranks it is `num_global_valid_tokens`."""
+    """This rank's share of Z of (7); summed over ranks it is `num_global_valid_tokens`."""
     if config.aggregation == "token_mean":
         return float(sum(t.mask.sum() for t in batch))
     if config.aggregation == "constant":
@@ -874,7 +884,7 @@ FILLER = Trajectory(  # what a rank without data adds to messages of all
 
 
 class Tally:
-    """(6) of one piece of a batch after the other, and what is measured on the way."""
+    """(7) of one piece of a batch after the other, and what is measured on the way."""
 
     NAMES = "clipped", "entropy", "kl", "value"
 
@@ -885,7 +895,7 @@ class Tally:
         self.worst = self.sums.new_zeros(())
 
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
-        """This piece's part of (6)."""
+        """This piece's part of (7)."""
         sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
         if self.supervised:
             l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
@@ -893,7 +903,7 @@ class Tally:
             given = mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT
             l_BT, stats = self.trainer._loss(micro, *given)
         weights = [[loss_weight(t, self.trainer.config.aggregation)] for t in micro]
-        loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (6)
+        loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (7)
         gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
         self.worst = torch.cat([gap_N, self.worst[None]]).max()
         parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
@@ -963,7 +973,8 @@ class Layout(NamedTuple):
 
 
 class Even:
-    """A policy whose layers share tokens out over t ranks, for any number of tokens."""
+    """A policy under t, for trees: their tokens are padded to a multiple of t, as sequence
+    parallelism needs, attention does not see the padding, and the states come without it."""
 
     def __init__(self, model, multiple):
         self.model, self.multiple = model, multiple
@@ -1000,7 +1011,7 @@ class Trainer:
         self.generator, self.reference = generator, reference
         self.policy_version = self.skipped = self.skipped_in_a_row = 0
         self.device, self.plan, self.grid = next(model.parameters()).device, None, None
-        if config.plan or config.data_parallel == "zero1":
+        if config.plan or config.data_parallel == "zero1" or config.ac != "none":
             self._split(model)
         elif config.data_parallel == "fsdp":
             shard(model)
@@ -1023,7 +1034,7 @@ class Trainer:
         self.grid = Grid.make(self.plan, self.device.type)
         self.model = parallelize(
             model, self.plan, device_mesh=self.grid, mode=self.config.data_parallel,
-            attention=models.causal_attention, schedule=self.config.pp_schedule,
+            attention=models.causal_attention, schedule=self.config.pp_schedule, ac=self.config.ac,
         )  # each micro-batch brings an attention of its own  # fmt: skip
 
     @property
@@ -1102,7 +1113,7 @@ class Trainer:
         return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
     def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
-        """Add the gradient of (6) for this rank's trajectories; metrics of all ranks' batch.
+        """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
         precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(5).
@@ -1158,8 +1169,9 @@ class Trainer:
             return tally.loss(micro, mask_BT, *scores)
 
         given, options = self._tree(self.model, batch)
-        tree_backward(
-            *given, loss_of, recompute=self.config.recompute, batched=True, **options
+        tree_backward(  # a NaN is optim_step's to find, on all ranks
+            *given, loss_of, recompute=self.config.recompute, batched=True, check_finite=False,
+            **options,
         )  # fmt: skip
 
     def _loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT):
@@ -1176,7 +1188,7 @@ class Trainer:
         if self.config.advantage == "gae":
             past = column("values"), column("returns")
             square_BT = value_loss(value_BT, *past, mask_BT, self.config.value_clip)
-            l_BT, stats["value"] = l_BT + coef * square_BT, coef * square_BT.detach()  # (7)
+            l_BT, stats["value"] = l_BT + coef * square_BT, coef * square_BT.detach()  # (6)
         return l_BT, stats
 
     def forward_only(self, batch, model=None) -> list:
@@ -1261,6 +1273,9 @@ class Trainer:
 # 6. The loop ---------------------------------------------------------------------------------
 
 
+ROLLOUT, EVALUATION, DEMO_PROMPT, DEMO_PLAY = 1, 2, 3, 4  # of a random stream's key: none is shared
+
+
 def starts_of(config, task, stream, step, indices, first=0, held_out=False):
     """(group, state, prompt) of the indices that are this rank's: index % world == rank."""
     mine = [g for g in indices if g % dist.get_world_size() == dist.get_rank()]
@@ -1287,7 +1302,7 @@ def collect(config, task, generator, step):
     for _ in range(config.max_rounds):
         indices = range(len(rewards), len(rewards) + config.prompts - len(kept))
         first = step * config.prompts * config.max_rounds
-        starts = starts_of(config, task, 1, step, indices, first=first)
+        starts = starts_of(config, task, ROLLOUT, step, indices, first=first)
         groups = play(config, task, generator, starts, key=(config.seed, step))
         table = np.zeros((len(indices), config.group))
         for (g, _, _), group in zip(starts, groups):
@@ -1366,6 +1381,9 @@ def criticise(config, trainer, batch) -> dict:
     n, *rest = summed(sums.tolist(), trainer.device)
     A, AA, R, RR, V = (x / max(1.0, n) for x in rest)
     spread = math.sqrt(max(0.0, AA - A * A))
+    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
+    # 1e-8 only keeps a step without any spread finite. Pinned by
+    # tests/test_critic.py::test_advantages_are_whitened_over_the_step.
     for t in batch:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)
     explained = 1 - spread**2 / (RR - R * R) if RR - R * R > 1e-12 else 0.0  # R - V is A
@@ -1387,7 +1405,7 @@ def update(config, trainer, mine, kept, step):
     trainer.push_weights()
     first, out = seen[0] if seen else {}, {}
     for name in first:
-        if name.startswith(("loss", "kl", "entropy", "ratio", "grad_norm")):
+        if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
             out[name] = float(np.mean([metrics[name] for metrics in seen]))
         elif name.startswith("logprob_gap"):
             out[name] = first[name]
@@ -1400,7 +1418,7 @@ def update(config, trainer, mine, kept, step):
 
 def evaluate(config, task, generator):
     """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
-    starts = starts_of(config, task, 2, 0, range(config.eval_prompts), held_out=True)
+    starts = starts_of(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
     groups = play(greedy, task, generator, starts, key=())
     (solved,) = summed([sum(t.reward >= 1 for (t,) in groups)], generator.head_weight.device)
@@ -1410,8 +1428,9 @@ def evaluate(config, task, generator):
 def warm_start(config, task, trainer):
     """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
     for step in range(config.demos):
-        starts = starts_of(config, task, 3, step, range(config.prompts * config.group))
-        batch = demonstrations(task, starts, (config.seed, 4, step), config.max_new_tokens)
+        starts = starts_of(config, task, DEMO_PROMPT, step, range(config.prompts * config.group))
+        key = config.seed, DEMO_PLAY, step
+        batch = demonstrations(task, starts, key, config.max_new_tokens)
         (Z,) = summed([denominator(batch, config)], trainer.device)
         trainer.forward_backward(batch, Z, supervised=True)
         trainer.optim_step()
@@ -1706,6 +1725,8 @@ def prepare_out(config) -> str:
 def _measure():
     """tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    if not importlib.util.find_spec("measure_grpo"):
+        raise ImportError("check and bench need tests/measure_grpo.py in this file's folder")
     return __import__("measure_grpo")
 
 

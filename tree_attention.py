@@ -42,6 +42,8 @@ dK and dV it adds what the blocks below have left there for its piece.
 
     B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
     N tokens of the tree   n of a block   p on the stack above it   K experts a token
+    e edges scored in a block, an edge a token and its parent   r sequences that end in it
+    P longest path   T longest sequence's targets
     R sequences, L_i tokens of sequence i   C = 2 or 3: log-prob, entropy and, for a critic, value
 
     |                | tokens forward, backward     | held at the peak                            |
@@ -59,7 +61,7 @@ subtrees keeps the matrices large. The log-prob of a fork's first tokens is comp
 parent's state is, in the parent's block, so there is no fork cache of any kind.
 
 Not here: dropout; mixers that are no causal softmax attention; batches of trees (a forest is one
-tree); the dynamic engine across a sequence's ranks (one block: `tree_logprobs(group=)`).
+tree); blocks across a sequence's ranks (the whole tree at once: `tree_logprobs(group=)`).
 
 References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix Grouper
 arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437, equations 17-20.
@@ -297,6 +299,9 @@ def _common(a, b):
 # 3. Attention over the packed tree -----------------------------------------------------------
 
 
+SHORT = 48  # tokens of a path; see `tree_attention`
+
+
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
     """Attention of every token to its ancestors and itself, (1): out (1, H, N, D), differentiable.
 
@@ -306,6 +311,8 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     In preorder a segment's own pairs are a triangle of contiguous slices, and everything below it
     sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
     kernels without a mask, and only boxes of many short segments take a mask of their own size.
+    Where all paths are shorter than SHORT, on a CPU, tiles would be nearly empty: then, with no
+    backend given, each token's keys are gathered, and the gradient is autograd's.
     """
     short = len(trie) and q.device.type == "cpu" and int(trie.positions.max()) < SHORT
     if backend is None and short:
@@ -313,28 +320,27 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
 
 
-SHORT = 48  # tokens of a path, for which gathering is less work than tiles that are nearly empty
-
-
 def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
-    """(1) as it reads, where paths are short: each token's keys, P = the longest path, gathered."""
+    """(1) as it reads: the keys of each token's path, P = the longest, gathered; h = H / G."""
     (H, N, D), G = q_1HND.shape[1:], k_1GND.shape[1]
     above_NP, seen_NP = (x.to(q_1HND.device) for x in trie.ancestors())
     if window is not None:
         depth_P = torch.arange(seen_NP.shape[1], device=seen_NP.device)
         seen_NP = seen_NP & (trie.positions.to(depth_P.device)[:, None] - depth_P < window)
+    # NUMERICS: scores, their softmax and sums in float32 or better, as in the tiles. Pinned by
+    # tests/test_tree.py::test_tree_attention_in_low_precision_is_within_twice_plain_torch.
     wide = torch.promote_types(q_1HND.dtype, torch.float32)
-    q_NGRD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
+    q_NGhD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
     k_NGPD, v_NGPD = (
         x[0].transpose(0, 1).index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
         .transpose(1, 2).to(wide) for x in (k_1GND, v_1GND)
     )  # fmt: skip
-    score_NGRP = q_NGRD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
+    score_NGhP = q_NGhD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
-        score_NGRP = softcap * torch.tanh(score_NGRP / softcap)
-    score_NGRP = score_NGRP.masked_fill(~seen_NP[:, None, None], -math.inf)
-    out_NGRD = score_NGRP.softmax(-1) @ v_NGPD
-    return out_NGRD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
+        score_NGhP = softcap * torch.tanh(score_NGhP / softcap)
+    score_NGhP = score_NGhP.masked_fill(~seen_NP[:, None, None], -math.inf)
+    out_NGhD = score_NGhP.softmax(-1) @ v_NGPD
+    return out_NGhD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
 
 
 # 4. Blocks -----------------------------------------------------------------------------------
@@ -570,11 +576,11 @@ class _Engine:
 
     def __init__(
         self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None,
-        masks=None, batched=False,
+        masks=None, batched=False, check_finite=True,
     ):  # fmt: skip
         self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
         self.temperature, self.aux_coef = temperature, aux_coef
-        self.lockstep, self.batched = lockstep, batched
+        self.lockstep, self.batched, self.check_finite = lockstep, batched, check_finite
         if lockstep is not None:
             self.blocks = overlay(self.blocks, lockstep)
         self.routed = "balance" in inspect.signature(model.hidden).parameters
@@ -710,7 +716,8 @@ class _Engine:
                     self.used[c] = True
                     checks.append(leaf.grad[inside].isfinite().all())
             finite.append(torch.stack(checks).all())
-        if ending and not torch.stack(finite).all():  # one wait for the device a block
+        # one wait for the device a block
+        if self.check_finite and ending and not torch.stack(finite).all():
             k = finite.index(False)
             which = f"sequences {ending}" if self.batched else f"sequence {ending[k]}"
             what = ", its gradient is not finite" if losses[k].isfinite() else ""
@@ -761,7 +768,7 @@ def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
 
 
 def _padded_paths(trie, some):
-    """What sequences' scores are about, (R, T) tokens of the tree, and bool: which are no filling."""
+    """What scores are about, (R, T): tokens of the tree, and bool, which are no filling."""
     paths = [trie.path(i)[1:] for i in some]
     at_RT = pad_sequence(paths, batch_first=True)
     sizes_R1 = torch.tensor([len(path) for path in paths])[:, None]
@@ -1056,7 +1063,7 @@ class TreeResult(NamedTuple):
 
 def tree_backward(
     model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0,
-    masks=None, lockstep=None, batched=False,
+    masks=None, lockstep=None, batched=False, check_finite=True,
 ) -> TreeResult:  # fmt: skip
     """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
 
@@ -1072,6 +1079,8 @@ def tree_backward(
     whatever their trees, see `overlay`; all call this at once, one without sequences too. batched:
     instead one call a block, loss_fn([i, ..], scores, ..) -> (), for the R sequences that end in
     it, with (R, T) scores, 0 behind a sequence's end: many short ones are then as fast as one.
+    check_finite: False lets NaN into the gradient, as loss.backward() would, for a caller who looks
+    at that; no rank of a lockstep may stop by itself.
 
     ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
     then as it was.
@@ -1080,8 +1089,12 @@ def tree_backward(
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters or torch.is_inference_mode_enabled():
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    options = dict(aux_coef=aux_coef, masks=masks, lockstep=lockstep, batched=batched)
-    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, **options)
+    if lockstep is not None and check_finite:
+        raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
+    engine = _Engine(
+        model, trie, max_tokens=max_tokens, temperature=temperature, aux_coef=aux_coef,
+        masks=masks, lockstep=lockstep, batched=batched, check_finite=check_finite,
+    )  # fmt: skip
     before = [p.grad for p in parameters]
     try:
         for p in parameters:

@@ -89,9 +89,10 @@ FAMILIES = {
 PLANS = {  # name -> ranks, flags
     "d1": (1, {}),
     "2 ranks": (2, {}),
-    "2 ranks fsdp": (2, dict(data_parallel="fsdp")),
+    "2 ranks fsdp ac": (2, dict(data_parallel="fsdp", ac="full")),
     "d2 zero1": (2, dict(plan="d2", data_parallel="zero1")),
     "t2": (2, dict(plan="t2")),
+    "t2 ac": (2, dict(plan="t2", ac="op")),
     "c2": (2, dict(plan="c2")),
     "c2 ulysses": (2, dict(plan="c2", cp_method="ulysses")),
     "p2": (2, dict(plan="p2")),
@@ -181,17 +182,18 @@ def cells(world, names, trees, families, truths, batch):
     return found
 
 
-def _truths(families):
+def truths(families):
+    """{family: what one process without trees does}, and the batch."""
     _, batch = rollouts(setting().check())
     return {name: three_steps(setting().check(), name, batch) for name in families}, batch
 
 
 def matrix(names=tuple(PLANS), trees=tuple(TREES), families=tuple(FAMILIES)):
     """{(plan, tree, family): the worst rank's error, or "refused"}. Forks: nothing has run yet."""
-    ((truths, batch),) = ring.launch(1, _truths, families)
+    ((true, batch),) = ring.launch(1, truths, families)
     found = {}
     for world in sorted({PLANS[name][0] for name in names}):
-        parts = ring.launch(world, cells, world, names, trees, families, truths, batch)
+        parts = ring.launch(world, cells, world, names, trees, families, true, batch)
         for cell, first in parts[0].items():
             found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
     return found

@@ -119,7 +119,7 @@ def test_a_turns_reward_stands_at_its_last_token(process_group):
         assert sum(reward for _, reward in t.turn_rewards) == pytest.approx(t.reward)
 
 
-def test_advantages_are_whitened_over_the_step_and_rewards_are_the_turns(process_group):
+def test_advantages_are_whitened_over_the_step(process_group):
     config, trainer, groups = start(gae_lambda=1.0)
     metrics = prepare(config, trainer, groups)
     batch = [t for group in groups for t in group]

@@ -172,8 +172,11 @@ def test_deeply_nested_forks_have_the_gradient_of_the_definition():
 @pytest.mark.quick
 @pytest.mark.parametrize("window", [None, 2, 50])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("seed", range(3))
-def test_tree_attention_is_dense_attention_over_ancestors(seed, window, softcap):
+@pytest.mark.parametrize("seed, short", [(0, 0), (1, 0), (2, 0), (0, 48), (1, 48)])
+def test_tree_attention_is_dense_attention_over_ancestors(
+    monkeypatch, seed, short, window, softcap
+):
+    monkeypatch.setattr(tree, "SHORT", short)  # 0: in tiles; 48: with gathered keys
     sequences = random_forest(seed, count=40, longest=30)
     trie, nodes = TokenTrie(sequences), brute_force(sequences)
     sees = torch.tensor([[q[: len(k)] == k for k in nodes] for q in nodes])
@@ -195,8 +198,10 @@ def test_tree_attention_is_dense_attention_over_ancestors(seed, window, softcap)
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("short", [0, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tree_attention_in_low_precision_is_within_twice_plain_torch(dtype):
+def test_tree_attention_in_low_precision_is_within_twice_plain_torch(monkeypatch, dtype, short):
+    monkeypatch.setattr(tree, "SHORT", short)
     trie = TokenTrie(random_forest(1, count=40, longest=30))
     gen = torch.Generator().manual_seed(0)
     drawn = [torch.randn(1, 4, len(trie), 16, generator=gen).to(dtype) for _ in range(4)]
@@ -371,6 +376,66 @@ def test_masks_score_what_a_loss_uses_and_nothing_else(size):
     for mask, few, every in zip(masks, *given, strict=True):
         assert (few - every)[torch.from_numpy(mask)].abs().sum() < 1e-10
         assert len(few) == len(mask)
+
+
+@pytest.mark.quick
+def test_a_block_without_a_choice_of_kernel_takes_the_one_that_is_asked_for(monkeypatch):
+    trie, calls = TokenTrie(random_forest(0)), []
+    monkeypatch.setattr(tree, "_gathered_attention", lambda *given: calls.append(given))
+    q, k, v = torch.randn(3, 1, 2, len(trie), 8)
+    tree.tree_attention(q, k, v, trie, backend="math")
+    assert not calls
+    tree.tree_attention(q, k, v, trie)
+    assert len(calls) == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("critic", [False, True])
+def test_a_loss_of_all_sequences_of_a_block_is_the_sum_of_theirs(critic, size):
+    model, sequences = models.tiny_model("qwen3"), random_forest(5) + tensors([[0], [1, 1, 1]] * 2)
+    model = model.add_value_head() if critic else model
+    trie, calls = TokenTrie(sequences), []
+
+    def together(some, *scores):
+        calls.extend(some)
+        lengths = [len(sequences[i]) - 1 for i in some]
+        assert all((x[n:] == 0).all() for y in scores for x, n in zip(y, lengths, strict=True))
+        parts = zip(*([x[:n] for x, n in zip(y, lengths, strict=True)] for y in scores))
+        return sum(example_loss(i, *part) for i, part in zip(some, parts, strict=True))
+
+    options = dict(max_tokens=size, temperature=0.7)
+    truth, alone = gradients(model, lambda: tree_backward(model, trie, example_loss, **options))
+    run, result = gradients(
+        model, lambda: tree_backward(model, trie, together, batched=True, **options)
+    )
+    assert sorted(calls) == list(range(len(sequences)))
+    assert abs(result.loss - alone.loss) < 1e-12 * abs(alone.loss)
+    assert max((a - b).abs().max().item() for a, b in zip(run, truth, strict=True)) < 1e-13
+    with pytest.raises(NonFiniteLoss, match="loss of sequences"):
+        wrong = dict(options, batched=True)
+        tree_backward(model, trie, lambda some, lp, *rest: lp.sum() * math.nan, **wrong)
+
+
+@pytest.mark.quick
+def test_padded_scores_are_the_lists_of_scores():
+    model, sequences = models.tiny_model("qwen3"), random_forest(5) + tensors([[0]])
+    trie = TokenTrie(sequences)
+    lists, padded = tree_scores(model, trie), tree_scores(model, trie, padded=True)
+    for rows, few in zip(lists, zip(*padded, strict=True), strict=True):
+        for row, x in zip(rows, few, strict=True):
+            assert torch.equal(x[: len(row)], row) and (x[len(row) :] == 0).all()
+
+
+@pytest.mark.quick
+def test_nan_goes_on_into_the_gradient_where_nobody_may_stop():
+    model, trie = models.tiny_model("qwen3"), TokenTrie(random_forest(5))
+
+    def loss_fn(i, logprobs, entropy):
+        return logprobs.sum() * (math.nan if i == 3 else 1.0)
+
+    grads, _ = gradients(model, lambda: tree_backward(model, trie, loss_fn, check_finite=False))
+    assert not all(grad.isfinite().all() for grad in grads)
 
 
 @pytest.mark.quick

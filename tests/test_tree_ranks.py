@@ -13,6 +13,8 @@ from tree_attention import (
     definition,
     example_loss,
     forests,
+    overlay,
+    plan,
     redistribute,
     sum_gradients,
     tree_backward,
@@ -148,3 +150,38 @@ def _short(rank, name, method):
     sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
     sum_gradients(model.parameters())
     return gradient_error(model, grads)
+
+
+def _overlaid(rank, max_tokens):
+    """Parents of this rank's blocks among all, the errors of its gradient, and of the others'."""
+    name = ("forest", "nothing", "binary")[rank]
+    sequences = [] if name == "nothing" else sequences_of(name)
+    trie, model, calls = TokenTrie(sequences), build("qwen3_moe"), []
+    own, blocks = plan(trie, max_tokens), overlay(plan(trie, max_tokens), dist.group.WORLD)
+    real = sorted(tuple(block.tokens) for block in blocks if len(block.tokens))
+    assert real == sorted(tuple(block.tokens) for block in own)
+    for block in blocks:  # what was above a block still is
+        above = {tuple(x.tokens): own[x.parent].tokens if x.parent >= 0 else () for x in own}
+        parent = blocks[block.parent].tokens if block.parent >= 0 else ()
+        assert not len(block.tokens) or tuple(parent) == tuple(above[tuple(block.tokens)])
+    hidden = model.hidden
+    model.hidden = lambda *given, positions, attention, balance=None: (
+        calls.append(1) or hidden(*given, positions=positions, attention=attention)
+    )
+    options = dict(max_tokens=max_tokens, lockstep=dist.group.WORLD, check_finite=False)
+    tree_backward(model, trie, example_loss, temperature=0.7, **options)
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    model.zero_grad()
+    model.hidden, grads = hidden, [torch.zeros_like(p) for p in model.parameters()]
+    if sequences:
+        grads = flat(model, sequences)[2]
+    scale = max(x.abs().max() for x in grads) if sequences else 1.0
+    worst = max((a - b).abs().max() / scale for a, b in zip(found, grads, strict=True))
+    return [block.parent for block in blocks], len(calls), float(worst)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 5])
+def test_ranks_with_other_trees_make_the_same_calls(tmp_path, max_tokens):
+    parents, calls, errors = zip(*ranks(tmp_path, 3, _overlaid, max_tokens), strict=True)
+    assert parents[0] == parents[1] == parents[2] and len(set(calls)) == 1
+    assert calls[0] == len(parents[0]) and max(errors) < 1e-12

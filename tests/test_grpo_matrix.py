@@ -1,0 +1,93 @@
+"""`python train_grpo.py check | bench`: some of its cells, and that its cells can be wrong."""
+
+import json
+
+import measure_grpo
+import pytest
+import torch
+from test_ranks import ranks
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_grpo
+
+FAMILIES = "qwen3_moe", "gemma3_text"
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """One process without trees, by family; the batch."""
+    return ranks(tmp_path_factory.mktemp("one"), 1, _truths)[0]
+
+
+def _truths(rank):
+    return measure_grpo.truths(FAMILIES)
+
+
+def _cells(rank, names, trees, truths, batch):
+    return measure_grpo.cells(2, names, trees, FAMILIES, truths, batch)
+
+
+def test_some_cells_of_the_matrix(truth, tmp_path):
+    names, trees = ("2 ranks", "t2", "d2e2"), ("disabled", "sparse", "dta again")
+    first, second = ranks(tmp_path, 2, _cells, names, trees, *truth)
+    refused = {cell for cell, error in first.items() if error == "refused"}
+    assert refused == {cell for cell in first if cell[0] == "d2e2" and cell[2] == "gemma3_text"}
+    errors = [max(first[cell], second[cell]) for cell in first.keys() - refused]
+    assert len(errors) == 15 and max(errors) < 1e-12 and min(errors) > 0
+
+
+def _faulty(rank, fault, truths, batch):
+    """The error of a cell after something has been broken."""
+    if fault == "a rank loses its share":
+        deal = train_grpo.Trainer._deal
+        train_grpo.Trainer._deal = lambda t, x: deal(t, x)[: None if rank == 0 else 0]
+    if fault == "the critic is not trained":
+        train_grpo.value_loss = lambda value, *rest: torch.zeros_like(value)
+    config = measure_grpo.setting(tree="sparse").check()
+    found = measure_grpo.three_steps(config, "gemma3_text", batch)
+    return measure_grpo.errors(found, truths["gemma3_text"])
+
+
+@pytest.mark.parametrize("fault", ["none", "a rank loses its share", "the critic is not trained"])
+def test_a_fault_is_seen(truth, tmp_path, fault):
+    errors = ranks(tmp_path, 2, _faulty, fault, *truth)
+    assert max(errors) < 1e-12 if fault == "none" else min(errors) > 1e-3
+
+
+def test_the_error_sees_each_of_its_parts():
+    torch.manual_seed(0)
+    w = {"w": torch.randn(3, 3, dtype=torch.float64)}
+    truth = [(1.0, w, 2.0)], w
+    assert measure_grpo.errors(truth, truth) == 0
+    for k, wrong in enumerate((1.1, {"w": 0 * w["w"]}, 2.1)):
+        step = [wrong if k == n else x for n, x in enumerate(truth[0][0])]
+        assert measure_grpo.errors(([tuple(step)], w), truth) > 0.04
+    assert measure_grpo.errors((truth[0], {"w": w["w"] + 1e-3}), truth) > 1e-5
+
+
+@pytest.mark.parametrize("shape", ["guess branching", "256 + 8 x 64"])
+def test_bench_runs_at_toy_size(shape, monkeypatch, capsys):
+    small = measure_grpo.dataclasses.replace(
+        measure_grpo.SHAPES[shape], prompts=1, minibatches=1, hidden=16, layers=1, size=7
+    )
+    monkeypatch.setitem(measure_grpo.SHAPES, shape, small)
+    argv = ["bench", "--shape", shape, "--steps", "1", "--peak-tflops", "0.1"]
+    assert measure_grpo.main(argv) == 0
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert row["bound"] > 1 and row["share"] == row["gain"] / row["bound"]
+    assert 0 < row["utilisation"] and row["peak_mb"]["tree"] > 0
+    assert {"push", "rollout", "prepare", "train flat", "train tree"} <= set(row["seconds"])
+
+
+@pytest.mark.quick
+def test_flops_are_those_that_torch_counts(process_group):
+    config, task, trainer = measure_grpo.made("256 + 8 x 64", "cpu")
+    batch = measure_grpo.rolled_out(config, task, trainer, measure_grpo.Clock("cpu"), 0)[:1]
+    trie, masks = measure_grpo.TokenTrie([t.tokens for t in batch]), [t.mask for t in batch]
+    flat, tree = measure_grpo.flops(trainer.model.config, trie, masks)
+    pairs = trie.stats().flat_pairs * 14 * 4 * 32 * 4  # attention's kernels are not counted alike
+    with FlopCounterMode(display=False) as counter:
+        trainer.forward_backward(batch, 64.0)
+    parts = counter.get_flop_counts()["Global"]
+    matrices = sum(n for op, n in parts.items() if "attention" not in str(op))
+    assert flat == tree and abs(matrices / (flat - pairs) - 1) < 0.02
