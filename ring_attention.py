@@ -8,11 +8,12 @@ softmax over everything. The backward sends the blocks round again, and their gr
     python ring_attention.py bench                     # seconds, and percent of the ideal
     python ring_attention.py memory                    # peak memory by sequence length
     python ring_attention.py stress                    # values at the limits, bf16 training, PAD
+    python ring_attention.py stress --model            # a VLA model on 2 rings of 2, 50 steps, 2 min
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
 check needs this file alone (tests/measure_ring.py beside it adds lower dtypes and the work of each
-rank); the other commands need that file.
+rank); the other commands need that file, --model also models.py and tests/measure_vla.py.
 
 What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
 
