@@ -10,7 +10,7 @@ first, in the memory of one path.
     python tree_attention.py bench             # CPU seconds, peak memory, percent of the bound
     python tree_attention.py plan FILE.json    # a list of token lists: statistics, drawing, blocks
 
-check needs ring_attention.py beside it, the others models.py and tests/measure_tree.py too.
+check needs ring_attention.py beside it; its rows for models.py, bench and plan need tests/ too.
 
 What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i of each:
 
@@ -67,14 +67,13 @@ References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix G
 arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437, equations 17-20.
 """
 
-import bisect
+import functools
 import inspect
 import itertools
 import json
 import math
 import re
 import sys
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,8 +82,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import ring_attention as ring
 
@@ -94,7 +92,6 @@ OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", r
 
 
 # 1. The definition ---------------------------------------------------------------------------
-
 
 def definition(model, sequences, loss_fn, /, *, temperature=1.0):
     """(3), (4) and the gradient, one sequence at a time: what everything below must equal.
@@ -119,7 +116,6 @@ def _is_critic(model):
 
 
 # 2. The tree of tokens -----------------------------------------------------------------------
-
 
 class Stats(NamedTuple):
     """Tokens and (query, key) pairs, of the flat batch and of the tree, and their ratios."""
@@ -149,64 +145,39 @@ class TokenTrie:
 
     def __init__(self, sequences, *, max_length=None):
         arrays = [_checked(i, x, max_length) for i, x in enumerate(sequences)]
-        self.lengths = _tensor([len(x) for x in arrays])
+        lengths, none = np.array([len(x) for x in arrays], np.int64), np.zeros(0, np.int64)
         # Big-endian bytes sort as the ids do. A sequence then shares most with its neighbours.
         keys = [x.astype(">i8").tobytes() for x in arrays]
         self._order = sorted(range(len(arrays)), key=keys.__getitem__)
         ordered = [arrays[i] for i in self._order]
-        pairs = zip(ordered, ordered[1:], strict=False)
-        shared = [0, *(_common(a, b) for a, b in pairs)][: len(ordered)]
-        own = [x[n:] for x, n in zip(ordered, shared, strict=True)]
-        sizes = np.array([len(x) for x in own], np.int64)
-        self._shared, self._sizes = np.array(shared, np.int64), sizes
-        self._starts, none = np.cumsum(sizes) - sizes, np.zeros(0, np.int64)
-        depth = (np.arange(n, n + len(x)) for n, x in zip(shared, own, strict=True))
-        self.tokens = _tensor(np.concatenate([none, *own]))
-        self.positions = _tensor(np.concatenate([none, *depth]))
-        self.subtree_end = _tensor(self._subtree_ends())
-        parent, ends = np.arange(len(self)) - 1, np.zeros(len(arrays), np.int64)
-        path = np.zeros(max(map(len, arrays), default=0), np.int64)  # of one sequence after another
-        parts = zip(self._order, shared, sizes, self._starts, strict=True)
-        for i, low, size, start in parts:
-            path[low : low + size] = np.arange(start, start + size)
-            if size:
+        shared = [_common(a, b) for a, b in zip([none, *ordered], ordered, strict=False)]
+        self._shared = np.array(shared, np.int64)
+        sizes = lengths[self._order] - self._shared  # what a sequence adds to the tree
+        N, starts = int(sizes.sum()), np.cumsum(sizes) - sizes
+        tokens, positions = np.empty((2, N), np.int64)
+        parent, end = np.arange(N) - 1, np.full(N, N)
+        path, held = np.zeros(lengths.max(initial=0), np.int64), 0  # of one sequence after another
+        self._paths = [None] * len(arrays)
+        for i, low, start in zip(self._order, shared, starts.tolist(), strict=True):
+            x, stop = arrays[i], len(arrays[i])
+            own = slice(start, start + stop - low)
+            end[path[low:held]] = start  # nothing more hangs from what the last one has alone
+            tokens[own], positions[own] = x[low:], np.arange(low, stop)
+            path[low:stop], held = np.arange(own.start, own.stop), stop
+            if low < stop:
                 parent[start] = path[low - 1] if low else -1
-            ends[i] = path[len(arrays[i]) - 1]
-        self.parent, self.ends = _tensor(parent), _tensor(ends)
-        self._mask, self._ancestors, self._paths = None, None, {}
+            self._paths[i] = _tensor(path[:stop].copy())
+        self.tokens, self.positions, self.subtree_end = map(_tensor, (tokens, positions, end))
+        self.parent, self.lengths = _tensor(parent), _tensor(lengths)
+        self.ends = _tensor([path[-1] for path in self._paths])
+        self._mask, self._ancestors = None, None
 
     def __len__(self):
         return len(self.tokens)
 
-    def _subtree_ends(self):
-        """A token's subtree ends where the next sequence begins that shares only what is above it.
-
-        Backwards over the sequences, with the strictly ascending minima of `shared` so far: the
-        tokens at depths between two of them end where the lower one's sequence begins.
-        """
-        end, shares, places = np.empty(len(self), np.int64), [], []
-        parts = (x[::-1].tolist() for x in (self._shared, self._sizes, self._starts))
-        for low, size, start in zip(*parts, strict=True):
-            k = bisect.bisect_right(shares, low)
-            edges = [low, *(n for n in shares[k:] if n < low + size), low + size]
-            after = [places[k - 1] if k else len(end), *places[k:]]
-            for a, b, place in zip(edges, edges[1:], after, strict=False):
-                end[start + a - low : start + b - low] = place
-            k = bisect.bisect_left(shares, low)
-            shares[k:], places[k:] = [low], [start]
-        return end
-
     def path(self, i):
         """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
-        parts, token = [], int(self.ends[i])
-        if token in self._paths:
-            return self._paths[token]
-        while token >= 0:  # a step a fork: the tokens between lie side by side
-            run = int(np.searchsorted(self._starts, token, side="right")) - 1
-            first = int(self._starts[run])
-            parts.append(np.arange(first, token + 1))
-            token = int(self.parent[first])
-        return self._paths.setdefault(int(self.ends[i]), _tensor(np.concatenate(parts[::-1])))
+        return self._paths[i]
 
     def ancestors(self):
         """(N, P) int64: the token at each depth of each token's path, itself where the path is
@@ -277,10 +248,8 @@ def _tensor(x):
 def _checked(i, sequence, max_length):
     array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"sequence {i} must be 1-D integers, 1 token or more; "
-            f"came {array.dtype} {array.shape}; leave empty sequences out"
-        )
+        raise ValueError(f"sequence {i} must be 1-D integers, 1 token or more; came {array.dtype} "
+                         f"{array.shape}; leave empty sequences out")
     array = array.astype(np.int64)
     if array.min() < 0:
         raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 to 2^63 - 1")
@@ -297,7 +266,6 @@ def _common(a, b):
 
 
 # 3. Attention over the packed tree -----------------------------------------------------------
-
 
 SHORT = 48  # tokens of a path; see `tree_attention`
 
@@ -333,8 +301,7 @@ def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
     q_NGhD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
     k_NGPD, v_NGPD = (
         x[0].transpose(0, 1).index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
-        .transpose(1, 2).to(wide) for x in (k_1GND, v_1GND)
-    )  # fmt: skip
+        .transpose(1, 2).to(wide) for x in (k_1GND, v_1GND))  # fmt: skip
     score_NGhP = q_NGhD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
         score_NGhP = softcap * torch.tanh(score_NGhP / softcap)
@@ -344,7 +311,6 @@ def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
 
 
 # 4. Blocks -----------------------------------------------------------------------------------
-
 
 class Block(NamedTuple):
     """tokens (n,): ascending indices. The first `piece` of them, 0 where no block is below, are a
@@ -446,12 +412,6 @@ class Stack:
         return store[layer]
 
 
-class Masks(NamedTuple):
-    own: ring.Mask  # a block's tokens among themselves
-    above: ring.Mask | None  # its tokens against the stack from depth `first` on; None: all of it
-    first: int
-
-
 def overlay(blocks, group) -> list[Block]:
     """This rank's blocks in the union of all ranks' forests: root laid on root, n-th child on n-th.
 
@@ -484,19 +444,20 @@ def block_ends(trie, block):
     return end
 
 
-def block_masks(trie, block, window) -> Masks:
-    """(1) for a block: stack, piece and subtrees are a tree of their own."""
+def block_masks(trie, block, window):
+    """(1) for a block: (mask of its tokens among themselves, of these against the stack from depth
+    `first` on or None for all of it, first): stack, piece and subtrees are a tree of their own."""
     positions, end = trie.positions.numpy()[block.tokens], block_ends(trie, block)
     n, p = len(positions), block.depth
     own = trie.mask(window) if n == len(trie) else ring.Mask.tree(end, positions, window)
     if window is None or not p:
-        return Masks(own, None, 0)
+        return own, None, 0
     first = min(max(0, int(positions.min()) - window + 1), p - 1)  # the rest is out of the window
     above = p - first
     ends = np.concatenate([np.full(above, above + n), above + end])
     depths = np.concatenate([np.arange(first, p), positions])
     both = ring.Mask.tree(ends, depths, window)
-    return Masks(own, both.slice(slice(above, None), slice(above)), first)
+    return own, both.slice(slice(above, None), slice(above)), first
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -504,10 +465,11 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, stack, layer, block, masks, kernel):
-        out, lse = ring.forward_tiles(q, k, v, masks.own, kernel)
+        own, above, first = masks
+        out, lse = ring.forward_tiles(q, k, v, own, kernel)
         if block.depth:
-            above = stack.kv[layer][:, :, :, masks.first : block.depth]
-            out, lse = ring.merge(out, lse, *ring.forward_tiles(q, *above, masks.above, kernel))
+            kv = stack.kv[layer][:, :, :, first : block.depth]
+            out, lse = ring.merge(out, lse, *ring.forward_tiles(q, *kv, above, kernel))
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = stack, layer, block, masks, kernel
@@ -516,13 +478,13 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         q, k, v, out, lse = ctx.saved_tensors
-        stack, layer, block, masks, kernel = ctx.rest
-        dq, dk, dv = ring.backward_tiles(dout, q, k, v, out, lse, None, masks.own, kernel)
+        stack, layer, block, (own, above, first), kernel = ctx.rest
+        dq, dk, dv = ring.backward_tiles(dout, q, k, v, out, lse, None, own, kernel)
         if block.depth:  # with the out and lse over all keys, the parts of the gradient add up
-            above = stack.kv[layer][:, :, :, masks.first : block.depth]
-            parts = ring.backward_tiles(dout, q, *above, out, lse, None, masks.above, kernel)
+            kv = stack.kv[layer][:, :, :, first : block.depth]
+            parts = ring.backward_tiles(dout, q, *kv, out, lse, None, above, kernel)
             dq += parts[0]
-            stack.leave(layer, masks.first, *parts[1:])
+            stack.leave(layer, first, *parts[1:])
         below = stack.take(layer, block.depth, block.piece)
         if below is not None:
             reached = below.shape[3]  # less than the piece if no block below saw all of it
@@ -561,7 +523,6 @@ def path_sums(x_nE, end_n, /):
 
 # 5. The engine -------------------------------------------------------------------------------
 
-
 class NonFiniteLoss(FloatingPointError, ValueError):
     """A caller's loss, or its gradient, is not finite; the message names the sequence."""
 
@@ -574,10 +535,8 @@ class _Engine:
     the C some loss used; the first always.
     """
 
-    def __init__(
-        self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0, lockstep=None,
-        masks=None, batched=False, check_finite=True,
-    ):  # fmt: skip
+    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0,
+                 lockstep=None, masks=None, batched=False, check_finite=True):  # fmt: skip
         self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
         self.temperature, self.aux_coef = temperature, aux_coef
         self.lockstep, self.batched, self.check_finite = lockstep, batched, check_finite
@@ -642,23 +601,22 @@ class _Engine:
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
             return _BlockAttention.apply(q, k, v, stack, layer, block, masks[window], kernel)
 
-        options = {"balance": routing} if self.routed else {}
-        at = torch.from_numpy(block.tokens)
-        tokens_1n, options["positions"] = _inputs(trie, at, self.device)
-        running = True
-        hidden_1nM = self.model.hidden(tokens_1n, attention=attention, **options)
+        own, running = torch.from_numpy(block.tokens), True
+        tokens_1n, depth_1n = (x[own][None].to(self.device) for x in (trie.tokens, trie.positions))
+        options = dict(positions=depth_1n, attention=attention)
+        if self.routed:
+            options["balance"] = routing
+        hidden_1nM = self.model.hidden(tokens_1n, **options)
         running = False
         seen.clear()
         if not masks:
-            raise ValueError(
-                f"{type(self.model).__name__}.hidden never called `attention`: its tokens mix in a "
-                f"way that a tree cannot follow; every layer must call it"
-            )
+            raise ValueError(f"{type(self.model).__name__}.hidden never called `attention`: its "
+                             "tokens mix in a way a tree cannot follow; every layer must call it")
         if self.aux_coef and not routing.scores:
             raise ValueError(f"aux_coef={self.aux_coef}, but the model has no router; leave it 0")
         edges, scores = self.edges[b], ()
         if len(edges):
-            scores = _scores(self.model, hidden_1nM[0], at, trie, edges, self.temperature)
+            scores = _scores(self.model, hidden_1nM[0], own, trie, edges, self.temperature)
         return scores, routing, hidden_1nM if self.lockstep is not None else None
 
     def stand_in(self):
@@ -699,16 +657,19 @@ class _Engine:
         """(4) and (5) of the sequences that end in this block."""
         losses, finite, ending = [], [], self.ending[b].tolist()
         for some in [ending] * bool(ending) if self.batched else [[i] for i in ending]:
-            at, inside = _padded_paths(self.trie, some)
-            at, inside = at.to(self.device), inside.to(self.device)
+            at, inside = (x.to(self.device) for x in _padded_paths(self.trie, some))
             leaves = [row_N[at].masked_fill(~inside, 0.0) for row_N in self.found_CN]
             leaves = [x_RT.requires_grad_() for x_RT in leaves]
             with torch.enable_grad():
                 given = (some, *leaves) if self.batched else (some[0], *(x[0] for x in leaves))
-                loss = _scalar(given[0], loss_fn(*given), self.found_CN)
+                loss = loss_fn(*given)
+                loss = loss if torch.is_tensor(loss) else self.found_CN.new_tensor(loss)
+                if loss.dim():
+                    raise ValueError(f"loss_fn must return one number a sequence, a tensor (); for "
+                                     f"sequence {given[0]} came {[*loss.shape]}; sum or average it")
                 if loss.requires_grad:
                     loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach().to(self.found_CN))
             checks = [losses[-1].isfinite()]
             for c, leaf in enumerate(leaves):
                 if leaf.grad is not None:
@@ -750,11 +711,6 @@ class _Engine:
             torch.autograd.backward(outputs, grads)
 
 
-def _inputs(trie, own_n, device):
-    """Token ids and positions (1, n) of some tokens of the tree."""
-    return (x[own_n][None].to(device) for x in (trie.tokens, trie.positions))
-
-
 def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
     """(3): the head at the parents of some edges alone; own_n: the tokens of the states, ascending.
 
@@ -789,16 +745,6 @@ def _grouped(keys, count):
     return np.split(order, np.searchsorted(keys[order], np.arange(1, count))) if count else []
 
 
-def _scalar(i, loss, like):
-    loss = torch.as_tensor(loss, dtype=None if torch.is_tensor(loss) else like.dtype)
-    if loss.numel() != 1 or loss.dim():
-        raise ValueError(
-            f"loss_fn must return one number a sequence, a tensor of shape (); for sequence {i} "
-            f"came {tuple(loss.shape)}; sum or average it"
-        )
-    return loss.to(like)
-
-
 def require_tree_model(model, trie, /):
     """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1).
 
@@ -809,21 +755,15 @@ def require_tree_model(model, trie, /):
         raise ValueError(f"expected a TokenTrie, came {type(trie).__name__}; TokenTrie(sequences)")
     takes = inspect.signature(model.hidden).parameters if hasattr(model, "hidden") else {}
     if not {"positions", "attention"} <= set(takes) or not hasattr(model, "logprobs"):
-        raise ValueError(
-            f"{type(model).__name__} must have .hidden(tokens, positions=, attention=) and "
-            f".logprobs(hidden, targets, temperature=), like models.Transformer"
-        )
+        raise ValueError(f"{type(model).__name__} must have .hidden(tokens, positions=, attention=)"
+                         " and .logprobs(hidden, targets, temperature=), like models.Transformer")
     for name, module in model.named_modules():
         if isinstance(module, DROPOUT) and module.p and module.training:
-            raise ValueError(
-                f"{name} drops out with p = {module.p}: what a shared token loses would differ "
-                f"between its sequences; call model.eval(), or set p = 0"
-            )
+            raise ValueError(f"{name} drops out with p = {module.p}: what a shared token loses "
+                             "would differ between its sequences; call model.eval(), or set p = 0")
         if isinstance(module, MIXERS) or OTHER_MIXERS.search(type(module).__name__):
-            raise ValueError(
-                f"{name} is {type(module).__name__}: it mixes tokens in another way than causal "
-                f"softmax attention, so sequences cannot share its work; train them one by one"
-            )
+            raise ValueError(f"{name} is {type(module).__name__}: it mixes tokens in another way "
+                             "than causal softmax attention; train the sequences one by one")
     config = getattr(model, "config", None)
     kinds = {*(getattr(config, "layer_types", None) or ())}
     if kinds - {"full_attention", "sliding_attention"}:
@@ -840,7 +780,6 @@ def require_tree_model(model, trie, /):
 
 # 6. Across ranks -----------------------------------------------------------------------------
 
-
 class Cost(NamedTuple):
     """Modelled time of a tree, in units of a token: of a token, of a pair, of a token done again.
 
@@ -852,6 +791,9 @@ class Cost(NamedTuple):
     pair: float = 1 / (6 * 1024)
     again: float = 0.0
 
+    def of_path(self, lengths):
+        return lengths * self.token + lengths * (lengths + 1) / 2 * self.pair
+
 
 def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]:
     """Which sequences each of `world` ranks trains on: indices, each once, the same on every rank.
@@ -862,62 +804,48 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     a prefix on every rank that has it. More ranks than sequences: some lists are empty.
     """
     if strategy not in ("dfs", "lpt", "round_robin") or world < 1:
-        raise ValueError(
-            f'strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
-            f"came {strategy!r} and {world}"
-        )
+        raise ValueError('strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
+                         f"came {strategy!r} and {world}")
     trie, cost = TokenTrie(sequences), cost or Cost()
     L, R = trie.lengths.numpy(), len(trie.lengths)
     if strategy == "round_robin":
         return [list(range(rank, R, world)) for rank in range(world)]
     if strategy == "lpt":
-        shares, load = [[] for _ in range(world)], np.zeros(world)
-        time = _path_cost(L, cost)
+        shares, load, time = [[] for _ in range(world)], np.zeros(world), cost.of_path(L)
         for i in np.argsort(-time, kind="stable").tolist():
             rank = int(load.argmin())
             shares[rank].append(i)
             load[rank] += time[i]
         return shares
-    times = _Ranges(L[trie._order], trie._shared, cost)
-    low, high = times.whole.max(initial=0.0), times.of(0, R)
+    whole = cost.of_path(L[trie._order])
+    own = whole - cost.of_path(trie._shared)
+    times = list(zip(*(x.tolist() for x in (whole, own, trie._shared)), strict=True))
+    low, high = whole.max(initial=0.0), whole.sum()
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if times.cuts(middle, world) else (middle, high)
-    cuts = times.cuts(high, world)
+        enough = _stretches(times, cost.again, middle, world)
+        low, high = (low, middle) if enough else (middle, high)
+    cuts = _stretches(times, cost.again, high, world)
     return [[trie._order[k] for k in range(a, b)] for a, b in zip(cuts, cuts[1:], strict=False)]
 
 
-def _path_cost(lengths, cost):
-    return lengths * cost.token + lengths * (lengths + 1) / 2 * cost.pair
+def _stretches(times, again, most, world):
+    """Ends of the longest stretches within a time, [0, .., R] of world + 1; [] if too many.
 
-
-class _Ranges:
-    """Modelled time of the tree of any stretch a .. b of the sorted sequences, in O(1).
-
-    Its first sequence pays for its whole path, each other one for what it does not share with the
-    one before. Of tokens above forks, a sequence adds what it shares beyond what that one shares.
+    The first sequence of a stretch pays for its whole path, another one for its own part, which it
+    does not share with the one before; and of tokens above forks, for those it shares beyond what
+    that one shares. times: (whole, own, tokens shared) of each sequence, sorted.
     """
-
-    def __init__(self, lengths, shared, cost):
-        self.whole = _path_cost(lengths, cost)
-        before = np.append(0, shared[:-1])[: len(shared)]
-        self.second = np.append(np.minimum(shared, before)[1:], 0) * cost.again  # after an a
-        step = self.whole - _path_cost(shared, cost) + cost.again * np.maximum(shared - before, 0)
-        self.total = np.append(0.0, np.cumsum(step))
-
-    def of(self, a, b):
-        if b - a < 2:
-            return self.whole[a:b].sum()
-        return self.whole[a] + self.second[a] + self.total[b] - self.total[a + 1]
-
-    def cuts(self, bound, world):
-        """Ends of the longest stretches within a bound, [0, .., R] of world + 1; [] if too many."""
-        R, cuts = len(self.whole), [0]
-        while cuts[-1] < R and len(cuts) <= world:
-            a = cuts[-1]
-            room = bound * (1 + 1e-12) - self.whole[a] - self.second[a] + self.total[a + 1]
-            cuts.append(max(a + 1, int(np.searchsorted(self.total, room, side="right")) - 1))
-        return cuts + [R] * (world + 1 - len(cuts)) if cuts[-1] == R else []
+    cuts, time, before = [0], 0.0, 0
+    for k, (whole, own, shared) in enumerate(times):
+        time += own + again * max(shared - before, 0)
+        before = shared
+        if time > most * (1 + 1e-12):
+            cuts.append(k)
+            time, before = whole, 0
+            if len(cuts) > world:
+                return []
+    return cuts + [len(times)] * (world + 1 - len(cuts))
 
 
 def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
@@ -980,71 +908,58 @@ class _Sum(torch.autograd.Function):
 
 # 7. Entry points -----------------------------------------------------------------------------
 
+def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None,
+                padded=False, group=None, method="ring", layout="zigzag"):  # fmt: skip
+    """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
 
-def packed_scores(
-    model, trie, *, temperature=1.0, masks=None, group=None, method="ring", layout="zigzag"
-):  # fmt: skip
-    """(3) for each token of the tree given its parent: log-prob, entropy and, of a critic, value.
-
-    A tuple of (N,), differentiable, 0 for first tokens and for those that no mask (see
-    `tree_backward`) wants. group None: this process alone. Else its ranks share the tokens out,
-    attention goes through `ring_attention` with the tree's mask, all get all scores, and a loss
-    that each computes alike gives each its tokens' part of the gradient.
+    Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
+    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. padded:
+    instead a (R, longest) tensor of each, 0 behind a sequence's end. group: its ranks share the
+    tokens out, attention goes through `ring_attention` (method, layout) with the tree's mask, all
+    get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
     """
+    require_tree_model(model, trie)
+    if not len(trie) and lockstep is None:
+        return []
+    if max_tokens is None and lockstep is None:
+        columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
+    elif torch.is_grad_enabled() or group is not None:
+        raise ValueError("max_tokens and lockstep are for forward passes without group: call "
+                         "tree_scores under torch.no_grad(), or train with tree_backward")
+    else:
+        options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
+        engine = _Engine(model, trie, max_tokens=max_tokens, **options)
+        engine.run()
+        columns = engine.found_CN.unbind()
+    if not len(trie):  # in lockstep, for the others' sake
+        return []
+    at_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)))
+    at_RT, inside_RT = (x_RT.to(columns[0].device) for x_RT in (at_RT, inside_RT))
+    if padded:
+        return [x_N[at_RT].masked_fill(~inside_RT, 0.0) for x_N in columns]
+    at, sizes = at_RT[inside_RT], (trie.lengths - 1).tolist()
+    return list(zip(*(x_N.index_select(0, at).split(sizes) for x_N in columns), strict=True))
+
+
+def _packed_scores(model, trie, temperature, masks, group, method, layout):
+    """(3) for each token of the tree given its parent, C of (N,), in one graph; 0 where none is."""
     place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
     own = ring.indices(len(trie), place.rank, place.world, layout)
-    device = next(model.parameters()).device
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        options = dict(scale=scale, softcap=softcap)
         if place.world == 1:
-            return tree_attention(q, k, v, trie, window=window, **options)
-        options.update(group=group, mask=trie.mask(window), method=method, layout=layout)
-        return ring.ring_attention(q, k, v, **options)
+            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
+        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
+        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
 
-    tokens_1n, positions_1n = _inputs(trie, own, device)
+    device = next(model.parameters()).device
+    tokens_1n, positions_1n = (x[own][None].to(device) for x in (trie.tokens, trie.positions))
     hidden_nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)[0]
     here_N = np.isin(trie.parent.numpy(), own.numpy()) & _wanted(trie, masks)
     edges = torch.from_numpy(np.flatnonzero(here_N))
     scores = _scores(model, hidden_nM, own, trie, edges, temperature)
     whole = (x.new_zeros(len(trie)).index_copy(0, edges.to(device), x) for x in scores)
     return tuple(whole if place.world == 1 else (_Sum.apply(x, place.group) for x in whole))
-
-
-def tree_scores(
-    model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None, padded=False,
-    **across,
-):  # fmt: skip
-    """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
-
-    Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
-    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. padded:
-    instead a (R, longest) tensor of each, 0 behind a sequence's end. across: `packed_scores`'
-    group, method and layout.
-    """
-    require_tree_model(model, trie)
-    if not len(trie) and lockstep is None:
-        return []
-    if max_tokens is None and lockstep is None:
-        columns = packed_scores(model, trie, temperature=temperature, masks=masks, **across)
-    elif torch.is_grad_enabled() or across.get("group") is not None:
-        raise ValueError(
-            "max_tokens and lockstep are for forward passes without group: call tree_scores under "
-            "torch.no_grad(), or train with tree_backward"
-        )
-    else:
-        options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
-        engine = _Engine(model, trie, max_tokens=max_tokens, **options)
-        engine.run()
-        columns = engine.found_CN.unbind()
-    if padded and len(trie):
-        at_RT, inside_RT = (
-            x_RT.to(columns[0].device) for x_RT in _padded_paths(trie, range(len(trie.lengths)))
-        )
-        return [x_N[at_RT].masked_fill(~inside_RT, 0.0) for x_N in columns]
-    paths = [trie.path(i)[1:] for i in range(len(trie.lengths))] or [torch.zeros(0).long()]
-    at, sizes = torch.cat(paths).to(columns[0].device), [len(path) for path in paths]
-    return list(zip(*(x.index_select(0, at).split(sizes) for x in columns), strict=True))
 
 
 def tree_logprobs(model, trie, **options):
@@ -1061,10 +976,9 @@ class TreeResult(NamedTuple):
     router_counts: dict | None = None  # layer -> (E,): tokens each expert got, once a sequence
 
 
-def tree_backward(
-    model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0, aux_coef=0.0,
-    masks=None, lockstep=None, batched=False, check_finite=True,
-) -> TreeResult:  # fmt: skip
+def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
+                  aux_coef=0.0, masks=None, lockstep=None, batched=False,
+                  check_finite=True) -> TreeResult:  # fmt: skip
     """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
 
     loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,): sequence i's loss, a
@@ -1074,13 +988,13 @@ def tree_backward(
     max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the blocks
     above, and run them forward twice. aux_coef: coef of (7). masks: bool (L_i - 1,) of each
     sequence: the head runs where one wants it, the rest of what loss_fn gets is 0 and has no
-    gradient; None: everywhere. lockstep: a group whose ranks' layers
-    send to each other (experts; FSDP2 in one block): they make as many calls as each other,
-    whatever their trees, see `overlay`; all call this at once, one without sequences too. batched:
-    instead one call a block, loss_fn([i, ..], scores, ..) -> (), for the R sequences that end in
-    it, with (R, T) scores, 0 behind a sequence's end: many short ones are then as fast as one.
-    check_finite: False lets NaN into the gradient, as loss.backward() would, for a caller who looks
-    at that; no rank of a lockstep may stop by itself.
+    gradient; None: everywhere. lockstep: a group whose ranks' layers send to each other (experts;
+    FSDP2 in one block): they make as many calls as each other, whatever their trees, see `overlay`;
+    all call this at once, one without sequences too. batched: instead one call a block,
+    loss_fn([i, ..], scores, ..) -> (), for the R sequences that end in it, with (R, T) scores, 0
+    behind a sequence's end: many short ones are then as fast as one. check_finite: False lets NaN
+    into the gradient, as loss.backward() would, for a caller who looks at that; no rank of a
+    lockstep may stop by itself.
 
     ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
     then as it was.
@@ -1091,10 +1005,9 @@ def tree_backward(
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
     if lockstep is not None and check_finite:
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
-    engine = _Engine(
-        model, trie, max_tokens=max_tokens, temperature=temperature, aux_coef=aux_coef,
-        masks=masks, lockstep=lockstep, batched=batched, check_finite=check_finite,
-    )  # fmt: skip
+    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, masks=masks,
+                     aux_coef=aux_coef, lockstep=lockstep, batched=batched,
+                     check_finite=check_finite)  # fmt: skip
     before = [p.grad for p in parameters]
     try:
         for p in parameters:
@@ -1113,90 +1026,7 @@ def tree_backward(
     return TreeResult(loss, logprobs, engine.aux_loss, engine.router_counts)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive: `now`, and at most, `peak`."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given, made = (
-            [x.untyped_storage() for x in tree_leaves(some) if torch.is_tensor(x)]
-            for some in ((args, kwargs), out)
-        )
-        old = {storage._cdata for storage in given}
-        for storage in made:
-            if storage._cdata not in old and storage._cdata not in self.known:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _freed(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
-class Memory(NamedTuple):
-    """Bytes beyond the parameters and their .grad; what accumulates is held beside a .grad."""
-
-    stack: int  # K, V, dK and dV of the deepest path of pieces
-    activations: int  # graphs and what forward and backward hold for a moment
-
-
-def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
-    """What `tree_backward` would hold at its peak, were it called now.
-
-    Measured: one block of 64 tokens and one of 128, forward and backward; a block of n tokens then
-    counts by the straight line through both, and the walk over the tree's blocks is exact. Too
-    much where the log-probs' chunks are full (`models.token_logprobs`).
-    """
-    require_tree_model(model, trie)
-    (graph1, extra1, *_), (graph2, extra2, key_bytes, grad_bytes, layers) = (
-        _probe(model, n) for n in (64, 128)
-    )
-    blocks, above, peak = plan(trie, max_tokens), {-1: 0.0}, 0.0
-    inner, deepest = {block.parent for block in blocks}, 0
-    for b, block in enumerate(blocks):
-        share = len(block.tokens) / 64 - 1
-        graph, extra = graph1 + share * (graph2 - graph1), extra1 + share * (extra2 - extra1)
-        peak = max(peak, above[block.parent] + graph + extra + block.depth * grad_bytes / layers)
-        above[b] = 0.0 if recompute and b in inner else above[block.parent] + graph
-        deepest = max(deepest, block.depth + block.piece if block.piece else 0)
-    columns = 2 * (2 + bool(_is_critic(model))) * 4 * len(trie)
-    second = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns + second))
-
-
-def _probe(model, n):
-    """Bytes of the graph of n tokens, of its backward besides; of K and V a token, of dK and dV."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = [p.grad for p in parameters]
-    engine = _Engine(model, TokenTrie([[0] * (n + 1)]), max_tokens=n)
-    try:
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        engine.upstream_CN = torch.zeros_like(engine.found_CN)
-        with torch.enable_grad(), LiveBytes() as live:
-            work = engine.forward(0)
-            graph = live.now
-            engine.backward(0, work)
-            extra = live.peak - graph
-    finally:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-    held = list(engine.stack.kv.values())
-    key_bytes = sum(x.nbytes for x in held) / n
-    wide = torch.promote_types(held[0].dtype, torch.float32).itemsize / held[0].itemsize
-    return graph - key_bytes * n, extra, key_bytes, key_bytes * wide, len(held)
-
-
 # 8. check: every gradient against the definition ---------------------------------------------
-
 
 class TinyModel(nn.Module):
     """What a tree asks of a model, small: GQA, q/k norm, RoPE, tied head, window, softcap."""
@@ -1279,80 +1109,55 @@ def example_loss(i, logprobs, entropy, values=None):
     return loss if values is None else loss + ((values - old) * weight).square().sum()
 
 
-def _error(model, truth, run):
-    """The largest relative error of loss, log-probs and every gradient after run()."""
+def _outcome(model, way, *given, **options):
+    """Loss, log-probs and every gradient after way(model, ..)."""
     model.zero_grad()
-    loss, logprobs, grads = truth
-    result = run()
-    found = [torch.as_tensor(result[0]), *result[1], *_grads(model)]
-    return max(ring.relative(a, b) for a, b in zip(found, [loss, *logprobs, *grads], strict=True))
+    loss, logprobs, *_ = way(model, *given, temperature=0.7, **options)
+    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
+    return [torch.as_tensor(loss), *logprobs, *(grad.clone() for grad in grads)]
 
 
-def _grads(model):
-    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def _truth(model, sequences):
-    model.zero_grad()
-    loss, logprobs = definition(model, sequences, example_loss, temperature=0.7)
-    return torch.as_tensor(loss), logprobs, _grads(model)
-
-
-def _packed_loss(model, trie):
-    """One graph of the whole tree."""
-    scores = tree_scores(model, trie, temperature=0.7)
-    loss = torch.stack([example_loss(i, *score) for i, score in enumerate(scores)]).sum()
+def _one_graph(model, trie, loss_fn, *, temperature):
+    """The whole tree packed, and one backward of it."""
+    scores = tree_scores(model, trie, temperature=temperature)
+    loss = torch.stack([loss_fn(i, *score) for i, score in enumerate(scores)]).sum()
     loss.backward()
     return loss.detach(), [score[0].detach() for score in scores]
 
 
 def _tree_rows(model, cases):
-    """(row, {column: error}): block sizes, each with and without recomputation."""
+    """(row, {column: the largest relative error of loss, log-probs and every gradient}).
+
+    Columns: one graph; block sizes, each the worse of with and without recomputation.
+    """
     for name, sequences in cases.items():
         sequences = [torch.tensor(x) for x in sequences]
-        truth, trie = _truth(model, sequences), TokenTrie(sequences)
+        trie, truth = TokenTrie(sequences), _outcome(model, definition, sequences, example_loss)
 
-        def run(size, recompute=False, trie=trie):
-            options = dict(max_tokens=size, recompute=recompute, temperature=0.7)
-            return tree_backward(model, trie, example_loss, **options)
+        def error(way, trie=trie, truth=truth, **options):
+            found = _outcome(model, way, trie, example_loss, **options)
+            return max(ring.relative(a, b) for a, b in zip(found, truth, strict=True))
 
-        line = {"packed": _error(model, truth, lambda trie=trie: _packed_loss(model, trie))}
+        line = {"packed": error(_one_graph)}
         sizes = {"1": 1, "2": 2, "3": 3, "5": 5, "path": int(trie.lengths.max()), "all": None}
         for column, size in sizes.items():
-            ways = (lambda r=r, size=size: run(size, r) for r in (False, True))
-            line[column] = max(_error(model, truth, way) for way in ways)
+            ways = (dict(max_tokens=size, recompute=recompute) for recompute in (False, True))
+            line[column] = max(error(tree_backward, **way) for way in ways)
         if isinstance(model, TinyModel):
             model.forwarded = 0
-            run(2)
+            tree_backward(model, trie, example_loss, max_tokens=2)
             line["twice"] = abs(model.forwarded - len(trie))  # tokens not forwarded just once
         yield name, line
-
-
-def _family_rows():
-    """The models of models.py, if it is there; None for what is not."""
-    try:
-        import models
-    except ImportError:
-        return None
-    few = {name: forests()[name] for name in ("prefixes", "binary", "forest")}
-    found = {}
-    for kind in models.TINY:
-        lines = [line for _, line in _tree_rows(models.tiny_model(kind), few)]
-        found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
-    return found
 
 
 def check() -> int:
     """Every error beside its budget; 1 if one is over."""
     torch.set_num_threads(1)
-    tables = {
-        "by max_tokens": dict(_tree_rows(TinyModel(), forests())),
-        "families": _family_rows(),
-    }
-    worst = 0.0
+    tables, worst = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}, 0.0
+    tables["families"] = measure() and measure().family_rows()
     for name, rows in tables.items():
         if rows is None:
-            print(f"\n{name}: SKIP, models.py is not here; it would show all of its families")
+            print(f"\n{name}: SKIP, tests/measure_tree.py is not here; it shows those of models.py")
             continue
         columns = next(iter(rows.values()))
         print(f"\n{name:>24}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
@@ -1367,16 +1172,23 @@ def check() -> int:
 
 # 9. main -------------------------------------------------------------------------------------
 
+@functools.cache
+def measure():
+    """The module tests/measure_tree.py; None where this file is alone."""
+    folder = Path(__file__).resolve().parent / "tests"
+    if not (folder / "measure_tree.py").exists():
+        return None
+    sys.path.append(str(folder))
+    return __import__("measure_tree")
+
 
 def main(argv) -> int:
     """check is here; bench and plan are in tests/measure_tree.py. The exit code."""
-    measure = Path(__file__).resolve().parent / "tests" / "measure_tree.py"
     if argv == ["check"]:
         return check()
-    if argv and argv[0] in ("bench", "plan") and measure.exists():
-        sys.path.append(str(measure.parent))
-        return __import__("measure_tree").main(argv)
-    print(__doc__ if measure.exists() else f"{__doc__}\nHere only check: {measure} is missing.")
+    if argv[:1] in (["bench"], ["plan"]) and measure():
+        return measure().main(argv)
+    print(__doc__, "" if measure() else "Here only check: tests/measure_tree.py is missing.")
     return 2
 
 

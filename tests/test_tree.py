@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from measure_tree import LiveBytes, modelled_time
+from measure_tree import LiveBytes, modelled_time, predict_memory
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +28,6 @@ from tree_attention import (
     forests,
     partition,
     plan,
-    predict_memory,
     tree_backward,
     tree_logprobs,
     tree_scores,
@@ -909,7 +908,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(tree.Stack, "take", lambda *x: None)  # (6) without what is below
     few = {"forks at the end": forests()["forks at the end"]}
     monkeypatch.setattr(tree, "forests", lambda: few)
-    monkeypatch.setattr(tree, "_family_rows", lambda: None)
+    monkeypatch.setattr(tree, "measure", lambda: None)
     assert tree.check() == 1
     line = next(x for x in capsys.readouterr().out.splitlines() if "forks at the end" in x)
     assert line.endswith("FAILED")
