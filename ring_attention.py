@@ -8,7 +8,7 @@ softmax over everything. The backward sends the blocks round again, and their gr
     python ring_attention.py bench                     # seconds, and percent of the ideal
     python ring_attention.py memory                    # peak memory by sequence length
     python ring_attention.py stress                    # values at the limits, bf16 training, PAD
-    python ring_attention.py stress --model            # a VLA model on 2 rings of 2, 50 steps, 2 min
+    python ring_attention.py stress --model            # a VLA model on 2 rings of 2, 50 steps
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
