@@ -1336,14 +1336,14 @@ def prepare(config, trainer, groups) -> dict:
     elif config.minibatches > 1:  # with a single update, the policy is its own old policy
         for t in everyone:
             t.old_logprobs = t.sampler_logprobs
-    if config.advantage == "gae":
-        metrics = criticise(config, trainer, everyone)
-    else:
+    if config.advantage != "gae":
         for group in groups:
             compare(config, group)
     for t in everyone:
         if t.truncated and config.overlong == "filter":
             t.mask = np.zeros_like(t.mask)
+    if config.advantage == "gae":  # whitened over what counts
+        metrics = criticise(config, trainer, everyone)
     return metrics
 
 

@@ -299,7 +299,7 @@ def _common(a, b):
 # 3. Attention over the packed tree -----------------------------------------------------------
 
 
-SHORT = 48  # tokens of a path; see `tree_attention`
+SHORT, GATHERED = 48, 2**24  # tokens of a path, and numbers gathered; see `tree_attention`
 
 
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
@@ -311,11 +311,12 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     In preorder a segment's own pairs are a triangle of contiguous slices, and everything below it
     sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
     kernels without a mask, and only boxes of many short segments take a mask of their own size.
-    Where all paths are shorter than SHORT, on a CPU, tiles would be nearly empty: then, with no
-    backend given, each token's keys are gathered, and the gradient is autograd's.
+    Where no path is longer than SHORT, on a CPU, tiles would be nearly empty: then, with no backend
+    given, each token's keys are gathered, GATHERED numbers at most, and the gradient is autograd's.
     """
-    short = len(trie) and q.device.type == "cpu" and int(trie.positions.max()) < SHORT
-    if backend is None and short:
+    longest = int(trie.positions.max()) + 1 if len(trie) else 0
+    held = len(trie) * longest * k.shape[1] * k.shape[3]  # numbers, of K and of V
+    if backend is None and q.device.type == "cpu" and 0 < longest <= SHORT and held <= GATHERED:
         return _gathered_attention(q, k, v, trie, scale, window, softcap)
     return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
 
@@ -659,7 +660,8 @@ class _Engine:
         edges, scores = self.edges[b], ()
         if len(edges):
             scores = _scores(self.model, hidden_1nM[0], at, trie, edges, self.temperature)
-        return scores, routing, hidden_1nM if self.lockstep is not None else None
+        unseen = block.piece and not scores  # by any loss, but perhaps by blocks below
+        return scores, routing, hidden_1nM if unseen or self.lockstep is not None else None
 
     def stand_in(self):
         """What an empty block runs: one token that no loss sees, for the messages of the layers."""
@@ -744,8 +746,10 @@ class _Engine:
             if scores_nE.requires_grad:
                 outputs.append(scores_nE)
                 grads.append(factor_nE.to(scores_nE.dtype))
-        if self.lockstep is not None and not outputs:
-            outputs, grads = [hidden_1nM], [torch.zeros_like(hidden_1nM)]
+        if hidden_1nM is not None and not any(score.requires_grad for score in scores):
+            # no loss of its own, but what the blocks below left for K and V, and the ranks' messages
+            outputs += [hidden_1nM] * hidden_1nM.requires_grad
+            grads += [torch.zeros_like(hidden_1nM)] * hidden_1nM.requires_grad
         if outputs:
             torch.autograd.backward(outputs, grads)
 
@@ -778,8 +782,14 @@ def _padded_paths(trie, some):
 def _wanted(trie, masks):
     """Which edges to score, (N,) bool: those that the mask of any sequence wants."""
     wanted_N = np.full(len(trie), masks is None)
-    for i, mask in enumerate(masks or ()):
-        wanted_N[trie.path(i)[1:].numpy()[np.asarray(mask, bool)]] = True
+    if masks is not None and len(masks) != len(trie.lengths):
+        raise ValueError(f"{len(masks)} masks for {len(trie.lengths)} sequences; one for each")
+    for i, mask in enumerate(() if masks is None else masks):
+        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
+        path = trie.path(i)[1:].numpy()
+        if mask.shape != path.shape:
+            raise ValueError(f"mask {i} has shape {mask.shape}; its sequence wants ({len(path)},)")
+        wanted_N[path[mask]] = True
     return wanted_N
 
 
@@ -793,7 +803,7 @@ def _scalar(i, loss, like):
     loss = torch.as_tensor(loss, dtype=None if torch.is_tensor(loss) else like.dtype)
     if loss.numel() != 1 or loss.dim():
         raise ValueError(
-            f"loss_fn must return one number a sequence, a tensor of shape (); for sequence {i} "
+            f"loss_fn must return one number a call, a tensor of shape (); for sequence {i} "
             f"came {tuple(loss.shape)}; sum or average it"
         )
     return loss.to(like)
@@ -1024,7 +1034,9 @@ def tree_scores(
     """
     require_tree_model(model, trie)
     if not len(trie) and lockstep is None:
-        return []
+        device = next(model.parameters()).device
+        empty = torch.zeros(0, 0, device=device)
+        return [empty] * (2 + bool(_is_critic(model))) if padded else []
     if max_tokens is None and lockstep is None:
         columns = packed_scores(model, trie, temperature=temperature, masks=masks, **across)
     elif torch.is_grad_enabled() or across.get("group") is not None:
@@ -1037,7 +1049,9 @@ def tree_scores(
         engine = _Engine(model, trie, max_tokens=max_tokens, **options)
         engine.run()
         columns = engine.found_CN.unbind()
-    if padded and len(trie):
+    if padded and not len(trie):
+        return [x_N.view(0, 0) for x_N in columns]
+    if padded:
         at_RT, inside_RT = (
             x_RT.to(columns[0].device) for x_RT in _padded_paths(trie, range(len(trie.lengths)))
         )
