@@ -8,7 +8,7 @@ softmax over everything. The backward sends the blocks round again, and their gr
     python ring_attention.py bench                     # seconds, and percent of the ideal
     python ring_attention.py memory                    # peak memory by sequence length
     python ring_attention.py stress                    # values at the limits, bf16 training, PAD
-    python ring_attention.py stress --model            # a VLA model on 2 rings of 2, 50 steps, 2 min
+    python ring_attention.py stress --model            # a VLA model on 2 rings of 2, 50 steps
     python ring_attention.py longest --budget-mb 300   # the longest sequence that fits
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
@@ -295,9 +295,9 @@ class Mask:
     def regions(self, tile, join=32):
         """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
-        Edges stand where the structure changes (a document, block, chunk) and at most `tile` apart,
-        so that most boxes are FULL or CAUSAL. join: so many equal neighbours along the keys may be
-        one box.
+        Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
+        apart, so that most boxes are FULL or CAUSAL. join: so many equal neighbours along the keys,
+        or of full ones along the queries, may be one box.
         """
         key = ("regions", tile, join)
         if key not in self.cache:
@@ -325,25 +325,37 @@ class Mask:
         one = self.slice(ALL, ALL, slice(batch.start or 0, (batch.start or 0) + 1))
         (rows, keys), (n, m) = one._edges(tile), self.shape[2:]
         if not n or not m:
-            return
+            return []
         kinds, rows, keys = one.classify(rows, keys)[0], [*rows, n], [*keys, m]
+        boxes, above = [], {}  # above: the FULL boxes that end with the rows before, by their keys
         for r, kind in enumerate(kinds):
-            span = slice(rows[r], rows[r + 1])
+            span, below = slice(rows[r], rows[r + 1]), {}
             for c in np.flatnonzero(kind == PARTIAL):
                 if one.slice(span, slice(keys[c], keys[c + 1]))._is_causal():
                     kind[c] = CAUSAL
             new = (np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL)
             starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
             for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
-                if kind[c] != EMPTY:
-                    yield batch, span, slice(keys[c], keys[stop]), kind[c]
+                at = keys[c], keys[stop]
+                box = above.get(at) if kind[c] == FULL else None
+                if box and span.stop - box[0].start <= tile * join:
+                    box[0] = slice(box[0].start, span.stop)
+                elif kind[c] != EMPTY:
+                    box = [span, slice(*at), kind[c]]
+                    boxes.append(box)
+                if kind[c] == FULL:
+                    below[at] = box
+            above = below
+        return [(batch, *box) for box in boxes]
 
     def _edges(self, tile):
         """Edges along the queries and along the keys, at the same tokens."""
         start, end = self.keys.start[0], self.keys.end[0]
         index = self.queries.index[0], self.keys.index[0]
         jumps = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
-        places = [start[:1], start[jumps], end]
+        alive = np.flatnonzero(start < end)
+        forks = alive[1:][np.diff(end[alive]) < 0]  # of a tree: below here not all is seen by all
+        places = [start[:1], start[jumps], end, self.keys.index[0][forks]]
         for x in index:  # where a chunk begins, and after the last
             places += [x[np.flatnonzero(np.diff(x, prepend=-9) != 1)], x[-1:] + 1]
         places = np.unique(np.concatenate(places))

@@ -11,7 +11,7 @@ a kill and a resume cannot change them either.
     torchrun --nproc-per-node 2 train_grpo.py                 # the same run on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
-    python train_grpo.py check    # plans x trees x families against one process: 1e-14, a minute
+    python train_grpo.py check    # plans x trees x families against one process: 2e-14, 2 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
@@ -1336,14 +1336,14 @@ def prepare(config, trainer, groups) -> dict:
     elif config.minibatches > 1:  # with a single update, the policy is its own old policy
         for t in everyone:
             t.old_logprobs = t.sampler_logprobs
-    if config.advantage == "gae":
-        metrics = criticise(config, trainer, everyone)
-    else:
+    if config.advantage != "gae":
         for group in groups:
             compare(config, group)
     for t in everyone:
         if t.truncated and config.overlong == "filter":
             t.mask = np.zeros_like(t.mask)
+    if config.advantage == "gae":  # whitened over what counts
+        metrics = criticise(config, trainer, everyone)
     return metrics
 
 

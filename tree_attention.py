@@ -267,7 +267,7 @@ def _common(a, b):
 
 # 3. Attention over the packed tree -----------------------------------------------------------
 
-SHORT = 48  # tokens of a path; see `tree_attention`
+SHORT, GATHERED = 48, 2**24  # tokens of a path, and numbers gathered; see `tree_attention`
 
 
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
@@ -279,11 +279,12 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     In preorder a segment's own pairs are a triangle of contiguous slices, and everything below it
     sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
     kernels without a mask, and only boxes of many short segments take a mask of their own size.
-    Where all paths are shorter than SHORT, on a CPU, tiles would be nearly empty: then, with no
-    backend given, each token's keys are gathered, and the gradient is autograd's.
+    Where no path is longer than SHORT, on a CPU, tiles would be nearly empty: then, with no backend
+    given, each token's keys are gathered, GATHERED numbers at most, and the gradient is autograd's.
     """
-    short = len(trie) and q.device.type == "cpu" and int(trie.positions.max()) < SHORT
-    if backend is None and short:
+    longest = int(trie.positions.max()) + 1 if len(trie) else 0
+    held = len(trie) * longest * k.shape[1] * k.shape[3]  # numbers, of K and of V
+    if backend is None and q.device.type == "cpu" and 0 < longest <= SHORT and held <= GATHERED:
         return _gathered_attention(q, k, v, trie, scale, window, softcap)
     return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
 
@@ -548,8 +549,7 @@ class _Engine:
         size = 2 + bool(_is_critic(model)), len(trie)
         self.found_CN = torch.zeros(size, dtype=dtype, device=self.device)
         self.upstream_CN, self.used = None, [True, False, False]
-        pieces = [b.depth + b.piece for b in self.blocks if b.piece]
-        self.stack = Stack(max(pieces, default=0))
+        self.stack = Stack(max((b.depth + b.piece for b in self.blocks if b.piece), default=0))
         owner, parent = np.zeros(len(trie), np.int64), trie.parent.numpy()
         for b, block in enumerate(self.blocks):
             owner[block.tokens] = b
@@ -603,10 +603,8 @@ class _Engine:
 
         own, running = torch.from_numpy(block.tokens), True
         tokens_1n, depth_1n = (x[own][None].to(self.device) for x in (trie.tokens, trie.positions))
-        options = dict(positions=depth_1n, attention=attention)
-        if self.routed:
-            options["balance"] = routing
-        hidden_1nM = self.model.hidden(tokens_1n, **options)
+        also = {"balance": routing} if self.routed else {}
+        hidden_1nM = self.model.hidden(tokens_1n, positions=depth_1n, attention=attention, **also)
         running = False
         seen.clear()
         if not masks:
@@ -617,7 +615,8 @@ class _Engine:
         edges, scores = self.edges[b], ()
         if len(edges):
             scores = _scores(self.model, hidden_1nM[0], own, trie, edges, self.temperature)
-        return scores, routing, hidden_1nM if self.lockstep is not None else None
+        unseen = block.piece and not scores  # by any loss, but perhaps by blocks below
+        return scores, routing, hidden_1nM if unseen or self.lockstep is not None else None
 
     def stand_in(self):
         """What an empty block runs: one token that no loss sees, for the messages of the layers."""
@@ -647,26 +646,25 @@ class _Engine:
                 self.paths[b, layer] = n_nE[block.piece - 1]
             n_rE, factor = n_nE[at.to(self.device)], n_nE.shape[1] / routing.experts_per_token
             self.router_counts[layer] = self.router_counts.get(layer, 0) + n_rE.sum(0)
-            if not self.aux_coef:
-                continue
-            owed_nE = torch.zeros_like(n_nE)
-            owed_nE.index_add_(0, at.to(self.device), factor * n_rE / lengths_r1.square())
-            self.owed[b, layer] = owed_nE * self.aux_coef
+            if self.aux_coef:
+                owed_nE = torch.zeros_like(n_nE)
+                owed_nE.index_add_(0, at.to(self.device), factor * n_rE / lengths_r1.square())
+                self.owed[b, layer] = owed_nE * self.aux_coef
 
     def evaluate(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
         losses, finite, ending = [], [], self.ending[b].tolist()
         for some in [ending] * bool(ending) if self.batched else [[i] for i in ending]:
-            at, inside = (x.to(self.device) for x in _padded_paths(self.trie, some))
-            leaves = [row_N[at].masked_fill(~inside, 0.0) for row_N in self.found_CN]
-            leaves = [x_RT.requires_grad_() for x_RT in leaves]
+            at, inside = _padded_paths(self.trie, some, self.device)
+            scores = (row_N[at].masked_fill(~inside, 0.0) for row_N in self.found_CN)
+            leaves = [x_RT.requires_grad_() for x_RT in scores]
             with torch.enable_grad():
                 given = (some, *leaves) if self.batched else (some[0], *(x[0] for x in leaves))
                 loss = loss_fn(*given)
                 loss = loss if torch.is_tensor(loss) else self.found_CN.new_tensor(loss)
                 if loss.dim():
-                    raise ValueError(f"loss_fn must return one number a sequence, a tensor (); for "
-                                     f"sequence {given[0]} came {[*loss.shape]}; sum or average it")
+                    raise ValueError("loss_fn must return one number a call, a tensor of shape (); "
+                                     f"for sequence {given[0]} came {[*loss.shape]}; sum or average")
                 if loss.requires_grad:
                     loss.backward()
             losses.append(loss.detach().to(self.found_CN))
@@ -705,8 +703,10 @@ class _Engine:
             if scores_nE.requires_grad:
                 outputs.append(scores_nE)
                 grads.append(factor_nE.to(scores_nE.dtype))
-        if self.lockstep is not None and not outputs:
-            outputs, grads = [hidden_1nM], [torch.zeros_like(hidden_1nM)]
+        if hidden_1nM is not None and not any(score.requires_grad for score in scores):
+            # no loss of its own, but what blocks below left for K and V, and the ranks' messages
+            outputs += [hidden_1nM] * hidden_1nM.requires_grad
+            grads += [torch.zeros_like(hidden_1nM)] * hidden_1nM.requires_grad
         if outputs:
             torch.autograd.backward(outputs, grads)
 
@@ -723,19 +723,24 @@ def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
     return (*scores, model.values(at_eM)) if _is_critic(model) else tuple(scores)
 
 
-def _padded_paths(trie, some):
+def _padded_paths(trie, some, device):
     """What scores are about, (R, T): tokens of the tree, and bool, which are no filling."""
-    paths = [trie.path(i)[1:] for i in some]
-    at_RT = pad_sequence(paths, batch_first=True)
-    sizes_R1 = torch.tensor([len(path) for path in paths])[:, None]
-    return at_RT, torch.arange(at_RT.shape[1]) < sizes_R1
+    at_RT = pad_sequence([trie.path(i)[1:] for i in some], batch_first=True)
+    inside_RT = torch.arange(at_RT.shape[1]) < trie.lengths[list(some)][:, None] - 1
+    return at_RT.to(device), inside_RT.to(device)
 
 
 def _wanted(trie, masks):
     """Which edges to score, (N,) bool: those that the mask of any sequence wants."""
     wanted_N = np.full(len(trie), masks is None)
-    for i, mask in enumerate(masks or ()):
-        wanted_N[trie.path(i)[1:].numpy()[np.asarray(mask, bool)]] = True
+    if masks is not None and len(masks) != len(trie.lengths):
+        raise ValueError(f"{len(masks)} masks for {len(trie.lengths)} sequences; one for each")
+    for i, mask in enumerate(() if masks is None else masks):
+        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
+        path = trie.path(i)[1:].numpy()
+        if mask.shape != path.shape:
+            raise ValueError(f"mask {i} has shape {mask.shape}; its sequence wants ({len(path)},)")
+        wanted_N[path[mask]] = True
     return wanted_N
 
 
@@ -919,11 +924,9 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
     get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
     """
     require_tree_model(model, trie)
-    if not len(trie) and lockstep is None:
-        return []
-    if max_tokens is None and lockstep is None:
+    if max_tokens is None and lockstep is None and len(trie):
         columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
-    elif torch.is_grad_enabled() or group is not None:
+    elif (len(trie) or lockstep is not None) and (torch.is_grad_enabled() or group is not None):
         raise ValueError("max_tokens and lockstep are for forward passes without group: call "
                          "tree_scores under torch.no_grad(), or train with tree_backward")
     else:
@@ -931,10 +934,9 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
         engine = _Engine(model, trie, max_tokens=max_tokens, **options)
         engine.run()
         columns = engine.found_CN.unbind()
-    if not len(trie):  # in lockstep, for the others' sake
-        return []
-    at_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)))
-    at_RT, inside_RT = (x_RT.to(columns[0].device) for x_RT in (at_RT, inside_RT))
+    if not len(trie):
+        return [x_N.view(0, 0) for x_N in columns] if padded else []
+    at_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)), columns[0].device)
     if padded:
         return [x_N[at_RT].masked_fill(~inside_RT, 0.0) for x_N in columns]
     at, sizes = at_RT[inside_RT], (trie.lengths - 1).tolist()
@@ -1008,19 +1010,16 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, masks=masks,
                      aux_coef=aux_coef, lockstep=lockstep, batched=batched,
                      check_finite=check_finite)  # fmt: skip
-    before = [p.grad for p in parameters]
+    before, own = [p.grad for p in parameters], [None] * len(parameters)  # so after a failure too
     try:
         for p in parameters:
             p.grad = None
         with torch.enable_grad():
             engine.run(loss_fn, recompute)
-    except BaseException:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-        raise
-    for p, grad in zip(parameters, before, strict=True):
-        if grad is not None:
-            p.grad = grad if p.grad is None else grad.add_(p.grad)
+        own = [p.grad for p in parameters]
+    finally:
+        for p, old, new in zip(parameters, before, own, strict=True):
+            p.grad = old if new is None else new if old is None else old.add_(new)
     loss = torch.as_tensor(engine.loss, dtype=engine.found_CN.dtype)
     logprobs = [engine.found_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
     return TreeResult(loss, logprobs, engine.aux_loss, engine.router_counts)

@@ -108,7 +108,7 @@ TREES = {
     "disabled": {},
     "sparse": dict(tree="sparse"),
     "dta": dict(tree="dta", max_tokens=9),
-    "dta again": dict(tree="dta", max_tokens=9, recompute=True),
+    "dta again": dict(tree="dta", max_tokens=2, recompute=True),
 }
 
 

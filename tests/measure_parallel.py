@@ -1,15 +1,18 @@
 """What `python parallel.py check | plan | bench` run besides parallel.py's own rows.
 
 check: every plan of CASES against one process: loss, every gradient, clip norm, three AdamW steps.
-plan: a plan's grid, groups, and a model of the memory of a rank. bench: tokens a second by plan.
+plan: a plan's grid, groups, and a model (`Rank`) of what a rank holds and sends in a step.
+bench: tokens a second by plan, and the bytes handed over.
 """
 
 import argparse
 import functools
 import json
+import math
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,8 @@ import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
 from parallel import (
+    MODES,
+    TIED,
     Allocation,
     Grid,
     LocalOptimizer,
@@ -29,6 +34,7 @@ from parallel import (
     full,
     parallelize,
     reduce_gradients,
+    stage_part,
 )
 
 # check ------------------------------------------------------------------------------------------
@@ -256,124 +262,407 @@ def _case(name):
 
 # plan -------------------------------------------------------------------------------------------
 
+# Two published shapes, so that the README's commands need no download; else --model takes a file.
+PUBLISHED = {
+    "qwen3-8b": dict(
+        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens"), 0)
+CUT |= dict(lm_head=0, o_proj=1, down_proj=1)  # the dimension that t splits; experts': one on
+TERMS = "norm.weight", "mlp.gate.weight", "o_proj.bias"  # whole, their gradients summed over t
+WIRE = {  # bytes that a rank puts on the wire for each that it hands over, by the ring algorithm
+    "allgather": lambda k: k - 1, "reducescatter": lambda k: (k - 1) / k,
+    "allreduce": lambda k: 2 * (k - 1) / k, "alltoall": lambda k: (k - 1) / k,
+    "send": lambda k: 1,
+}  # fmt: skip
 
-def memory(plan, config, *, mode, bytes_weight=4, bytes_moments=8):
-    """Bytes of weights, gradients and AdamW's moments of the fullest rank: a model of them.
 
-    Exact sums of tensor sizes, without activations, buffers of messages, or fragmentation.
+class Step(NamedTuple):
+    """One optimiser step of one of a plan's d replicas."""
+
+    mode: str = "ddp"
+    tokens: int = 131072  # of the replica: all of its t, c and p ranks work on them
+    micros: int = 8  # micro-batches that they are cut into
+    size: int = 4  # bytes of a weight, a gradient, an activation, either moment
+    ac: str = "full"  # as parallelize's: full | none
+
+    def require_even(self, plan):
+        parts = self.micros * plan.cp * plan.tp
+        if self.tokens % parts:
+            raise ValueError(
+                f"{self.tokens} tokens of a replica must divide by micro-batches * c * t = {parts}"
+            )
+
+
+class Message(NamedTuple):
+    """Of all messages of one kind of group in a step: bytes that this rank hands over."""
+
+    kind: str  # t c d e p, the plan's letters
+    op: str  # as `Sent` names it
+    ranks: int  # of a group
+    given: float
+
+    @property
+    def wire(self):
+        return self.given * WIRE[self.op](self.ranks)
+
+
+class Rank:
+    """What a rank of a stage holds, and sends in a step: a model in closed form, no measurement.
+
+    For n tokens of a micro-batch on this rank (tokens / micros / c), m micro-batches, M width,
+    L layers of this stage, w bytes a number, f = max(4, w), P bytes of this rank's weights, and
+    R = 1 if layers are computed again, else 0; what is handed to collectives in a step is
+
+      t  m (2 + R) times a layer's attention, and its MLP unless its experts are whole: a gather of
+         n M w / t and a scatter-add of n M w, but a layer's last scatter-add only m 2 times; m
+         times one each for the embedding, a gather of the last states, 5 n f for log-probs, n M w
+         for their gradient; gradients of norms and gates once, under fsdp m times
+      c  m (c - 1) L of: (2 + R) 2 G D n w, k and v; 2 G D n f, their gradients. Causal, by ring
+      e  m (4 + 2 R) n K M w a sparse layer, n a t-th unless t splits experts: on average over ranks
+      p  m n M w / t forward, unless last, and as much backward, unless first; 1F1B
+      d  ddp P; zero1 P and P / k; fsdp m (2 P / k gathered, of the ends once, and P scattered), k
+         the d c ranks, or those with the same experts
+
+    On the wire, by the ring algorithm over W ranks: of a gather W - 1 times what is handed over, of
+    a scatter-add and an all-to-all (W - 1) / W, of an all-reduce 2 (W - 1) / W. Left out: the norm,
+    counters, the trainer's metrics and passes without gradients, the generator's weights
+    (`pushed`). Sliding windows and documents save hops of a ring that are counted here.
+
+    Held, without fragmentation, cuBLAS, NCCL, or the generator's cache: weights, gradients, AdamW's
+    two moments; `activations`; `buffers`. They are added, though not all peak at once.
+
+    Sources: t, activations arXiv:2205.05198 section 4; d arXiv:1910.02054 sections 5, 7; c
+    arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by tests/test_plan.py
+    ::test_the_bytes_that_plan_tells_are_what_ranks_hand_over, ::test_activations_are_what_is_kept,
+    and tests/test_parallel.py::test_the_memory_that_plan_tells_is_what_a_rank_holds.
     """
-    with torch.device("meta"):
-        model = models.Transformer(config)
-    layers = -(-config.num_hidden_layers // plan.pp)
-    dense = experts = ends = 0
-    for name, p in model.named_parameters():
-        layer = name.split(".")[2] if ".layers." in name else None
-        if layer is None:
-            ends += p.numel() / plan.tp
-        elif int(layer) < layers:
-            whole = name.endswith("norm.weight") or name.endswith("gate.weight")
-            if ".mlp.experts." in name:
-                experts += p.numel() / (plan.ep * plan.etp)
+
+    def __init__(self, plan, config, step, stage=0):
+        step.require_even(plan)
+        self.plan, self.config, self.step, self.stage = plan, config, step, stage
+        self.first, self.last = stage == 0, stage == plan.pp - 1
+        self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.size)
+        self.x = self.n * config.hidden_size * step.size  # bytes of the states of n tokens
+        self.again = int(step.ac == "full")
+        with torch.device("meta"):
+            model = models.Transformer(config)
+        self.whole = sum(p.numel() for p in model.parameters())
+        part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
+        self.shapes = {name: self._shape(name, p) for name, p in part.named_parameters()}
+        self.layers = [int(name) for name, _ in part.model.layers.named_children()]
+        sparse = set(self.layers) & set(config.sparse_layers)
+        self.sparse, self.apart = len(sparse), len(sparse) if plan.etp == 1 else 0
+
+    def _shape(self, name, p):
+        """Before fsdp: a rank's part by t, e and etp."""
+        shape, experts = list(p.shape), ".mlp.experts." in name
+        if experts:
+            shape[0] //= self.plan.ep
+        degree = self.plan.etp if experts else self.plan.tp
+        for dim in (CUT[module] + experts for module in name.split(".") if module in CUT):
+            if dim < len(shape):  # o_proj's bias is whole
+                shape[dim] = -(-shape[dim] // degree)
+        return shape
+
+    def _copies(self, name):
+        """Ranks with the same part, over which fsdp and zero1 share it out again."""
+        return self.plan.edp if ".mlp.experts." in name else self.plan.dp * self.plan.cp
+
+    def shard(self, name):
+        """Numbers of the largest share of a parameter: rows are dealt out."""
+        rows, *width = self.shapes[name]
+        return -(-rows // self._copies(name)) * math.prod(width)
+
+    def messages(self) -> list:
+        """A Message for each kind of group and collective."""
+        kinds = self.tensor, self.context, self.experts, self.pipeline, self.data
+        return [message for kind in kinds for message in kind() if message.ranks > 1]
+
+    def tensor(self):
+        t, m = self.plan.tp, self.step.micros
+        blocks = 2 * len(self.layers) - self.apart
+        dropped = 0 if self.config.sandwich_norms else len(self.layers) - self.apart
+        gathers = blocks * (2 + self.again) + self.first + self.last
+        scatters = blocks * (2 + self.again) - dropped * self.again + self.first
+        yield Message("t", "allgather", t, m * gathers * self.x / t)
+        yield Message("t", "reducescatter", t, m * scatters * self.x)
+        terms = sum(math.prod(shape) for k, shape in self.shapes.items() if k.endswith(TERMS))
+        once = terms * (m if self.step.mode == "fsdp" else 1)
+        scores = self.last * m * (5 * self.n * self.wide + self.x)
+        yield Message("t", "allreduce", t, once * self.step.size + scores)
+
+    def context(self):
+        c, calls = self.plan.cp, self.step.micros * len(self.layers)
+        heads = self.config.num_key_value_heads / self.plan.tp
+        numbers = 2 * heads * self.config.head_dim * self.n  # of a block of k and v
+        sent = numbers * ((2 + self.again) * self.step.size + self.wide)
+        yield Message("c", "send", c, calls * (c - 1) * sent)
+        agreed = 8 * (2 + len(ring.AGREE))  # integers that the ranks of a ring compare
+        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
+
+    def experts(self):
+        rows = self.x * self.config.num_experts_per_tok
+        rows /= self.plan.tp if self.plan.etp == 1 else 1  # else all t ranks have all tokens
+        counts = 8 * self.config.num_experts * (1 + self.again)
+        given = self.step.micros * self.sparse * (rows * (4 + 2 * self.again) + counts)
+        yield Message("e", "alltoall", self.plan.ep, given)
+
+    def pipeline(self):
+        p, states = self.plan.pp, self.step.micros * self.x / self.plan.tp
+        yield Message("p", "send", p, states * (2 - self.first - self.last))
+        if p > 1 and self.config.tie_word_embeddings and (self.first or self.last):
+            yield Message("p", "allreduce", 2, math.prod(self.shapes[TIED]) * self.step.size)
+
+    def data(self):
+        mode, m, w = self.step.mode, self.step.micros, self.step.size
+        for name, shape in self.shapes.items():
+            k, shard = self._copies(name), self.shard(name) * w
+            if mode == "fsdp":
+                yield Message("d", "allgather", k, m * shard * (1 + (".layers." in name)))
+                yield Message("d", "reducescatter", k, m * shard * k)
             else:
-                dense += p.numel() / (1 if whole else plan.tp)
-    dense += ends / (2 if plan.pp > 1 and not config.tie_word_embeddings else 1)
-    copies = plan.dp * plan.cp, plan.edp
-    shard = [1, 1] if mode == "ddp" else copies
-    kept = [1, 1] if mode != "fsdp" else copies  # weights and gradients
-    parts = dense, experts
-    weights = sum(n / k for n, k in zip(parts, kept, strict=True)) * bytes_weight
-    moments = sum(n / k for n, k in zip(parts, shard, strict=True)) * bytes_moments
-    return dict(weights=weights, gradients=weights, moments=moments)
+                yield Message("d", "allreduce", k, math.prod(shape) * w)
+            if mode == "zero1":
+                yield Message("d", "allgather", k, shard)
+
+    def memory(self) -> dict:
+        """Bytes at the peak of a step by what they are for."""
+        whole = sum(math.prod(shape) for shape in self.shapes.values())
+        shard = sum(self.shard(name) for name in self.shapes)
+        kept = shard if self.step.mode == "fsdp" else whole
+        parts = dict(weights=kept, gradients=kept)
+        parts |= dict(moments=2 * (whole if self.step.mode == "ddp" else shard))
+        parts = {name: n * self.step.size for name, n in parts.items()}
+        return parts | dict(activations=self.activations(), buffers=self.buffers())
+
+    def activations(self):
+        """Bytes that wait for their backward: with R, the input of each layer and all of one layer;
+        else all of all. A pipeline's stage s has min(p - s, m) micro-batches on their way."""
+        waiting = min(self.plan.pp - self.stage, self.step.micros)
+        if not self.again:
+            return waiting * len(self.layers) * self.layer()
+        return waiting * len(self.layers) * self.x / self.plan.tp + self.layer()
+
+    def layer(self):
+        """Bytes that torch on a CPU keeps of a layer for its backward: input and product of four
+        norms in float32 or better; what the matrices read, whole where t gathers it; q, k, v,
+        attention's output; gate, up, activation and product of an MLP, and of a row for an expert
+        what goes in and comes out."""
+        config, t, w = self.config, self.plan.tp, self.step.size
+        M, D, K = config.hidden_size, config.head_dim, config.num_experts_per_tok
+        H, G = config.num_attention_heads, config.num_key_value_heads
+        norms = (4 * M + 2 * (H + G) * D) / t * self.wide
+        rest = M + (2 * H + 2 * G) * D / t
+        if self.sparse:
+            inner = config.moe_intermediate_size / self.plan.etp
+            mlp = (M + K * (2 * M + 4 * inner)) / (t if self.plan.etp == 1 else 1)
+        else:
+            mlp = M + 4 * config.intermediate_size / t
+        return self.n * (norms + (rest + mlp) * w)
+
+    def buffers(self):
+        """Bytes of the head's gradient while it is summed up, and of what is whole for a moment:
+        under fsdp weights and gradients of the ends, of two layers, and of one; else a message of
+        64 gradients."""
+        head = TIED if self.config.tie_word_embeddings else "lm_head.weight"
+        summed = math.prod(self.shapes[head]) * self.wide if self.last else 0
+        numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        if self.step.mode == "fsdp":
+            start = f"model.layers.{self.layers[0]}."
+            layer = sum(n for name, n in numbers.items() if name.startswith(start))
+            ends = sum(n for name, n in numbers.items() if ".layers." not in name)
+            return summed + (2 * ends + 3 * layer) * self.step.size
+        longest = 0
+        for experts in (False, True):
+            some = [n for name, n in numbers.items() if (".mlp.experts." in name) == experts
+                    and self._copies(name) > 1][::-1]  # fmt: skip
+            longest = max([longest, *(sum(some[n : n + 64]) for n in range(0, len(some), 64))])
+        return summed + longest * self.step.size
+
+    def pushed(self):
+        """Bytes that come in when the weights are gathered for the generator: all but its own."""
+        fsdp = self.step.mode == "fsdp"
+        own = sum(self.shard(k) if fsdp else math.prod(s) for k, s in self.shapes.items())
+        return (self.whole - own) * self.step.size
+
+
+def stages_of(plan, config, step):
+    """A Rank of each stage that differs: the first, one inside, the last."""
+    return [
+        Rank(plan, config, step, stage) for stage in sorted({0, min(1, plan.pp - 1), plan.pp - 1})
+    ]
+
+
+def memory(plan, config, step) -> dict:
+    """Bytes of the fullest stage, see `Rank`."""
+    ranks = stages_of(plan, config, step)
+    return max((rank.memory() for rank in ranks), key=lambda parts: sum(parts.values()))
+
+
+def sends(plan, config, step) -> dict:
+    """Bytes on the wire of the busiest stage, by kind of group, see `Rank`."""
+    found = dict.fromkeys("tcdep", 0.0)
+    for rank in stages_of(plan, config, step):
+        for kind in found:
+            wire = sum(message.wire for message in rank.messages() if message.kind == kind)
+            found[kind] = max(found[kind], wire)
+    return found
 
 
 def plan_command(argv):
-    """A plan's degrees, grid, groups, and what a rank of it holds."""
+    """A plan's degrees, grid, groups, and a model of what a rank holds and sends in a step."""
     parser = argparse.ArgumentParser("parallel.py plan")
-    parser.add_argument("plan", help="such as d2t2, or sglang:d4+archon:d2t2")
-    parser.add_argument("--world", type=int, help="refuse the plan unless it has so many ranks")
-    parser.add_argument("--model", help="a Hugging Face directory, or its config.json")
+    add = parser.add_argument
+    add("plan", nargs="+", help="such as d2t2, or sglang:d4+archon:d2t2; several: a row for each")
+    add("--world", type=int, help="refuse the plan unless it has so many ranks")
+    add("--model", help=f"a Hugging Face directory, its config.json, or {', '.join(PUBLISHED)}")
+    add("--mode", nargs="+", choices=MODES, default=["ddp", "zero1", "fsdp"])
+    add("--tokens", type=int, default=Step().tokens, help="a step, of each of the d replicas")
+    add("--micro-batches", type=int, default=Step().micros, help="that they are cut into")
+    add("--bytes", type=int, choices=(2, 4), default=4, help="of a weight and an activation")
+    add("--generator-bytes", type=int, choices=(0, 2, 4), default=2, help="of its weights; 0: none")
+    add("--ac", choices=("full", "none"), default="full", help="as parallelize's")
     options = parser.parse_args(argv)
     try:
-        plans = [plan for group in Allocation.parse(options.plan).groups for plan in group]
-        for plan in plans:
-            _describe(plan, options)
+        config = None
+        if options.model:
+            config = models.ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
+        for text in options.plan:
+            for plan in (plan for group in Allocation.parse(text).groups for plan in group):
+                plan.require_fits(world=options.world, config=config)
+                if len(options.plan) == 1:
+                    _describe(plan)
+        if config is not None:
+            _table(config, options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _describe(plan, options):
-    config = models.ModelConfig.from_hf(options.model) if options.model else None
-    plan.require_fits(world=options.world, config=config)
+def _describe(plan):
     print(f"{plan}\n{plan.describe()}")
     for kind in KINDS_OF_GROUPS:
         groups, dense = plan.groups(kind), plan.ep * plan.etp == 1
         if len(groups[0]) > 1 and not (dense and kind == "expert-dp"):
             print(f"{kind:>10}: " + " ".join(str(group).replace(",", "") for group in groups))
-    for mode in ("ddp", "zero1", "fsdp") if config else ():
-        parts = memory(plan, config, mode=mode)
-        text = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-        total = sum(parts.values()) / 2**30
-        print(f"{mode:>10}: {total:.2f} GiB a rank in float32 (a model, no activations): {text}")
+
+
+def _table(config, options):
+    """A row for each plan and mode, as Markdown; GiB are 2^30 bytes, GB 10^9."""
+    print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
+    held = "weights + gradients + moments", "activations", "buffers", "generator", "GiB in all"
+    print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
+          *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
+    print("|---" * 15 + "|")
+    for text in options.plan:
+        for plan in (plan for group in Allocation.parse(text).groups for plan in group):
+            for mode in options.mode:
+                step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac)
+                print(_row(plan, config, step, options.generator_bytes))
+
+
+def _row(plan, config, step, generator_bytes):
+    plan.require_fits(config=config, microbatches=step.micros)
+    first = Rank(plan, config, step)
+    parts = memory(plan, config, step) | dict(generator=first.whole * generator_bytes)
+    start = first.whole * (step.size + generator_bytes)  # whole on each rank, before it is split
+    gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
+    gib[:3] = [" + ".join(gib[:3])]
+    sent = [*sends(plan, config, step).values(), first.pushed()]
+    gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
+    text = str(plan).replace("|", "\\|")
+    return "| " + " | ".join([text, str(plan.world), step.mode, *gib, *gb]) + " |"
 
 
 # bench ------------------------------------------------------------------------------------------
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that this rank hands to each collective and each P2P send inside."""
-
-    GIVEN = {"allgather_": 1, "reduce_scatter_": 1, "alltoall_base_": 1}  # which argument; else 0
+    """Bytes that this rank hands to each collective and each P2P send inside: of a gather its part,
+    of a scatter-add and an all-to-all all parts. `WIRE` says what a ring then puts on the wire."""
 
     def __init__(self):
         super().__init__()
         self.bytes = {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().split("::")[1].split(".")[0]
-        if function.namespace == "c10d" and name not in ("recv_", "barrier"):
-            given = (x for x in tree_leaves(args[self.GIVEN.get(name, 0)]) if torch.is_tensor(x))
-            self.bytes[name] = self.bytes.get(name, 0) + sum(x.nbytes for x in given)
+        name = function.name().split("::")[1].replace("_", "")
+        op = next((op for op in WIRE if name.startswith(op)), None)
+        if "c10d" in function.namespace and op is not None:
+            first = op in ("send", "allreduce") or "functional" in function.namespace
+            given = (x for x in tree_leaves(args[0 if first else 1]) if torch.is_tensor(x))
+            self.bytes[op] = self.bytes.get(op, 0) + sum(x.nbytes for x in given)
         return function(*args, **(kwargs or {}))
 
 
-def _timed(plan_text, options, rows, length, steps):
-    """Median seconds of a step of this rank, and the bytes it sent by collective."""
-    plan = Plan.parse(plan_text)
-    torch.set_num_threads(max(1, 2 // plan.world))
+def stepper(plan, model, options, rows, length, micros):
+    """(model of a plan, a function that makes a step's summed gradients) on rows shared out by d,
+    each share cut into micro-batches; no document ends inside a row."""
     grid = Grid.make(plan)
-    model = models.tiny_model("qwen3", dtype=torch.float32, **BENCH)
-    model.to(torch.float32)
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
         mask = ring.Mask.causal(length, window=window)
         return ring.ring_attention(q, k, v, group=grid.context, mask=mask, scale=scale)
 
     cp = attention if plan.cp > 1 else None
+    size = (rows, length), torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, size[0], generator=size[1])
     model = parallelize(model, plan, device_mesh=grid, attention=cp, **options)
-    tokens = torch.randint(2048, (rows, length), generator=torch.Generator().manual_seed(0))
-    mine = tokens.chunk(plan.dp)[grid.dp_rank]
     take = ring.indices(length, dist.get_rank(grid.context), plan.cp, "zigzag")
-    places = take[None].expand(len(mine), -1)
-    targets = tokens.roll(-1, 1).chunk(plan.dp)[grid.dp_rank][:, take]
+    mine, targets = (
+        x.chunk(plan.dp)[grid.dp_rank][:, take].chunk(micros) for x in (tokens, tokens.roll(-1, 1))
+    )
+    places = take[None].expand(len(mine[0]), -1)
+
+    def loss(part, k, hidden):
+        logprobs, _ = part.logprobs(hidden.flatten(0, 1), targets[k].flatten())
+        return -logprobs.sum() / tokens.numel()
 
     def step():
-        if plan.pp > 1:
-            micros = [Micro(x[None, take], take[None]) for x in mine]
-            model.forward_backward(
-                micros,
-                lambda k, h: -model.last.logprobs(h[0], targets[k])[0].sum() / tokens.numel(),
-            )
-        else:
-            hidden = model.hidden(mine[:, take], positions=places)
-            logprobs, _ = model.logprobs(hidden.flatten(0, 1), targets.flatten())
-            loss = -logprobs.sum() / tokens.numel()
-            loss.backward()
-        reduce_gradients(model)
         for p in model.parameters():
             p.grad = None
+        if plan.pp > 1:
+            batch = [Micro(x, places) for x in mine]
+            model.forward_backward(batch, lambda k, hidden: loss(model.last, k, hidden))
+        else:
+            for k, x in enumerate(mine):
+                loss(model, k, model.hidden(x, positions=places)).backward()
+        reduce_gradients(model)
 
+    return model, step
+
+
+def handed_over(text, kind, options, micros, rows=8, length=LENGTH):
+    """What `Sent` counts in a step and its update, of a model of KINDS with 56 words."""
+    plan, model = Plan.parse(text), build(kind, torch.float32, vocab_size=56)
+    model, step = stepper(plan, model, options, rows, length, micros)
+    zero = options.get("mode") == "zero1"
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.0), zero=zero)
+    step()  # what only the first step sends, the shapes of a pipeline, say
+    with Sent() as sent:
+        step()
+        optimizer.step()
+    return sent.bytes
+
+
+def _timed(plan_text, options, rows, length, steps):
+    """Median seconds of a step of this rank, and the bytes it sent by collective."""
+    plan = Plan.parse(plan_text)
+    torch.set_num_threads(max(1, 2 // plan.world))
+    model = models.tiny_model("qwen3", dtype=torch.float32, **BENCH)
+    micros = rows // plan.dp if plan.pp > 1 else 1
+    _, step = stepper(plan, model, options, rows, length, micros)
     seconds = []
     for _ in range(steps + 1):
         dist.barrier()

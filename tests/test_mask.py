@@ -337,7 +337,8 @@ def _covers(mask, tile, join):
             assert box.all()
         if kind == CAUSAL:
             assert torch.equal(box, torch.ones_like(box).tril()) and box.shape[2] == box.shape[3]
-        assert box.shape[2] <= tile and box.shape[3] <= tile * join
+        most = tile * join if kind == FULL else tile
+        assert box.shape[2] <= most and box.shape[3] <= tile * join
     assert not (seen > 1).any()
     assert not (dense & (seen == 0)).any()
 

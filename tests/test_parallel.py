@@ -375,7 +375,7 @@ def _held(rank, text, kind, mode):
 def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode):
     found = ranks(tmp_path, Plan.parse(text).world, _held, text, kind, mode)
     config = measure_parallel.build(kind, torch.float32).config
-    told = measure_parallel.memory(Plan.parse(text), config, mode=mode)["weights"]
+    told = measure_parallel.memory(Plan.parse(text), config, measure_parallel.Step(mode))["weights"]
     assert 0.97 < told / max(found) < 1.03  # a vocabulary of 57 does not divide by 2
 
 
@@ -398,7 +398,7 @@ def test_plan_prints_groups_and_memory(tmp_path, capsys):
     command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
     assert parallel.main(command) == 0
     out = capsys.readouterr().out
-    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB a rank" in out
+    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
     assert parallel.main(["plan", "d2d2"]) == 2
     assert "each once" in capsys.readouterr().err
     assert parallel.main(["plan", "sglang:d2+(attn:d2t2|ffn:e2t2)"]) == 0

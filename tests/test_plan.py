@@ -1,10 +1,19 @@
-"""parallel.py's plans (grammar, groups, what is refused and how) and learning-rate schedule."""
+"""parallel.py's plans (grammar, groups, what is refused and how), the model of what a rank holds
+and sends, and the learning-rate schedule."""
 
 import itertools
+import re
+import shlex
 
+import measure_parallel
 import pytest
+import torch
+from conftest import ROOT
+from measure_parallel import PUBLISHED, WIRE, Rank, Step
 
 import models
+import parallel
+import ring_attention as ring
 from parallel import KINDS, Allocation, Plan, connect, lr_factor
 
 GOOD = {
@@ -212,7 +221,162 @@ def test_schedules_that_do_not_exist_are_refused():
             lr_factor(3, warmup=2, total=10, **wrong)
 
 
+SENDS = {  # plan, kind of model, options of parallelize, micro-batches a replica
+    "d2": ("d2", "dense", {}, 2),
+    "d2 zero1": ("d2", "dense", dict(mode="zero1"), 1),
+    "d2 fsdp": ("d2", "dense", dict(mode="fsdp"), 2),
+    "t2": ("t2", "dense", {}, 2),
+    "t2 again": ("t2", "dense", dict(ac="full"), 1),
+    "t2 sandwich, tied, again": ("t2", "tied", dict(ac="full"), 1),
+    "t2 moe again": ("t2", "moe", dict(ac="full"), 1),
+    "c2": ("c2", "dense", {}, 2),
+    "c2 again": ("c2", "dense", dict(ac="full"), 1),
+    "d2e2": ("d2e2", "moe", {}, 2),
+    "d2e2 fsdp again": ("d2e2", "moe", dict(mode="fsdp", ac="full"), 2),
+    "p2": ("p2", "dense", {}, 4),
+    "p2 tied": ("p2", "tied", {}, 2),
+}
+SENDS_4 = {
+    "c4": ("c4", "dense", {}, 1),
+    "d2t2 fsdp": ("d2t2", "dense", dict(mode="fsdp"), 2),
+    "t2c2 again": ("t2c2", "dense", dict(ac="full"), 1),
+    "d2t2e4": ("d2t2e4", "moe", {}, 2),
+    "etp": ("(attn:d2t2|ffn:e2t2)", "moe", dict(ac="full"), 1),
+    "d2p2 zero1": ("d2p2", "dense", dict(mode="zero1"), 2),
+    "d2p2 fsdp": ("d2p2", "dense", dict(mode="fsdp"), 4),
+    "p2t2": ("p2t2", "dense", {}, 2),
+    "p4": ("p4", "deep", {}, 4),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
+
+
+@pytest.mark.parametrize("name", [*SENDS, *SLOW])
+def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(name):
+    """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
+    text, kind, options, micros = (SENDS | SENDS_4)[name]
+    plan = Plan.parse(text)
+    args = measure_parallel.handed_over, text, kind, options, micros
+    found, told = ring.launch(plan.world, *args), []
+    config = measure_parallel.build(kind, torch.float32, vocab_size=56).config
+    tokens = 8 * measure_parallel.LENGTH // plan.dp
+    ac, mode = options.get("ac", "none"), options.get("mode", "ddp")
+    step = Step(mode=mode, tokens=tokens, micros=micros, ac=ac)
+    for stage in range(plan.pp):
+        given = {}
+        for message in Rank(plan, config, step, stage).messages():
+            given[message.op] = given.get(message.op, 0) + message.given
+        told += [given] * (plan.world // plan.pp)
+
+    def total(sent):
+        ops = {op for of_rank in sent for op in of_rank}
+        sums = {op: sum(of_rank.get(op, 0) for of_rank in sent) for op in ops}
+        return {op: size for op, size in sums.items() if size}
+
+    assert total(told) == pytest.approx(total(found), rel=1e-12) and total(found)
+
+
+@pytest.mark.quick
+def test_what_is_on_the_wire_of_a_ring():
+    """Pieces of n numbers, one from each of 4 ranks: a rank passes on all but the last it gets."""
+    n, k = 12, 4
+    assert n / k * WIRE["allgather"](k) == n * WIRE["reducescatter"](k) == 9
+    assert WIRE["allreduce"](k) == 2 * WIRE["reducescatter"](k)  # which it is made of, and a gather
+    assert n * WIRE["alltoall"](k) == n - n / k  # all but its own
+    assert WIRE["send"](2) == 1
+
+
+def kept_shape(kind, layers):
+    sparse = dict(sparse_layers=tuple(range(layers))) if kind == "moe" else {}
+    sizes = dict(hidden_size=128, head_dim=32, intermediate_size=320, vocab_size=56)
+    return sizes | sparse | dict(num_hidden_layers=layers)
+
+
+def _kept(text, kind, dtype, layers):
+    """Bytes that autograd keeps of a forward of 32 tokens, without parameters."""
+    plan = Plan.parse(text)
+    model = measure_parallel.build(kind, dtype, **kept_shape(kind, layers))
+    model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan))
+    own = {parallel.local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    seen, alive = {}, []
+
+    def pack(x):
+        alive.append(x)
+        seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model.hidden(torch.arange(32)[None])
+    return sum(size for pointer, size in seen.items() if pointer not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
+def test_activations_are_what_is_kept(text, kind, dtype):
+    """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
+    plan = Plan.parse(text)
+    args = text, kind, dtype
+    kept = [max(ring.launch(plan.world, _kept, *args, layers)) for layers in (2, 3)]
+    config = measure_parallel.build(kind, dtype, **kept_shape(kind, 3)).config
+    rank = Rank(plan, config, Step(tokens=32, micros=1, size=dtype.itemsize, ac="none"))
+    assert kept[1] - kept[0] == pytest.approx(rank.layer(), rel=0.05)
+    assert rank.activations() == 3 * rank.layer()
+
+
+@pytest.mark.quick
+def test_with_layers_computed_again_only_their_inputs_wait():
+    """The middle of 3 stages has 2 of 4 micro-batches under way, one layer, 32 numbers wide."""
+    config = models.tiny("qwen3", num_hidden_layers=3, hidden_size=32)
+    rank = Rank(Plan.parse("p3t2"), config, Step(tokens=64, micros=4, size=2), stage=1)
+    assert rank.activations() == 2 * (16 // 2) * 32 * 2 + rank.layer()
+
+
+@pytest.mark.quick
+def test_the_published_shapes_have_their_published_sizes():
+    for name, count in (("qwen3-8b", 8_190_735_360), ("qwen3-30b-a3b", 30_532_122_624)):
+        config = models.ModelConfig.from_hf(PUBLISHED[name])
+        assert Rank(Plan(), config, Step()).whole == count
+        parts = measure_parallel.memory(Plan(), config, Step(size=2))
+        assert parts["weights"] == parts["gradients"] == parts["moments"] / 2 == 2 * count
+
+
+@pytest.mark.quick
+def test_plan_refuses_what_does_not_divide(capsys):
+    for text, more, message in (
+        ("t3", [], "t = 3 must divide"),
+        ("p4", ["--micro-batches", "2"], "2 microbatches are fewer than the 4 stages"),
+        ("c8", ["--tokens", "100"], r"100 tokens of a replica must divide by .* = 64"),
+    ):
+        assert parallel.main(["plan", text, "--model", "qwen3-8b", *more]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def commands():
+    """The `parallel.py plan` commands of the README's page."""
+    page = (ROOT / "README.md").read_text().split("## Several machines")[1].split("\n## ")[0]
+    found = re.findall(r"python parallel\.py (plan .*)", page.replace("\\\n", " "))
+    assert len(found) > 1
+    return page, [shlex.split(command.split("#")[0]) for command in found]
+
+
+def test_the_rows_of_the_readme_are_what_plan_prints(capsys):
+    page, found = commands()
+    for command in found:
+        assert parallel.main(command) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+        assert rows and all(row in page for row in rows)
+
+
+def test_the_training_commands_of_the_readme_have_plans_that_fit():
+    page, _ = commands()
+    config = models.ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
+    runs = re.findall(r"torchrun --nnodes (\d+) --nproc-per-node (\d+).*?--plan (\S+)", page, re.S)
+    assert [int(nodes) for nodes, _, _ in runs] == [2, 64]
+    for nodes, each, plan in runs:
+        Plan.parse(plan).require_fits(world=int(nodes) * int(each), config=config)
+
+
 @pytest.mark.quick
 def test_a_process_group_that_is_there_is_used_with_a_warning(process_group):
+    # the last test here: the group stays, and ranks are forked above
     with pytest.warns(UserWarning, match="timeout=5 has no effect"):
         assert connect("cpu", timeout=5) == "cpu"

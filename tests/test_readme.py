@@ -38,6 +38,9 @@ JSONL = " --max-new-tokens 8 --template {question}" + TINY
 TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
 CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_file_table"
 TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
+PLANS = "tests/test_plan.py::test_"
+SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
+PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it installs
     "python3 -m venv .venv": "python3 -m venv ",
     ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
@@ -76,6 +79,8 @@ TABLE = {
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
     "python models.py bench --repeats 7": " --repeats 1",
+    **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_readme_have_plans_that_fit"),
+    **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_readme_are_what_plan_prints"),
     "python parallel.py bench": "tests/test_parallel.py::test_bench_runs_at_toy_size",
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
@@ -197,9 +202,10 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
 
 # Names ---------------------------------------------------------------------------------------
 
-ELSEWHERE = {"padding_idx", "log_softmax", "torchrun"}  # torch's
+ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
-FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
 
 
 @pytest.mark.quick

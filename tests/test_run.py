@@ -497,7 +497,8 @@ def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
         [json.loads(line) for line in (run / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "samples.jsonl")
     )
-    seen = {name for line in lines for name in line}
+    critic = (straight(f"{SAVING} 6 --advantage gae") / "metrics.jsonl").read_text().splitlines()
+    seen = {name for line in [*lines, *map(json.loads, critic)] for name in line}
     assert seen <= _documented() and {name for name in _documented() if "/" in name} <= seen
     assert [line["step"] for line in lines] == list(range(6)) and "eval/solved" in lines[-1]
     assert [sample["step"] for sample in samples] == [1, 3, 5]
@@ -586,9 +587,11 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
         ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
         ("--tree dta", "--tree dta needs --max-tokens"),
         ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
-        ("--tree sparse --data-parallel fsdp", "--tree sparse goes with data parallelism by ddp"),
-        ("--tree sparse --plan t2", "not with fsdp, t, p or e"),
-        ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c; use --tree sparse"),
+        ("--tree sparse --plan p2", "--tree sparse has no p: a tree is one microbatch"),
+        ("--tree dta --max-tokens 9 --data-parallel fsdp", "--tree dta has no fsdp"),
+        ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c"),
+        ("--tree dta --max-tokens 9 --ac full", "--tree dta has its own --recompute"),
+        ("--ac layers", "--ac must be one of none, full, op, got 'layers'"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):

@@ -378,6 +378,33 @@ def test_masks_score_what_a_loss_uses_and_nothing_else(size):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_block_that_no_mask_wants_passes_on_the_gradient_from_below(size, recompute):
+    stem = [1, 2, 3, 4, 5, 6]
+    sequences = tensors([stem + [7, 8], stem + [8, 9, 1], stem[:3] + [9, 9, 9, 2], [3, 3]])
+    masks = [np.arange(len(x) - 1) >= k for x, k in zip(sequences, (5, 5, 2, 1), strict=True)]
+    model, trie = TinyModel(), TokenTrie(sequences)
+
+    def loss_fn(i, logprobs, entropy):
+        return (logprobs * torch.from_numpy(masks[i])).sum() * (i + 1)
+
+    truth, _ = gradients(model, lambda: tree_backward(model, trie, loss_fn))
+    options = dict(max_tokens=size, recompute=recompute, masks=masks)
+    found, _ = gradients(model, lambda: tree_backward(model, trie, loss_fn, **options))
+    assert max(relative(a, b) for a, b in zip(found, truth, strict=True)) < 1e-13
+
+
+@pytest.mark.quick
+def test_masks_that_do_not_fit_are_refused():
+    model, trie = TinyModel(), TokenTrie([[1, 2, 3], [1, 4]])
+    with pytest.raises(ValueError, match="1 masks for 2 sequences"):
+        tree_logprobs(model, trie, masks=[[True, True]])
+    with pytest.raises(ValueError, match=r"mask 1 has shape \(2,\); its sequence wants \(1,\)"):
+        tree_logprobs(model, trie, masks=[[True, True], [True, False]])
+
+
+@pytest.mark.quick
 def test_a_block_without_a_choice_of_kernel_takes_the_one_that_is_asked_for(monkeypatch):
     trie, calls = TokenTrie(random_forest(0)), []
     monkeypatch.setattr(tree, "_gathered_attention", lambda *given: calls.append(given))
@@ -492,7 +519,7 @@ def failing_losses():
             NonFiniteLoss,
             "sequence 7 is .*, its gradient is not finite",
         ),
-        "vector": (vector, ValueError, "one number a sequence.*sequence 7"),
+        "vector": (vector, ValueError, "one number a call.*sequence 7"),
     }
 
 
@@ -582,6 +609,7 @@ def test_nothing_is_an_ordinary_case():
     model, trie = TinyModel(), TokenTrie([])
     result = tree_backward(model, trie, example_loss, max_tokens=3)
     assert result.loss == 0 and result.logprobs == []
+    assert [x.shape for x in tree_scores(model, trie, padded=True)] == [(0, 0)] * 2
     assert tree_scores(model, trie) == [] and trie.draw() == "" and plan(trie) == []
     assert all(p.grad is None for p in model.parameters())
     assert partition([], 3) == [[], [], []]
