@@ -663,8 +663,8 @@ class _Engine:
                 loss = loss_fn(*given)
                 loss = loss if torch.is_tensor(loss) else self.found_CN.new_tensor(loss)
                 if loss.dim():
-                    raise ValueError("loss_fn must return one number a call, a tensor of shape (); "
-                                     f"for sequence {given[0]} came {[*loss.shape]}; sum or average")
+                    raise ValueError("loss_fn must return one number a call, of shape (); for "
+                                     f"sequence {given[0]} came {[*loss.shape]}; sum or average it")
                 if loss.requires_grad:
                     loss.backward()
             losses.append(loss.detach().to(self.found_CN))
