@@ -424,6 +424,35 @@ def _bytes_rank():
     return found
 
 
+def bench_kernel(device, tokens, repeats, dtype=torch.bfloat16):
+    """One device: `attend` against torch's SDPA, forward and backward, alternating medians."""
+    rows = {}
+    print(f"{device}, {dtype}, causal, 8 heads, 2 key heads, D 64; seconds of forward + backward")
+    for n in tokens:
+        (q, k, v), dout = random_inputs(n, dtype)
+        q, k, v, dout = (x.detach().to(device).requires_grad_() for x in (q, k, v, dout))
+        masks = Mask.causal(n), Mask.documents(doc_ids=torch.arange(n)[None] * 8 // n)
+        ways = {"SDPA, causal": lambda q=q, k=k, v=v: sdpa(q, k, v)}
+        for name, mask in zip(("causal", "8 documents"), masks, strict=True):
+            ways[f"attend, {name}"] = lambda q=q, k=k, v=v, m=mask: attend(q, k, v, m)[0]
+        found = {way: [] for way in ways}
+        for _ in range(repeats + 1):  # the first is warm-up
+            for way, run in ways.items():
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                torch.autograd.grad(run(), (q, k, v), dout)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                found[way].append(time.perf_counter() - start)
+        base = np.median(found["SDPA, causal"][1:])
+        for way, times in found.items():
+            rows[f"{way}, {n}"] = seconds = float(np.median(times[1:]))
+            print(f"{n:>7} {way:>20} {seconds:9.5f}  of SDPA's {seconds / base:.3f}")
+    print(json.dumps({"bench": rows, "device": device, "torch": torch.__version__}))
+    return 0
+
+
 def bench(argv):
     """CPU seconds of 2 ranks, one thread each, against one process that does the same by SDPA.
 
@@ -432,7 +461,10 @@ def bench(argv):
     parser = argparse.ArgumentParser("ring_attention.py bench")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many, alternating")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="one device's kernel alone")
     args, result = parser.parse_args(argv), {}
+    if args.device:
+        return bench_kernel(args.device, args.tokens, args.repeats)
     ways = [f"{method} zigzag" for method in METHODS if method != "usp"] + ["ring contiguous"]
     print("CPU seconds per rank: causal, float32, 8 heads, 2 key heads, D 64; ideal: SDPA's / 2")
     for tokens in args.tokens:

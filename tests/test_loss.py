@@ -424,6 +424,17 @@ def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
     assert gradients_are_zero(trainer)
 
 
+@pytest.mark.parametrize("tree", [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)])
+def test_a_nan_in_the_loss_skips_the_step_in_every_tree_mode(process_group, tree):
+    trainer, batch = make_trainer(**tree), some_batch()
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    batch[1] = replace(batch[1], advantages=batch[1].advantages * math.nan)
+    trainer.forward_backward(batch, 10.0)
+    assert "on rank 0" in trainer.optim_step()["nonfinite"] and trainer.skipped == 1
+    after = trainer.model.parameters()
+    assert all(a.equal(b) for a, b in zip(before, after, strict=True))
+
+
 def test_max_skipped_steps_in_a_row_raise_and_a_finite_one_resets_the_row(process_group):
     trainer = make_trainer(max_skipped=2)
     for value in (math.nan, 0.0, math.nan):

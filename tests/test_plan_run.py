@@ -110,7 +110,7 @@ def test_a_run_goes_on_under_another_plan(one_process, tmp_path):
 
 TREES = {
     "sparse": (1, "--tree sparse"),
-    "dta": (1, "--tree dta --max-tokens 2 --recompute"),
+    "dta": (1, "--tree dta --max-tokens 7 --recompute"),
     "dta, 2 ranks": (2, "--tree dta --max-tokens 16"),
     "sparse zero1": (2, "--tree sparse --data-parallel zero1"),
     "sparse c2": (2, "--tree sparse --plan c2"),

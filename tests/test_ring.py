@@ -1,5 +1,6 @@
 """Across gloo ranks: every layout and method is the definition; faults are named on every rank."""
 
+import json
 import math
 import time
 from collections import namedtuple
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from measure_ring import multiple_of_sdpa
+from measure_ring import bench, multiple_of_sdpa
 from test_ranks import ranks
 
 import ring_attention as ra
@@ -622,6 +623,13 @@ def _largest(rank, tokens):
 def test_no_tensor_is_larger_than_a_few_shards(tmp_path):
     for most in ranks(tmp_path, 4, _largest, 4096):
         assert most <= 8 * 4096 // 4 * 16
+
+
+@pytest.mark.quick
+def test_the_kernels_bench_runs_at_toy_size(capsys):
+    assert bench("--device cpu --tokens 16 24 --repeats 1".split()) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["bench"]
+    assert len(rows) == 6 and all(seconds > 0 for seconds in rows.values())
 
 
 @pytest.mark.quick
