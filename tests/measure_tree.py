@@ -1,4 +1,4 @@
-"""What `python tree_attention.py bench | plan` run, rows of `check`, and memory foretold.
+"""What `python tree_attention.py bench | plan` run, and rows of its `check`.
 
 plan: the tree of a list of token lists, its blocks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
@@ -10,27 +10,21 @@ import argparse
 import json
 import statistics
 import time
-import weakref
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import models
 from tree_attention import (
     Cost,
+    LiveBytes,
     TokenTrie,
-    _Engine,
-    _is_critic,
     _tree_rows,
     definition,
     forests,
     partition,
     plan,
-    require_tree_model,
     tree_backward,
 )
 
@@ -42,84 +36,6 @@ def family_rows():
         lines = [line for _, line in _tree_rows(models.tiny_model(kind), few)]
         found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
     return found
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive: `now`, and at most, `peak`."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.known = 0, 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given, made = ([x.untyped_storage() for x in tree_leaves(some) if torch.is_tensor(x)]
-                       for some in ((args, kwargs), out))  # fmt: skip
-        for storage in made:
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.known and key not in [x._cdata for x in given]:
-                self.known.add(key)
-                self.now += size
-                weakref.finalize(storage, self._freed, key, size)
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _freed(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
-class Memory(NamedTuple):
-    """Bytes beyond the parameters and their .grad; what accumulates is held beside a .grad."""
-
-    stack: int  # K, V, dK and dV of the deepest path of pieces
-    activations: int  # graphs and what forward and backward hold for a moment
-
-
-def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
-    """What `tree_backward` would hold at its peak, were it called now.
-
-    Measured: one block of 64 tokens and one of 128, forward and backward; a block of n tokens then
-    counts by the straight line through both, and the walk over the tree's blocks is exact. Too
-    much where the log-probs' chunks are full (`models.token_logprobs`).
-    """
-    require_tree_model(model, trie)
-    small, large = _probe(model, 64), _probe(model, 128)
-    (graph1, extra1, *_), (graph2, extra2, key_bytes, grad_bytes, layers) = small, large
-    blocks, above, peak = plan(trie, max_tokens), {-1: 0.0}, 0.0
-    inner, deepest = {block.parent for block in blocks}, 0
-    for b, block in enumerate(blocks):
-        share = len(block.tokens) / 64 - 1
-        graph, extra = graph1 + share * (graph2 - graph1), extra1 + share * (extra2 - extra1)
-        peak = max(peak, above[block.parent] + graph + extra + block.depth * grad_bytes / layers)
-        above[b] = 0.0 if recompute and b in inner else above[block.parent] + graph
-        deepest = max(deepest, block.depth + block.piece if block.piece else 0)
-    columns = 2 * (2 + bool(_is_critic(model))) * 4 * len(trie)
-    second = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns + second))
-
-
-def _probe(model, n):
-    """Bytes of the graph of n tokens, of its backward besides; of K and V a token, of dK and dV."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = [p.grad for p in parameters]
-    engine = _Engine(model, TokenTrie([[0] * (n + 1)]), max_tokens=n)
-    try:
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        engine.upstream_CN = torch.zeros_like(engine.found_CN)
-        with torch.enable_grad(), LiveBytes() as live:
-            work = engine.forward(0)
-            graph = live.now
-            engine.backward(0, work)
-            extra = live.peak - graph
-    finally:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-    held = list(engine.stack.kv.values())
-    key_bytes = sum(x.nbytes for x in held) / n
-    wide = torch.promote_types(held[0].dtype, torch.float32).itemsize / held[0].itemsize
-    return graph - key_bytes * n, extra, key_bytes, key_bytes * wide, len(held)
 
 
 def shapes(seed=0, scale=1.0):

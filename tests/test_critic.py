@@ -177,7 +177,7 @@ RUNS = {
     "c2": (2, "--plan c2 --tree sparse"),
     "p2": (2, "--plan p2"),
 }
-SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in ("d2", "t2"))) for k in RUNS]
+SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("", "p2"))) for k in RUNS]
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -82,7 +82,7 @@ EXPERTS = {
     "d2t2e4 --tree dta --max-tokens 9": 4,
     "d2c2e2 --tree sparse": 4,
 }
-LATER = [name for name in EXPERTS if name not in ("d2e2", "t2") and "recompute" not in name]
+LATER = [name for name in EXPERTS if name not in ("d2e2", "t2")]
 SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in LATER)) for k in EXPERTS]
 
 
@@ -119,7 +119,7 @@ TREES = {
     "sparse t2c2": (4, "--tree sparse --plan t2c2"),
     "dta d2t2 zero1": (4, "--tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1"),
 }
-QUICKEST = "dta", "dta, 2 ranks", "sparse c2", "dta t2"
+QUICKEST = "dta, 2 ranks", "sparse c2"  # the matrix of `train_grpo.py check` has the others too
 SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICKEST)) for k in TREES]
 
 
@@ -130,7 +130,9 @@ def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, n
     assert largest_difference(run, one_process) < 1e-8
 
 
-@pytest.mark.parametrize("tree", ["sparse", "dta --max-tokens 9"])
+@pytest.mark.parametrize(
+    "tree", ["dta --max-tokens 9", pytest.param("sparse", marks=pytest.mark.slow)]
+)
 def test_old_and_reference_log_probs_of_trees_too(tmp_path, tree):
     flags = f"{SHAPE} {OPTIONS} --forks 2 --fork-turns 1 --advantage per_branch"
     truth = trained(tmp_path, 1, flags)

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from measure_tree import LiveBytes, modelled_time, predict_memory
+from measure_tree import modelled_time
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +20,7 @@ import tree_attention as tree
 from ring_attention import relative
 from tree_attention import (
     Cost,
+    LiveBytes,
     NonFiniteLoss,
     TinyModel,
     TokenTrie,
@@ -28,6 +29,7 @@ from tree_attention import (
     forests,
     partition,
     plan,
+    predict_memory,
     tree_backward,
     tree_logprobs,
     tree_scores,
