@@ -9,16 +9,15 @@ says sharing saves.
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from measure_grpo import QWEN3_06B, Clock, peak
 
 import models
 from tree_attention import (
     Cost,
-    LiveBytes,
     TokenTrie,
     _tree_rows,
     definition,
@@ -75,8 +74,12 @@ def grpo_loss(i, logprobs, entropy):
 
 
 def compare(model, sequences, repeats, budgets=(4, 8)):
-    """{way: (CPU seconds, peak MB)} and the bound; the ways alternate, medians of the repeats."""
-    trie = TokenTrie(sequences)
+    """{way: (seconds, peak MB)} and the bound; the ways alternate, medians of the repeats.
+
+    Seconds of CPU, on a GPU of the wall.
+    """
+    trie, device = TokenTrie(sequences), next(model.parameters()).device.type
+    clock = Clock(device)
     ways = {"flat": lambda: definition(model, sequences, grpo_loss),
             "sparse": lambda: tree_backward(model, TokenTrie(sequences), grpo_loss)}  # fmt: skip
     for part in budgets:
@@ -87,15 +90,13 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
     seconds, peaks = {name: [] for name in ways}, {}
     for name, way in ways.items():
         model.zero_grad()
-        with LiveBytes() as live:
-            way()
-        peaks[name] = live.peak / 2**20
+        peaks[name] = peak(device, way)
     for _ in range(repeats):
         for name, way in ways.items():
             model.zero_grad()
-            begun = time.process_time()
+            begun = clock.now()
             way()
-            seconds[name].append(time.process_time() - begun)
+            seconds[name].append(clock.now() - begun)
     stats = trie.stats(*flops(model.config))
     return seconds, peaks, stats
 
@@ -107,6 +108,8 @@ def bench(argv):
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument("--only", default="", help="shapes whose name begins so")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--large", action="store_true", help="a Qwen3-0.6B in bf16")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     config = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
@@ -120,8 +123,11 @@ def bench(argv):
         config["vocab_size"] = max(2048, most + 1)
     else:
         cases = shapes(scale=options.scale)
-    model = models.Transformer(models.tiny("qwen3", **config)).init_weights(0)
-    print(f"{'':>26} {'way':>8} {'CPU s':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
+    config |= (QWEN3_06B | dict(max_position_embeddings=1 << 20)) if options.large else {}
+    dtype = torch.bfloat16 if options.large else torch.float32
+    model = models.Transformer(models.tiny("qwen3", **config)).to(options.device, dtype)
+    model.init_weights(0)
+    print(f"{'':>26} {'way':>8} {'seconds':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
     rows = []
     for name, sequences in cases.items():
         if not name.startswith(options.only):
