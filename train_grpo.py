@@ -196,7 +196,7 @@ class Config:
     minibatches: int = 2  # optimiser steps a rollout batch
     max_grad_norm: float = 1.0  # clip the global norm
     max_skipped: int = 3  # stop after so many non-finite gradients in a row
-    micro_tokens: int = 16384  # packed tokens a forward; a longer sequence goes alone
+    micro_tokens: int = 16384  # tokens a forward, of a tree's with sparse; a longer sequence alone
     data_parallel: str = "ddp"  # ddp (full copies) | fsdp (shards) | zero1 (ddp, moments sharded)
     ac: str = "none"  # activations computed again in backward: none | full | op, see parallel.py
     plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
@@ -857,15 +857,23 @@ def denominator(batch, config) -> float:
     return float(sum(bool(t.mask.any()) for t in batch))
 
 
-def pack(batch, micro_tokens):
-    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone."""
-    micros, room = [], 0
+def pack(batch, micro_tokens, *, tree=False):
+    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone.
+
+    tree: what a trajectory shares with the one before it counts once.
+    """
+    micros, room, before = [], 0, []
     for trajectory in batch:
-        if not micros or len(trajectory.tokens) > room:
+        new = count = len(trajectory.tokens)
+        if tree:
+            pairs = enumerate(zip(before, trajectory.tokens))
+            new -= next((n for n, (a, b) in pairs if a != b), min(len(before), count))
+            before = trajectory.tokens
+        if not micros or new > room:
             micros.append([])
-            room = micro_tokens
+            new, room = count, micro_tokens
         micros[-1].append(trajectory)
-        room -= len(trajectory.tokens)
+        room -= new
     return micros
 
 
@@ -1060,9 +1068,10 @@ class Trainer:
         return [t for part in parts for t in part], first
 
     def micro_batches(self, batch):
-        if self.config.tree != "disabled":
+        tree = self.config.tree
+        if tree == "dta":  # its blocks are of --max-tokens
             return [batch or [FILLER]]
-        micros, count = pack(batch, self.config.micro_tokens), 0
+        micros, count = pack(batch, self.config.micro_tokens, tree=tree == "sparse"), 0
         if isinstance(self.model, Pipeline):  # a multiple of its ranks, for any schedule
             p = self.plan.pp
             count = max(2 * p, -(-len(micros) // p) * p)

@@ -105,7 +105,7 @@ PLANS = {  # name -> ranks, flags
 }
 TREES = {
     "disabled": {},
-    "sparse": dict(tree="sparse"),
+    "sparse": dict(tree="sparse", micro_tokens=40),
     "dta": dict(tree="dta", max_tokens=9),
     "dta again": dict(tree="dta", max_tokens=2, recompute=True),
 }

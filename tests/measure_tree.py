@@ -80,7 +80,8 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
     """
     trie, device = TokenTrie(sequences), next(model.parameters()).device.type
     clock = Clock(device)
-    ways = {"flat": lambda: definition(model, sequences, grpo_loss),
+    placed = [x.to(device) for x in sequences]
+    ways = {"flat": lambda: definition(model, placed, grpo_loss),
             "sparse": lambda: tree_backward(model, TokenTrie(sequences), grpo_loss)}  # fmt: skip
     for part in budgets:
         budget = max(1, -(-len(trie) // part))

@@ -18,7 +18,7 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 import models
 from train_grpo import (
     Config, Trainer, Trajectory, advantages, branch_advantages, build, definition, demonstrations,
-    denominator, loss_weight, lr_factor, make_task, policy_loss,
+    denominator, loss_weight, lr_factor, make_task, pack, policy_loss,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -422,6 +422,23 @@ def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
     assert all(a.equal(b) for a, b in zip(before, all_tensors(trainer), strict=True))
     assert (trainer.policy_version, trainer.skipped, trainer.skipped_in_a_row) == (1, 1, 1)
     assert gradients_are_zero(trainer)
+
+
+def test_trees_are_cut_by_their_own_tokens():
+    batch = [SimpleNamespace(tokens=[*range(8), *some]) for some in ([8], [9, 9], [9, 9, 1], [7])]
+    batch.append(SimpleNamespace(tokens=[0, 1]))  # a prefix, and then nothing in common
+    batch.append(SimpleNamespace(tokens=[5] * 4))
+    cuts = [len(micro) for micro in pack(batch, 12, tree=True)]
+    assert cuts == [3, 2, 1]  # 9 + 2 + 1, then 9 + 0, and 4 more than 12 - 9
+    assert [len(micro) for micro in pack(batch, 12)] == [1, 1, 1, 2, 1]
+
+
+@pytest.mark.parametrize("size", [1, 30, 10000])
+def test_the_gradient_of_a_tree_does_not_depend_on_its_cut(process_group, size):
+    trainer, batch = make_trainer(), some_batch()
+    truth = gradient(trainer, [batch], 10.0)
+    trees = make_trainer(tree="sparse", micro_tokens=size)
+    assert (gradient(trees, [batch], 10.0) - truth).norm() <= 1e-12 * truth.norm()
 
 
 @pytest.mark.parametrize("tree", [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)])

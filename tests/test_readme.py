@@ -63,6 +63,12 @@ TABLE = {
     "python train_grpo.py --tree sparse": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
     "python train_grpo.py --advantage gae": TINY,
+    "python ring_attention.py bench --device cuda": "tests/test_ring.py::"
+    "test_the_kernels_bench_runs_at_toy_size",
+    "python tree_attention.py bench --device cuda --large --scale 8": "tests/test_tree.py::"
+    "test_bench_runs_at_toy_size",
+    'python train_grpo.py bench --device cuda --peak-tflops 989 --shape "4096 + 8 x 1024, 0.6B"':
+    "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
     "python train_grpo.py bench": "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
     "python ring_attention.py stress --model": "tests/test_vla.py::"
     "test_fifty_steps_in_bf16",
