@@ -1071,9 +1071,12 @@ class Trainer:
         tree = self.config.tree
         if tree == "dta":  # its blocks are of --max-tokens
             return [batch or [FILLER]]
-        micros, count = pack(batch, self.config.micro_tokens, tree=tree == "sparse"), 0
-        if isinstance(self.model, Pipeline):  # a multiple of its ranks, for any schedule
-            p = self.plan.pp
+        size, count, p = self.config.micro_tokens, 0, self.plan.pp if self.plan else 1
+        if p > 1:  # at least 2 p, of about one size, as all are padded to the longest
+            lengths = [len(t.tokens) for t in batch]
+            size = min(size, sum(lengths) // (2 * p) + max(lengths, default=0))
+        micros = pack(batch, size, tree=tree == "sparse")
+        if p > 1:  # a multiple of its ranks, for any schedule
             count = max(2 * p, -(-len(micros) // p) * p)
         if sharded(self.model) or (self.plan and self.plan.ep > 1):
             # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
