@@ -107,7 +107,7 @@ TREES = {
     "disabled": {},
     "sparse": dict(tree="sparse", micro_tokens=40),
     "dta": dict(tree="dta", max_tokens=9),
-    "dta again": dict(tree="dta", max_tokens=2, recompute=True),
+    "dta again": dict(tree="dta", max_tokens=5, recompute=True),
 }
 
 

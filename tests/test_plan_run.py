@@ -48,7 +48,7 @@ QUICKER = {
     "c2": 20,
     "p2": 20,
     "p2 zbv": 20,
-    "d2t2": 20,
+    "d2t2": 5,
 }
 EVERY = [pytest.param(name, QUICKER[name]) for name in QUICKER]
 EVERY += [

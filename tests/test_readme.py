@@ -67,11 +67,9 @@ TABLE = {
     "test_the_kernels_bench_runs_at_toy_size",
     "python tree_attention.py bench --device cuda --large --scale 8": "tests/test_tree.py::"
     "test_bench_runs_at_toy_size",
-    'python train_grpo.py bench --device cuda --peak-tflops 989 --shape "4096 + 8 x 1024, 0.6B"':
-    "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
+    'python train_grpo.py bench --device cuda --peak-tflops 989 --shape "4096 + 8 x 1024, 0.6B"': "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
     "python train_grpo.py bench": "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
-    "python ring_attention.py stress --model": "tests/test_vla.py::"
-    "test_fifty_steps_in_bf16",
+    "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
     "python train_grpo.py --task sort --steps 250": TINY,
     "python train_grpo.py --task lookup --size 5 --demos 40 --advantage group_std --lr 5e-4 "
     "--entropy-coef 0.03": " --demos 2" + TINY,
@@ -92,7 +90,7 @@ TABLE = {
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
     "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
-    "python tests/bench_trl.py --rounds 9": "tests/test_trl.py::"
+    "python tests/bench_trl.py --rounds 7": "tests/test_trl.py::"
     "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
 }
 SLOW = ("python models.py bench", "memory", "longest")
@@ -210,7 +208,14 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
 
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
-FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+FLAGS_ELSEWHERE = {
+    "--prompt",
+    "--nproc-per-node",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+}
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
 
 
