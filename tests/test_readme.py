@@ -37,6 +37,7 @@ TINY += " --lr-warmup 0 --device cpu"
 JSONL = " --max-new-tokens 8 --template {question}" + TINY
 TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
 CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_file_table"
+BENCH = "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size"
 TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
 PLANS = "tests/test_plan.py::test_"
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
@@ -67,8 +68,9 @@ TABLE = {
     "test_the_kernels_bench_runs_at_toy_size",
     "python tree_attention.py bench --device cuda --large --scale 8": "tests/test_tree.py::"
     "test_bench_runs_at_toy_size",
-    'python train_grpo.py bench --device cuda --peak-tflops 989 --shape "4096 + 8 x 1024, 0.6B"': "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
-    "python train_grpo.py bench": "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size",
+    "python train_grpo.py bench": BENCH,
+    "python train_grpo.py bench --device cuda --peak-tflops 989 "
+    '--shape "4096 + 8 x 1024, 0.6B"': BENCH,
     "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
     "python train_grpo.py --task sort --steps 250": TINY,
     "python train_grpo.py --task lookup --size 5 --demos 40 --advantage group_std --lr 5e-4 "
