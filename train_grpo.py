@@ -11,7 +11,7 @@ a kill and a resume cannot change them either.
     torchrun --nproc-per-node 2 train_grpo.py                 # the same run on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
-    python train_grpo.py check    # plans x trees x families against one process: 2e-14, 2 minutes
+    python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
