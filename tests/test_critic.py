@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_ranks import TASK, largest_difference, trained
 
 from train_grpo import (
     Config,
@@ -166,24 +165,3 @@ def test_the_critic_learns_and_only_from_its_own_term(process_group):
 def test_bad_settings_are_refused(wrong, word):
     with pytest.raises(ValueError, match=word):
         Config(advantage="gae", **wrong).check()
-
-
-FLAGS = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 5 --eval-every 5"
-FLAGS += " --advantage gae --kl-coef 0.05 --proximal"
-RUNS = {
-    "": (1, "--tree dta --max-tokens 7 --recompute"),
-    "d2": (2, "--tree sparse --data-parallel fsdp"),
-    "t2": (2, "--plan t2"),
-    "c2": (2, "--plan c2 --tree sparse"),
-    "p2": (2, "--plan p2"),
-}
-SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("", "p2"))) for k in RUNS]
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_every_plan_and_tree_gives_one_run(tmp_path, name):
-    world, more = RUNS[name]
-    truth = trained(tmp_path, 1, FLAGS)
-    found = trained(tmp_path, world, f"{FLAGS} {more}")
-    assert "value/explained_variance" in truth[0]
-    assert largest_difference(found, truth) < 1e-8

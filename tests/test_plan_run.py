@@ -137,3 +137,24 @@ def test_old_and_reference_log_probs_of_trees_too(tmp_path, tree):
     flags = f"{SHAPE} {OPTIONS} --forks 2 --fork-turns 1 --advantage per_branch"
     truth = trained(tmp_path, 1, flags)
     assert largest_difference(trained(tmp_path, 2, f"{flags} --tree {tree}"), truth) < 1e-8
+
+
+CRITIC = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 5 --eval-every 5"
+CRITIC += " --advantage gae --kl-coef 0.05 --proximal"
+CRITICS = {
+    "": (1, "--tree dta --max-tokens 7 --recompute"),
+    "d2": (2, "--tree sparse --data-parallel fsdp"),
+    "t2": (2, "--plan t2"),
+    "c2": (2, "--plan c2 --tree sparse"),
+    "p2": (2, "--plan p2"),
+}
+SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("", "p2"))) for k in CRITICS]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_critic_trains_alike_under_every_plan_and_tree(tmp_path, name):
+    world, more = CRITICS[name]
+    truth = trained(tmp_path, 1, CRITIC)
+    found = trained(tmp_path, world, f"{CRITIC} {more}")
+    assert "value/explained_variance" in truth[0]
+    assert largest_difference(found, truth) < 1e-8
