@@ -277,7 +277,6 @@ def flip(path, at):
     path.write_bytes(raw)
 
 
-@pytest.mark.quick
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth):
     whole, draw = checkpoints(truth(STEPS))[0], random.Random(0)
     copy, state = shutil.copytree(whole, tmp_path / "copy"), verify_checkpoint(whole)

@@ -267,7 +267,6 @@ def whole_step(tmp_path_factory):
     return results
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", "fsdp --micro-tokens 50"])
 @pytest.mark.parametrize("share", ["all on rank 0", "all on rank 1"])
 def test_a_rank_without_data_takes_part(whole_step, tmp_path, mode, share):
@@ -275,14 +274,12 @@ def test_a_rank_without_data_takes_part(whole_step, tmp_path, mode, share):
         assert max(map(relative, result, whole_step["token_mean"])) < 1e-10
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_unequal_shares_sum_to_the_whole(whole_step, tmp_path, aggregation):
     for result in ranks(tmp_path, 2, _step, f"--aggregation {aggregation}", "one on rank 0"):
         assert max(map(relative, result, whole_step[aggregation])) < 1e-10
 
 
-@pytest.mark.quick
 def test_means_over_ranks_are_not_the_whole(whole_step, tmp_path):
     for gradient in ranks(tmp_path, 2, _means, "", "one on rank 0")[0]:
         assert relative(gradient, whole_step["token_mean"][1]) > 0.1
@@ -314,7 +311,6 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("mode, where, name", PLANTED)
 def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, name, culprit):
@@ -327,7 +323,6 @@ def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, na
     assert "3 optimiser steps in a row" in last and not moved and version == 0
 
 
-@pytest.mark.quick
 def test_a_finite_step_starts_the_count_of_skipped_steps_anew(tmp_path):
     for seen, moved, version in ranks(tmp_path, 2, _plant, "", "batch", 1, "", "xx.xx"):
         assert [text is None for text in seen] == [False, False, True, False, False]
@@ -380,7 +375,6 @@ def test_a_checkpoint_is_the_same_under_any_number_of_ranks(tmp_path, written, r
         assert max((after2[name] - after1[name]).abs().max() for name in after1) < 1e-10
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("bound", [0.5, 100.0])
 def test_the_clip_is_exactly_the_ratio_of_norms(bound):
     model = torch.nn.Linear(3, 2).double()

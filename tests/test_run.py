@@ -261,7 +261,6 @@ def _replace(path, raw):
     (path.parent / "state.json").write_text(json.dumps(sealed(state)))
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("where", ["metadata", "planner", "entry", "tensor"])
 def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
     newest = finished / "step-00000004"
@@ -321,7 +320,6 @@ def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finish
 # Directories ---------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     before = contents(finished)
@@ -336,7 +334,6 @@ def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     assert [name for name in mine if (finished / name).exists()] == mine
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("flag", ["", "--overwrite", "--resume"])
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
 def test_a_directory_of_other_files_is_refused_and_untouched(tmp_path, name, flag):
@@ -402,7 +399,6 @@ def test_a_mistake_is_one_clear_line_before_anything_starts(tmp_path, monkeypatc
     assert _is_one_line(capsys.readouterr().err, REFUSED[flags])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("flags", REFUSED_LATER)
 def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flags):
     (tmp_path / "here").mkdir()
@@ -460,7 +456,6 @@ BROKEN = [
 ]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("where, line, text", BROKEN)
 def test_a_broken_task_ends_every_rank_with_its_reason(tmp_path, where, line, text):
     codes, _, err = cli(tmp_path, _task(tmp_path, **{where: line}), world=2, seconds=30)
@@ -575,7 +570,6 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
     assert f"{tmp_path / 'config.json'} is" in capsys.readouterr().err
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "flags, text",
     [

@@ -71,7 +71,6 @@ def tree_check():
     tree_attention.tree_backward(moe, trie, tree_attention.example_loss, max_tokens=3, aux_coef=0.1)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "function, module",
     [(models_check, models), (ring_check, ring_attention), (tree_check, tree_attention)],
@@ -80,7 +79,6 @@ def test_shape_suffixes_are_true(function, module):
     assert disagreements(function, module.__file__) == []
 
 
-@pytest.mark.quick
 def test_the_tracer_sees_a_wrong_suffix():
     def wrong():
         a_BS, b_SD, c_B2 = torch.ones(2, 3), torch.ones(4, 5), torch.ones(2, 3)

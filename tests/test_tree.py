@@ -198,7 +198,6 @@ def test_tree_attention_is_dense_attention_over_ancestors(
     assert relative(torch.zeros_like(found[1]), true[1]) == 1  # a zero gradient would not pass
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("short", [0, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tree_attention_in_low_precision_is_within_twice_plain_torch(monkeypatch, dtype, short):
@@ -220,7 +219,6 @@ def test_tree_attention_in_low_precision_is_within_twice_plain_torch(monkeypatch
         assert relative(a, c) <= 2 * relative(b, c) + 1e-9
 
 
-@pytest.mark.quick
 def test_every_pair_of_a_token_and_an_ancestor_is_computed_once():
     trie = TokenTrie(random_forest(2, count=60, longest=40))
     dense, times = trie.mask().dense()[0, 0], torch.zeros(len(trie), len(trie), dtype=int)
@@ -323,7 +321,6 @@ def test_one_graph_of_the_packed_tree_is_the_flat_batch(kind):
     assert error(model, run, truth) < 1e-10
 
 
-@pytest.mark.quick
 def test_forward_passes_by_blocks_are_the_packed_ones_and_hold_no_gradient():
     model, sequences = models.tiny_model("gemma3_text"), tensors(forests()["forest"])
     trie = TokenTrie(sequences)
@@ -340,7 +337,6 @@ def test_forward_passes_by_blocks_are_the_packed_ones_and_hold_no_gradient():
         tree_logprobs(model, trie, max_tokens=2)
 
 
-@pytest.mark.quick
 def test_each_token_is_forwarded_once_and_inner_blocks_twice_with_recomputation():
     model, trie = TinyModel(), TokenTrie(forests()["forest"])
     for size in (None, 2, 5):
@@ -406,7 +402,6 @@ def test_masks_that_do_not_fit_are_refused():
         tree_logprobs(model, trie, masks=[[True, True], [True, False]])
 
 
-@pytest.mark.quick
 def test_a_block_without_a_choice_of_kernel_takes_the_one_that_is_asked_for(monkeypatch):
     trie, calls = TokenTrie(random_forest(0)), []
     monkeypatch.setattr(tree, "_gathered_attention", lambda *given: calls.append(given))
@@ -417,7 +412,6 @@ def test_a_block_without_a_choice_of_kernel_takes_the_one_that_is_asked_for(monk
     assert len(calls) == 1
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("critic", [False, True])
 def test_a_loss_of_all_sequences_of_a_block_is_the_sum_of_theirs(critic, size):
@@ -445,7 +439,6 @@ def test_a_loss_of_all_sequences_of_a_block_is_the_sum_of_theirs(critic, size):
         tree_backward(model, trie, lambda some, lp, *rest: lp.sum() * math.nan, **wrong)
 
 
-@pytest.mark.quick
 def test_padded_scores_are_the_lists_of_scores():
     model, sequences = models.tiny_model("qwen3"), random_forest(5) + tensors([[0]])
     trie = TokenTrie(sequences)
@@ -455,7 +448,6 @@ def test_padded_scores_are_the_lists_of_scores():
             assert torch.equal(x[: len(row)], row) and (x[len(row) :] == 0).all()
 
 
-@pytest.mark.quick
 def test_nan_goes_on_into_the_gradient_where_nobody_may_stop():
     model, trie = models.tiny_model("qwen3"), TokenTrie(random_forest(5))
 
@@ -466,7 +458,6 @@ def test_nan_goes_on_into_the_gradient_where_nobody_may_stop():
     assert not all(grad.isfinite().all() for grad in grads)
 
 
-@pytest.mark.quick
 def test_the_loss_is_called_once_for_each_sequence_with_its_own_vectors():
     sequences, seen = tensors([[3, 1, 2], [3], [3, 1, 2], [3, 1]]), {}
 
@@ -484,7 +475,6 @@ def test_the_loss_is_called_once_for_each_sequence_with_its_own_vectors():
     assert tree_backward(model, TokenTrie(sequences), lambda i, *x: 1.5).loss == 6
 
 
-@pytest.mark.quick
 def test_two_calls_accumulate_like_one():
     model, sequences = TinyModel(), random_forest(4)
     whole, _ = gradients(model, lambda: tree_backward(model, TokenTrie(sequences), linear_loss))
@@ -544,7 +534,6 @@ def test_a_failure_in_the_middle_leaves_nothing_behind(name, size):
     )
 
 
-@pytest.mark.quick
 def test_an_entropy_that_no_loss_uses_costs_no_second_head():
     """The head's backward gets None for it, which a zero gradient would not be."""
     model, trie, got = TinyModel(), TokenTrie(random_forest(0)), []
@@ -569,7 +558,6 @@ def test_an_entropy_that_no_loss_uses_costs_no_second_head():
     assert got == [False]
 
 
-@pytest.mark.quick
 def test_the_loss_is_summed_in_the_models_precision():
     model, trie = TinyModel(), TokenTrie([[k] for k in range(10)] * 12 + [[0]])
     for dtype in (torch.bfloat16, torch.float16, torch.int64):
@@ -577,7 +565,6 @@ def test_the_loss_is_summed_in_the_models_precision():
         assert result.loss == 121 * torch.tensor(6e4).to(dtype).double()
 
 
-@pytest.mark.quick
 def test_a_frozen_router_has_no_gradient_but_its_loss_is_told():
     model, trie = models.tiny_model("qwen3_moe"), TokenTrie(forests()["forest"])
     told = tree_backward(model, trie, example_loss, aux_coef=0.1).aux_loss
@@ -587,7 +574,6 @@ def test_a_frozen_router_has_no_gradient_but_its_loss_is_told():
     assert abs(found - told) < 1e-12
 
 
-@pytest.mark.quick
 def test_frozen_parameters_and_no_grad_outside():
     model, sequences = models.tiny_model("qwen3"), tensors(forests()["forest"])
     names = ("model.layers.1", "lm_head")
@@ -741,7 +727,6 @@ def test_the_stack_holds_what_the_deepest_piece_needs_and_no_more():
 # Bad input -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "sequences, message",
     [
@@ -757,7 +742,6 @@ def test_sequences_that_are_none_are_refused(sequences, message):
         TokenTrie([torch.tensor(x) if isinstance(x, list) else x for x in sequences])
 
 
-@pytest.mark.quick
 def test_a_sequence_longer_than_the_limit_is_named():
     with pytest.raises(ValueError, match="sequence 1 has 4 tokens, the limit is 3"):
         TokenTrie([[1, 2], [1, 2, 3, 4]], max_length=3)
@@ -784,7 +768,6 @@ class Deaf(TinyModel):
         return super().hidden(tokens_BS, positions=positions)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "model, message",
     [
@@ -804,7 +787,6 @@ def test_models_that_a_tree_cannot_train_are_refused(model, message):
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.quick
 def test_layers_of_one_number_are_refused():
     model, trie = TinyModel(), TokenTrie([[1, 2, 3], [1, 4, 5]])
     hidden = model.hidden
@@ -832,7 +814,6 @@ class Checkpointed(TinyModel):
         return super().hidden(tokens_BS, positions=positions, attention=attention and again)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_changes_no_gradient(reentrant):
     model, sequences = Checkpointed(), random_forest(0)
@@ -844,7 +825,6 @@ def test_activation_checkpointing_changes_no_gradient(reentrant):
         assert error(model, run, truth) < 1e-10
 
 
-@pytest.mark.quick
 def test_inference_mode_is_refused():
     with torch.inference_mode(), pytest.raises(ValueError, match="use tree_scores"):
         tree_backward(TinyModel(), TokenTrie([[1, 2]]), linear_loss)
@@ -856,7 +836,6 @@ def test_dropout_is_fine_where_it_drops_nothing():
         tree_backward(model, TokenTrie([[1, 2]]), linear_loss)
 
 
-@pytest.mark.quick
 def test_other_refusals_say_what_to_do():
     model = models.tiny_model("qwen3")
     with pytest.raises(ValueError, match="sequence 1 has the token id 53; ids are below 53"):
@@ -898,7 +877,6 @@ def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
         assert worst(shares) <= best * (1 + 1e-6)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("strategy", ["dfs", "lpt", "round_robin"])
 def test_every_strategy_deals_each_sequence_once_and_the_same_again(strategy):
     sequences = random_forest(1, count=7)
@@ -912,7 +890,6 @@ def test_every_strategy_deals_each_sequence_once_and_the_same_again(strategy):
         partition(sequences, 0)
 
 
-@pytest.mark.quick
 def test_groups_stay_together_and_the_work_is_even():
     rng = np.random.default_rng(0)
     groups = [np.append(k, rng.integers(0, 99, 199)) for k in range(8)]
