@@ -1113,14 +1113,14 @@ class Trainer:
 
     def score(self, model, micro):
         """The same of a micro-batch; of `--tree`, by the tree of its prefixes."""
+        if self.plan is not None and model is self.model and self.config.tree == "disabled":
+            (layout,) = self.lay_out([micro])
+            options = layout.micro()
+            return self.scores(model.hidden(options.pop("tokens"), **options), layout)
         mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
         if self.config.tree != "disabled":
             given, options = self._tree(model, micro)
             return mask_BT, *tree_scores(*given, padded=True, **options)
-        if self.plan is not None and model is self.model:
-            (layout,) = self.lay_out([micro])
-            options = layout.micro()
-            return self.scores(model.hidden(options.pop("tokens"), **options), layout)
         sequences, temperature = [t.tokens for t in micro], self.config.temperature
         return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
