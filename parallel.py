@@ -78,6 +78,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import traceback
+import uuid
 import warnings
 import zlib
 from pathlib import Path
@@ -91,7 +94,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp, pipelining
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.flop_counter import FlopCounterMode
@@ -110,15 +113,71 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         text = f"torch.distributed is on and is used as it is: timeout={timeout} has no effect"
         warnings.warn(text, stacklevel=2)
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
+
     cuda = device != "cpu" and torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **alone)
+        if "RANK" in os.environ:
+            store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+            store = store_of_this_attempt(store, rank, world, timeout)
+        else:
+            store, rank, world = dist.HashStore(), 0, 1
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=patience
+        )
     return device
+
+
+def store_of_this_attempt(store, rank, world, timeout):
+    """The part of torchrun's key-value store that this start of the ranks has for itself.
+
+    `torchrun --max-restarts` gives restarted ranks the store of the ranks before them. There gloo
+    would find the addresses of processes that are gone. TORCHELASTIC_RESTART_COUNT cannot tell the
+    starts apart: each machine's torchrun counts its own. So rank 0 makes a name that was never
+    used, and every rank shows that it is alive by a number of its own:
+
+        rank 0   attempt = a7f3          reads a7f3/1 = 52        a7f3/go = {"1": "52"}
+        rank 1   reads attempt = a7f3    a7f3/1 = 52              reads go, finds its 52
+
+    A rank that finds an old name sees a `go` without its own number, and reads the name again.
+    """
+    deadline = time.monotonic() + timeout
+    own_number = uuid.uuid4().hex
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set("attempt", attempt)
+        # COMM: rank 0 waits for every other rank, and they for its `go`; `timeout` bounds both.
+        # Pinned by tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
+        numbers = {str(other): store.get(f"{attempt}/{other}").decode() for other in range(1, world)}
+        store.set(f"{attempt}/go", json.dumps(numbers))
+        return dist.PrefixStore(attempt, store)
+
+    while True:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own_number)
+        # An old attempt whose rank 0 died early never says go: look for a newer name each second.
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{attempt}/go"], datetime.timedelta(seconds=1))
+            if json.loads(store.get(f"{attempt}/go"))[str(rank)] == own_number:
+                return dist.PrefixStore(attempt, store)
+            time.sleep(0.1)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
+
+
+def patience_of(device_type) -> datetime.timedelta:
+    """How long the default group's collectives wait for a rank; other groups should wait as long.
+
+    torch gives any further group its backend's own default instead: 30 minutes for gloo, 10 for
+    NCCL, whatever the default group was given.
+    """
+    backend = dist.group.WORLD._get_backend(torch.device(device_type))
+    return backend.options._timeout
 
 
 def agree(function):
@@ -145,17 +204,33 @@ def summed(values, device) -> list:
 
 
 class Stop:
-    """SIGTERM sets a flag; `agreed` at a step's end stops all ranks at the same step.
+    """SIGTERM or Ctrl-C (SIGINT) asks for an end; `agreed` ends all ranks at the same step.
 
-    Nothing is saved from inside a handler: a collective there would hang.
+    Nothing is saved from inside a handler: a collective there would hang. A second Ctrl-C ends this
+    process at once. torchrun repeats the terminal's Ctrl-C to its ranks, so a signal within a
+    second of the first is the same key press.
     """
 
-    def __init__(self):
-        self.seen = False
-        signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "seen", True))
+    SAME_KEY_PRESS = 1.0  # seconds
 
-    def agreed(self, device) -> bool:
-        return summed([self.seen], device)[0] > 0
+    def __init__(self):
+        self.number = 0  # of the first signal seen
+        self.seen_at = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number, frame):
+        if not self.number:
+            self.number = number
+            self.seen_at = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
+            os._exit(128 + number)
+
+    def agreed(self, device) -> int:
+        """The signal that any rank has seen, the same on all ranks; 0 if none has. Collective."""
+        number = torch.tensor(self.number, device=device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
 
 
 @contextlib.contextmanager
@@ -168,15 +243,48 @@ def naming_lost_ranks(where, advice):
     try:
         yield
     except RuntimeError as error:
-        named = re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", str(error))
-        lost = named or isinstance(error, dist.DistError)
         world = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
-        if int(world) == 1 or not lost:
+        if int(world) == 1 or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
             f"{where()}: another rank is gone or silent for too long ({reason}); this rank leaves "
             f"without saving; {advice}") from error  # fmt: skip
+
+
+LOST_RANK_WORDS = r"gloo|NCCL|[Cc]onnection|[Tt]imed out|timeout|pair closure"
+SENDING_FILES = {"parallel.py", "ring_attention.py", "tree_attention.py"}
+
+
+def is_lost_rank(error) -> bool:
+    """Whether an error says that another rank is gone.
+
+    NCCL and torch's stores have an error of their own for it, DistError; gloo raises a plain
+    RuntimeError. Its words alone do not tell: a task may say "connection timed out" of its own
+    database. So gloo's words count where gloo speaks: in a call of torch.distributed, or of these
+    files, which wait for messages. torch's pipelines wrap what a stage raised, hence the chain.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        if isinstance(error, RuntimeError) and re.search(LOST_RANK_WORDS, str(error)):
+            if _raised_while_sending(error):
+                return True
+        error = error.__cause__
+    return False
+
+
+def _raised_while_sending(error) -> bool:
+    torch_folder = Path(torch.__file__).parent
+    own_folder = Path(__file__).resolve().parent
+    # From the frame that raised outwards, through torch, to the first frame of somebody else.
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not file.is_relative_to(torch_folder):
+            return file.resolve().parent == own_folder and file.name in SENDING_FILES
+        if file.is_relative_to(torch_folder / "distributed"):
+            return True
+    return False
 
 
 # 2. Plans ------------------------------------------------------------------------------------
@@ -533,20 +641,49 @@ class Grid(NamedTuple):
 
     @classmethod
     def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """shard: HSDP, weights are sharded over so many of the dp ranks; all by default."""
+        """shard: HSDP, weights are sharded over so many of the dp ranks; all by default.
+
+        Every group waits as long for a rank as the default group does, see `patience_of`.
+        """
         plan.require_fits(world=dist.get_world_size())
         shard = plan.dp if shard is None else shard
         if plan.dp % shard:
             raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
-        shape = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
-        both = shape, plan.shapes[1]
-        meshes = [init_device_mesh(device_type, (*x.values(),), mesh_dim_names=(*x,)) for x in both]
-        ranks = np.arange(plan.world).reshape(plan.pp, plan.dp, -1).swapaxes(0, 1)
-        lists = [plan.groups("cp"), plan.groups("fsdp"), ranks.reshape(plan.dp, -1).tolist()]
+        patience = patience_of(device_type)
+        made = {}  # lists of ranks -> this rank's group among them, so that none is made twice
+
+        def group_among(lists):
+            lists = tuple(tuple(ranks) for ranks in lists)
+            if lists == (tuple(range(plan.world)),):
+                return dist.group.WORLD
+            if lists not in made:
+                # COMM: every rank makes every group, in one order, its own among them. Pinned by
+                # tests/test_faults.py::test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout.
+                made[lists], _ = dist.new_subgroups_by_enumeration(lists, timeout=patience)
+            return made[lists]
+
+        def mesh_of(shape):
+            """A mesh of these degrees by name, with a group along each of its dimensions."""
+            ranks = np.arange(plan.world).reshape([*shape.values()])
+            groups = []
+            for n, degree in enumerate(shape.values()):
+                along = np.moveaxis(ranks, n, -1).reshape(-1, degree)
+                groups.append(group_among(along.tolist()))
+            names = tuple(shape)
+            return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+        dense = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
+        # The ranks that work on the same sequences: of each d, all stages, c and t.
+        by_stage = np.arange(plan.world).reshape(plan.pp, plan.dp, -1)
+        replicas = by_stage.swapaxes(0, 1).reshape(plan.dp, -1).tolist()
+        ends = None
         if plan.pp > 1:
-            lists.append([[stages[0], stages[-1]] for stages in plan.groups("pp")])
-        groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in lists]
-        return cls(plan, *meshes, *groups, *[None] * (plan.pp == 1))
+            ends = group_among([[stages[0], stages[-1]] for stages in plan.groups("pp")])
+        return cls(
+            plan, dense=mesh_of(dense), experts=mesh_of(plan.shapes[1]),
+            context=group_among(plan.groups("cp")), data=group_among(plan.groups("fsdp")),
+            replica=group_among(replicas), ends=ends,
+        )  # fmt: skip
 
     @property
     def dp_rank(self) -> int:

@@ -5,10 +5,13 @@ rules carry the file. **Every loss is a sum over sampled tokens**, sum(w * l) / 
 from the global batch of one optimiser step before any micro-batch is cut, and gradients are summed
 over ranks: so micro-batches, ranks, packing and order cannot change it. **Data and randomness are
 functions of (seed, step, group, rollout)**, never of a generator's state: so the number of ranks,
-a kill and a resume cannot change them either.
+a kill and a resume cannot change them either. Two ranks make the run of one process: in float64
+to rounding, at every step. In float32 rounding differs from the start, and since a sampled token is
+either this one or that one, two such runs draw other tokens sooner or later (step 12 of the default
+run), and are then different runs that learn alike. A resumed run repeats every bit.
 
     python train_grpo.py                                      # guess: 1.00 solved, 40 s
-    torchrun --nproc-per-node 2 train_grpo.py                 # the same run on two processes
+    torchrun --nproc-per-node 2 train_grpo.py                 # the same on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
@@ -77,7 +80,9 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global):
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
-    tokens/generated             sampled; tokens/trained  forwarded by the trainer with gradients
+    tokens/generated             sampled
+    tokens/trained               forwarded by the trainer with gradients; of a tree its own tokens
+    tokens/trained_flat          the same without a tree: every token of every trajectory
     tokens/truncated_fraction    of rollouts that met max_new_tokens
     seconds/rollout, /train, /eval, /total
 
@@ -100,8 +105,10 @@ import numbers
 import os
 import re
 import shutil
+import signal
 import sys
 import time
+import traceback
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +126,8 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, read_checkpoint, reduce_gradients, reshard, shard, sharded, summed,
+    newest_checkpoint, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
+    sharded, summed,
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (
@@ -138,6 +146,7 @@ class Config:
     task: str = "guess"  # guess | sort | lookup | jsonl | FILE.py:Class
     out: str = ""  # directory of the run; empty: the first free runs/TASK-N
     resume: bool = False  # go on from the newest complete checkpoint in --out
+    resume_or_start: bool = False  # --resume if --out holds a run, else begin one
     overwrite: bool = False  # delete the run that --out holds
     seed: int = 0  # of weights, data and sampling
     steps: int = 150  # rollout batches
@@ -228,12 +237,14 @@ class Config:
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
-        "out", "resume", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
+        "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
         "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
         "ac",
     )  # fmt: skip
 
+    # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
+    LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
     ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
 
     def check(self) -> "Config":
@@ -248,7 +259,7 @@ class Config:
             elif f.name in self.CHOICES and value not in self.CHOICES[f.name]:
                 allowed = ", ".join(filter(None, self.CHOICES[f.name]))
                 wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
-            elif f.type in (int, float) and not 0 <= value < (2**63 if f.type is int else math.inf):
+            elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
             elif value == 0 and f.default and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
@@ -294,8 +305,8 @@ class Config:
         yield self.tree != "dta" and (self.max_tokens or self.recompute), (
             "--max-tokens and --recompute are for --tree dta")
         yield self.tree != "disabled" and plan.pp > 1, (
-            f"--tree {self.tree} has no p: a tree is one microbatch, which fills no pipeline; "
-            f"--tree disabled packs microbatches")
+            f"--tree {self.tree} has no p: a pipeline needs microbatches of one length, and trees "
+            f"are not cut to one; --tree disabled packs microbatches")
         yield self.tree == "dta" and self.data_parallel == "fsdp", (
             "--tree dta has no fsdp: FSDP2 gathers and reduces once a step, not once a block; "
             "use --data-parallel zero1, or --tree sparse")
@@ -306,7 +317,11 @@ class Config:
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
+        yield self.resume_or_start and self.overwrite, (
+            "--resume-or-start goes on with a run, --overwrite deletes it")
         yield self.resume and not self.out, "--resume needs --out DIR, the run to go on with"
+        yield self.resume_or_start and not self.out, (
+            "--resume-or-start needs --out DIR, where the run is or will be")
         yield own_shape and (self.hidden % self.heads or self.hidden // self.heads % 2), (
             f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim")
         yield own_shape and self.heads % 2 and self.heads > 1, (
@@ -338,20 +353,42 @@ def parse_config(argv) -> Config:
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
     given = vars(parser.parse_args(argv))
     path = Path(given.get("out", "")) / "config.json"
+    if given.get("resume_or_start") and given.get("out"):
+        given["resume"] = path.exists()
     if not (given.get("resume") and given.get("out") and path.exists()):
         return Config(**given)
-    try:
-        stored = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}): start a new run") from error
+    return resumed_config(path, given)
+
+
+def resumed_config(path, given) -> Config:
+    """What the run stored at `path`, with what the command line may change of it."""
+    stored = models.read_json(path)
+    # A run that began before a flag existed had that flag's default.
     names = {f.name for f in dataclasses.fields(Config)}
-    if not isinstance(stored, dict) or stored.keys() != names:
+    stored = {"resume_or_start": False} | stored
+    if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
-    free = set(Config.FREE) - ({"steps"} if stored["lr_decay"] != "constant" else set())
+
+    # A task's file is code. The run's directory may have come from somebody else, so the file that
+    # it names is never imported: whoever goes on with the run names one.
+    task = stored["task"]
+    if task not in TASKS:
+        name = str(task).rpartition(":")[2]
+        if given.get("task", "").rpartition(":")[2] != name:
+            raise ValueError(
+                f"--resume: the task of this run is a file's; give it again, as --task "
+                f"FILE.py:{name} (the run had {task!r})"
+            )
+        stored["task"] = given["task"]
+
+    free = set(Config.FREE)
+    if stored["lr_decay"] != "constant":
+        free.remove("steps")
     changed = [
-        f"{_flag(k)} {v!r} (the run has {stored[k]!r})"
-        for k, v in given.items() if k not in free and v != stored[k]
-    ]  # fmt: skip
+        f"{_flag(name)} {value!r} (the run has {stored[name]!r})"
+        for name, value in given.items()
+        if name not in free and value != stored[name]
+    ]
     if changed:
         raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
     return Config(**(stored | given))
@@ -510,6 +547,41 @@ class Task:
         return " ".join(map(str, tokens))
 
 
+class TaskError(ValueError):
+    """What a task's own code raised, with its file and line."""
+
+
+@contextlib.contextmanager
+def naming_the_task(file):
+    """Turn whatever the code in a task's file raises into an error that names file and line.
+
+    Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
+    sys.exit(0) would end the run with 0 and without a word. A ValueError keeps its message, for it
+    is meant for the reader; of anything else `main` prints the traceback too.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        where = Path(file).name
+        for frame in traceback.extract_tb(error.__traceback__):
+            if Path(frame.filename).resolve() == Path(file).resolve():
+                where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        if isinstance(error, ValueError):
+            raise TaskError(f"{error} ({where})") from None
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, SystemExit):
+            reason = f"the task called sys.exit({error.code!r})"
+        raise TaskError(f"{reason} ({where})") from error
+
+
+def asking(task):
+    """The guard around every call of a task's methods; those of this file need none."""
+    module = sys.modules[type(task).__module__]
+    if module is sys.modules[__name__]:
+        return contextlib.nullcontext()
+    return naming_the_task(module.__file__)
+
+
 class Symbols(Task):
     """A task over a few named symbols; the last one ends a turn."""
 
@@ -641,14 +713,11 @@ class Jsonl(Task):
             self.end = tuple({*self.end, close})
         room = shape.max_position_embeddings - config.max_new_tokens
         self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
-        text = Path(config.data).read_text(encoding="utf-8").rstrip("\n")
-        for number, line in enumerate(text.split("\n"), 1):
+        for number, row in models.read_json_lines(config.data):
             where = f"{config.data} line {number}"
-            try:
-                row = json.loads(line)
-                question, answer = row["question"] + "", row["answer"] + ""  # both strings
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{where} holds no question and answer: {error!r}") from error
+            question, answer = row.get("question"), row.get("answer")
+            if not isinstance(question, str) or not isinstance(answer, str):
+                raise ValueError(f"{where} holds no question and answer, two strings")
             tokens = self._encode(template.replace("{question}", question))
             self.rows[is_held_out(question.encode())].append((answer, tokens))
             if len(tokens) > room:
@@ -705,12 +774,17 @@ def make_task(config) -> Task:
     file, _, name = config.task.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
+    # Run as a script, this file is the module __main__; a task file that imports train_grpo would
+    # get a second copy of it, whose Task is another class than this one.
+    sys.modules.setdefault("train_grpo", sys.modules[__name__])
     spec = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with naming_the_task(file):
+        spec.loader.exec_module(module)
     if not hasattr(module, name):
         raise ValueError(f"{file} has no class {name!r}")
-    task = getattr(module, name)(config)
+    with naming_the_task(file):
+        task = getattr(module, name)(config)
     size, end = getattr(task, "vocab_size", 0), getattr(task, "end", ())
     if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
         raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
@@ -752,7 +826,8 @@ class Play(Row):
     def end_turn(self, task, forks=1):
         """Give the finished turn to the task: the plays that go on, none at the end."""
         answer = self.tokens[self.turn :]
-        self.state, reply, reward = task.reply(self.state, answer)
+        with asking(task):
+            self.state, reply, reward = task.reply(self.state, answer)
         if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
             raise ValueError(
                 f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout "
@@ -831,7 +906,9 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     for g, state, prompt in starts:
         rng, play, going = np.random.default_rng([*key, g]), Play(key, g, state, prompt, 0), True
         while going and play.new < max_new_tokens:
-            for token in task.demo(play.state, rng):
+            with asking(task):
+                answer = [int(token) for token in task.demo(play.state, rng)]
+            for token in answer:
                 play.append(token, 0.0)
             going = play.end_turn(task)
             while play.queue:
@@ -898,9 +975,15 @@ class Tally:
 
     def __init__(self, trainer, num_global_valid_tokens, supervised):
         self.trainer, self.Z, self.supervised = trainer, num_global_valid_tokens, supervised
+        self.forwarded = 0  # tokens that this rank ran, where a tree makes them fewer
         size = 4 + len(self.NAMES)
         self.sums = torch.zeros(size, dtype=torch.float64, device=trainer.device)
         self.worst = self.sums.new_zeros(())
+
+    def count(self, micro, trie):
+        """Count the tokens of a tree that is about to be trained on; a FILLER's is none."""
+        if trie is not None and micro[0].group != FILLER.group:
+            self.forwarded += len(trie.tokens)
 
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
         """This piece's part of (7)."""
@@ -919,18 +1002,23 @@ class Tally:
         self.sums += torch.stack([x.double() for x in parts])
         return loss
 
-    def metrics(self, trained) -> dict:
-        """Collective: of all ranks' batch. trained: tokens of this rank's trajectories."""
+    def metrics(self, flat) -> dict:
+        """Collective: of all ranks' batch. flat: tokens of this rank's trajectories."""
         trainer = self.trainer
         dist.all_reduce(self.worst, op=dist.ReduceOp.MAX)
-        sums = summed([*(self.sums * trainer.reports).tolist(), trained], trainer.device)
-        loss, n, gap, same, clipped, entropy, kl, value, trained = sums
+        # Ranks that work on the same sequences sum the same numbers: one of them reports.
+        own = [*self.sums.tolist(), self.forwarded]
+        if not trainer.reports:
+            own = [0.0] * len(own)
+        sums = summed([*own, flat], trainer.device)
+        loss, n, gap, same, clipped, entropy, kl, value, forwarded, flat = sums
+        trained = flat if trainer.config.tree == "disabled" else forwarded
         n = max(n, 1.0)
         metrics = {
             "loss/token_mean": loss, "entropy/token_mean": entropy / n,
             "ratio/clipped_fraction": clipped / n, "logprob_gap/max": self.worst.item(),
             "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
-            "tokens/trained": int(trained),
+            "tokens/trained": int(trained), "tokens/trained_flat": int(flat),
         }  # fmt: skip
         metrics |= {"kl/token_mean": kl / n} if trainer.reference is not None else {}
         return metrics | ({"value/loss": value / n} if trainer.config.advantage == "gae" else {})
@@ -1111,16 +1199,22 @@ class Trainer:
             out.append(add_terms(x_BT, self.grid.context) if self.plan.cp > 1 else x_BT)
         return out
 
-    def score(self, model, micro):
-        """The same of a micro-batch; of `--tree`, by the tree of its prefixes."""
+    def trie_of(self, batch):
+        """The tree of a batch's prefixes; None where `--tree` is off."""
+        if self.config.tree == "disabled":
+            return None
+        return TokenTrie([t.tokens for t in batch])
+
+    def score(self, model, micro, trie):
+        """The same of a micro-batch; of `--tree`, by the tree of its prefixes, `trie_of` it."""
         if self.plan is not None and model is self.model and self.config.tree == "disabled":
             (layout,) = self.lay_out([micro])
             options = layout.micro()
             return self.scores(model.hidden(options.pop("tokens"), **options), layout)
         mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
-        if self.config.tree != "disabled":
-            given, options = self._tree(model, micro)
-            return mask_BT, *tree_scores(*given, padded=True, **options)
+        if trie is not None:
+            model, options = self._tree_options(model, micro)
+            return mask_BT, *tree_scores(model, trie, padded=True, **options)
         sequences, temperature = [t.tokens for t in micro], self.config.temperature
         return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
@@ -1145,7 +1239,9 @@ class Trainer:
             )
         else:
             for micro in self.micro_batches(shared):
-                tally.loss(micro, *self.score(self.model, micro)).backward()
+                trie = self.trie_of(micro)
+                tally.count(micro, trie)
+                tally.loss(micro, *self.score(self.model, micro, trie)).backward()
         return tally.metrics(sum(len(t.tokens) for t in batch))
 
     def _deal(self, batch):
@@ -1158,8 +1254,8 @@ class Trainer:
             group = self.grid.data
         return redistribute([t.tokens for t in batch], batch, group=group, cost=cost)[1]
 
-    def _tree(self, model, batch):
-        """What the functions of trees take: a model, the tree of a batch, options."""
+    def _tree_options(self, model, batch):
+        """What the functions of trees take besides a tree: a model, and options."""
         own, plan = model is self.model, self.plan or Plan()
         options = dict(temperature=self.config.temperature, masks=[t.mask for t in batch])
         if self.config.tree == "dta":
@@ -1170,7 +1266,7 @@ class Trainer:
         elif own and plan.cp > 1:
             options.update(group=self.grid.context, method=self.config.cp_method)
         model = Even(model, plan.tp) if own and plan.tp > 1 else model
-        return (model, TokenTrie([t.tokens for t in batch])), options
+        return model, options
 
     def _tree_backward(self, batch, tally):
         """`--tree dta`: the gradient block by block."""
@@ -1180,9 +1276,11 @@ class Trainer:
             mask_BT = padded([t.mask for t in micro], scores[0]).bool()
             return tally.loss(micro, mask_BT, *scores)
 
-        given, options = self._tree(self.model, batch)
+        trie = self.trie_of(batch)
+        tally.count(batch, trie)
+        model, options = self._tree_options(self.model, batch)
         tree_backward(  # a NaN is optim_step's to find, on all ranks
-            *given, loss_of, recompute=self.config.recompute, batched=True, check_finite=False,
+            model, trie, loss_of, recompute=self.config.recompute, batched=True, check_finite=False,
             **options,
         )  # fmt: skip
 
@@ -1220,7 +1318,7 @@ class Trainer:
             states = model.forward([Micro(**layout.micro()) for layout in layouts])
             scored = [self.scores(*pair) for pair in zip(states or (), layouts)]
         else:
-            scored = [self.score(model, micro) for micro in micros]
+            scored = [self.score(model, micro, self.trie_of(micro)) for micro in micros]
         for micro, (_, *columns) in zip(micros, scored):
             rows_BT = columns[which].double().cpu().numpy()
             found += [x_T[: len(t.mask)] for x_T, t in zip(rows_BT, micro)]
@@ -1292,7 +1390,12 @@ def starts_of(config, task, stream, step, indices, first=0, held_out=False):
     """(group, state, prompt) of the indices that are this rank's: index % world == rank."""
     mine = [g for g in indices if g % dist.get_world_size() == dist.get_rank()]
     rngs = [np.random.default_rng([config.seed, stream, step, g]) for g in mine]
-    return [(g, *task.prompt(rng, first + g, held_out)) for g, rng in zip(mine, rngs)]
+    starts = []
+    for g, rng in zip(mine, rngs):
+        with asking(task):
+            state, prompt = task.prompt(rng, first + g, held_out)
+        starts.append((g, state, prompt))
+    return starts
 
 
 def play(config, task, generator, starts, key):
@@ -1327,6 +1430,12 @@ def collect(config, task, generator, step):
         if len(kept) == config.prompts:
             break
     sampled, truncated = summed(counts.tolist(), generator.head_weight.device)
+    if sampled == 0:  # every rollout samples a token, and those with a finite log-prob are counted
+        raise FloatingPointError(
+            f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
+            f"nothing can be trained; the weights are not finite or too large, or --temperature "
+            f"{config.temperature} is too small"
+        )
     solved = rewards >= 1
     return mine, kept, {
         "reward/mean": rewards.mean(), "reward/solved": solved.mean(),
@@ -1415,6 +1524,9 @@ def update(config, trainer, mine, kept, step):
                 text = seen[-1]["nonfinite"]
                 print(f"step {step}: skipped, non-finite gradient first in {text}", file=sys.stderr)
     trainer.push_weights()
+    if not seen and dist.get_rank() == 0:
+        text = "every group was dropped, or every rollout was truncated and filtered"
+        print(f"step {step}: no update, since nothing was left to train on: {text}", file=sys.stderr)
     first, out = seen[0] if seen else {}, {}
     for name in first:
         if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
@@ -1423,6 +1535,7 @@ def update(config, trainer, mine, kept, step):
             out[name] = first[name]
     return out | {
         "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen),
+        "tokens/trained_flat": sum(metrics["tokens/trained_flat"] for metrics in seen),
         "lr": config.lr * factor, "policy_version": trainer.policy_version,
         "updates/skipped": trainer.skipped,
     }  # fmt: skip
@@ -1478,11 +1591,13 @@ def build(config, task, device):
     return model, generator, frozen(config.dtype) if config.kl_coef else None
 
 
-def train(config, device):
-    """The run: set up, loop, save. Returns the last eval/solved; None if SIGTERM ended it."""
+def train(config, device) -> int:
+    """The run: set up, loop, save. Returns the exit code: 0, or 128 + the signal that ended it."""
     task = make_task(config)
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
+    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
+        raise ImportError("--tensorboard: pip install tensorboard")
     model, generator, reference = build(config, task, device)
     if config.max_new_tokens >= model.config.max_position_embeddings:
         raise ValueError(f"--max-new-tokens {config.max_new_tokens} exceeds the model's positions")
@@ -1490,10 +1605,19 @@ def train(config, device):
         ulysses = config.cp_method == "ulysses"
         plan, world = Plan.parse(config.plan), dist.get_world_size()
         plan.require_fits(world=world, config=model.config, ulysses=ulysses)
-    with naming_lost_ranks(lambda: "setting up", "look at its error"):
-        out = agree(lambda: prepare_out(config))  # claimed only now that all else was found good
-        trainer = Trainer(config, model, generator=generator, reference=reference)
+
+    with contextlib.ExitStack() as held:  # the lock on the run's directory
+        with naming_lost_ranks(lambda: "setting up", "look at its error"):
+            trainer = Trainer(config, model, generator=generator, reference=reference)
+            # All that can be refused has been: only now is a directory claimed.
+            out = agree(lambda: prepare_out(config, held))
+        return run(config, task, trainer, out)
+
+
+def run(config, task, trainer, out) -> int:
+    """`train`, from the moment that the directory `out` is this run's."""
     log, step, stop, solved = Log(config, out, task), 0, Stop(), None
+    generator = trainer.generator
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
@@ -1508,20 +1632,58 @@ def train(config, device):
         while step < config.steps:
             solved = train_step(config, task, trainer, log, step)
             step += 1
-            last, stopping = step == config.steps, stop.agreed(device)
-            if last or stopping or (config.save_every and step % config.save_every == 0):
-                trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
-                for old in agree(lambda: superseded(out, step, config.keep)):
-                    shutil.rmtree(old, ignore_errors=True)
-            if stopping and not last:
-                log.say(f"SIGTERM: saved after {step} steps; go on with --resume --out {out}")
-                return None
+            last, signalled = step == config.steps, stop.agreed(trainer.device)
+            if last or signalled or (config.save_every and step % config.save_every == 0):
+                saved = save(config, trainer, out, step)
+                if last and not saved:
+                    raise FloatingPointError(
+                        f"the run ends in steps that were skipped for a non-finite gradient, so "
+                        f"its last state is not saved; {newest_good(out)}"
+                    )
+            if signalled and not last:
+                name = signal.Signals(signalled).name
+                state = f"saved after {step} steps" if saved else newest_good(out)
+                log.say(f"{name}: {state}; go on with --resume --out {out}")
+                return 128 + signalled
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
         if config.model:  # the generator holds the last weights whole, in its own dtype
-            agree(lambda: models.save_hf(generator, f"{out}/hf"))
+            agree(lambda: export(generator, out, log.advice))
     log.end(solved)
-    return solved
+    return 0
+
+
+def save(config, trainer, out, step) -> bool:
+    """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
+
+    A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
+    good ones out. And ranks that should hold the same bits are compared first, because a bit that
+    flipped in one of them is seen by nothing else.
+    """
+    if trainer.skipped_in_a_row:
+        return False
+    difference = replica_difference(trainer.model, trainer.optimizer)
+    if difference:
+        raise FloatingPointError(
+            f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
+            f"--out {out}"
+        )
+    trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
+    for old in agree(lambda: superseded(out, step, config.keep)):
+        shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def newest_good(out) -> str:
+    """Which checkpoint a run that could not save its last state can go on from."""
+    newest = agree(lambda: newest_checkpoint(out))
+    return f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
+
+
+def export(generator, out, advice):
+    """The last weights as a Hugging Face checkpoint, for transformers and for --model."""
+    with writing(f"{out}/hf", advice):
+        models.save_hf(generator, f"{out}/hf")
 
 
 def train_step(config, task, trainer, log, step):
@@ -1576,12 +1738,10 @@ class Log:
         self.config, self.out, self.task, self.on = config, Path(out), task, dist.get_rank() == 0
         self.started, self.events, self.text = time.perf_counter(), None, None
         self.advice = f"go on with --resume --out {out}"
-        if config.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ImportError("--tensorboard: pip install tensorboard") from error
-            self.events = SummaryWriter(out) if self.on else None
+        if config.tensorboard and self.on:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(out)
 
     def say(self, text):
         if self.on:
@@ -1612,7 +1772,7 @@ class Log:
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
             shown = [metrics.get(name) for name in self.COLUMNS.values()]
             cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
-            tokens = metrics["tokens/generated"] + metrics["tokens/trained"]
+            tokens = metrics["tokens/generated"] + metrics["tokens/trained_flat"]
             self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
 
     def write(self, name, line):
@@ -1624,7 +1784,9 @@ class Log:
 
     def sample(self, step, trajectory):
         if self.on and trajectory:
-            self.text, reward = self.task.show(trajectory.tokens), trajectory.reward
+            reward = trajectory.reward
+            with asking(self.task):
+                self.text = self.task.show(trajectory.tokens)
             self.write("samples.jsonl", {"step": step, "reward": reward, "text": self.text})
 
     def end(self, solved):
@@ -1649,19 +1811,22 @@ def writing(path, advice):
         ) from error
 
 
-def whole_lines(path):
-    """The JSON objects in a file of lines, without one that a kill has torn."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(line))
-    return lines
+def whole_lines(path) -> list[dict]:
+    """The JSON objects in a run's file of lines, without a last one that a kill has torn."""
+    if not path.exists():
+        return []
+    return [line for _, line in models.read_json_lines(path, torn=True)]
 
 
 def cut_lines(path, step):
     """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
     partial = path.with_suffix(".tmp")
-    kept = [json.dumps(line) + "\n" for line in whole_lines(path) if line["step"] < step]
+    kept = []
+    for line in whole_lines(path):
+        if not isinstance(line.get("step"), int):
+            raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
+        if line["step"] < step:
+            kept.append(json.dumps(line) + "\n")
     partial.write_text("".join(kept))
     partial.replace(path)
 
@@ -1677,6 +1842,9 @@ def plot(runs) -> None:
         if not path.exists():
             raise ValueError(f"{run} holds no metrics.jsonl; give the directory of a run")
         curves[run] = whole_lines(path)
+        for number, line in enumerate(curves[run], 1):
+            if not {"step", "reward/mean"} <= line.keys():
+                raise ValueError(f"{path} line {number} has no step and reward/mean")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -1704,32 +1872,89 @@ def plot(runs) -> None:
 # 8. main -------------------------------------------------------------------------------------
 
 
-def prepare_out(config) -> str:
-    """Rank 0: choose and claim the run's directory, or say why not; overwrite nothing unasked."""
-    out = Path(config.out)
-    if not config.out:
-        name = config.task if config.task in TASKS else config.task.rpartition(":")[2]
-        out = next(p for n in range(10**6) if not (p := Path("runs") / f"{name}-{n}").exists())
+@contextlib.contextmanager
+def locked(out):
+    """Hold a run's directory for as long as the run lives, so that no other run writes there.
+
+    The lock is the kernel's, on the file OUT/lock: it ends with its process, however that ends, and
+    the file stays empty.
+    """
+    path = Path(out) / "lock"
+    with path.open("a") as file:
+        try:
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{out} is in use by {holder_of(path)}: wait for it to end, or choose another --out"
+            ) from error
+        except (ImportError, OSError) as error:
+            text = f"warning: {out} cannot be locked ({error}): let no other run write there"
+            print(text, file=sys.stderr)
+        yield
+
+
+def holder_of(path) -> str:
+    """Who has a file open: found in /proc, which shows the processes of this machine."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # processes of others, and those that have just ended
+            pid = link.parts[2]
+            if int(pid) != os.getpid() and link.readlink() == path.resolve():
+                command = (link.parents[1] / "cmdline").read_bytes().replace(b"\0", b" ")
+                return f"process {pid} ({command.decode(errors='replace').strip()[:80]})"
+    return "another process, perhaps on another machine"
+
+
+def refuse_directory(config, out):
+    """ValueError if this run may not have the directory: nothing is overwritten unasked."""
     config_json = out / "config.json"  # Hugging Face checkpoints have one too
     holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
-    # a kill between the two leaves config.tmp without config.json, and nothing else
-    if not holds_run and out.exists() and any(p.name != "config.tmp" for p in out.iterdir()):
+    # A start that was killed, or that is being made beside this one, has left no more than these.
+    begun = {"config.tmp", "lock"}
+    if not holds_run and out.exists() and any(p.name not in begun for p in out.iterdir()):
         raise ValueError(f"{out} holds files that are no run; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
+
+
+def first_free_directory(config):
+    """Make the first of runs/TASK-0, runs/TASK-1, .. that nobody has made yet."""
+    name = config.task if config.task in TASKS else config.task.rpartition(":")[2]
+    for n in range(10**6):
+        out = Path("runs") / f"{name}-{n}"
+        # Making it is the claim: of two runs that start in one instant, one gets this error.
+        with contextlib.suppress(FileExistsError):
+            out.mkdir(parents=True)
+            return out
+
+
+def prepare_out(config, held) -> str:
+    """Rank 0: choose, lock and fill the run's directory, or say why not.
+
+    held: an ExitStack, which keeps the lock until it is closed.
+    """
+    out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
+        if config.out:
+            refuse_directory(config, out)  # before anything is written
+            out.mkdir(parents=True, exist_ok=True)
+        else:
+            out = first_free_directory(config)
+        held.enter_context(locked(out))
+        refuse_directory(config, out)  # another run may have come and gone since the first look
         if config.overwrite:
             number = "[0-9]" * 8
             names = ["metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*", "reference"]
             names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        out.mkdir(parents=True, exist_ok=True)
-        stored = dataclasses.asdict(config) | {"resume": False, "overwrite": False}
+        stored = dataclasses.asdict(config)
+        stored |= {"resume": False, "resume_or_start": False, "overwrite": False, "out": str(out)}
         partial = out / "config.tmp"
-        partial.write_text(json.dumps(stored | {"out": str(out)}, indent=2) + "\n")
+        partial.write_text(json.dumps(stored, indent=2) + "\n")
         partial.replace(out / "config.json")
     return str(out)
 
@@ -1743,7 +1968,8 @@ def _measure():
 
 
 def main(argv) -> int:
-    """0: done, target met or not. 2: an error, named on stderr. 143: saved after SIGTERM."""
+    """0: done, target met or not. 2: an error, named on stderr. 130, 143: saved after Ctrl-C,
+    SIGTERM."""
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
@@ -1751,20 +1977,30 @@ def main(argv) -> int:
             return _measure().main(argv)
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = 143 if train(config, device) is None else 0
+        code = train(config, device)
         with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
             dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
+        if isinstance(error, TaskError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            with contextlib.suppress(OSError):
-                sys.stdout.flush()
-            os._exit(2)  # a clean teardown would wait for ranks that may be gone or stuck
-        return 2
+        return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
+    except KeyboardInterrupt:  # from here on Stop has it: a Ctrl-C before the first step
+        print("interrupted before the first step: nothing to save", file=sys.stderr, flush=True)
+        return leave(128 + signal.SIGINT)
     dist.destroy_process_group()
+    return leave(code)
+
+
+def leave(code) -> int:
+    """The exit code; among several ranks the process ends here, without Python's teardown.
+
+    gloo's threads now and then abort the interpreter's own teardown.
+    """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.stdout.flush()
-        os._exit(code)  # gloo's threads now and then abort the interpreter's own teardown
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
     return code
 
 
