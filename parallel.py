@@ -31,6 +31,7 @@ SP is sequence parallelism, the router is a mixture's gate.
   | t, no SP | the same, no tokens | 2 all-reduces a layer | 2 a layer; ends: 1    | own rows;     |
   |          |                     | ends: 1 and 2         |                       | q, k norm + t |
   | c        | tokens              | attention's           | attention's           | as d          |
+  | c and t  | tokens, twice; SP   | 1 gather of lengths   | nothing               | as c and t    |
   | e        | experts             | 3 all-to-all: counts, | 2 all-to-all          | + over        |
   |          |                     | rows, back            |                       | expert-dp     |
   | p        | layers              | send states           | send their gradient   | own; tied     |
@@ -68,11 +69,12 @@ import copy
 import dataclasses
 import datetime
 import functools
+import hashlib
 import itertools
 import json
 import math
 import os
-import pickle
+import pickletools
 import re
 import shutil
 import signal
@@ -93,7 +95,13 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp, pipelining
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -904,10 +912,6 @@ class Pipeline:
         if schedule == "zbv":
             self.rank_of = [*range(p), *reversed(range(p))]
         mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
-        if self.stages > model.config.num_hidden_layers:
-            raise ValueError(
-                f"{schedule} cuts {self.stages} stages, but the model has "
-                f"{model.config.num_hidden_layers} layers")  # fmt: skip
         self.parts = {stage: stage_part(model, stage, self.stages) for stage in mine}
         self.split_tie = model.config.tie_word_embeddings and schedule != "zbv"
         if model.config.tie_word_embeddings and schedule == "zbv" and rank == 0:
@@ -924,6 +928,13 @@ class Pipeline:
 
     def parameters(self):
         return (p for _, p in self.named_parameters())
+
+    def named_buffers(self):
+        named = (pair for part in self.parts.values() for pair in part.named_buffers())
+        return iter(dict(named).items())
+
+    def buffers(self):
+        return (buffer for _, buffer in self.named_buffers())
 
     def _schedule(self, shape, n):
         states = torch.empty(self._between(shape), **self.like, requires_grad=True)
@@ -948,8 +959,7 @@ class Pipeline:
         shape, n, plan = tuple(micros[0].tokens.shape), len(micros), self.grid.plan
         if any(tuple(micro.tokens.shape) != shape for micro in micros):
             raise ValueError("microbatches of a step must have one shape; pad them to the longest")
-        if self.sequence and shape[1] % plan.tp:
-            raise ValueError(f"{shape[1]} tokens a sequence must divide by t = {plan.tp}; pad them")
+        self._require_even([shape[1]])
         plan.require_fits(microbatches=n)
         if self.stages > plan.pp and n % plan.pp:
             raise ValueError(f"{n} microbatches must divide by the {plan.pp} ranks of the pipeline")
@@ -969,6 +979,7 @@ class Pipeline:
         # all of them. COMM: a microbatch's stages run one after another, and all ranks take the
         # microbatches in one order, so each send meets the receive it waits for. Pinned by
         # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
+        self._require_even([micro.tokens.shape[1] for micro in micros])
         group, out = self.grid.dense["pp"].get_group(), []
         at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
         for tokens, positions, attention in micros:
@@ -982,6 +993,10 @@ class Pipeline:
                     dist.send(x.contiguous(), at[stage + 1], group=group)
             out.append(x)
         return out if self.last is not None else None
+
+    def _require_even(self, lengths):
+        if self.sequence and self.grid.plan.tp > 1:
+            require_even_lengths(self.grid, lengths, self.like["device"])
 
     def _between(self, shape):
         """Of the states between stages, for tokens of a shape."""
@@ -1002,6 +1017,7 @@ def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
     others keep all; "op": products and attention are kept (KEPT), the rest is computed again. No
     parameter's name changes. debug: print the FLOPs of what was computed again, a line a layer.
     """
+    _require_every(every)
 
     def policy(context, op, *args, **options):
         kept = op._overloadpacket.__name__ in KEPT
@@ -1032,13 +1048,86 @@ AC = "none", "full", "layers", "op", "memory_budget"
 MODES = "ddp", "fsdp", "zero1"
 
 
-def _refuse(plan, config, grid, *, attention, mode, sequence, schedule, ac, compile, offload):
-    """ValueError for what cannot be, from what every rank has, before the first message."""
+def _require_every(every):
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every n-th layer needs an integer n of 1 or more; came {every!r}")
+
+
+def require_even_lengths(grid, lengths, device) -> None:
+    """ValueError if t does not divide this rank's lengths, or those of another of its context.
+
+    lengths: of the sequences of one forward, or of all microbatches of a step.
+    """
+    t = grid.plan.tp
+    odd = [length for length in lengths if length % t]
+    # One length speaks for all: the first that does not divide, where there is one.
+    own = [*odd, *lengths, 0][0]
+    found = [own]
+
+    if grid.plan.cp > 1:
+        # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 one rank alone would refuse
+        # its part, and the other would wait for its keys until the timeout.
+        # COMM: an all-gather of one number over the ranks that share the sequence, once a forward,
+        # so that all of them refuse, with one text. Pinned by
+        # tests/test_parallel_faults.py::test_an_odd_share_of_a_sequence_is_refused_by_every_rank.
+        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(grid.plan.cp)]
+        dist.all_gather(parts, torch.tensor([own], device=device), group=grid.context)
+        found = [int(part) for part in parts]
+
+    if all(length % t == 0 for length in found):
+        return
+    if grid.plan.cp == 1:
+        raise ValueError(
+            f"{own} tokens a sequence must divide by t = {t} where tokens are shared out; pad to "
+            f"{-(-own // t) * t}")  # fmt: skip
+    raise ValueError(
+        f"the {grid.plan.cp} ranks that share a sequence have {', '.join(map(str, found))} tokens "
+        f"of it; each must divide by t = {t} where tokens are shared out; pad the sequence, for a "
+        f"zigzag to a multiple of 2 c t = {2 * grid.plan.cp * t}")  # fmt: skip
+
+
+def _with_even_lengths(model, grid):
+    """Let `hidden` first agree on the lengths of the ranks that share a sequence."""
+    run = model.hidden
+
+    def hidden(tokens_BS, /, **options):
+        require_even_lengths(grid, [tokens_BS.shape[1]], tokens_BS.device)
+        return run(tokens_BS, **options)
+
+    model.hidden = hidden
+
+
+def _refuse(
+    plan, model, grid, *, attention, mode, sequence, schedule, ac, ac_every, memory_budget, compile,
+    offload,
+):  # fmt: skip
+    """ValueError for what cannot be, from what every rank has, before the first message.
+
+    Nothing of the model is changed yet, so that a caller may mend the call and make it again.
+    """
+    config = model.config
     given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
     for name, value, known in given:
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
+    _require_every(ac_every)
+    number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
+    if not (number and 0 <= memory_budget <= 1):
+        raise ValueError(f"memory_budget is a share between 0 and 1; came {memory_budget!r}")
+    # The degrees decide; a backend's name may differ.
+    if plan.shapes != grid.plan.shapes:
+        raise ValueError(
+            f"plan {plan} was given the grid of plan {grid.plan}; use Grid.make(plan) of this one")
+    if getattr(model, "grid", None) is not None or isinstance(model, fsdp.FSDPModule):
+        raise ValueError(
+            "this model is split or sharded already; parallelize takes a whole one, once")
     plan.require_fits(world=dist.get_world_size(), config=config)
+    if plan.pp == 1 and schedule != "1f1b":
+        raise ValueError(f"schedule={schedule!r} is of a pipeline, but plan {plan} has no p")
+    stages = plan.pp * SCHEDULES[schedule][1]
+    if plan.pp > 1 and stages > config.num_hidden_layers:
+        raise ValueError(
+            f"{schedule} cuts {stages} stages, but the model has {config.num_hidden_layers} layers")
     if grid.dense["replicate"].size() > 1 and mode != "fsdp":
         raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
     uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
@@ -1081,8 +1170,9 @@ def parallelize(
     same sequences; those of one context group its tokens; those of different dp other sequences.
     """
     _refuse(
-        plan, model.config, device_mesh, attention=attention, mode=mode, sequence=sequence,
-        schedule=schedule, ac=ac, compile=compile, offload=offload)  # fmt: skip
+        plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
+        schedule=schedule, ac=ac, ac_every=ac_every, memory_budget=memory_budget, compile=compile,
+        offload=offload)  # fmt: skip
     if attention is not None:
         model.attention = attention
     whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
@@ -1102,6 +1192,9 @@ def parallelize(
             layer.compile(dynamic=True)
         if mode == "fsdp":
             shard(part, offload=offload)
+        # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
+        if plan.cp > 1 and plan.tp > 1 and sequence and plan.pp == 1:
+            _with_even_lengths(part, device_mesh)
     return whole
 
 
@@ -1166,14 +1259,29 @@ def reduce_gradients(model) -> int:
     """
     reshard(model)  # else the gradients of the root's shards are out of sight
     suspect, backwards = -1, list(model.named_parameters())[::-1]
-    grid, by_group = getattr(model, "grid", None), {}
-    for n, (name, p) in enumerate(backwards):
-        if not p.requires_grad:
-            continue
+    backwards = [(n, name, p) for n, (name, p) in enumerate(backwards) if p.requires_grad]
+    grid, by_message = getattr(model, "grid", None), {}
+    for n, name, p in backwards:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if suspect < 0 and not local(p.grad).isfinite().all():
             suspect = n
+        kind = holders(grid, name), is_split(p)
+        by_message.setdefault(kind, []).append(local(p.grad))
+
+    # First over the ranks with other tokens. FSDP has done so in backward.
+    if not sharded(model) and dist.get_world_size() > 1:
+        for (group, _), grads in by_message.items():
+            _reduce_together(grads, group)
+
+    # Then over the ranks that hold the same parameter and have terms of its gradient.
+    # NUMERICS: in this order, because an all-reduce gives all of its ranks the same bits, but two
+    # groups that sum the same numbers may add them in other orders, as a ring's order goes by the
+    # place in the message. For the same reason split and whole parameters have messages of their
+    # own: parts of a vocabulary may differ in length, and would move what follows. So replicas stay
+    # bitwise alike. Pinned by
+    # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
+    for _, name, p in backwards:
         # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
         # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
         if getattr(p, "terms", False):
@@ -1185,17 +1293,24 @@ def reduce_gradients(model) -> int:
             # Stages between them do not. Pinned by
             # tests/test_parallel.py::test_every_plan_is_one_process.
             dist.all_reduce(local(p.grad), group=grid.ends)
-        by_group.setdefault(holders(grid, name), []).append(local(p.grad))
-    if sharded(model) or dist.get_world_size() == 1:
-        return suspect
-    for group, grads in by_group.items():
-        for n in range(0, len(grads) * (dist.get_world_size(group) > 1), 64):  # 64 a message
-            some = grads[n : n + 64]
-            flat = torch.cat([g.reshape(-1) for g in some])
-            dist.all_reduce(flat, group=group)
-            for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
-                g.copy_(part.view_as(g))
     return suspect
+
+
+def is_split(p) -> bool:
+    """Whether a rank holds only a part of a parameter."""
+    return isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
+
+
+def _reduce_together(grads, group):
+    """Sum gradients over a group, up to 64 a message."""
+    if dist.get_world_size(group) == 1:
+        return
+    for n in range(0, len(grads), 64):
+        some = grads[n : n + 64]
+        flat = torch.cat([g.reshape(-1) for g in some])
+        dist.all_reduce(flat, group=group)
+        for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
+            g.copy_(part.view_as(g))
 
 
 def copies(p, ranks: int) -> int:
@@ -1244,23 +1359,43 @@ def name_suspects(model, suspect: int) -> str:
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
 
+def persistent_buffers(model) -> dict:
+    """Name -> buffer, of those that belong to a model's state, such as the votes of a router."""
+    found = {}
+    for part in model.parts.values() if isinstance(model, Pipeline) else [model]:
+        for prefix, module in part.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
 @torch.no_grad()
 def copy_weights(source, target) -> None:
-    """target's parameters := source's, gathered if sharded, one at a time, in target's dtype.
+    """target's parameters and buffers := source's, gathered if sharded, one at a time, in target's
+    dtypes.
 
-    Every rank of the plan calls it; of a pipeline, the stage that holds a parameter sends it.
+    Every rank of the plan calls it; of a pipeline, the stage that holds a tensor sends it.
     """
-    held, wanted = dict(source.named_parameters()), dict(target.named_parameters())
-    pipeline = isinstance(source, Pipeline)
-    if held.keys() - wanted.keys() or not pipeline and wanted.keys() - held.keys():
-        raise ValueError(f"models differ: {sorted(held.keys() ^ wanted.keys())}")
-    senders, group = {}, None
-    if pipeline:
+    held = dict(source.named_parameters()) | persistent_buffers(source)
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+
+    # What all stages together hold, and who sends each tensor: the first stage that has it.
+    holds, senders, group = {name: tuple(x.shape) for name, x in held.items()}, {}, None
+    if isinstance(source, Pipeline):
         group = source.grid.dense["pp"].get_group()
         found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, sorted(held), group=group)
+        dist.all_gather_object(found, holds, group=group)
         for stage in reversed(range(len(found))):
+            holds |= found[stage]
             senders |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
+
+    # Compared before the first of them moves, and by what every rank knows now.
+    wants = {name: tuple(x.shape) for name, x in wanted.items()}
+    if holds != wants:
+        differ = sorted(name for name, _ in holds.items() ^ wants.items())
+        raise ValueError(f"models differ: {sorted(set(differ))}")
+
     for name, q in wanted.items():
         whole = full(held[name]) if name in held else torch.empty_like(q)
         if name in senders:
@@ -1311,6 +1446,13 @@ class LocalOptimizer:
     """
 
     def __init__(self, model, make, *, zero=False, after_step=None):
+        # Ranks that shard the weights too hold other rows each: sending them around would overwrite
+        # one rank's rows with another's.
+        if zero and (getattr(model, "mode", None) != "zero1" or sharded(model)):
+            came = "fsdp" if sharded(model) else getattr(model, "mode", None)
+            raise ValueError(
+                f'zero=True shares out the states of whole weights: it needs a model of '
+                f'parallelize(.., mode="zero1"); came mode={came!r}')  # fmt: skip
         self.model, self.zero, self.after_step = model, zero, after_step
         self.mine = {}  # name -> the part of the parameter that is updated here; shares its memory
         for name, p in model.named_parameters():
@@ -1382,14 +1524,89 @@ def adamw_state(states, p) -> dict:
 
 
 def training_tensors(model, optimizer) -> dict:
-    """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent."""
+    """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent.
+
+    model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer.
+    """
     reshard(model)
     tensors, own = {}, isinstance(optimizer, LocalOptimizer)
     for name, p in model.named_parameters():
         state = optimizer.states(name, p) if own else adamw_state(optimizer.state, p)
         tensors[f"model.{name}"] = p.detach()
         tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
+    tensors |= {f"buffer.{name}": buffer for name, buffer in persistent_buffers(model).items()}
     return tensors
+
+
+def replica_difference(model, optimizer=None) -> str | None:
+    """Collective. The ranks and the first tensor at which replicas differ, None if none does.
+
+    Two ranks that hold the same entries of the same parameter, of its optimiser's state or of a
+    buffer must hold the same bits, whatever the plan. The text is the same on every rank. Without a
+    plan all ranks are replicas but for what a DTensor says of itself. optimizer: a LocalOptimizer
+    or torch's; without one only the model is compared.
+    """
+    reshard(model)
+    mine = _held_bits(model, optimizer)
+    tables = [None] * dist.get_world_size()
+    # COMM: one gather of 8 bytes and a name a tensor; every rank then compares all tables, so that
+    # all say the same. Pinned by tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
+    dist.all_gather_object(tables, mine)
+
+    differing, first = set(), None
+    for held in dict.fromkeys(key for table in tables for key in table):
+        by_digest = {}
+        for rank, table in enumerate(tables):
+            if held in table:
+                by_digest.setdefault(table[held], []).append(rank)
+        if len(by_digest) > 1:
+            first = first or (held, by_digest)
+            differing.add(held)
+    if first is None:
+        return None
+
+    # Nobody can say which of two replicas is right; of several, the largest set comes first.
+    (name, _), by_digest = first
+    ranks = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks))
+    sets = " / ".join(f"rank{'s' * (len(some) > 1)} {' '.join(map(str, some))}" for some in ranks)
+    others = {name for name, _ in differing} - {name}
+    more = f"; {len(others)} more tensors differ" if others else ""
+    return f"replicas differ in {name}: {sets} hold other bits{more}"
+
+
+def _held_bits(model, optimizer) -> dict:
+    """(name, which part of it) -> digest, of all that this rank holds."""
+    own = isinstance(optimizer, LocalOptimizer)
+    table = {}
+
+    def enter(name, tensor):
+        # A DTensor tells where its part lies in the whole, as it does for a checkpoint; a plain
+        # tensor is whole.
+        part = "whole"
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()
+            part = f"{tuple(chunk.offsets)} + {tuple(chunk.sizes)}"
+        flat = local(tensor.detach()).contiguous().reshape(-1)
+        bits = flat.view(torch.uint8).cpu().numpy()
+        table[name, part] = hashlib.blake2b(bits, digest_size=8).digest()
+
+    for name, p in model.named_parameters():
+        enter(name, p)
+        if optimizer is None:
+            continue
+        # Read with get: asking a torch optimiser for the state of a parameter would make one.
+        state = optimizer.state.get(optimizer.mine[name] if own else p, {})
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                sharded_too = own and value.dim() > 0
+                value = optimizer._sharded(name, p, value) if sharded_too else value
+                enter(f"{name} ({key})", value)
+        rest = {key: None if torch.is_tensor(x) else repr(x) for key, x in state.items()}
+        text = repr(sorted(rest.items())).encode()
+        table[f"{name} (names of its states)", ""] = hashlib.blake2b(text, digest_size=8).digest()
+    for name, buffer in persistent_buffers(model).items():
+        enter(name, buffer)
+    return table
 
 
 # 6. Checkpoints ------------------------------------------------------------------------------
@@ -1400,6 +1617,14 @@ def write_checkpoint(path, tensors, state) -> None:
     a temporary directory, renamed once every byte and its checksum are on disk."""
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
+
+    def require_json():
+        try:
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"checkpoint {path}: its state is no finite JSON: {error}") from error
+
+    agree(require_json)  # what could be written and never read again
 
     def start():
         for stale in (partial, path):
@@ -1443,79 +1668,396 @@ def _crc32(path):
     return value
 
 
-def verify_checkpoint(path) -> dict:
-    """The JSON state of a checkpoint if its files have their size and checksum, else ValueError."""
+def verify_checkpoint(path, *, counts=()) -> dict:
+    """The JSON state of a checkpoint that is whole and undamaged, else ValueError.
+
+    Its files have their size and checksum, its table of contents describes them, and its numbers
+    are finite. counts: names in the state that must be integers of 0 or more.
+    """
+    return _inspect(path, counts)[0]
+
+
+def _inspect(path, counts):
+    """A checkpoint's JSON state and its table of contents, both verified."""
+    state, sizes = _undamaged(path)
+    for name in counts:
+        value = state.get(name)
+        if type(value) is not int or value < 0:  # True is an int, and no count
+            raise ValueError(
+                f"checkpoint {path}: {name} in state.json must be an integer of 0 or more; came "
+                f"{value!r:.80}")  # fmt: skip
+    return state, read_table(path, sizes)
+
+
+def _undamaged(path):
+    """A checkpoint's JSON state, and {name: bytes} of its files, which have their checksums."""
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
-        damaged = [] if state == sealed(state) else ["state.json"]
-        for name, (size, crc) in state["files"].items() if not damaged else ():
-            if (path / name).stat().st_size != size or _crc32(path / name) != crc:
-                damaged.append(name)
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        state = _read_state(path / "state.json")
+        files = _require_files(path, state)
+        damaged = [name for name, (_, crc) in files.items() if _crc32(path / name) != crc]
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"checkpoint {path}: state.json, or a file that it lists, is missing or unreadable: "
             f"{error}"
         ) from error
     if damaged:
-        names = ", ".join(damaged)
-        raise ValueError(f"checkpoint {path}: {names} is damaged (size or checksum differs)")
+        raise _damaged(path, damaged)
+    return state, {name: size for name, (size, _) in files.items()}
+
+
+def _damaged(path, names):
+    listed = ", ".join(names)
+    return ValueError(f"checkpoint {path}: {listed} is damaged (size or checksum differs)")
+
+
+def _read_state(file) -> dict:
+    """state.json, without the constants and overflows that JSON has no word for, and its seal."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is no number")
+
+    def finite(digits):
+        number = float(digits)
+        return number if math.isfinite(number) else refuse(digits)
+
+    state = json.loads(file.read_text(), parse_constant=refuse, parse_float=finite)
+    if not isinstance(state, dict) or state != sealed(state):
+        raise _damaged(file.parent, [file.name])
     return state
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """DCP pickles its table of contents; this reads that table and refuses everything else."""
+def _require_files(path, state) -> dict:
+    """{name: [bytes, checksum]} of the files that a state lists, all there and of those sizes."""
+    listed = state.get("files")
+    if not isinstance(listed, dict) or ".metadata" not in listed:
+        raise ValueError("state.json lists no .metadata among its files")
+    for name, entry in listed.items():
+        if not is_plain(name):
+            raise ValueError(f"state.json lists {name!r:.80}, which is no file of the directory")
+        numbers = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
+        if not numbers:
+            raise ValueError(f"state.json has no size and checksum of {name}")
+        # A pipe or a device has no size, and reading it might never end.
+        if (path / name).exists() and not (path / name).is_file():
+            raise ValueError(f"{name} is no file")
+    wrong = [name for name, (size, _) in listed.items() if (path / name).stat().st_size != size]
+    if wrong:
+        raise _damaged(path, wrong)
+    return listed
 
-    ALLOWED = {
-        "torch": {"Size", "float32", "float64", "bfloat16", "float16", "int64"},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "pathlib": {"PosixPath", "PurePosixPath", "Path", "WindowsPath"},
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
-            "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
-    }  # fmt: skip
 
-    def find_class(self, module, name):
-        if name in self.ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise ValueError(f"checkpoint metadata asks for {module}.{name}: not on the allow-list")
+def is_plain(name) -> bool:
+    """Whether a name is that of a file in a directory, and of none elsewhere."""
+    if not isinstance(name, str) or name in (".", ".."):
+        return False
+    return re.fullmatch(r"[\w.-]+", name) is not None
+
+
+# DCP pickles its table of contents. A pickle is a program for a small stack machine, whose
+# instructions can import any object by name, call it, and set its attributes. So it is not run as
+# Python would: `_unpickle` is that machine with the instructions that DCP's table needs, in which a
+# name stays text, a call and an object stay a record of what was asked for, and nothing of Python's
+# is ever looked up, called or changed. `read_table` makes DCP's own objects from such records, each
+# value of the type and in the range that it must have.
+
+META = "torch.distributed.checkpoint.metadata."
+STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
+DTYPES = {f"torch.{name}": getattr(torch, name) for name in (
+    "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
+)}  # fmt: skip
+STRIDED = "torch.serialization._get_layout"
+NAMES = {
+    "torch.Size", *DTYPES, STRIDED, STORED, f"{META}Metadata", f"{META}MetadataIndex",
+    f"{META}TensorStorageMetadata", f"{META}TensorProperties", f"{META}ChunkStorageMetadata",
+    f"{META}StorageMeta", f"{META}_MEM_FORMAT_ENCODING", "pathlib.PosixPath",
+    "pathlib.PurePosixPath", "pathlib.Path", "pathlib.WindowsPath",
+}  # fmt: skip
+
+
+class _Record:
+    """An object that a pickle asks for: a name, what it would be called with, and its state."""
+
+    def __init__(self, name, arguments):
+        self.name, self.arguments, self.state = name, arguments, {}
+
+
+def _unpickle(raw):
+    """What a pickle of DCP's table says, as dicts, lists, tuples, texts, numbers and records."""
+    stack, marks, memo = [], [], {}
+
+    def since_mark():
+        start = marks.pop()
+        items = stack[start:]
+        del stack[start:]
+        return items
+
+    def fill(table, pairs):
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            # Other keys would be hashed, and a deep tuple's hash exhausts the C stack.
+            if not isinstance(key, str | _Record):
+                raise ValueError(f"a {type(key).__name__} as a key")
+            table[key] = value
+
+    for opcode, value, _ in pickletools.genops(raw):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            # Constants, and things already read.
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "SHORT_BINUNICODE" | "BINUNICODE":
+                stack.append(value)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append(dict(NONE=None, NEWTRUE=True, NEWFALSE=False)[opcode.name])
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[value])
+            # Containers.
+            case "MARK":
+                marks.append(len(stack))
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE":
+                stack.append(tuple(since_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = int(opcode.name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND":
+                item = stack.pop()
+                stack[-1].append(item)
+            case "APPENDS":
+                items = since_mark()
+                stack[-1].extend(items)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM":
+                pair = stack[-2:]
+                del stack[-2:]
+                fill(stack[-1], pair)
+            case "SETITEMS":
+                pairs = since_mark()
+                fill(stack[-1], pairs)
+            # Names, calls, objects and their states: noted, not done.
+            case "STACK_GLOBAL":
+                module, name = stack[-2:]
+                if not (isinstance(module, str) and isinstance(name, str)):
+                    raise ValueError("it asks for an object without a name")
+                if f"{module}.{name}" not in NAMES:
+                    raise ValueError(f"it asks for {module:.60}.{name:.60}: not on the allow-list")
+                stack[-2:] = [f"{module}.{name}"]
+            case "REDUCE" | "NEWOBJ":
+                stack[-2:] = [_Record(*stack[-2:])]
+            case "BUILD":
+                state = stack.pop()
+                stack[-1].state = state
+            case other:
+                raise ValueError(f"instruction {other} is not on the allow-list")
+
+
+def _fields(record, name, *keys):
+    """Values of the state of a record that must be an object of a class."""
+    if not (isinstance(record, _Record) and record.name == name and isinstance(record.state, dict)):
+        raise ValueError(f"something else where a {name.rpartition('.')[2]} belongs")
+    return [record.state.get(key) for key in keys]
+
+
+def _integers(values):
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError("sizes and offsets must be integers of 0 or more")
+    return values
+
+
+def _size(record):
+    _fields(record, "torch.Size")
+    (sizes,) = record.arguments
+    if not isinstance(sizes, tuple):
+        raise ValueError("a torch.Size of something else than a tuple")
+    return torch.Size(_integers(sizes))
+
+
+def _tensor_entry(name, record) -> TensorStorageMetadata:
+    """A tensor's dtype and size, and the chunks that it is cut into, which tile it."""
+    if not (isinstance(record, _Record) and record.name == f"{META}TensorStorageMetadata"):
+        raise ValueError(f"entry {name:.80} is no tensor; refusing to unpickle it")
+    properties, size, chunks = _fields(record, record.name, "properties", "size", "chunks")
+    if not (isinstance(properties, _Record) and properties.name == f"{META}TensorProperties"):
+        raise ValueError(f"{name:.80} has no properties")
+    dtype, layout, *_ = properties.state
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{name:.80} has no dtype of {', '.join(DTYPES)}")
+    strided = isinstance(layout, _Record) and layout.name == STRIDED
+    if not (strided and layout.arguments == ("torch.strided",)):
+        raise ValueError(f"{name:.80} is no strided tensor")
+    size = _size(size)
+    pairs = [_fields(chunk, f"{META}ChunkStorageMetadata", "offsets", "sizes") for chunk in chunks]
+    chunks = [ChunkStorageMetadata(_size(offsets), _size(sizes)) for offsets, sizes in pairs]
+    _require_tiled(name, size, chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), size, chunks)
+
+
+def _require_tiled(name, size, chunks):
+    """Every entry of a tensor is in exactly one chunk."""
+    for chunk in chunks:
+        if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
+            raise ValueError(f"a chunk of {name:.80} has another number of dimensions")
+
+    # Inside the tensor, with as many entries as it has, and no two over one entry.
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    ends = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in filled]
+    inside = all(end <= n for row in ends for end, n in zip(row, size, strict=True))
+    count = sum(math.prod(chunk.sizes) for chunk in filled)
+    if not inside or count != math.prod(size):
+        raise ValueError(f"the chunks of {name:.80} do not tile it")
+    begin_CD = np.array([chunk.offsets for chunk in filled], dtype=np.int64)
+    end_CD = np.array(ends, dtype=np.int64)
+    for n in range(len(filled) - 1):
+        meets_cD = (begin_CD[n + 1 :] < end_CD[n]) & (begin_CD[n] < end_CD[n + 1 :])
+        if meets_cD.all(axis=1).any():
+            raise ValueError(f"chunks of {name:.80} overlap")
+
+
+class Stored(NamedTuple):
+    """Where the bytes of a chunk are."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def _places(record, entries, sizes) -> dict:
+    """{index of a chunk: Stored}: every chunk once, the bytes of every file end to end."""
+    if not isinstance(record, dict):
+        raise ValueError("it does not say where its chunks are")
+    places = {}
+    for index, info in record.items():
+        name, offset = _fields(index, f"{META}MetadataIndex", "fqn", "offset")
+        file, start, length = _fields(info, STORED, "relative_path", "offset", "length")
+        if not is_plain(file) or file not in sizes:
+            named = f"{file:.80}" if isinstance(file, str) else type(file).__name__
+            raise ValueError(f"it names the file {named}, which state.json does not list")
+        if not isinstance(name, str) or info.state.get("transform_descriptors"):
+            raise ValueError("a chunk without a name, or one that would have to be decoded")
+        where = MetadataIndex(name, _size(offset))
+        if where in places:
+            raise ValueError(f"a chunk of {name:.80} is stored twice")
+        places[where] = Stored(file, *_integers((start, length)))
+
+    # DCP may leave out a chunk without entries, such as the rows of a rank that has none.
+    chunks = {
+        MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes)
+        for name, entry in entries.items()
+        for chunk in entry.chunks
+    }
+    needed = {index for index, count in chunks.items() if count}
+    if not needed <= places.keys() <= chunks.keys():
+        raise ValueError("the chunks of its tensors are not those that it stores")
+
+    # Bytes that two chunks shared would be one tensor's, taken for another's.
+    ends = dict.fromkeys((place.file for place in places.values()), 0)
+    for file, start, length in sorted(places.values()):
+        if start != ends[file]:
+            raise ValueError(f"the chunks in {file} do not lie end to end")
+        ends[file] = start + length
+    if any(end != sizes[file] for file, end in ends.items()):
+        raise ValueError("the chunks in a file are not all of it")
+    return places
+
+
+def read_table(path, sizes) -> Metadata:
+    """DCP's table of contents of a checkpoint, made of verified values, else ValueError.
+
+    sizes: {name: bytes} of the checkpoint's files; the table may name no others.
+    """
+    try:
+        record = _unpickle((Path(path) / ".metadata").read_bytes())
+        named, stored = _fields(record, f"{META}Metadata", "state_dict_metadata", "storage_data")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
+            raise ValueError("it does not say which tensors there are")
+        entries = {name: _tensor_entry(name, entry) for name, entry in named.items()}
+        return Metadata(entries, storage_data=_places(stored, entries, sizes))
+    except Exception as error:  # a damaged program may fail anywhere, and in any way
+        raise ValueError(
+            f"checkpoint {path}: .metadata is damaged or not of this program: "
+            f"{type(error).__name__}: {error}") from error  # fmt: skip
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A DCP reader that cannot run code: allow-listed metadata, tensors only (`weights_only`)."""
+    """A DCP reader of a verified table: tensors only (`weights_only`), each as the table has it."""
 
-    def read_metadata(self, *args, **kwargs):
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"checkpoint entry {name} is no tensor; refusing to unpickle it")
-        return metadata
+    def __init__(self, path, table):
+        super().__init__(path)
+        self.table = table
+        self.expected = {
+            MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
+            for name, entry in table.state_dict_metadata.items()
+            for chunk in entry.chunks
+        }
+
+    # Without keyword arguments: with them DCP, where this fails on one rank, tries again for a
+    # table of that rank, and if it finds one leaves the others waiting in a collective.
+    def read_metadata(self):
+        return self.table
+
+    def read_data(self, plan, planner):
+        try:
+            for item in plan.items:
+                self._read(item, planner)
+        except Exception as error:  # of any kind, and DCP pickles what is raised to tell the others
+            text = str(error).splitlines()[0] if str(error) else ""
+            raise ValueError(f"{type(error).__name__}: {text}") from error
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, item, planner):
+        """One stored chunk, or a part of it, into the part of a tensor that wants it."""
+        index = item.storage_index
+        place = self.table.storage_data[index]
+        with (Path(self.path) / place.file).open("rb") as file:
+            stored = self._slice_file(file, place)
+            saved = torch.load(stored, map_location="cpu", weights_only=True)
+        tensor = isinstance(saved, torch.Tensor) and saved.layout == torch.strided
+        if not tensor or (saved.dtype, saved.shape) != self.expected[index]:
+            raise ValueError(f"{place.file}: {index.fqn} is not stored as the table says")
+        target = planner.resolve_tensor(item).detach()
+        for dimension, start in enumerate(item.storage_offsets):
+            saved = saved.narrow(dimension, start, item.lengths[dimension])
+        target.copy_(saved)
+        planner.commit_tensor(item, target)
 
 
-def read_checkpoint(path, tensors) -> dict:
+def read_checkpoint(path, tensors, *, counts=()) -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
-    returns its JSON state. Rank 0 reads the table of contents first, so that a bad one is refused
-    by all."""
+    returns its JSON state, see `verify_checkpoint` for counts.
+
+    Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
+    What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
+    """
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = [mine] * dist.get_world_size()
     dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
     wanted = {name: shape for some in shapes for name, shape in some.items()}
 
     def inspect():
-        state = verify_checkpoint(path)
-        saved = SafeReader(path).read_metadata().state_dict_metadata
-        saved = {name: tuple(entry.size) for name, entry in saved.items()}
+        state, table = _inspect(path, counts)
+        saved = {name: tuple(entry.size) for name, entry in table.state_dict_metadata.items()}
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise ValueError(
                     f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
                     f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
-        return state
+        return state, table
 
-    state = agree(inspect)
-    dcp.load(tensors, storage_reader=SafeReader(path))
+    state, table = agree(inspect)
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(path, table))
+    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
+        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in sorted(error.failures.items()))
+        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
     return state
 
 
@@ -1532,12 +2074,16 @@ def superseded(directory, step, keep):
 
 
 def newest_checkpoint(directory):
-    """The newest checkpoint that verifies; damaged ones are named and passed over. None if there
-    is none at all; if none is whole, ValueError, so that a run is not begun again by mistake."""
+    """The newest undamaged checkpoint; damaged ones are named and passed over. None if there is
+    none at all; if none is whole, ValueError, so that a run is not begun again by mistake.
+
+    A crash or a disk does not leave a right seal on wrong contents. Such a checkpoint was made so;
+    it is not passed over but refused, when `read_checkpoint` reads it.
+    """
     found = checkpoints(directory)
     for path in reversed(found):
         try:
-            verify_checkpoint(path)
+            _undamaged(path)
             return str(path)
         except ValueError as error:
             print(f"warning: {error}; trying an older one", file=sys.stderr)

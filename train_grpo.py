@@ -1374,7 +1374,8 @@ class Trainer:
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; returns its JSON values."""
-        state = read_checkpoint(path, training_tensors(self.model, self.optimizer))
+        tensors = training_tensors(self.model, self.optimizer)
+        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state

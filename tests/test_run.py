@@ -274,9 +274,10 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
         metadata.state_dict_metadata = dict.fromkeys(names, BytesStorageMetadata())
     else:
         torch.save(Evil(), data := newest / "__0_0.distcp")
-        _replace(data, data.read_bytes())
-        for place in metadata.storage_data.values():
-            place.offset, place.length = 0, data.stat().st_size
+        raw, places = data.read_bytes(), metadata.storage_data.values()
+        _replace(data, raw * len(places))
+        for n, place in enumerate(places):
+            place.offset, place.length = n * len(raw), len(raw)
     _replace(newest / ".metadata", pickle.dumps(metadata))
     codes, _, err = cli(finished.parent, "--resume --out run")
     assert codes != [0] and not (finished.parent / "executed").exists()
