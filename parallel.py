@@ -56,7 +56,7 @@ How it deviates: PyTorch's DDP averages and overlaps; this sums and does not ove
 by default; here it is told to sum. Without SP experts need etp = t.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); the routers' balance loss under t and c; ranks that only generate;
+`LocalOptimizer(after_step=)`); the routers' balance loss under a plan; ranks that only generate;
 logits (`model(tokens)`) and embeddings as input under t: use `hidden` and `logprobs`.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard

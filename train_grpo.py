@@ -362,7 +362,7 @@ def parse_config(argv) -> Config:
 
 def resumed_config(path, given) -> Config:
     """What the run stored at `path`, with what the command line may change of it."""
-    stored = models.read_json(path)
+    stored = models.read_json(path, what="the configuration of a run")
     # A run that began before a flag existed had that flag's default.
     names = {f.name for f in dataclasses.fields(Config)}
     stored = {"resume_or_start": False} | stored
@@ -1816,7 +1816,7 @@ def whole_lines(path) -> list[dict]:
     """The JSON objects in a run's file of lines, without a last one that a kill has torn."""
     if not path.exists():
         return []
-    return [line for _, line in models.read_json_lines(path, torn=True)]
+    return [line for _, line in models.read_json_lines(path, skip_torn_last=True)]
 
 
 def cut_lines(path, step):

@@ -1,4 +1,4 @@
-"""Faults: kills, full disks, read-only directories, damaged checkpoints, NaNs, late ranks.
+"""Faults: kills, full disks, hostile files, NaNs, late and stopped ranks, two runs at once.
 
 In each, two ranks either go on bit for bit, or both end in the stated time with a message that
 says what happened and what to do; and what was saved stays whole. Faults are planted by a driver
@@ -9,25 +9,37 @@ in the ranks' processes, right before a call of a function, and are real: SIGKIL
     python -m pytest tests/test_faults.py -m slow          # every fault; each rank killed 20 times
 """
 
+import contextlib
 import ctypes
 import functools
+import json
 import os
 import random
 import re
 import resource
 import shutil
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from signal import SIGKILL
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from test_ranks import read_metrics
-from test_run import KL, TINY, _main, at, begin, contents, end, good
+from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
+from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good
 
-from parallel import checkpoints, newest_checkpoint, verify_checkpoint
-from train_grpo import whole_lines
+from parallel import checkpoints, is_lost_rank, newest_checkpoint, store_of_this_attempt
+from parallel import verify_checkpoint
+from train_grpo import holder_of, whole_lines
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
@@ -409,3 +421,373 @@ def test_a_rank_that_is_late_beyond_the_timeout_ends_the_run(tmp_path, truth, ra
         assert re.search(f"rank {rank}: error: {GONE}", text), text
     intact(tmp_path / "run", truth(STEPS))
     finishes(tmp_path, truth(STEPS))
+
+
+# A stopped rank ------------------------------------------------------------------------------
+
+SUBGROUPS = "torch.distributed.new_subgroups_by_enumeration"
+PLACES = {  # where rank 1 is stopped: the function, and before which call
+    "a step": (STEP, 3),
+    "a gradient": (BATCH, 3),
+    "an update": ("train_grpo.Trainer.optim_step", 3),
+    "a push": ("train_grpo.Trainer.push_weights", 3),
+    "its groups": (SUBGROUPS, 1),
+}
+UNDER = {
+    "d2": "--plan d2", "zero1": "--plan d2 --data-parallel zero1", "c2": "--plan c2",
+    "c2 ulysses": "--plan c2 --cp-method ulysses", "p2": "--plan p2 --layers 2",
+    "sparse": "--plan d2 --tree sparse", "t2": "--plan t2 --heads 4",
+}  # fmt: skip
+QUICKLY = [("c2", "a gradient"), ("p2", "its groups")]  # the short form
+STOPS = [
+    pytest.param(plan, place, marks=[] if (plan, place) in QUICKLY else [pytest.mark.slow])
+    for plan in UNDER
+    for place in PLACES
+]
+
+
+def stop(*call, **options):
+    """This process stands still until somebody sends it SIGCONT."""
+    Path("stopped").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_there(path, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("plan, place", STOPS)
+def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path, plan, place):
+    """And when it wakes, long after, it ends by itself with the same message."""
+    flags = f"{TINY} --out run --timeout 5 --steps {STEPS} {UNDER[plan]}"
+    processes, log = begin(tmp_path, flags, 2, [(1, *PLACES[place], stop)], _faulty)
+    is_there(tmp_path / "stopped")
+    processes[0].join(5 + MARGIN)
+    waited = processes[0].is_alive()
+    os.kill(processes[1].pid, signal.SIGCONT)
+    codes, _, err = end(processes, log, seconds=5 + MARGIN)
+    assert not waited, "rank 0 still waited"
+    assert codes == [2, 2], "\n".join(err)
+    for rank, text in enumerate(err):
+        assert re.search(f"rank {rank}: error: {GONE}", text), text
+
+
+# Started again -------------------------------------------------------------------------------
+
+
+def _arrive(store, found, rank, number):
+    found[rank] = store_of_this_attempt(store, rank, 2, timeout=20)
+    found[rank].set(f"from {rank}", number)
+
+
+def test_ranks_that_start_again_find_each_other_and_no_older_start():
+    """By one store, as torchrun gives it to every start of its ranks."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    # A start whose rank 0 died before it had answered, and then three whole ones.
+    store.set("attempt", "died early")
+    for start, later in enumerate((0, 1, 0)):
+        found = {}
+        ranks = [
+            threading.Thread(target=_arrive, args=(store, found, rank, f"{start}"))
+            for rank in (later, 1 - later)
+        ]
+        ranks[0].start()
+        time.sleep(0.3)  # the other rank comes so much later, and finds what older starts left
+        ranks[1].start()
+        for rank in ranks:
+            rank.join(30)
+        for rank in range(2):
+            assert found[rank].get(f"from {1 - rank}") == f"{start}".encode()
+
+
+def torchruns(cwd, machines, port, flags):
+    """So many torchruns that share a run's two ranks, each allowed to start its ranks again."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--rdzv-id", "1"]
+    launch += ["--nnodes", f"{machines}", "--nproc-per-node", f"{2 // machines}"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", SCRIPT]
+    started = []
+    for machine in range(machines):
+        log = (cwd / f"log-{machine}").open("w")
+        command = [*launch, *flags.split()]
+        started.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=log))
+    return started
+
+
+def workers(torchrun):
+    """The processes that a torchrun has started."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    return [pid for pid in map(int, children) if SCRIPT in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machines, victim", [(1, 1), (2, 1), (2, 0)])
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path, truth, machines, victim):
+    """With the bits of the run that nobody killed; `test_ranks_that_start_again_..` is quick."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{RUN} --steps {MANY} --resume-or-start"
+    started = torchruns(tmp_path, machines, port, flags)
+    wait_for(tmp_path, random.Random(machines).randint(5, 15), None)
+    pids = sorted(pid for torchrun in started for pid in workers(torchrun))
+    os.kill(pids[victim], SIGKILL)
+    codes = [torchrun.wait(300) for torchrun in started]
+    logs = [path.read_text() for path in sorted(tmp_path.glob("log-*"))]
+    assert codes == [0] * machines, "\n".join(logs)
+    assert sum(text.count("rank(s), from step") for text in logs) >= 2, "it was never started again"
+    finished(tmp_path, truth(MANY), MANY)
+
+
+def test_resume_or_start_begins_a_run_and_goes_on_with_it(tmp_path, truth):
+    flags = f"{RUN} --resume-or-start --steps"
+    good(tmp_path, f"{flags} 2", 2)
+    out, _ = good(tmp_path, f"{flags} {STEPS}", 2)
+    assert "from step 2" in out
+    finished(tmp_path, truth(STEPS))
+    codes, _, err = cli(tmp_path, f"{TINY} --resume-or-start --steps 2")
+    assert codes == [2] and "--resume-or-start needs --out" in err[0]
+
+
+# Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, truth, world):
+    processes, log = begin(tmp_path, f"{RUN} --steps 100000", world)
+    wait_for(tmp_path, 3, None)
+    os.kill(processes[-1].pid, signal.SIGINT)  # one rank of the two
+    codes, out, err = end(processes, log)
+    assert codes == [130] * world and "Traceback" not in "".join(err)
+    steps = int(re.search(r"SIGINT: saved after (\d+) steps; go on with --resume --out run", out[0])[1])
+    assert newest_checkpoint(tmp_path / "run").endswith(f"step-{steps:08d}")
+
+    hang = [(world - 1, STEP, 2, sleep, 100)]
+    processes, log = begin(tmp_path, "--resume --out run --timeout 200", world, hang, _faulty)
+    is_there(tmp_path / "late")
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)
+    time.sleep(1.2)  # longer than a key press that torchrun repeats
+    for process in processes:
+        os.kill(process.pid, signal.SIGINT)
+    codes, _, err = end(processes, log, seconds=MARGIN)
+    assert codes == [130] * world and "Traceback" not in "".join(err)
+
+
+def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
+    processes, log = begin(tmp_path, f"{RUN} --steps 9", 1, [(0, "train_grpo.build", 1, sleep, 99)], _faulty)
+    is_there(tmp_path / "late")
+    os.kill(processes[0].pid, signal.SIGINT)
+    codes, _, err = end(processes, log)
+    assert codes == [130] and err[0].count("\n") == 1 and "interrupted" in err[0]
+
+
+# A task's own errors -------------------------------------------------------------------------
+
+LOST = "raise RuntimeError('connection to my database timed out')"
+OWN_ERRORS = {
+    "lost": (LOST, "RuntimeError: connection to my database timed out"),
+    "leaves": ("import sys; sys.exit(0)", "the task called sys.exit(0)"),
+    "malformed": ("return 3", "TypeError: cannot unpack"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_ERRORS)
+def test_what_a_task_raises_is_its_own_error_with_file_and_line(tmp_path, name):
+    line, text = OWN_ERRORS[name]
+    flags = _task(tmp_path, reply=f"if RANK == '1': {line}")
+    codes, _, err = cli(tmp_path, flags, world=2)
+    assert codes == [2, 2] and "another rank is gone" in err[0]
+    last = err[1].splitlines()[-1]
+    assert last.startswith(f"rank 1: error: {text}") and "task.py" in last, last
+    if name != "malformed":
+        assert re.search(r"task\.py, line \d+, in reply\)$", last), last
+
+
+def test_a_lost_rank_is_known_by_where_the_error_was_raised():
+    def raised(function):
+        try:
+            function()
+        except Exception as error:
+            return error
+
+    def says_it():
+        raise RuntimeError("Connection closed by peer: timed out")
+
+    assert not is_lost_rank(raised(says_it))
+    assert is_lost_rank(dist.DistBackendError("anything"))
+    wrapped = RuntimeError("a stage failed")
+    wrapped.__cause__ = dist.DistNetworkError("reset")
+    assert is_lost_rank(wrapped)
+
+
+# Nobody gets in ------------------------------------------------------------------------------
+
+EVIL = "from pathlib import Path\nPath('executed').touch()\n"
+
+
+def test_resume_imports_no_file_that_the_run_names(tmp_path):
+    flags = _task(tmp_path)
+    good(tmp_path, flags)
+    evil = tmp_path / "run" / "evil.py"
+    evil.write_text(EVIL + (tmp_path / "task.py").read_text())
+    config = tmp_path / "run" / "config.json"
+    for named in ("run/evil.py:Mine", "task.py:Mine"):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"task": named}))
+        codes, _, err = cli(tmp_path, "--resume --out run --steps 3")
+        assert codes == [2] and "give it again, as --task FILE.py:Mine" in err[0]
+    assert not (tmp_path / "executed").exists()
+    good(tmp_path, "--resume --out run --steps 3 --task task.py:Mine")
+    assert len(read_metrics(tmp_path / "run")) == 3 and not (tmp_path / "executed").exists()
+
+
+ONCE = "--steps 4 --save-every 2"
+PAIRS = {"one --out": f"{ONCE} --out run", "--resume": "--resume --out run --steps 8",
+         "--overwrite": f"{ONCE} --out run --overwrite"}  # fmt: skip
+
+
+def hold_until(path, *call):
+    is_there(path)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_of_two_runs_in_one_directory_the_second_says_who_holds_it(tmp_path, name):
+    if name != "one --out":
+        good(tmp_path, f"{TINY} {ONCE} --out run")
+    flags = PAIRS[name] if "resume" in name else f"{TINY} {PAIRS[name]}"
+    # The one that has the directory waits there until the other has ended.
+    hold = [(0, "train_grpo.run", 1, hold_until, tmp_path / "let go")]
+    runs = [begin(tmp_path, flags, 1, hold, _faulty) for _ in range(2)]
+    deadline = time.monotonic() + 100
+    while all(processes[0].is_alive() for processes, _ in runs):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (tmp_path / "let go").touch()
+    ends = [end(*run) for run in runs]
+    assert sorted(codes[0] for codes, _, _ in ends) == [0, 2], [err for _, _, err in ends]
+    winner = next(n for n, (codes, _, _) in enumerate(ends) if codes == [0])
+    pid = runs[winner][0][0].pid
+    assert f"error: run is in use by process {pid} (" in ends[1 - winner][2][0]
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [*range(len(lines))]
+    assert (tmp_path / "run" / "lock").read_bytes() == b""
+
+
+def test_two_runs_without_out_take_two_directories(tmp_path):
+    runs = [begin(tmp_path, f"{TINY} --steps 2") for _ in range(3)]
+    assert [end(*run)[0] for run in runs] == [[0]] * 3
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {f"guess-{n}" for n in range(3)}
+    for run in (tmp_path / "runs").iterdir():
+        assert [line["step"] for line in read_metrics(run)] == [0, 1]
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    codes, _, _ = cli(tmp_path, f"{TINY} {ONCE} --out run", die=(STEP, 4))
+    assert codes == [-SIGKILL] and (tmp_path / "run" / "lock").read_bytes() == b""
+    good(tmp_path, "--resume --out run")
+
+
+def no_locks(*call, **options):
+    raise OSError(38, "Function not implemented")
+
+
+def test_where_there_is_no_flock_it_says_so_and_goes_on(tmp_path):
+    processes = begin(tmp_path, f"{TINY} --steps 2 --out run", 1, [(0, "fcntl.flock", 1, no_locks)], _faulty)
+    codes, _, err = end(*processes)
+    assert codes == [0] and "run cannot be locked ([Errno 38]" in err[0]
+
+
+@pytest.mark.quick
+def test_who_holds_a_file_is_found_or_said_to_be_unknown(tmp_path):
+    (tmp_path / "lock").touch()
+    assert holder_of(tmp_path / "lock") == "another process, perhaps on another machine"
+
+
+HOSTILE = {  # the file of a run, its text, what a resume must say
+    "config.json": ('{"advantage": [[' + "[" * 9999, "run/config.json"),
+    "metrics.jsonl": ("5\n", "run/metrics.jsonl line 1"),
+    "samples.jsonl": ("{}\n", "run/samples.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
+    run, (text, says) = shutil.copytree(truth(STEPS), tmp_path / "run"), HOSTILE[name]
+    (run / name).write_text(text)
+    codes, _, err = cli(tmp_path, f"--resume --out run --steps {STEPS + 1}")
+    assert codes == [2] and err[0].count("\n") == 1 and says in err[0], err[0]
+
+
+# Nothing is lost -----------------------------------------------------------------------------
+
+
+def flipped(model, optimizer):
+    """A bit of one weight, as a cosmic ray would: the value stays finite."""
+    p = next(iter(model.parameters()))
+    p.data.view(torch.int32)[0, 0] ^= 1 << 12
+
+
+@pytest.mark.parametrize("flags", ["", "--plan d2 --data-parallel zero1"])
+def test_a_bit_that_flips_in_one_replica_ends_the_run_by_name(tmp_path, flags):
+    # Right before the second comparison, since zero1 sends each row from its one owner to all at
+    # every update: a bit that flips in between is either mended or everybody's.
+    compare = (1, "train_grpo.replica_difference", 2, flipped)
+    codes, _, err = run(tmp_path, f"{RUN} --steps {STEPS} {flags}", compare)
+    assert codes == [2, 2], "\n".join(err)
+    for text in err:
+        assert re.search(r"error: .*model.embed_tokens.weight.*ranks? .*1.*nothing is saved", text), text
+    assert newest_checkpoint(tmp_path / "run").endswith("step-00000002")
+
+
+def test_no_checkpoint_is_saved_while_steps_are_skipped(tmp_path):
+    flags = f"{ONE_UPDATE} --save-every 1 --keep 2 --max-skipped 9 --steps {STEPS}"
+    codes, out, err = run(tmp_path, flags, *((1, BATCH, call, nan) for call in (4, 5, 6)))
+    assert codes == [2, 2], "\n".join(err)
+    assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["2", "3"]
+    for text in err:
+        assert "the newest checkpoint is run/step-00000003" in text, text
+
+
+def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path, checkpoint):  # noqa: F811
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    flags = f"--task jsonl --data rows.jsonl --model {checkpoint} --template {{question}} {TINY}"
+    flags += " --out run --steps 2 --max-new-tokens 4"
+    export = (0, "models.save_hf", 1, fills_up, None, 3000)
+    codes, _, err = run(tmp_path, flags, export)
+    assert codes == [2, 2], "\n".join(err)
+    for text in err:
+        assert re.search(r"run/hf not written .*make room.*--resume --out run", text), text
+    good(tmp_path, "--resume --out run", 2)
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+
+
+# Silence -------------------------------------------------------------------------------------
+
+
+def test_a_run_that_trains_nothing_says_so(tmp_path):
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --temperature 1e-300")
+    assert codes == [2] and "step 0: no finite token" in err[0] and "--temperature" in err[0]
+    flags = f"{TINY} --out other --steps 2 --dynamic-sampling --entropy-coef 0 --max-new-tokens 1"
+    _, err = good(tmp_path, flags)
+    assert err.count("no update, since nothing was left to train on") == 2
+
+
+def test_a_refusal_leaves_the_directory_free(tmp_path):
+    """What only a task, a package or a split model can tell is found before a directory is made."""
+    flags = _task(tmp_path)
+    text = (tmp_path / "task.py").read_text()
+    derived = text.replace("class Mine:", "from train_grpo import Task\nclass Mine(Task):")
+    for source in (text, derived):
+        (tmp_path / "task.py").write_text(source)
+        command = [sys.executable, SCRIPT, *flags.split(), "--demos", "1"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and "Mine has no demonstrations" in done.stderr, done.stderr
+    for schedule in ("zbv", "interleaved1f1b"):
+        codes, _, err = cli(tmp_path, f"{TINY} --steps 2 --out run --plan p2 --pp-schedule {schedule}", 2)
+        assert codes == [2, 2] and "layers" in err[0] and err[0].count("\n") == 1
+    codes, _, err = cli(tmp_path, f"{TINY} --steps 2 --out run --clip-high 1e300")
+    assert codes == [2] and "--clip-high must be finite" in err[0]
+    assert not (tmp_path / "run").exists()
