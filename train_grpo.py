@@ -1939,13 +1939,13 @@ def prepare_out(config, held) -> str:
     """
     out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
-        if config.out:
-            refuse_directory(config, out)  # before anything is written
-            out.mkdir(parents=True, exist_ok=True)
-        else:
+        if not config.out:
             out = first_free_directory(config)
+        elif not (out / "lock").exists():
+            refuse_directory(config, out)  # before anything is written there
+            out.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(out))
-        refuse_directory(config, out)  # another run may have come and gone since the first look
+        refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8
             names = ["metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*", "reference"]
