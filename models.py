@@ -83,6 +83,10 @@ cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding l
 never hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a
 token) where more than 2^22 of them would have to be held.
 
+A checkpoint comes from somebody else. Its JSON, its config's fields, its tensors' names, shapes,
+dtypes and values, and the file names in its index are all held to what they should be before they
+are used, and refused by name: a ValueError of one line. So are token ids outside the vocabulary.
+
 Deviates: dynamic RoPE depends on the longest position of this call, not of earlier ones; under it,
 packed is not separate, and a cache keeps the angles that its tokens were written with. (12) has
 pi0's path from noise at 0 to action at 1, and the sign that integrates it forward. b of (11) lives
@@ -100,8 +104,12 @@ arXiv:2407.01082.
 import dataclasses
 import json
 import math
+import numbers
 import os
+import reprlib
 import sys
+import types
+import typing
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,11 +131,83 @@ ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }  # fmt: skip
-ROPE_KEYS = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    "low_freq_factor", "high_freq_factor", "partial_rotary_factor",
+ROPE_KEYS = {  # every key that is known, and what it may hold
+    "rope_type": str, "type": str, "rope_theta": float, "factor": float | None,
+    "original_max_position_embeddings": int | None, "attention_factor": float | None,
+    "beta_fast": float | None, "beta_slow": float | None, "mscale": float | None,
+    "mscale_all_dim": float | None, "truncate": bool, "low_freq_factor": float | None,
+    "high_freq_factor": float | None, "partial_rotary_factor": float | None,
 }  # fmt: skip
+
+# What a number in a configuration may be, by name, both ends included. The ceilings are several
+# times what any released model has. They are there so that a damaged config.json can be compared
+# with the tensors beside it, on the meta device, instead of failing in the middle of building a
+# model of 10^9 layers: with them no parameter has more than 2^59 bytes, and the list of layers
+# ends. What is merely another model's size is then an ordinary complaint about a tensor's shape.
+WIDEST = 2**22  # of a matrix, in rows or columns
+MOST = 2**12  # layers, and experts of a layer
+LONGEST = 2**53  # positions: float64 counts no further
+POSITIVE = sys.float_info.min
+RANGES = {
+    "vocab_size": (1, WIDEST), "hidden_size": (1, WIDEST), "intermediate_size": (1, WIDEST),
+    "moe_intermediate_size": (0, WIDEST), "num_hidden_layers": (1, MOST),
+    "num_attention_heads": (1, WIDEST), "num_key_value_heads": (1, WIDEST),
+    "head_dim": (1, WIDEST), "num_experts": (0, MOST), "num_local_experts": (0, MOST),
+    "num_experts_per_tok": (0, MOST), "max_position_embeddings": (1, LONGEST),
+    "original_max_position_embeddings": (1, LONGEST), "decoder_sparse_step": (1, LONGEST),
+    "sliding_window_pattern": (1, LONGEST), "_sliding_window_pattern": (1, LONGEST),
+    "eos_token_id": (0, LONGEST), "rms_norm_eps": (0, math.inf), "initializer_range": (0, math.inf),
+    "router_bias_rate": (0, math.inf), "rope_theta": (POSITIVE, math.inf),
+    "rope_local_base_freq": (POSITIVE, math.inf), "factor": (POSITIVE, math.inf),
+    "query_pre_attn_scalar": (POSITIVE, math.inf),
+    "final_logit_softcapping": (POSITIVE, math.inf),
+}  # fmt: skip
+
+
+def require_field(name, value, kind, /) -> None:
+    """ValueError that names the field, unless `value` is of the annotated kind and in its range.
+
+    kind: an annotation, such as int | None or tuple[str, ...]. Every field of `ModelConfig` and
+    every field of a config.json that a reader uses comes through here before it is used, so that
+    no reader has to ask what it was given. The range goes by the last part of a dotted name.
+    """
+    if not _is_of_kind(value, kind):
+        raise ValueError(f"{name} must be {_in_words(kind)}, got {reprlib.repr(value)}")
+    low, high = RANGES.get(name.rpartition(".")[2], (-math.inf, math.inf))
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(number, numbers.Real) and not low <= number <= high:
+            expected = "positive" if low == POSITIVE else f"at least {low}"
+            if high < math.inf:
+                expected += f" and at most {high}"
+            raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")
+
+
+def _is_of_kind(value, kind) -> bool:
+    """Whether a value is of an annotated kind. JSON's true is no 1, and its NaN no number."""
+    if isinstance(kind, types.UnionType):
+        return any(_is_of_kind(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) in (tuple, list):  # JSON has one kind of list
+        inside = typing.get_args(kind)[0]
+        return isinstance(value, list | tuple) and all(_is_of_kind(x, inside) for x in value)
+    if kind is int:  # of 64 bits, as torch wants it; numpy's integers are integers too
+        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return whole and -(2**63) <= value < 2**63
+    if kind is float:  # an integer will do, if float64 reaches so far
+        if isinstance(value, numbers.Integral):
+            return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    return isinstance(value, kind)
+
+
+def _in_words(kind) -> str:
+    """An annotation in the words of an error message."""
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_in_words(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) in (tuple, list):
+        return f"a list, each {_in_words(typing.get_args(kind)[0])}"
+    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string",
+             dict: "an object", types.NoneType: "null"}  # fmt: skip
+    return words[kind]
 
 
 @dataclass
@@ -163,7 +243,7 @@ class ModelConfig:
     norm_offset: bool = False  # (4) with 1 + w
     sandwich_norms: bool = False  # the norms marked ' in (2) and (3)
     scale_embedding: bool = False
-    query_pre_attn_scalar: int | None = None  # None: head_dim
+    query_pre_attn_scalar: float | None = None  # None: head_dim
     final_logit_softcapping: float | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 0
@@ -174,37 +254,43 @@ class ModelConfig:
     value_head: bool = False
 
     def __post_init__(self):
+        # Types and ranges first: all that follows may rely on them.
+        for f in dataclasses.fields(self):
+            require_field(f.name, getattr(self, f.name), f.type)
+        for kind, rope in self.rope_parameters.items():
+            require_field(f"rope_parameters.{kind}", rope, dict)
         self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
+        kinds = set(self.layer_types)
+        if kinds - {FULL, SLIDING} or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; "
+                             f"got {reprlib.repr(list(self.layer_types))}")  # fmt: skip
         given, default = self.rope_parameters, {"rope_type": "default", "rope_theta": 10000.0}
         if set(given) - {FULL, SLIDING}:
             raise ValueError(f"rope_parameters go by layer type, got {given}")
-        kinds = sorted(set(self.layer_types))
-        self.rope_parameters = {kind: default | given.get(kind, {}) for kind in kinds}
+        self.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
         for wrong, complaint in self._mistakes():
             if wrong:
                 raise ValueError(complaint)
         for rope in self.rope_parameters.values():
-            _check_rope(rope, self.max_position_embeddings)
+            _check_rope(rope, self.max_position_embeddings, self.head_dim)
 
     def _mistakes(self):
         """(whether it is made, what to say), so ordered that later questions can be asked."""
-        sizes = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                 "num_attention_heads", "num_key_value_heads", "head_dim"]  # fmt: skip
         if self.sparse_layers:
-            sizes += ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
-        for name in sizes:
-            yield getattr(self, name) < 1, f"{name} must be at least 1, got {getattr(self, name)}"
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+                found = getattr(self, name)
+                yield found < 1, f"{name} must be at least 1 in sparse layers, got {found}"
         H, G, kinds = self.num_attention_heads, self.num_key_value_heads, self.layer_types
         yield H % G, f"num_attention_heads {H} must divide by num_key_value_heads {G}"
+        yield H * self.head_dim > WIDEST, (
+            f"num_attention_heads {H} times head_dim {self.head_dim} exceeds {WIDEST}")
         yield self.head_dim % 2, f"head_dim must be even for half-split RoPE, got {self.head_dim}"
         yield self.num_experts_per_tok > self.num_experts, (
             f"num_experts_per_tok {self.num_experts_per_tok} exceeds {self.num_experts} experts")
-        yield set(kinds) - {FULL, SLIDING} or len(kinds) != self.num_hidden_layers, (
-            f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; got {list(kinds)}")
         yield SLIDING in kinds and not (self.sliding_window or 0) > 0, (
             f"sliding layers need a sliding_window, got {self.sliding_window}")
         yield self.hidden_act not in ACTIVATIONS, (
-            f"hidden_act {self.hidden_act!r} is not one of {list(ACTIVATIONS)}")
+            f"hidden_act (or hidden_activation) {self.hidden_act!r} is none of {[*ACTIVATIONS]}")
         yield any(not 0 <= n < self.num_hidden_layers for n in self.sparse_layers), (
             f"sparse_layers {self.sparse_layers} are not layers of this model")
 
@@ -215,24 +301,32 @@ class ModelConfig:
         Both spellings are read (transformers 4 and 5), absent fields have transformers' defaults.
         Anything that would change the numbers and is not implemented is a ValueError that names it.
         """
-        if not isinstance(raw, dict):
-            path = Path(raw)
-            raw = _read_json(path / "config.json" if path.is_dir() else path)
-        if "text_config" in raw:  # multimodal: the text model; what it lacks may stand outside
-            outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
-            raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | raw["text_config"]
-        if raw.get("model_type") not in FAMILIES:
-            raise ValueError(f"model_type {raw.get('model_type')!r} is not implemented; "
+        if isinstance(raw, dict):
+            return cls._from_dict(raw)
+        path = Path(raw)
+        if path.is_dir():
+            path = path / "config.json"
+        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+        try:
+            return cls._from_dict(raw)
+        except ValueError as error:  # whatever is wrong with the fields, say in which file
+            raise ValueError(f"{path}: {error}") from error
+
+    @classmethod
+    def _from_dict(cls, raw):
+        raw = _text_config(raw)
+        if raw["model_type"] not in FAMILIES:
+            raise ValueError(f"model_type {raw['model_type']!r} is not implemented; "
                              f"implemented: {', '.join(FAMILIES)}")  # fmt: skip
         family = FAMILIES[raw["model_type"]]
         raw = COMMON | family.defaults | raw
+        for name in raw.keys() & RAW_FIELDS.keys():
+            require_field(name, raw[name], RAW_FIELDS[name])
         _refuse_unimplemented(raw)
+
         fields = {name: raw[name] for name in COMMON}
         if fields["num_key_value_heads"] is None:
             fields["num_key_value_heads"] = fields["num_attention_heads"]
-        empty = [name for name, value in fields.items() if value is None]
-        if empty:
-            raise ValueError(f"config leaves {', '.join(empty)} null")
         eos = raw.get("eos_token_id")
         eos = eos if isinstance(eos, list | tuple) else [eos]
         fields["eos_token_id"] = tuple(token for token in eos if token is not None)
@@ -268,19 +362,45 @@ class ModelConfig:
         return raw
 
 
-def _check_rope(rope, max_position_embeddings):
+def _text_config(raw) -> dict:
+    """The text model's part of a config: all of it, or of a multimodal one the inner object."""
+    inner = raw.get("text_config")
+    require_field("text_config", inner, dict | None)
+    if inner is not None:  # what it lacks may stand outside
+        outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | inner
+    require_field("model_type", raw.get("model_type"), str)
+    return raw
+
+
+def _check_rope(rope, max_position_embeddings, head_dim):
     """Fill in what transformers takes for granted; ValueError for what (5) does not cover."""
+    for name in rope.keys() & ROPE_KEYS.keys():
+        require_field(f"rope_parameters.{name}", rope[name], ROPE_KEYS[name])
     kind = rope["rope_type"]
     if kind not in ROPE_NEEDS:
         raise ValueError(f"rope_type {kind!r} is not implemented; there are {list(ROPE_NEEDS)}")
-    if kind in ("yarn", "llama3"):
-        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
-    unknown = sorted(set(rope) - ROPE_KEYS)
+    if kind in ("yarn", "llama3") and rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = max_position_embeddings
+    unknown = sorted(rope.keys() - ROPE_KEYS.keys())
     missing = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
     if unknown or missing:
-        raise ValueError(f"rope_type {kind}: unknown {unknown}, missing {missing}")
+        raise ValueError(f"rope_parameters of rope_type {kind}: unknown {unknown}, "
+                         f"missing {missing}")  # fmt: skip
     if rope.pop("partial_rotary_factor", None) not in (None, 1):
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
+    # Numbers that are each possible may still divide by zero together, or have no logarithm.
+    # Computing f once, beyond the length that dynamic RoPE waits for, is the test of them all.
+    longest = max_position_embeddings
+    try:
+        with torch.device("cpu"):
+            options = dict(length=2 * longest, longest=longest)
+            f, factor = rope_frequencies(rope, min(head_dim, 256), **options)
+            finite = bool(f.isfinite().all()) and math.isfinite(factor)
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
+    if not finite:
+        raise ValueError(f"rope_parameters {rope} give angles that are not finite")
 
 
 def _refuse_unimplemented(raw):
@@ -312,21 +432,28 @@ def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
     sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
     """
     scaling, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    by_type = any(isinstance(value, dict) for value in (new | scaling).values())
+    by_type = [key for key, value in (new | scaling).items() if isinstance(value, dict)]
     if by_type and sliding_theta is None:
-        raise ValueError(f"RoPE per layer type in {raw['model_type']}: transformers has none")
+        raise ValueError(f"rope_parameters.{by_type[0]} is an object: RoPE per layer type in "
+                         f"{raw['model_type']}: transformers has none")  # fmt: skip
     out = {}
-    for kind in set(kinds):
+    for kind in sorted(set(kinds)):
         theta = raw.get("rope_theta")
-        rope = dict(new.get(kind) or {}) if sliding_theta else dict(scaling or new)
+        if sliding_theta:
+            require_field(f"rope_parameters.{kind}", new.get(kind), dict | None)
+            rope = dict(new.get(kind) or {})
+        else:
+            rope = dict(scaling or new)
         if sliding_theta and kind == SLIDING:
             theta = raw.get("rope_local_base_freq", sliding_theta)
         elif sliding_theta:
             rope |= scaling
         rope.setdefault("rope_theta", theta)
-        rope["rope_theta"] = float(rope["rope_theta"])
         rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
         rope.pop("type", None)
+        for name in ("rope_theta", "rope_type"):
+            require_field(name, rope[name], ROPE_KEYS[name])
+        rope["rope_theta"] = float(rope["rope_theta"])
         if raw.get("original_max_position_embeddings") and rope["rope_type"] in ("yarn", "llama3"):
             rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
         out[kind] = rope
@@ -354,6 +481,23 @@ QWEN = dict(
     attention_bias=False, hidden_act="silu",
 )  # fmt: skip
 MOE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
+
+# What the fields of a config.json that are read here may hold. Others are let be, whatever they
+# hold: nobody looks at them.
+RAW_FIELDS = {f.name: f.type for f in dataclasses.fields(ModelConfig) if f.name in COMMON} | {
+    "num_key_value_heads": int | None, "head_dim": int | None, "hidden_act": str,
+    "hidden_activation": str, "attention_bias": bool, "attention_dropout": float | None,
+    "use_sliding_window": bool | None, "sliding_window": int | None, "max_window_layers": int,
+    "layer_types": list[str] | None, "sliding_window_pattern": int | None,
+    "_sliding_window_pattern": int | None, "use_bidirectional_attention": bool | None,
+    "query_pre_attn_scalar": float | None, "final_logit_softcapping": float | None,
+    "rope_theta": float | None, "rope_local_base_freq": float, "rope_scaling": dict | None,
+    "rope_parameters": dict | None, "partial_rotary_factor": float | None,
+    "original_max_position_embeddings": int | None, "eos_token_id": int | list[int | None] | None,
+    "num_experts": int, "num_local_experts": int | None, "num_experts_per_tok": int,
+    "moe_intermediate_size": int, "norm_topk_prob": bool, "decoder_sparse_step": int,
+    "mlp_only_layers": list[int] | None, "value_head": bool,
+}  # fmt: skip
 
 
 def read_qwen(raw, /) -> dict:
@@ -735,6 +879,29 @@ class Seeded(nn.Module):
         return self
 
 
+def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
+    """Refuse token ids that are not in 0..vocab_size - 1.
+
+    On the CPU a ValueError that names the first one and its place. On a GPU an assertion of the
+    device, which ends the process at some later call: to look at the ids here, the CPU would have
+    to wait for the GPU in each forward.
+    """
+    if not tokens.numel():
+        return
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        inside = (tokens >= 0) & (tokens < vocab_size)
+        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
+        return
+    low, high = torch.aminmax(tokens)
+    if low >= 0 and high < vocab_size:
+        return
+    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
+    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
+    raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
+                     f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
+
+
 class Transformer(Seeded):
     """A causal language model.
 
@@ -792,12 +959,19 @@ class Transformer(Seeded):
 
     def embed(self, tokens_BS, /):
         """(1)."""
+        # Here and not in embed_tokens, which tensor parallelism replaces: there a token that no
+        # rank has would be a zero in silence.
+        self.require_tokens(tokens_BS)
         x_BSM = self.model.embed_tokens(tokens_BS)
         if not self.config.scale_embedding:
             return x_BSM
         # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
         # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
         return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+
+    def require_tokens(self, tokens, /) -> None:
+        """See `require_tokens_in_vocabulary`: for whoever hands tokens to one stage of many."""
+        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
 
     def logits(self, hidden, /):
         """(7): (..., M) -> (..., V), in the model's dtype."""
@@ -814,6 +988,7 @@ class Transformer(Seeded):
         """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
         weight_vM, options = self.head_rows()
         options |= dict(temperature=temperature, softcap=self.config.final_logit_softcapping)
+        options |= dict(vocab_size=self.config.vocab_size)
         return token_logprobs(hidden, weight_vM, targets, **options)
 
     def head_rows(self):
@@ -993,7 +1168,7 @@ LOGITS = 2**22  # held at a time by default: 16 MiB in float32
 
 def token_logprobs(
     hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
-    group=None, vocab_start=0,
+    group=None, vocab_start=0, vocab_size=None,
 ):  # fmt: skip
     """Log-prob of each target and entropy of each distribution, (8) and (9).
 
@@ -1006,12 +1181,20 @@ def token_logprobs(
 
     Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
     vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
-    gradient of hidden and its rows' gradient of the weight. A target in nobody's rows gives -inf.
+    gradient of hidden and its rows' gradient of the weight.
+
+    vocab_size: V, which a rank of a group cannot know by itself; without a group it is the rows of
+    the weight. A target outside of it is refused by `require_tokens_in_vocabulary`; in a group that
+    was not told V, a target in nobody's rows gives -inf.
     """
     if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
         found = f"{tuple(hidden_NM.shape)} and {tuple(targets_N.shape)}"
         raise ValueError(f"hidden must be (N, M) and targets (N,), got {found}")
     (N, _), v, held = hidden_NM.shape, len(weight_vM), 1
+    if vocab_size is None and group is None:
+        vocab_size = v
+    if vocab_size is not None:
+        require_tokens_in_vocabulary(targets_N, vocab_size, what="target")
     if chunk is None:
         chunk = max(1, min((N + 1) // 2, max(128, LOGITS // v)))
         held = max(1, LOGITS // (chunk * v))
@@ -1034,7 +1217,7 @@ def _scaled_logits(hidden_NM, weight_vM, temperature, softcap):
 def _local_targets(targets_N, rows, group, vocab_start):
     """Targets from this rank's first row on, others' at 0; which are its own, both (N, 1)."""
     local_N1 = targets_N[:, None] - vocab_start
-    if group is None:  # all of them, or gather will complain
+    if group is None:  # all of them: others were refused
         return local_N1, torch.ones_like(local_N1, dtype=torch.bool)
     own_N1 = (local_N1 >= 0) & (local_N1 < rows)
     return torch.where(own_N1, local_N1, 0), own_N1
@@ -1817,6 +2000,7 @@ def sample_actions(velocity, noise_BTA, /, *, steps=10):
 # 9. Checkpoints ------------------------------------------------------------------------------
 
 def _safetensors():
+    """The library, with its submodule for torch: only checkpoints need it."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -1833,19 +2017,79 @@ def load_tokenizer(directory):
     path = Path(directory) / "tokenizer.json"
     if not path.exists():
         raise ValueError(f"{directory} has no tokenizer.json")
-    return Tokenizer.from_file(str(path))
-
-
-def _read_json(path) -> dict:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower, whatever is wrong
+        raise ValueError(f"{path} is no tokenizer that can be read: {error}") from error
+
+
+def read_json(path, /, *, what="a JSON file") -> dict:
+    """The object that a JSON file holds.
+
+    what: what the file should be, for the message if it is missing. Whatever is wrong with the file
+    is a ValueError of one line that names it: that it is missing, a directory or not to be read,
+    not UTF-8, not JSON, nested too deeply, no object. NaN and Infinity, which Python's reader takes
+    and JSON does not have, numbers that float64 does not have, and strings that UTF-8 does not have
+    (lone surrogates, written as \\ud800) are refused too: each would fail far from here.
+    """
+    return _parse_object(_read_bytes(path, what), str(path))
+
+
+def read_json_lines(path, /, *, what="a file of JSON lines", skip_torn_last=False) -> list:
+    """[(line number from 1, object)] of a file with one JSON object a line; empty lines are none.
+
+    Each line is held to what `read_json` asks of a file, and the ValueError names file and line.
+    skip_torn_last: leave out the last line if it is damaged and no newline ends it, as a kill or a
+    full disk leaves a file that is appended to. A damaged line anywhere else is still refused.
+    """
+    found = []
+    lines = _read_bytes(path, what).split(b"\n")  # by newlines alone: JSON strings may hold U+2028
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append((number, _parse_object(line, f"{path} line {number}")))
+        except ValueError:
+            # Behind the last newline split leaves an empty piece, so that a last piece which is
+            # not empty is a line that nobody has finished.
+            if not skip_torn_last or number < len(lines):
+                raise
+    return found
+
+
+def _read_bytes(path, what) -> bytes:
+    try:
+        return Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise ValueError(f"no {path}; give a Hugging Face checkpoint directory") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"no {path}; expected {what}") from error
+    except OSError as error:  # a directory, no permission, a loop of links, a broken disk
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _parse_object(data, where) -> dict:
+    """The one JSON object in `data`; ValueError of one line that begins with `where`."""
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
+        if "\\u" in text:  # the only way to write a lone surrogate; encoding finds it
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        # Errors of decoding and encoding, json's own, and ours from below are all ValueErrors.
+        raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold an object, got a {type(value).__name__}")
+        raise ValueError(f"{where} must hold an object, got a {type(value).__name__}")
     return value
+
+
+def _refuse_constant(text):
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite_float(text):
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text} is beyond float64")
+    return number
 
 
 def _open_shard(path):
@@ -1857,6 +2101,25 @@ def _open_shard(path):
         raise ValueError(f"shard {path} is missing") from error
     except (module.SafetensorError, OSError) as error:
         raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def _weight_map(index) -> dict:
+    """Tensor name -> file name from an index. Files beside the index only.
+
+    A checkpoint comes from somebody else: a name that leads out of its directory would have us read
+    any file of this machine. A link inside the directory, as Hugging Face's cache makes them, is
+    its owner's doing, and fine.
+    """
+    listed = read_json(index, what="the index of a checkpoint in several files").get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError(f"{index}: weight_map must be an object that names each tensor's file, "
+                         f"got {reprlib.repr(listed)}")  # fmt: skip
+    for name, file in listed.items():
+        plain = isinstance(file, str) and file not in ("", ".", "..")
+        if not plain or any(character in file for character in "/\\:\0"):
+            raise ValueError(f"{index}: weight_map has {name} in {reprlib.repr(file)}; expected "
+                             f"the name of a file in the same directory")  # fmt: skip
+    return listed
 
 
 class Stored(NamedTuple):
@@ -1877,7 +2140,7 @@ def _open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
     if not index.exists() and not single.exists():
         raise ValueError(f"no model.safetensors and no index in {directory}")
-    listed = _read_json(index).get("weight_map", {}) if index.exists() else {}
+    listed = _weight_map(index) if index.exists() else {}
     named = {name: directory / file for name, file in listed.items()}
     readers = {path: _open_shard(path) for path in sorted({*named.values()}) or [single]}
     found = {name: path for path, reader in readers.items() for name in reader.keys()}
@@ -1932,45 +2195,88 @@ def _region(parameter) -> list[tuple[int, int]]:
     return ranges
 
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    Everything is checked before anything is copied; then one tensor at a time is read. dtype and
-    device: default the checkpoint's own dtype, on the CPU; or model: fill this one as it is. Its
-    parameters may be DTensors (FSDP, TP): each rank then reads its own part, with no message.
+    Names, shapes and dtypes (F64, F32, F16, BF16) are checked before anything is allocated or
+    copied; then one tensor at a time is read. dtype and device: default the checkpoint's own dtype,
+    on the CPU; or model: fill this one as it is.
+
+    Weights that are NaN or infinite, also for being too large for the model's dtype, are refused.
+    That is seen only while they are read, and they are read once: after such a refusal, as after a
+    disk that fails in the middle, the weights of a given `model` are undefined, some old and some
+    new. After every other refusal they are untouched.
+
+    The parameters of `model` may be DTensors (FSDP, TP): each rank then reads its own part. All
+    ranks must call, since they tell each other at the end whether all went well: what one rank
+    found wrong in its part, all raise.
     """
+    if model is not None and (dtype or device):
+        raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
+    problem = None
+    try:
+        loaded = _load(Path(directory), model, dtype, device)
+    except Exception as error:  # raised below, after the other ranks have heard of it
+        problem = error
+    _raise_on_all_ranks(problem, model)
+    return loaded
+
+
+def _load(directory, model, dtype, device) -> Transformer:
+    """`load_hf` on this rank."""
     config, (tensors, _) = ModelConfig.from_hf(directory), _open_checkpoint(directory)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some writers store the tied matrix twice
-    if model is None:
-        names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-        stored = next(iter(tensors.values())).part.get_dtype()
-        if dtype is None and stored not in names:
-            raise ValueError(f"{directory} stores dtype {stored}; pass dtype= to convert")
+
+    # A model on the meta device has shapes and no memory: whatever sizes a damaged config asks for,
+    # they meet the stored tensors' shapes before anything is allocated.
+    new = model is None
+    if new:
         with torch.device("meta"):
             model = Transformer(config)
-        model = model.to(dtype or getattr(torch, names[stored])).to_empty(device=device or "cpu")
-    elif dtype or device:
-        raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
     lost = dataclasses.replace(model.config, router_bias_rate=0.0)
     config.require_same_numbers(lost, directory)
+    pieces = {name: _pieces(name, p.shape, tensors) for name, p in model.named_parameters()}
+    _require_fits(directory, tensors, pieces)
+
+    if new:
+        stored = DTYPES[next(iter(tensors.values())).part.get_dtype()]
+        model = model.to(dtype or stored).to_empty(device=device or "cpu")
     have = dict(model.named_parameters())
-    pieces = {name: _pieces(name, p.shape, tensors) for name, p in have.items()}
-    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
-    if missing or unexpected:
-        raise ValueError(f"{directory}: missing tensors {missing}, unexpected tensors {unexpected}")
-    for name, shape in wanted.items():
-        path, stored, part = tensors[name]
-        if part.get_shape() != list(shape):
-            raise ValueError(f"{path}: {stored} has shape {part.get_shape()}, config asks for "
-                             f"{list(shape)}")  # fmt: skip
     with torch.no_grad():
         for name, parts in pieces.items():
             _fill(have[name], parts, tensors)
         for buffer in model.buffers():
             buffer.zero_()
     return model
+
+
+def _require_fits(directory, tensors, pieces) -> None:
+    """ValueError unless the stored tensors are those that the pieces ask for, of dtypes we read."""
+    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
+    if missing or unexpected:
+        raise ValueError(f"{directory}: missing tensors {_some(missing)}, "
+                         f"unexpected tensors {_some(unexpected)}")  # fmt: skip
+    for name, shape in wanted.items():
+        path, stored, part = tensors[name]
+        if part.get_shape() != list(shape):
+            raise ValueError(f"{path}: {stored} has shape {part.get_shape()}, config asks for "
+                             f"{list(shape)}")  # fmt: skip
+        # Quantised weights mean something only together with their scales; integers and truth
+        # values are no weights at all. A cast would train them all the same.
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {stored} is stored as {part.get_dtype()}; weights must be "
+                             f"one of {', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+
+
+def _some(names) -> str:
+    """The first of many names, and how many more there are: a message is one line."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{names[:8]}{more}"
 
 
 def _fill(parameter, parts, tensors):
@@ -1987,7 +2293,40 @@ def _fill(parameter, parts, tensors):
         if piece.row:
             cut[-2] = cut[-2][0] + piece.row, cut[-2][1] + piece.row
         if into.numel():
-            into.copy_(tensors[piece.name].part[tuple(slice(a, b) for a, b in cut)])
+            stored = tensors[piece.name]
+            into.copy_(stored.part[tuple(slice(a, b) for a, b in cut)])
+            # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
+            # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
+            # by tests/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
+            extremes = torch.stack(torch.aminmax(into))
+            if not extremes.isfinite().all():
+                raise ValueError(f"{stored.path}: {stored.name} has weights that are NaN, or not "
+                                 f"finite in {into.dtype}")  # fmt: skip
+
+
+def _raise_on_all_ranks(problem, model) -> None:
+    """Raise this rank's problem, if it has one; of a sharded model, on all ranks the first's.
+
+    Of a model whose parameters are not cut, every rank is on its own, and no message is sent.
+    """
+    cut = [] if model is None else [p for p in model.parameters() if hasattr(p, "placements")]
+    if not cut:
+        if problem is not None:
+            raise problem
+        return
+    # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
+    # leave the others waiting for it. One flag as a rule; the texts only if there is one. Pinned by
+    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+    failed = torch.tensor(int(problem is not None), device=cut[0].device_mesh.device_type)
+    dist.all_reduce(failed)
+    if not failed:
+        return
+    texts = [None] * dist.get_world_size()
+    kind = OSError if isinstance(problem, OSError) else ValueError
+    dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
+    rank = next(rank for rank, found in enumerate(texts) if found is not None)
+    kind, text = texts[rank]
+    raise kind(f"rank {rank}: {text}") from problem
 
 
 def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
@@ -1995,32 +2334,59 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
 
     Experts are written one by one. More than max_shard_bytes go into several files with an index;
     at most one file's tensors are in memory. Of a sharded model (DTensors), every rank must call:
-    each tensor is gathered, and the first rank writes. What stood in the directory is replaced.
+    each tensor is gathered, and the first rank writes. What stood in the directory is replaced,
+    once all the new files are written: if the disk is full before, an OSError on all ranks names
+    the file, and what stood there is as it was.
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
-    directory, save = Path(directory), _safetensors().torch.save_file
+    directory = Path(directory)
     cut = [p for p in model.parameters() if hasattr(p, "placements")]
     writes = not cut or dist.get_rank() == 0
     plan = _plan_shards(model, max_shard_bytes)
-    if writes:
-        directory.mkdir(parents=True, exist_ok=True)
-    parameters, weight_map = dict(model.named_parameters()), {}
+    parameters = dict(model.named_parameters())
+    weight_map, written, problem = {}, [], None
+
+    # The rank that writes goes on to gather after a failed write: the others are waiting for it.
     for n, names in enumerate(plan):
         place = f"-{n + 1:05}-of-{len(plan):05}" if len(plan) > 1 else ""
         file, tensors = f"model{place}.safetensors", {}
         for name in names:
             whole = parameters[name].detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-            for piece in _pieces(name, whole.shape, ()) if writes else ():
+            if not writes or problem is not None:
+                continue
+            for piece in _pieces(name, whole.shape, ()):
                 part = whole if piece.expert is None else whole[piece.expert].clone()
                 tensors[piece.name] = part.cpu().contiguous()
-        if writes:
-            save(tensors, directory / f"{file}.partial", metadata={"format": "pt"})
+        if writes and problem is None:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                written.append(directory / f"{file}.partial")
+                _write_tensors(tensors, written[-1])
+            except OSError as error:
+                problem = error
             weight_map |= dict.fromkeys(tensors, file)
-    if writes:
-        _replace_checkpoint(directory, raw, weight_map, model)
+    if writes and problem is None:
+        try:
+            written += _write_config(directory, raw, weight_map, model)
+            _replace_checkpoint(directory, written)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        for path in written:
+            path.unlink(missing_ok=True)
+    _raise_on_all_ranks(problem, model)
+
+
+def _write_tensors(tensors, path) -> None:
+    """One safetensors file; OSError that names it if the disk does not take it."""
+    module = _safetensors()
+    try:
+        module.torch.save_file(tensors, path, metadata={"format": "pt"})
+    except module.SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _plan_shards(model, max_bytes) -> list[list[str]]:
@@ -2035,19 +2401,36 @@ def _plan_shards(model, max_bytes) -> list[list[str]]:
     return plan
 
 
-def _replace_checkpoint(directory, raw, weight_map, model):
-    """Move the new files over the old ones, and remove old ones that would be read with them."""
-    files = set(weight_map.values())
-    for old in [*directory.glob("model*.safetensors"), directory / "model.safetensors.index.json"]:
-        if old.name not in files:
-            old.unlink(missing_ok=True)
-    for file in files:
-        os.replace(directory / f"{file}.partial", directory / file)
-    if len(files) > 1:
+def _write_config(directory, raw, weight_map, model) -> list[Path]:
+    """Write the config and, for several files, their index, both under names of no checkpoint."""
+    texts = {"config.json": raw}
+    if len(set(weight_map.values())) > 1:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        texts["model.safetensors.index.json"] = index
+    written = [directory / f"{name}.partial" for name in texts]
+    for path, value in zip(written, texts.values(), strict=True):
+        try:
+            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            for started in written:
+                started.unlink(missing_ok=True)
+            raise OSError(f"cannot write {path}: {error}") from error
+    return written
+
+
+def _replace_checkpoint(directory, written):
+    """Move the new files over the old ones, and remove old ones that would be read with them."""
+    new = [path.with_suffix("") for path in written]  # without .partial
+    # The index goes first and comes last: a kill between two of these moves leaves files that
+    # nobody reads, or an index that disagrees with them, but never old weights under new names.
+    index = directory / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+    for old in directory.glob("model*.safetensors"):
+        if old not in new:
+            old.unlink()
+    for path, name in zip(written, new, strict=True):
+        os.replace(path, name)
 
 
 # 10. check -----------------------------------------------------------------------------------
@@ -2196,13 +2579,31 @@ def _measure():
 
 def main(argv) -> int:
     """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
+    try:
+        code = _command(argv)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        # Whoever read our output has seen enough (`| head`). What is still buffered would fail once
+        # more as Python ends, so it goes nowhere; 141 is what a shell gives for such an end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _command(argv) -> int:
     if argv == ["check"]:
         return 0 if check() else 1
-    if argv[:1] in (["bench"], ["control"]) or argv[:1] == ["inspect"] and len(argv) == 2:
+    inspects = argv[:1] == ["inspect"] and len(argv) == 2
+    if inspects or argv[:1] in (["bench"], ["control"]):
         try:
             return _measure().main(argv)
         except ModuleNotFoundError as missing:
             print(f"{argv[0]} needs tests/measure_models.py: {missing}", file=sys.stderr)
+        except ValueError as error:
+            if not inspects:
+                raise
+            print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
+            return 1
     print("usage: python models.py check | inspect DIR | bench | control", file=sys.stderr)
     return 2
 

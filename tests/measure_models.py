@@ -228,6 +228,9 @@ def inspect(directory):
               + ("" if into == name else f"  -> {into}"))  # fmt: skip
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     count = sum(math.prod(p.shape) for p in model.parameters())
+    dtypes = {x.part.get_dtype() for name, x in tensors.items() if name in wanted}
+    for dtype in sorted(dtypes - models.DTYPES.keys()):
+        print(f"refused: tensors of dtype {dtype}")
     print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
           f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
           f"not of the text model {others} tensors")  # fmt: skip

@@ -1,13 +1,20 @@
 """Checkpoints: strict, whole or not at all, one tensor at a time, sharded, multimodal."""
 
+import contextlib
 import json
+import math
 import os
+import re
+import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from test_ranks import ranks
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -402,3 +409,275 @@ def _vocabulary(rank, sizes, dtype):
 def test_vocabulary_parallel_equals_one_process(tmp_path, sizes, dtype, bound):
     for errors, lost in ranks(tmp_path, len(sizes), _vocabulary, sizes, dtype):
         assert max(e for row in errors for e in row) < bound and lost
+
+
+# Files from somebody else ----------------------------------------------------------------------
+
+JSON_DAMAGE = {  # what stands in the file, and what is said of it
+    "is not JSON: .*utf-8": b'{"a": "\xff"}',
+    "is not JSON: Expecting": b"{",
+    "is not JSON: .*recursion": b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "is not JSON: NaN is no number": b'{"a": NaN}',
+    "is not JSON: -Infinity is no number": b'{"a": [-Infinity]}',
+    "is not JSON: 1e999 is beyond float64": b'{"a": 1e999}',
+    "is not JSON: .*digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "is not JSON: .*surrogates": b'{"a": "\\ud800"}',
+    "must hold an object, got a list": b"[]",
+    "must hold an object, got a int": b"5",
+    "must hold an object, got a NoneType": b"null",
+}
+
+
+def complaint_of(function, *args, **options):
+    """The one line of a ValueError."""
+    with pytest.raises(ValueError) as error:
+        function(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("complaint", JSON_DAMAGE)
+def test_a_damaged_json_file_is_named(tmp_path, complaint):
+    path = tmp_path / "some.json"
+    path.write_bytes(JSON_DAMAGE[complaint])
+    said = complaint_of(models.read_json, path)
+    assert said.startswith(str(path)) and re.search(complaint, said)
+    line = JSON_DAMAGE[complaint].replace(b"\n", b" ")
+    path.write_bytes(b'{"good": 1}\n\n' + line + b'\n{"good": 2}\n')
+    said = complaint_of(models.read_json_lines, path, skip_torn_last=True)
+    assert said.startswith(f"{path} line 3 ") and re.search(complaint, said)
+
+
+@pytest.mark.quick
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for read in (models.read_json, models.read_json_lines):
+        assert complaint_of(read, tmp_path / "no", what="a run's config") == (
+            f"no {tmp_path / 'no'}; expected a run's config")  # fmt: skip
+        assert complaint_of(read, tmp_path) == f"cannot read {tmp_path}: Is a directory"
+        assert complaint_of(read, loop).startswith(f"cannot read {loop}: ")
+    good = {"a": "é \U0001f600 \u2028", "b": [1.5, None, True], "c": {"d": 10**30}}
+    (tmp_path / "good").write_text(json.dumps(good))
+    assert models.read_json(tmp_path / "good") == good
+
+
+@pytest.mark.quick
+def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
+    path, whole = tmp_path / "metrics.jsonl", b'{"step": 1}\n{"text": "\xe2\x80\xa8"}\n'
+    both = [(1, {"step": 1}), (2, {"text": "\u2028"})]
+    for torn in (b"", b'{"st', b"7", b"\xc3", b"\0\0\0"):
+        path.write_bytes(whole + torn)
+        assert models.read_json_lines(path, skip_torn_last=True) == both
+        if torn:
+            assert "line 3" in complaint_of(models.read_json_lines, path)
+            path.write_bytes(whole + torn + b"\n")
+            assert "line 3" in complaint_of(models.read_json_lines, path, skip_torn_last=True)
+    path.write_bytes(whole[:-1])  # whole, but for its end
+    assert models.read_json_lines(path, skip_torn_last=True) == both
+
+
+@pytest.mark.quick
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    pytest.importorskip("tokenizers", reason="tests/requirements.txt is not installed")
+    for text in (b"{}", b"[", b"\xff"):
+        (tmp_path / "tokenizer.json").write_bytes(text)
+        assert str(tmp_path / "tokenizer.json") in complaint_of(models.load_tokenizer, tmp_path)
+
+
+@pytest.mark.quick
+def test_an_index_cannot_lead_out_of_its_directory(tmp_path):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    model = model_of(dtype=torch.float32)
+    save_hf(model, outside)
+    inside.mkdir()
+    (inside / "config.json").write_bytes((outside / "config.json").read_bytes())
+    (inside / "sub").symlink_to(outside)
+    names, index = _names(outside / "model.safetensors"), inside / "model.safetensors.index.json"
+
+    def listing(file):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+
+    whole = str(outside / "model.safetensors")
+    for file in ("../outside/model.safetensors", whole, "sub/model.safetensors", "..", "", "a\0b",
+                 "..\\outside\\model.safetensors", 5, None, ["a"]):  # fmt: skip
+        listing(file)
+        said = complaint_of(load_hf, inside)
+        assert str(index) in said and "name of a file in the same directory" in said
+    for damaged in ({"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}, {}):
+        index.write_text(json.dumps(damaged))
+        said = complaint_of(load_hf, inside)
+        assert str(index) in said and "weight_map must be an object" in said
+    (inside / "link.safetensors").symlink_to(whole)  # as in Hugging Face's cache
+    listing("link.safetensors")
+    assert all(map(torch.equal, model.parameters(), load_hf(inside).parameters()))
+
+
+# Weights that are none -------------------------------------------------------------------------
+
+NO_WEIGHTS = {
+    "I8": torch.int8, "I64": torch.int64, "BOOL": torch.bool, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stored", NO_WEIGHTS)
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_of_another_dtype_are_refused_by_name(tmp_path, stored, name):
+    save_hf(model_of(dtype=torch.float32), tmp_path)
+    path = tmp_path / "model.safetensors"
+    rewrite(path, lambda t: t | {name: torch.ones(t[name].shape).to(NO_WEIGHTS[stored])})
+    model = Transformer(tiny()).init_weights(9)
+    before = [p.clone() for p in model.parameters()]
+    for options in ({}, dict(dtype=torch.float32), dict(model=model)):
+        said = complaint_of(load_hf, tmp_path, **options)
+        assert said.startswith(f"{path}: {name} is stored as {stored}; weights must be one of F64")
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", models.DTYPES.values())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, value):
+    save_hf(model_of("qwen3_moe", dtype=dtype), tmp_path)
+    path = tmp_path / "model.safetensors"
+    sound = path.read_bytes()
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.experts.5.up_proj.weight"):
+        for place in (0, 17, -1):  # wherever it is in a vector that the processor takes at once
+            path.write_bytes(sound)
+
+            def spoil(tensors, name=name, place=place):
+                tensors[name].view(-1)[place] = value
+                return tensors
+
+            rewrite(path, spoil)
+            said = complaint_of(load_hf, tmp_path)
+            assert said.startswith(f"{path}: {name} has weights that are NaN, or not finite in")
+
+
+@pytest.mark.quick
+def test_weights_beyond_the_models_dtype_are_refused(tmp_path):
+    save_hf(model_of(dtype=torch.float32), tmp_path)
+    large = {"model.norm.weight": 1e5 * torch.ones(24)}
+    rewrite(tmp_path / "model.safetensors", lambda t: t | large)
+    load_hf(tmp_path)
+    said = complaint_of(load_hf, tmp_path, dtype=torch.float16)
+    assert "model.norm.weight has weights that are NaN, or not finite in torch.float16" in said
+
+
+def _found_by_one(rank, folder):
+    """What each rank says where only the last shard of a tensor, or one rank's disk, is bad."""
+    config = tiny()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def cut(model):
+        for module in list(model.modules()):
+            for name, p in list(module.named_parameters(recurse=False)):
+                whole = distribute_tensor(p.data, mesh, [Shard(0)])
+                module.register_parameter(name, torch.nn.Parameter(whole))
+        return model
+
+    said = [complaint_of(load_hf, folder, model=cut(Transformer(config)))]
+    here = folder if rank == 0 else folder / "nothing"
+    said.append(complaint_of(load_hf, here, model=cut(Transformer(config))))
+    # a disk that is full on the rank that writes: the others would wait for its tensors
+    model = cut(Transformer(config).init_weights(0))
+    with no_file_beyond(3000 if rank == 0 else 10**9), pytest.raises(OSError) as error:
+        save_hf(model, folder, max_shard_bytes=8000)
+    return [*said, str(error.value)]
+
+
+def test_what_one_rank_finds_all_ranks_raise(tmp_path):
+    folder = tmp_path / "hf"
+    save_hf(model_of(dtype=torch.float32), folder)
+
+    def spoil(tensors):
+        tensors["model.embed_tokens.weight"][-1, -1] = math.nan
+        return tensors
+
+    rewrite(folder / "model.safetensors", spoil)
+    before = contents(folder)
+    first, second = ranks(tmp_path, 2, _found_by_one, folder)
+    assert first == second
+    found, missing, unwritten = first
+    file = folder / "model.safetensors"
+    assert found.startswith(f"rank 1: {file}: model.embed_tokens.weight has weights that are NaN")
+    assert missing.startswith(f"rank 1: no {folder / 'nothing'}")
+    assert unwritten.startswith(f"rank 0: cannot write {folder / 'model-00001-of-'}")
+    assert contents(folder) == before
+
+
+# A full disk -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """The kernel refuses to let any file of this process grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shard, size, named", [
+    (10**9, 3000, "model.safetensors.partial"),  # the only file of weights
+    (8000, 9000, "model-00005-of-00016"),  # a later one, with a larger tensor
+    (10**9, 0, "model.safetensors.partial"),
+])  # fmt: skip
+def test_a_full_disk_is_an_oserror_and_the_old_checkpoint_stays(tmp_path, shard, size, named):
+    save_hf(model_of(dtype=torch.float32), tmp_path)
+    before, model = contents(tmp_path), model_of("qwen3_moe", vocab_size=99, dtype=torch.float64)
+    if "00005" in named:  # four files are written, and have to go again
+        model = Transformer(tiny(vocab_size=40, intermediate_size=99)).double().init_weights(0)
+    with no_file_beyond(size), pytest.raises(OSError, match=f"cannot write .*{named}") as error:
+        save_hf(model, tmp_path, max_shard_bytes=shard)
+    assert "\n" not in str(error.value) and contents(tmp_path) == before
+
+
+@pytest.mark.quick
+def test_a_disk_that_fills_up_at_the_config_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    save_hf(model_of(dtype=torch.float32), tmp_path)
+    before, write = contents(tmp_path), Path.write_text
+    full = {"config.json.partial", "model.safetensors.index.json.partial"}
+    for culprit in full:
+
+        def to_a_full_disk(path, text, culprit=culprit, **options):
+            if path.name == culprit:
+                path.symlink_to("/dev/full")
+            return write(path, text, **options)
+
+        monkeypatch.setattr(Path, "write_text", to_a_full_disk)
+        with pytest.raises(OSError, match=f"cannot write .*{culprit}.*No space left"):
+            save_hf(model_of(), tmp_path, max_shard_bytes=8000)
+        assert contents(tmp_path) == before
+
+
+# Output that nobody reads ----------------------------------------------------------------------
+
+
+def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
+    save_hf(model_of(num_hidden_layers=40), tmp_path)
+    end, start = os.pipe()
+    os.close(end)  # `| head` that has gone already
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "models.py"), "inspect", str(tmp_path)],
+        stdout=start, stderr=subprocess.PIPE, text=True, timeout=120,
+    )  # fmt: skip
+    os.close(start)
+    assert done.returncode == 141 and done.stderr == ""
+
+
+@pytest.mark.quick
+def test_inspect_says_in_one_line_what_is_wrong(tmp_path, capsys):
+    assert models.main(["inspect", str(tmp_path / "nothing")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("no ") and said.count("\n") == 1 and "Traceback" not in said

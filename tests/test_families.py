@@ -1,7 +1,11 @@
 """models.py against transformers: every family, with each field of its config off its default."""
 
+import contextlib
+import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from measure_models import their_gradient
@@ -305,6 +309,146 @@ def test_what_is_not_implemented_is_refused_by_name(field, named):
 def test_a_model_that_no_config_can_describe_is_not_saved(model_type, changes):
     with pytest.raises(ValueError, match="cannot say|no mix"):
         tiny(model_type, **changes).to_hf()
+
+
+# A damaged config ------------------------------------------------------------------------------
+
+HOSTILE = ("x", [], {}, None, True, 1.5, -1, 0, 1e9, 10**30, math.nan, math.inf, [None], {"a": 1})
+HOSTILE_TOO = (["x"], [-1], [[1]], 2**62, -(10**30), 10**400)
+EXTRA = dict(
+    head_dim=8, hidden_act="silu", attention_bias=False, rope_theta=1e4, rope_scaling=None,
+    rope_parameters={}, attention_dropout=0.0, eos_token_id=[1, 2], layer_types=[FULL, FULL],
+    sliding_window=4, partial_rotary_factor=1.0, value_head=False, quantization_config=None,
+    original_max_position_embeddings=16, text_config=None,
+)  # fmt: skip
+SLIDES = dict(use_sliding_window=True, max_window_layers=1, use_bidirectional_attention=False)
+FAMILY_EXTRA = {
+    "qwen2": SLIDES, "qwen3": SLIDES,
+    "qwen3_moe": dict(
+        num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[0]),
+    "gemma3_text": dict(
+        sliding_window_pattern=2, _sliding_window_pattern=2, rope_local_base_freq=1e4,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=8,
+        final_logit_softcapping=3.0, use_bidirectional_attention=False),
+}  # fmt: skip
+
+
+def small_config(kind):
+    """A config of each family that names every field that a reader looks at."""
+    sizes = SIZES | dict(num_hidden_layers=2, rms_norm_eps=1e-6, tie_word_embeddings=True)
+    return {"model_type": kind} | sizes | EXTRA | FAMILY_EXTRA[kind]
+
+
+SAID_OF = {  # what a complaint names instead of the field
+    "rope_scaling": ["rope_parameters"], "rope_parameters": ["rope_theta"],
+    "text_config": ["model_type"],
+}  # fmt: skip
+
+
+def refused(function, fields, path):
+    """What is said of a config in a file, or None if it is taken. Any other error is a failure."""
+    try:
+        function()
+    except ValueError as error:
+        text = str(error)
+        said_of_file = text.startswith(f"{path}: ") or str(path.parent) in text
+        # A size that another model may have is found out by the tensors' shapes.
+        named = any(field in text for field in (*fields, "config asks for", "missing tensors"))
+        assert "\n" not in text and said_of_file and named, text
+        return text
+    return None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", FAMILY_EXTRA)
+def test_a_hostile_config_is_loaded_or_refused_by_field_and_file(kind, tmp_path):
+    """Each field, by each hostile value: never another error, and never an allocation."""
+    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
+    good, path = small_config(kind), tmp_path / "config.json"
+    model = Transformer(ModelConfig.from_hf(good)).init_weights(0)
+    save_hf(model, tmp_path)
+    path.write_text(json.dumps(good))
+    load_hf(tmp_path)
+    taken = 0
+    for field in good:
+        for value in HOSTILE + HOSTILE_TOO:
+            raw = good | {field: value}
+            with contextlib.suppress(ValueError):  # as a dict, which can hold what JSON cannot
+                ModelConfig.from_hf(raw)
+            path.write_text(json.dumps(raw))
+            names = [field, "is not JSON", *SAID_OF.get(field, ())]
+            taken += refused(lambda: load_hf(tmp_path), names, path) is None
+    assert taken < len(good) * len(HOSTILE + HOSTILE_TOO) / 4
+
+
+ROPE_FIELDS = {
+    "linear": dict(factor=2.0),
+    "dynamic": dict(factor=2.0),
+    "yarn": YARN | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+                        truncate=True, attention_factor=1.0),
+    "llama3": LLAMA3,
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rope_type", ROPE_FIELDS)
+def test_hostile_rope_parameters_are_taken_or_refused_by_name(rope_type):
+    good = ROPE_FIELDS[rope_type] | dict(rope_type=rope_type, rope_theta=1e4)
+    for kind in ("qwen3", "gemma3_text"):
+        for field in good:
+            for value in HOSTILE + HOSTILE_TOO:
+                raw = small_config(kind) | {"original_max_position_embeddings": None}
+                rope = good | {field: value}
+                raw["rope_parameters"] = {FULL: rope} if kind == "gemma3_text" else rope
+                raw["layer_types"] = [FULL, FULL]
+                try:
+                    config = ModelConfig.from_hf(raw)
+                except ValueError as error:
+                    assert field in str(error) and "\n" not in str(error)
+                else:
+                    frequencies, factor = models.rope_frequencies(
+                        config.rope_parameters[FULL], 8, length=99, longest=64)  # fmt: skip
+                    assert frequencies.isfinite().all() and math.isfinite(factor)
+    for value in ("x", [], 5):
+        with pytest.raises(ValueError, match=f"rope_parameters.{FULL} must be an object"):
+            ModelConfig.from_hf(small_config("gemma3_text") | {"rope_parameters": {FULL: value}})
+
+
+@pytest.mark.quick
+def test_each_field_of_a_config_is_of_its_annotated_kind():
+    for f in dataclasses.fields(ModelConfig):
+        for value in (object(), {1}, b"x"):
+            with pytest.raises(ValueError, match=f"^{f.name} must be "):
+                dataclasses.replace(tiny(), **{f.name: value})
+    for field, value in (("qk_norm", 1), ("num_experts", True), ("sparse_layers", (1.0,)),
+                         ("eos_token_id", (-1,)), ("router_bias_rate", math.nan)):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{field} must be "):
+            tiny(**{field: value})
+    assert tiny(vocab_size=np.int64(53), rms_norm_eps=np.float32(1e-6)) == tiny(
+        rms_norm_eps=float(np.float32(1e-6)))  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("field, value", [
+    ("vocab_size", 2**22), ("hidden_size", 2**21), ("num_hidden_layers", 99),
+    ("intermediate_size", 2**22), ("num_experts", 2**12), ("moe_intermediate_size", 2**22),
+])  # fmt: skip
+def test_sizes_of_another_model_meet_the_tensors_before_anything_is_allocated(
+    tmp_path, monkeypatch, field, value
+):
+    pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
+    good = small_config("qwen3_moe") | {"num_local_experts": None, "layer_types": None}
+    save_hf(Transformer(ModelConfig.from_hf(good)), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(good | {field: value}))
+
+    def allocate(*args, **options):
+        raise AssertionError("memory was asked for")
+
+    monkeypatch.setattr(Transformer, "to_empty", allocate)
+    with pytest.raises(ValueError, match="config asks for|missing tensors .* more") as error:
+        load_hf(tmp_path)
+    assert len(str(error.value)) < 2000
 
 
 # A new family ----------------------------------------------------------------------------------
