@@ -192,9 +192,10 @@ def _is_of_kind(value, kind) -> bool:
     if kind is int:  # of 64 bits, as torch wants it; numpy's integers are integers too
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         return whole and -(2**63) <= value < 2**63
-    if kind is float:  # an integer will do; NaN and infinity fail the comparison
-        real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        return real and abs(value) <= sys.float_info.max
+    if kind is float:  # an integer will do, if float64 reaches so far
+        if isinstance(value, numbers.Integral):
+            return not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        return isinstance(value, numbers.Real) and math.isfinite(value)
     return isinstance(value, kind)
 
 
@@ -259,11 +260,14 @@ class ModelConfig:
         for kind, rope in self.rope_parameters.items():
             require_field(f"rope_parameters.{kind}", rope, dict)
         self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
+        kinds = set(self.layer_types)
+        if kinds - {FULL, SLIDING} or len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; "
+                             f"got {reprlib.repr(list(self.layer_types))}")  # fmt: skip
         given, default = self.rope_parameters, {"rope_type": "default", "rope_theta": 10000.0}
         if set(given) - {FULL, SLIDING}:
             raise ValueError(f"rope_parameters go by layer type, got {given}")
-        kinds = sorted(set(self.layer_types))
-        self.rope_parameters = {kind: default | given.get(kind, {}) for kind in kinds}
+        self.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
         for wrong, complaint in self._mistakes():
             if wrong:
                 raise ValueError(complaint)
@@ -283,12 +287,10 @@ class ModelConfig:
         yield self.head_dim % 2, f"head_dim must be even for half-split RoPE, got {self.head_dim}"
         yield self.num_experts_per_tok > self.num_experts, (
             f"num_experts_per_tok {self.num_experts_per_tok} exceeds {self.num_experts} experts")
-        yield set(kinds) - {FULL, SLIDING} or len(kinds) != self.num_hidden_layers, (
-            f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; got {list(kinds)}")
         yield SLIDING in kinds and not (self.sliding_window or 0) > 0, (
             f"sliding layers need a sliding_window, got {self.sliding_window}")
         yield self.hidden_act not in ACTIVATIONS, (
-            f"hidden_act {self.hidden_act!r} is not one of {list(ACTIVATIONS)}")
+            f"hidden_act (or hidden_activation) {self.hidden_act!r} is none of {[*ACTIVATIONS]}")
         yield any(not 0 <= n < self.num_hidden_layers for n in self.sparse_layers), (
             f"sparse_layers {self.sparse_layers} are not layers of this model")
 
@@ -378,12 +380,13 @@ def _check_rope(rope, max_position_embeddings, head_dim):
     kind = rope["rope_type"]
     if kind not in ROPE_NEEDS:
         raise ValueError(f"rope_type {kind!r} is not implemented; there are {list(ROPE_NEEDS)}")
-    if kind in ("yarn", "llama3"):
-        rope.setdefault("original_max_position_embeddings", max_position_embeddings)
+    if kind in ("yarn", "llama3") and rope.get("original_max_position_embeddings") is None:
+        rope["original_max_position_embeddings"] = max_position_embeddings
     unknown = sorted(rope.keys() - ROPE_KEYS.keys())
     missing = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
     if unknown or missing:
-        raise ValueError(f"rope_type {kind}: unknown {unknown}, missing {missing}")
+        raise ValueError(f"rope_parameters of rope_type {kind}: unknown {unknown}, "
+                         f"missing {missing}")  # fmt: skip
     if rope.pop("partial_rotary_factor", None) not in (None, 1):
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
     # Numbers that are each possible may still divide by zero together, or have no logarithm.
@@ -429,9 +432,10 @@ def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
     sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
     """
     scaling, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    by_type = any(isinstance(value, dict) for value in (new | scaling).values())
+    by_type = [key for key, value in (new | scaling).items() if isinstance(value, dict)]
     if by_type and sliding_theta is None:
-        raise ValueError(f"RoPE per layer type in {raw['model_type']}: transformers has none")
+        raise ValueError(f"rope_parameters.{by_type[0]} is an object: RoPE per layer type in "
+                         f"{raw['model_type']}: transformers has none")  # fmt: skip
     out = {}
     for kind in sorted(set(kinds)):
         theta = raw.get("rope_theta")

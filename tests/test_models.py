@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
+import parallel
 from models import (
     FULL,
     KVCache,
@@ -744,6 +746,110 @@ def test_a_callers_mistake_is_named(call, complaint):
 def test_documents_of_one_length_need_no_gather_and_no_other_result():
     model, parts = model_of(), documents(lengths=(6, 6, 6))
     assert worst(packed_gradient(model, parts), separate_gradient(model, parts)) < 1e-12
+
+
+# Tokens outside the vocabulary -----------------------------------------------------------------
+
+OUTSIDE = [(-1, 0, 0), (53, 1, 2), (2**40, 0, 3), (-(2**63), 1, 3)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("token, row, column", OUTSIDE)
+def test_a_token_outside_the_vocabulary_is_named(token, row, column):
+    model, tokens = model_of(), torch.arange(8).view(2, 4)
+    tokens[row, column] = token
+    said = f"token id {token} at row {row}, column {column} is not in the vocabulary of 53: ids are"
+    for call in (model, model.hidden, model.embed, model.require_tokens):
+        with pytest.raises(ValueError, match=said):
+            call(tokens)
+    hidden, targets = torch.randn(8, 24).double(), tokens.flatten()
+    said = f"target id {token} at place {4 * row + column} is not in the vocabulary of 53: ids are"
+    with pytest.raises(ValueError, match=said):
+        model.logprobs(hidden, targets)
+    with pytest.raises(ValueError, match=said):
+        token_logprobs(hidden, model.head_weight, targets)
+
+
+@pytest.mark.quick
+def test_every_token_of_the_vocabulary_and_none_at_all_are_taken():
+    model = model_of()
+    tokens = torch.arange(53)[None]
+    assert model(tokens.int()).equal(model(tokens))
+    assert model(tokens[:, :0]).shape == (1, 0, 53)
+    logprobs, _ = model.logprobs(torch.randn(0, 24).double(), torch.zeros(0).long())
+    assert logprobs.shape == (0,)
+
+
+@pytest.mark.quick
+def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda *given: asserted.append(given))
+
+    def waits(*args):
+        raise AssertionError("the CPU looked at what the device computes")
+
+    monkeypatch.setattr(torch, "aminmax", waits)
+    # the meta device stands for a GPU here: to look at one of its values is an error
+    models.require_tokens_in_vocabulary(torch.ones(2, 3, dtype=torch.long, device="meta"), 53)
+    ((condition, message),) = asserted
+    assert condition.shape == () and condition.dtype == torch.bool
+    assert message == "a token id is outside of 0..52"
+
+
+@pytest.mark.quick
+def test_the_check_of_tokens_can_be_compiled_whole():
+    def check(tokens):
+        models.require_tokens_in_vocabulary(tokens, 53)
+        return tokens + 1
+
+    compiled = torch.compile(check, fullgraph=True, backend="eager")
+    assert compiled(torch.arange(5)).equal(torch.arange(5) + 1)
+    with pytest.raises(RuntimeError, match="a token id is outside of 0..52"):
+        compiled(torch.arange(50, 55))
+
+
+def _outside(rank, text, mode):
+    """What a rank of a plan says of a token and a target outside the vocabulary."""
+    plan, said = parallel.Plan.parse(text), []
+    model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
+    grid = parallel.Grid.make(plan)
+    model = parallel.parallelize(model, plan, device_mesh=grid, mode=mode)
+    tokens = torch.arange(8).view(1, 8)
+    tokens[0, 5] = 56
+    if plan.pp == 1:
+        with pytest.raises(ValueError) as error:
+            model.hidden(tokens)
+        said.append(str(error.value))
+        hidden = model.hidden(tokens.clamp(max=55))
+        with pytest.raises(ValueError) as error:
+            model.logprobs(hidden[0], tokens[0])
+        return [*said, str(error.value)]
+    for stage, part in model.parts.items():  # whoever has the tokens can ask, on every stage
+        with pytest.raises(ValueError) as error:
+            part.require_tokens(tokens)
+        said.append(str(error.value))
+        if stage == 0:
+            with pytest.raises(ValueError) as error:
+                part.hidden(tokens)
+            assert str(error.value) == said[0]
+        if part is model.last:
+            with pytest.raises(ValueError) as error:
+                part.logprobs(torch.randn(8, 24), tokens[0])
+            said.append(str(error.value).replace("target", "token"))
+            said[-1] = said[-1].replace("at place 5", "at row 0, column 5")
+    return sorted({*said})
+
+
+PLANS = [("t2", "ddp"), ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")]
+
+
+@pytest.mark.parametrize("text, mode", PLANS)
+def test_a_token_outside_the_vocabulary_is_refused_alike_under_every_plan(tmp_path, text, mode):
+    first, second = ranks(tmp_path, 2, _outside, text, mode)
+    assert first == second
+    assert first[0].startswith("token id 56 at row 0, column 5 is not in the vocabulary of 56")
+    if text != "p2":
+        assert first[1].startswith("target id 56 at place 5 is not in the vocabulary of 56")
 
 
 # The value head --------------------------------------------------------------------------------
