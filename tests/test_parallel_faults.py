@@ -1,0 +1,592 @@
+"""What parallel.py must refuse, keep and notice: hostile checkpoints, buffers, calls, replicas."""
+
+import json
+import os
+import pickle
+import random
+import re
+import zlib
+
+import measure_parallel
+import pytest
+import torch
+import torch.distributed as dist
+from measure_parallel import LENGTH, batch, document_positions, train, train_pipeline
+from test_ranks import ranks
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import models
+import parallel
+from parallel import (
+    TIED,
+    Grid,
+    LocalOptimizer,
+    Micro,
+    Plan,
+    checkpoint_layers,
+    clip_grad_norm,
+    copy_weights,
+    local,
+    parallelize,
+    persistent_buffers,
+    read_checkpoint,
+    reduce_gradients,
+    replica_difference,
+    sealed,
+    shard,
+    training_tensors,
+    verify_checkpoint,
+    write_checkpoint,
+)
+
+# A checkpoint's table of contents and its state --------------------------------------------------
+
+
+def tensors():
+    """What the checkpoints here hold: two dtypes, a tensor without dimensions, equal sizes."""
+    generator = torch.Generator().manual_seed(0)
+    floats = {name: torch.randn(3, 4, generator=generator) for name in ("first", "second")}
+    return floats | {"votes": torch.arange(12).view(3, 4), "step": torch.tensor(7.0)}
+
+
+@pytest.fixture(scope="module")
+def whole(process_group, tmp_path_factory):
+    """The files of a good checkpoint, by name."""
+    path = tmp_path_factory.mktemp("whole") / "saved"
+    write_checkpoint(path, tensors(), {"step": 3, "policy_version": 5})
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def lay(path, files):
+    """Write a checkpoint's files, under a state with checksums that agree, sealed."""
+    path.mkdir(parents=True, exist_ok=True)
+    state = json.loads(files["state.json"])
+    for name, raw in files.items():
+        (path / name).write_bytes(raw)
+        if name != "state.json":
+            state["files"][name] = [len(raw), zlib.crc32(raw)]
+    (path / "state.json").write_text(json.dumps(sealed(state)))
+    return path
+
+
+def _table(edit):
+    """A damage: the table as DCP writes it, but for what edit(table) has changed."""
+
+    def damage(raw):
+        table = pickle.loads(raw)
+        edit(table)
+        return pickle.dumps(table)
+
+    return damage
+
+
+def _places(**changes):
+    """The first place in the table gets other fields."""
+    return _table(lambda table: next(iter(table.storage_data.values())).__dict__.update(changes))
+
+
+def _entry(change):
+    return _table(lambda table: change(table.state_dict_metadata["first"]))
+
+
+def _swap(table):
+    """Two tensors of one shape have one place, and the other place is nobody's."""
+    first, second, *_ = table.storage_data.values()
+    second.offset = first.offset
+
+
+class SetsAttributes:
+    """Would set an attribute on a class that the table may name."""
+
+    def __reduce__(self):
+        return _StorageInfo, ("a", 0, 0), (None, {"evil": 1})
+
+
+# The class itself, under a BUILD whose state would be set on it attribute by attribute.
+BUILD_ON_A_CLASS = (
+    b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+    b"N}\x8c\x04evilK\x01s\x86b."
+)
+DEEP = b"\x80\x04}" + b")" + b"\x85" * 200_000 + b"Ns."  # a tuple in a tuple .. as a key
+LAUGHS = b"\x80\x04\x8c\x01a" + b"\x94h\x00h\x00\x86" * 60 + b"\x8c\x01b\x93."
+
+TABLES = {
+    "a path upwards": (_places(relative_path="../../x"), "names the file ../../x"),
+    "an absolute path": (_places(relative_path="/etc/hostname"), "names the file /etc/hostname"),
+    "no text as a path": (_places(relative_path=7), "names the file int"),
+    "an unlisted file": (_places(relative_path="other.distcp"), "names the file other.distcp"),
+    "a place before the file": (_places(offset=-1), "integers of 0 or more"),
+    "a place beyond the file": (_places(length=10**9), "end to end"),
+    "two tensors in one place": (_table(_swap), "end to end"),
+    "a compressed chunk": (_places(transform_descriptors=["zstd"]), "decoded"),
+    "no integers": (_entry(lambda e: setattr(e.chunks[0], "sizes", (3, 4))), "a Size belongs"),
+    "a chunk beyond": (
+        _entry(lambda e: setattr(e.chunks[0], "sizes", torch.Size([3, 5]))), "do not tile"),
+    "a chunk too small": (
+        _entry(lambda e: setattr(e.chunks[0], "sizes", torch.Size([3, 3]))), "do not tile"),
+    "no chunk": (_entry(lambda e: e.chunks.clear()), "do not tile"),
+    "overlapping chunks": (
+        _entry(lambda e: (e.chunks.append(e.chunks[0]), setattr(e, "size", torch.Size([6, 4])))),
+        "overlap"),
+    "another dtype": (_entry(lambda e: setattr(e.properties, "dtype", torch.complex64)), "allow"),
+    "a tensor more": (
+        _table(lambda t: t.state_dict_metadata.update(third=t.state_dict_metadata["first"])),
+        "not those that it stores"),
+    "a class with an attribute": (lambda raw: BUILD_ON_A_CLASS, "is damaged"),
+    "an object with a state": (lambda raw: pickle.dumps(SetsAttributes()), "a Metadata belongs"),
+    "a deep key": (lambda raw: DEEP, "a tuple as a key"),
+    "a name that doubles": (lambda raw: LAUGHS, "is damaged"),
+    "garbage": (lambda raw: b"garbage", "is damaged"),
+    "nothing": (lambda raw: b"", "is damaged"),
+    "half": (lambda raw: raw[: len(raw) // 2], "is damaged"),
+    "a list": (lambda raw: pickle.dumps([1, {}]), "a Metadata belongs"),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_that_is_not_ours_is_refused_by_name(whole, tmp_path, name):
+    damage, text = TABLES[name]
+    path = lay(tmp_path / "saved", whole | {".metadata": damage(whole[".metadata"])})
+    for refuses in (verify_checkpoint, lambda path: read_checkpoint(path, tensors())):
+        with pytest.raises(ValueError, match=rf"checkpoint {path}: \.metadata .*{text}"):
+            refuses(path)
+    assert not hasattr(Metadata, "evil") and not hasattr(_StorageInfo, "evil")
+
+
+def _filled(path):
+    """What a checkpoint fills zeros with, or None if it is refused."""
+    found = {name: torch.zeros_like(x) for name, x in tensors().items()}
+    try:
+        read_checkpoint(path, found)
+    except ValueError as error:
+        assert str(path) in str(error) and "metadata" in str(error) or "of another" in str(error)
+        return None
+    return found
+
+
+@pytest.mark.quick
+def test_a_flipped_byte_of_the_table_is_refused_or_harmless(whole, tmp_path):
+    draw, refused, true = random.Random(0), 0, tensors()
+    raw = whole[".metadata"]
+    for _ in range(400):
+        damaged = bytearray(raw)
+        for _ in range(draw.randint(1, 3)):
+            damaged[draw.randrange(len(raw))] = draw.randrange(256)
+        found = _filled(lay(tmp_path / "saved", whole | {".metadata": bytes(damaged)}))
+        refused += found is None
+        assert found is None or all(torch.equal(found[name], true[name]) for name in true)
+    assert 200 < refused < 400
+
+
+STATES = {
+    "no number": ('{"step": NaN', "NaN is no number"),
+    "infinite": ('{"step": -Infinity', "-Infinity is no number"),
+    "too large": ('{"step": 1e999', "1e999 is no number"),
+    "negative": ('{"step": -3', "step in state.json must be an integer of 0 or more; came -3"),
+    "a fraction": ('{"step": 3.0', "step in state.json must be an integer .*; came 3.0"),
+    "a truth value": ('{"step": true', "step in state.json must be an integer .*; came True"),
+    "a text": ('{"step": "3"', "step in state.json must be an integer .*; came '3'"),
+    "missing": ('{"note": 1', "step in state.json must be an integer .*; came None"),
+}
+
+
+def _resealed(path, text):
+    """state.json of a text, with the seal that fits whatever Python's JSON reads there."""
+    path.write_text(json.dumps(sealed(json.loads(text))))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_without_proper_counts_is_refused(whole, tmp_path, name):
+    begin, text = STATES[name]
+    path = lay(tmp_path / "saved", whole)
+    files = json.dumps(json.loads((path / "state.json").read_text())["files"])
+    _resealed(path / "state.json", begin + ', "files": ' + files + "}")
+    if "1e999" in begin:  # which json.dumps writes as Infinity
+        path.joinpath("state.json").write_text(begin + ', "files": ' + files + ', "seal": 0}')
+    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
+        read_checkpoint(path, tensors(), counts=("step",))
+
+
+FILES = {
+    "none": (lambda files: {}, "lists no .metadata"),
+    "a list": (lambda files: [".metadata"], "lists no .metadata"),
+    "no table": (lambda files: {k: files[k] for k in files if k != ".metadata"}, "lists no"),
+    "no data": (lambda files: {".metadata": files[".metadata"]}, "which state.json does not list"),
+    "a path": (lambda files: files | {"../../x": [0, 0]}, "no file of the directory"),
+    "an absolute path": (lambda files: files | {"/dev/null": [0, 0]}, "no file of the directory"),
+    "a directory": (lambda files: files | {"..": [0, 0]}, "no file of the directory"),
+    "no sizes": (lambda files: files | {"x": [0.0, 0]}, "no size and checksum of x"),
+    "a pipe": (lambda files: files | {"pipe": [0, 0]}, "pipe is no file"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", FILES)
+def test_a_state_that_lists_other_files_is_refused(whole, tmp_path, name):
+    edit, text = FILES[name]
+    path = lay(tmp_path / "saved", whole)
+    if name == "a pipe":
+        os.mkfifo(path / "pipe")
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(sealed(state | {"files": edit(state["files"])})))
+    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
+        verify_checkpoint(path)
+
+
+@pytest.mark.quick
+def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path):
+    for state in ({"step": float("nan")}, {"step": float("inf")}, {"step": object()}):
+        with pytest.raises(ValueError, match="no finite JSON"):
+            write_checkpoint(tmp_path / "saved", tensors(), state)
+    assert not list(tmp_path.iterdir())
+
+
+def _damaged_on_two_ranks(rank, folder):
+    """What both ranks say of damages that the checksums agree with; a shard is on each."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def fresh(value):
+        here = torch.full((3, 2), float(value))
+        return {"x": DTensor.from_local(here, mesh, [Shard(0)], run_check=False)}
+
+    write_checkpoint(folder / "good", fresh(rank + 1), {"step": 1})
+    files = {file.name: file.read_bytes() for file in (folder / "good").iterdir()}
+    found = fresh(0)
+    assert read_checkpoint(folder / "good", found, counts=("step",))["step"] == 1
+    assert (local(found["x"]) == rank + 1).all()
+
+    zeros = bytes(len(files["__1_0.distcp"]))
+    halves = files["__1_0.distcp"].replace(b"\x00\x00\x00\x40", b"\x00\x00\x00\x41")
+    damages = {
+        "table": {".metadata": b"garbage"},
+        "outside": {".metadata": _places(relative_path="../x")(files[".metadata"])},
+        "a shard of rank 1": {"__1_0.distcp": zeros},
+        "the archive of rank 1": {"__1_0.distcp": halves[:-30] + zeros[:30]},
+    }
+    texts = []
+    for name, changes in damages.items():
+        path = folder / name.replace(" ", "-")
+        if rank == 0:
+            lay(path, files | changes)
+        dist.barrier()
+        with pytest.raises(ValueError) as error:
+            read_checkpoint(path, fresh(0))
+        texts.append(str(error.value))
+    return texts
+
+
+def test_what_one_rank_cannot_read_is_refused_by_all(tmp_path):
+    first, second = ranks(tmp_path, 2, _damaged_on_two_ranks, tmp_path / "saved")
+    assert first == second
+    for text, name in zip(first, ("table", "outside", "a-shard", "the-archive"), strict=True):
+        assert f"saved/{name}" in text and "\n" not in text, text
+    assert all(".metadata" in text for text in first[:2])
+    assert all("cannot be read: rank 1: " in text for text in first[2:])
+
+
+# Buffers ---------------------------------------------------------------------------------------
+
+
+def _biased(seed):
+    """A model whose routers have a bias, which moves where tokens go."""
+    model = models.tiny_model(
+        "qwen3_moe", seed=seed, dtype=torch.float64, vocab_size=56, num_experts=4,
+        num_hidden_layers=2, router_bias_rate=0.1, sparse_layers=(0, 1))  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for votes in model.buffers():
+        votes.copy_(torch.randint(-9, 9, votes.shape, generator=generator))
+    return model
+
+
+WITH_BUFFERS = [("d2", "ddp"), ("d2", "fsdp"), ("d2", "zero1"), ("t2", "ddp"), ("d2e2", "ddp")]
+WITH_BUFFERS += [("p2", "ddp"), ("p2", "fsdp")]
+
+
+def _prepared(text, mode, seed):
+    plan = Plan.parse(text)
+    model = parallelize(_biased(seed), plan, device_mesh=Grid.make(plan), mode=mode)
+    zero = mode == "zero1"
+    return model, LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.01), zero=zero)
+
+
+def _carried(rank, folder):
+    """Buffers of a checkpoint read under each plan, and what the whole model's copy says."""
+    tokens, true = torch.arange(12)[None], _biased(1)
+    for text, mode in WITH_BUFFERS:
+        path = folder / f"{text}-{mode}"
+        write_checkpoint(path, training_tensors(*_prepared(text, mode, 1)), {})
+        other, optimizer = _prepared(text, mode, 2)
+        read_checkpoint(path, training_tensors(other, optimizer))
+        wanted = persistent_buffers(true)
+        held = persistent_buffers(other)
+        assert held and all(torch.equal(votes, wanted[name]) for name, votes in held.items())
+        assert held.keys() == dict(other.named_buffers()).keys()
+        copy = _biased(3)
+        copy_weights(other, copy)
+        parallel.reshard(other)
+        assert torch.equal(copy.hidden(tokens), true.hidden(tokens)), (text, mode)
+    other = dict(num_experts=4, num_hidden_layers=2, sparse_layers=(0, 1))
+    copy = models.tiny_model("qwen3_moe", vocab_size=56, **other)
+    with pytest.raises(ValueError, match="models differ: .*votes"):
+        copy_weights(_biased(1), copy)
+    return True
+
+
+def test_buffers_travel_with_checkpoints_and_copies_under_every_plan(tmp_path):
+    moved = _biased(1)
+    for votes in moved.buffers():
+        votes.zero_()
+    hidden = [model.hidden(torch.arange(12)[None]) for model in (_biased(1), moved)]
+    assert (hidden[0] - hidden[1]).norm() > 0.01 * hidden[0].norm()  # they do matter
+    assert all(ranks(tmp_path, 2, _carried, tmp_path / "saved"))
+
+
+# Calls that cannot be --------------------------------------------------------------------------
+
+
+def _fails(function):
+    with pytest.raises(ValueError) as error:
+        function()
+    return str(error.value)
+
+
+def _model(kind="dense"):
+    return measure_parallel.build(kind, torch.float64)
+
+
+def _unchanged(model, true):
+    """Still the whole model that computes on one process."""
+    tokens = torch.arange(LENGTH)[None]
+    return torch.equal(model.hidden(tokens), true.hidden(tokens))
+
+
+def _refused_calls(rank):
+    grids = {text: Grid.make(Plan.parse(text)) for text in ("d2", "t2", "p2")}
+    texts, true = [], _model()
+
+    def call(text, *, grid=None, **options):
+        model = _model()
+        plan = Plan.parse(text)
+        run = lambda: parallelize(model, plan, device_mesh=grids[grid or text], **options)  # noqa: E731
+        texts.append(_fails(run))
+        assert _unchanged(model, true)
+
+    call("d2", grid="t2")
+    call("t2", ac="layers", ac_every=0)
+    call("t2", ac="layers", ac_every=-1)
+    call("t2", ac="layers", ac_every=2.0)
+    call("t2", ac="layers", ac_every=True)
+    call("d2", memory_budget=1.5)
+    call("d2", memory_budget=float("nan"))
+    call("d2", memory_budget="0.5")
+    call("d2", schedule="zbv")
+    call("p2", schedule="zbv", attention=print)
+
+    split = parallelize(_model(), Plan.parse("t2"), device_mesh=grids["t2"])
+    again = lambda: parallelize(split, Plan.parse("t2"), device_mesh=grids["t2"])  # noqa: E731
+    texts.append(_fails(again))
+    pipeline = parallelize(_model(), Plan.parse("p2"), device_mesh=grids["p2"])
+    again = lambda: parallelize(pipeline, Plan.parse("p2"), device_mesh=grids["p2"])  # noqa: E731
+    texts.append(_fails(again))
+    shard(sharded := _model())
+    again = lambda: parallelize(sharded, Plan.parse("d2"), device_mesh=grids["d2"])  # noqa: E731
+    texts.append(_fails(again))
+
+    whole = parallelize(_model(), Plan.parse("d2"), device_mesh=grids["d2"])
+    parts = parallelize(_model(), Plan.parse("d2"), device_mesh=grids["d2"], mode="fsdp")
+    for model in (whole, parts, sharded, _model()):
+        zero = lambda: LocalOptimizer(model, torch.optim.AdamW, zero=True)  # noqa: B023, E731
+        texts.append(_fails(zero))
+    return texts
+
+
+REFUSED = [
+    "plan d2 was given the grid of plan t2",
+    *["n-th layer needs an integer n of 1 or more; came " + n for n in ("0", "-1", "2.0", "True")],
+    *["memory_budget is a share between 0 and 1; came " + n for n in ("1.5", "nan", "'0.5'")],
+    "schedule='zbv' is of a pipeline, but plan d2 has no p",
+    "zbv cuts 4 stages, but the model has 2 layers",
+    *["this model is split or sharded already"] * 3,
+    *["zero=True .* needs a model of .*zero1.*; came mode=" + m for m in (
+        "'ddp'", "'fsdp'", "'fsdp'", "None")],
+]  # fmt: skip
+
+
+def test_calls_that_cannot_be_are_refused_before_anything_changes(tmp_path):
+    first, second = ranks(tmp_path, 2, _refused_calls)
+    assert first == second
+    for text, pattern in zip(first, REFUSED, strict=True):
+        assert re.search(pattern, text), text
+
+
+@pytest.mark.quick
+def test_every_zeroth_layer_is_refused():
+    with pytest.raises(ValueError, match="came 0"):
+        checkpoint_layers([], "layers", every=0)
+
+
+def _odd(rank):
+    """What a rank says of 27 tokens that c shares out as 14 and 13, and t cannot share out."""
+    texts = []
+    plan = Plan.parse("c2t2")
+    for mode in ("ddp", "fsdp"):
+        grid, options = Grid.make(plan), dict(attention=models.causal_attention, mode=mode)
+        model = parallelize(_model(), plan, device_mesh=grid, **options)
+        part = torch.arange(27).chunk(2)[dist.get_rank(grid.context)][None]
+        texts.append(_fails(lambda: model.hidden(part)))  # noqa: B023
+        assert model.hidden(part[:, :12]).shape[1] == 12
+    plan = Plan.parse("p2t2")
+    pipeline = parallelize(_model(), plan, device_mesh=Grid.make(plan))
+    micros = [Micro(torch.arange(23)[None], torch.arange(23)[None])] * 2
+    texts.append(_fails(lambda: pipeline.forward(micros)))
+    texts.append(_fails(lambda: pipeline.forward_backward(micros, None)))
+    return texts
+
+
+def test_an_odd_share_of_a_sequence_is_refused_by_every_rank(tmp_path):
+    first, *others = ranks(tmp_path, 4, _odd)
+    assert all(texts == first for texts in others)
+    assert all("have 14, 13 tokens of it; each must divide by t = 2" in text for text in first[:2])
+    assert all("23 tokens a sequence must divide by t = 2" in text for text in first[2:])
+
+
+# Replicas --------------------------------------------------------------------------------------
+
+
+def _trained(text, kind, *, fsdp=False, shards=None, sizes=None, **options):
+    """A model and its optimiser after three AdamW steps; without a plan where text is ""."""
+    model = measure_parallel.build(kind, torch.float64, **(sizes or {}))
+    adamw = lambda x: torch.optim.AdamW(x, lr=0.01)  # noqa: E731
+    share = dist.get_rank()
+    if text:
+        plan = Plan.parse(text)
+        grid = Grid.make(plan, shard=shards)
+        model, share = parallelize(model, plan, device_mesh=grid, **options), grid.dp_rank
+        optimizer = LocalOptimizer(model, adamw, zero=options.get("mode") == "zero1")
+    else:
+        if fsdp:
+            shard(model)
+        optimizer = adamw(model.parameters())
+
+    _, documents, weights = batch()
+    positions, take = document_positions(documents * 0), torch.arange(LENGTH)
+    rows = torch.tensor([share % 4, (share + 1) % 4])  # of unequal gradients on every share
+    run, attention = (train, None)
+    if text and plan.pp > 1:
+        run, attention = train_pipeline, lambda row: None
+    for _ in range(3):
+        run(model, rows, take, weights, attention, positions)
+        reduce_gradients(model)
+        clip_grad_norm(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _flip(tensor):
+    """The last bit of the first entry that is here."""
+    here = local(tensor.detach())
+    here.view(torch.int32 if here.element_size() == 4 else torch.int64)[(0,) * here.dim()] ^= 1
+
+
+def _compared(rank, cases):
+    """For each case what is said without a fault, and with each flipped bit in turn."""
+    said = []
+    for text, kind, options, flips in cases:
+        model, optimizer = _trained(text, kind, **options)
+        own = isinstance(optimizer, LocalOptimizer)
+        named = dict(model.named_parameters())
+        found = [replica_difference(model, optimizer)]
+        for culprit, name, key, _ in flips:
+            if rank == culprit and key == "buffer":
+                tensor = persistent_buffers(model)[name]
+            elif rank == culprit:
+                p = named[name]
+                mine = optimizer.mine[name] if own and key else p
+                tensor = optimizer.state[mine][key] if key else p
+            if rank == culprit:
+                _flip(tensor)
+            found.append(replica_difference(model, optimizer))
+            if rank == culprit:
+                _flip(tensor)
+        found.append(replica_difference(model))
+        said.append(found)
+    return said
+
+
+NORM, UP, GATE = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate"
+EXPERT, VOTES = "model.layers.1.mlp.experts.up_proj", "model.layers.1.mlp.votes"
+Q_NORM = "model.layers.0.self_attn.q_norm.weight"
+# ranks -> (plan, model, options, (rank whose bit is flipped, where, of which state, what is said))
+COMPARED = {
+    2: [
+        ("", "dense", {}, [(1, UP, "", "{UP}: rank 0 / rank 1 hold"),
+                           (0, NORM, "exp_avg", "{NORM} (exp_avg): rank 0 / rank 1 hold")]),
+        ("", "dense", dict(fsdp=True), [(1, UP, "", None),
+                                        (1, UP, "step", "{UP} (step): rank 0 / rank 1 hold")]),
+        ("d2", "tied", {}, [(1, UP, "", "{UP}: rank 0 / rank 1 hold"),
+                            (1, UP, "exp_avg_sq", "{UP} (exp_avg_sq): rank 0 / rank 1 hold")]),
+        ("d2", "dense", dict(mode="zero1"), [(1, UP, "", "{UP}: rank 0 / rank 1 hold"),
+                                             (1, UP, "exp_avg", None)]),
+        ("t2", "dense", {}, [(1, NORM, "", "{NORM}: rank 0 / rank 1 hold"), (1, UP, "", None),
+                             (0, Q_NORM, "exp_avg", "{Q_NORM} (exp_avg): rank 0 / rank 1 hold")]),
+        ("t2", "dense", dict(sequence=False), [(1, NORM, "", "{NORM}: rank 0 / rank 1 hold")]),
+        ("d2", "dense", dict(mode="fsdp"), [(1, UP, "", None)]),
+        ("p2", "tied", {}, [(1, TIED, "", "{TIED}: rank 0 / rank 1 hold"), (0, UP, "", None),
+                            (0, TIED, "exp_avg", "{TIED} (exp_avg): rank 0 / rank 1 hold")]),
+        ("d2e2", "starved", {},
+         [(1, GATE + ".weight", "", "{GATE}.weight: rank 0 / rank 1 hold"), (1, EXPERT, "", None),
+          (1, VOTES, "buffer", "{VOTES}: rank 0 / rank 1 hold")]),
+    ],
+    4: [
+        ("d2t2", "dense", {}, [(2, UP, "", "{UP}: rank 0 / rank 2 hold"),
+                               (3, NORM, "", "{NORM}: ranks 0 1 2 / rank 3 hold")]),
+        ("d2t2", "tied", dict(mode="zero1"),
+         [(1, NORM, "exp_avg", "{NORM} (exp_avg): rank 0 / rank 1 hold"),
+          (0, NORM, "", "{NORM}: ranks 1 2 3 / rank 0 hold")]),
+        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "{NORM}: rank 2 / rank 3 hold")]),
+        ("d4", "dense", dict(mode="fsdp", shards=2),
+         [(3, UP, "", "{UP}: rank 1 / rank 3 hold"),
+          (0, UP, "exp_avg", "{UP} (exp_avg): rank 0 / rank 2 hold")]),
+        ("d4e2", "moe", {}, [(3, EXPERT, "", "{EXPERT}: rank 1 / rank 3 hold")]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world", COMPARED)
+def test_a_flipped_bit_is_named(tmp_path, world):
+    cases = COMPARED[world]
+    first, *others = ranks(tmp_path, world, _compared, cases)
+    assert all(said == first for said in others)
+    for (text, _, options, flips), (clean, *found, model_only) in zip(cases, first, strict=True):
+        assert clean is None and model_only is None, (text, options, clean)
+        for (_, _, _, expected), said in zip(flips, found, strict=True):
+            if expected is None:
+                assert said is None, said
+            else:
+                assert f"replicas differ in {expected.format(**globals())}" in said, said
+
+
+def _after_three_steps(rank, cases):
+    return [replica_difference(*_trained(text, kind, **options)) for text, kind, options in cases]
+
+
+# Two layers at one end and one at the other, and a long vocabulary: the tied embedding lies at other
+# places of the ends' messages, and reaches over the borders at which the order of additions turns.
+UNEVEN = dict(sizes=dict(num_hidden_layers=3, vocab_size=600))
+SIX = [
+    ("p2d3", "deep tied", UNEVEN), ("p2d3", "deep tied", UNEVEN | dict(mode="zero1")),
+    ("p2d3", "deep tied", UNEVEN | dict(mode="fsdp")), ("d3t2", "dense", {}),
+    ("d3t2", "dense", dict(sequence=False)),
+]  # fmt: skip
+
+
+def test_replicas_hold_the_same_bits_after_three_steps(tmp_path):
+    """Three ranks a sum: two orders of addition would show, unlike with two."""
+    for said in ranks(tmp_path, 6, _after_three_steps, SIX):
+        assert said == [None] * len(SIX), said
