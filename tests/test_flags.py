@@ -53,7 +53,7 @@ LATE = [
     r"\d+ optimiser steps in a row had a non-finite gradient",
 ]
 # What argparse says of a value that is no number: its usual two lines, the same on every rank.
-NO_NUMBER = r"usage: train_grpo\.py .*\ntrain_grpo\.py: error: argument .*: invalid .*\n"
+NO_NUMBER = r"usage: train_grpo\.py .*\ntrain_grpo\.py: error: argument .*: (invalid|expected) .*\n"
 SKIPPED = r"step \d+: skipped, non-finite gradient first in .*"  # a line that a step may print
 
 

@@ -439,7 +439,8 @@ VOTING = ["d2", "d2e2", "t2e2", "(attn:t2|ffn:t2)", "p2"]
 
 
 def _mixture(votes):
-    config = models.tiny("qwen3_moe", num_experts=4, router_bias_rate=0.1, num_hidden_layers=2)
+    sizes = dict(num_hidden_layers=2, sparse_layers=(0, 1), num_experts=4)
+    config = models.tiny("qwen3_moe", router_bias_rate=0.1, **sizes)
     model = models.Transformer(config).double().init_weights(0)
     for layer, buffer in enumerate(model.buffers()):
         buffer.copy_(votes * (torch.arange(4) + 10 * layer + 1))
