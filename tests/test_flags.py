@@ -17,9 +17,11 @@ must also have the metrics of the run in one process without any of these.
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
+import functools
 import gc
-import json
+import inspect
 import math
 import os
 import re
@@ -45,7 +47,7 @@ import train_grpo
 from test_ranks import CONTEXT, largest_difference, read_metrics
 
 SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
-BATCH = 50  # combinations between two lines of the script
+BATCH = 100  # combinations that a worker goes through before it is started anew
 LIMIT = 60  # seconds after which a run has hung; its own --timeout is shorter, so that it can tell
 
 # What may end a run that was configured well, after its directory was made.
@@ -205,6 +207,35 @@ def draw(seed, number, models_of) -> Case:
     return Case(number, world, flags, tame)
 
 
+def extremes():
+    """A case for each extreme and impossible value by itself, in a run that is else good."""
+    base = {"task": "guess", "size": 3, "turns": 2, "device": "cpu", "timeout": 20, "steps": 2}
+    base |= {"prompts": 2, "group": 4, "eval-prompts": 2, "lr": 0.01, "lr-warmup": 0}
+    base |= {"max-new-tokens": 5, "minibatches": 1, "dtype": "float64", "advantage": "group_mean"}
+    base |= dict(layers=1, hidden=8, heads=2)
+    needs = {
+        "max-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "max-tokens": 4},
+        "cispo-bound": {"objective": "cispo"}, "demos": {"task": "lookup", "size": 2},
+        "length": {"task": "sort", "size": 5}, "dynamic-sampling": {"entropy-coef": 0},
+        "max-rounds": {"dynamic-sampling": True, "entropy-coef": 0}, "model": {},
+    }  # fmt: skip
+    of_gae = "gae-lambda", "gamma", "value-clip", "value-coef"
+    needs |= dict.fromkeys(of_gae, {"advantage": "gae"})
+    tables = [(table, table is TAME_EXTREMES) for table in (TAME_EXTREMES, WILD_EXTREMES)]
+    drawn = [(name, x, tame) for table, tame in tables for name in table for x in table[name]]
+    numbers = [f for f in dataclasses.fields(train_grpo.Config) if f.type in (int, float)]
+    drawn += [(f.name.replace("_", "-"), x, False) for f in numbers for x in IMPOSSIBLE]
+    cases = []
+    for name, x, tame in drawn:
+        flags = base | needs.get(name, {}) | {name: x}
+        if name == "model":
+            flags = {k: v for k, v in flags.items() if k not in SHAPE}
+        cases.append(Case(len(cases), 1, flags, tame))
+        if isinstance(x, float):  # which may be no number of a smaller dtype
+            cases.append(Case(len(cases), 1, flags | {"dtype": "float32"}, False))
+    return cases
+
+
 def _take_model(flags, directory):
     for name in SHAPE:
         del flags[name]
@@ -270,8 +301,9 @@ def _work(number, pipe):
     """A worker: jobs come through the pipe, and what became of each goes back."""
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os._exit = _leave
-    saved = os.dup(1), os.dup(2)
+    # Help texts are read from the source, a fifth of such a short run: once is enough.
+    inspect.getsource = functools.cache(inspect.getsource)
+    saved, hook = (os.dup(1), os.dup(2)), sys.excepthook
     while (job := pipe.recv()) is not None:
         os.chdir(job.cwd)
         log = Path(job.cwd).with_suffix("")
@@ -281,7 +313,10 @@ def _work(number, pipe):
             os.close(target)
         # A signal of the parent writes the stack to stderr, which then tells where it hung.
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        leave, os._exit = os._exit, _leave
         code = _run(job)
+        # The worker itself leaves by os._exit too; and each process group wraps the hook anew.
+        os._exit, sys.excepthook = leave, hook
         sys.stdout.flush()
         sys.stderr.flush()
         for descriptor in (1, 2):
@@ -351,6 +386,12 @@ class Workers:
         self.processes[number].kill()
         self.processes[number].join()
         self.pipes[number].close()
+
+    def renew(self):
+        """Start both anew: threads and sockets of process groups that are gone add up."""
+        self.__exit__()
+        self.__enter__()
+        self.count = 0
 
     def _cwd(self):
         self.count += 1
@@ -496,7 +537,12 @@ def comparable(case):
 
 
 def run_cases(cases, workers):
-    """[(case, how it ended, its faults)]."""
+    """[(case, how it ended, its faults, whether it was compared)]."""
+    if len(cases) > BATCH:
+        parts = [cases[n : n + BATCH] for n in range(0, len(cases), BATCH)]
+        return [judged for part in parts for judged in run_cases(part, workers)]
+    if workers.count > BATCH:
+        workers.renew()
     alone = [case for case in cases if case.world == 1]
     ended = workers.alone([case.argv for case in alone])
     results = {case.number: result for case, result in zip(alone, ended, strict=True)}
@@ -568,6 +614,12 @@ def test_random_flags_finish_or_are_refused_by_all_ranks_alike(workers, models_o
     assert min(ended.count("finished"), 3 * ended.count("refused"), 3 * compared) > count / 3
 
 
+@pytest.mark.slow
+def test_every_extreme_number_by_itself_finishes_or_is_refused(workers):
+    judged = run_cases(extremes(), workers)
+    assert not any(found for _, _, found, _ in judged), report(judged)
+
+
 def test_a_combination_is_a_function_of_its_seed_and_number(models_of):
     assert draw(5, 17, models_of) == draw(5, 17, models_of) != draw(6, 17, models_of)
 
@@ -629,15 +681,18 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--extremes", action="store_true", help="each by itself, no draws")
     parser.add_argument("--only", type=int, nargs="*", help="numbers; default: all of --count")
     options = parser.parse_args(argv)
-    started, numbers = time.monotonic(), options.only or range(options.count)
+    started, drawn = time.monotonic(), options.only or range(options.count)
     folder = Path(tempfile.mkdtemp(prefix="flags-"))
     models_of, judged, failures = make_models(folder), [], 0
+    cases = [draw(options.seed, number, models_of) for number in drawn]
+    if options.extremes:
+        cases = extremes()
     with Workers(folder) as workers:
-        for first in range(0, len(numbers), BATCH):
-            cases = [draw(options.seed, n, models_of) for n in numbers[first : first + BATCH]]
-            some = run_cases(cases, workers)
+        for first in range(0, len(cases), BATCH):
+            some = run_cases(cases[first : first + BATCH], workers)
             judged += some
             failures = sum(bool(found) for _, _, found, _ in judged)
             seconds = time.monotonic() - started

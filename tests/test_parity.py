@@ -374,8 +374,6 @@ SLOW = {
     f"{family} {name}": Case(plan, family, options)
     for family in FAMILIES
     for name, (plan, options) in (EXPERTS if family == "moe" else PLANS).items()
-    # torch cannot save unequal parts of a vocabulary sharded again over more than two ranks
-    if not (family == "qwen3" and "t2" in plan and options.get("mode"))
 }
 
 
