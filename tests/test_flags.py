@@ -262,16 +262,19 @@ def _draw_plan(flags, world, one, chance, models_of):
         flags["layers"] = 2 if flags["pp-schedule"] == "1f1b" else 4
         if chance(0.15):
             flags["layers"] = one([1, 2, 3])
-    if chance(0.15):
-        _take_model(flags, models_of["tied"])
+    if chance(0.2):
+        _take_model(flags, models_of[one(["tied", "experts"])])
 
 
 def make_models(folder):
     """Checkpoints that plans with experts, and tied weights, are tried on."""
     sizes = dict(vocab_size=12, hidden_size=8, intermediate_size=12, eos_token_id=(1,))
+    sizes["num_hidden_layers"] = 4  # as many as the schedules of a pipeline cut stages
     kinds = {
-        "experts": models.tiny("qwen3_moe", num_experts=4, moe_intermediate_size=6, **sizes),
-        "tied": models.tiny("gemma3_text", **sizes),
+        "experts": models.tiny(
+            "qwen3_moe", num_experts=4, moe_intermediate_size=6, sparse_layers=(0, 2, 3), **sizes
+        ),
+        "tied": models.tiny("gemma3_text", layer_types=[models.SLIDING, models.FULL] * 2, **sizes),
     }
     for name, config in kinds.items():
         models.save_hf(models.Transformer(config).double().init_weights(0), folder / name)
