@@ -205,6 +205,7 @@ def test_collectives_are_those_of_the_table(tmp_path):
     cases = [
         ("t2", "dense", {}, gathers | dict(allreduce_=2 + 1)),
         ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
+        ("c2t2", "dense", {}, gathers | dict(allgather_=gathers["allgather_"] + 1, allreduce_=3)),
         ("d2", "dense", {}, {}),
         ("d2e2", "moe", {}, dict(alltoall_base_=(3 + 2) * sparse)),
         ("p2", "dense", {}, dict(isend=ROWS)),

@@ -370,10 +370,9 @@ def _refused_calls(rank):
     texts, true = [], _model()
 
     def call(text, *, grid=None, **options):
-        model = _model()
-        plan = Plan.parse(text)
-        run = lambda: parallelize(model, plan, device_mesh=grids[grid or text], **options)  # noqa: E731
-        texts.append(_fails(run))
+        model, plan = _model(), Plan.parse(text)
+        mesh = grids[grid or text]
+        texts.append(_fails(lambda: parallelize(model, plan, device_mesh=mesh, **options)))
         assert _unchanged(model, true)
 
     call("d2", grid="t2")
@@ -576,8 +575,8 @@ def _after_three_steps(rank, cases):
     return [replica_difference(*_trained(text, kind, **options)) for text, kind, options in cases]
 
 
-# Two layers at one end and one at the other, and a long vocabulary: the tied embedding lies at other
-# places of the ends' messages, and reaches over the borders at which the order of additions turns.
+# Two layers at one end and one at the other, and a long vocabulary: the tied embedding lies at
+# other places of the ends' messages, over the borders at which the order of additions turns.
 UNEVEN = dict(sizes=dict(num_hidden_layers=3, vocab_size=600))
 SIX = [
     ("p2d3", "deep tied", UNEVEN), ("p2d3", "deep tied", UNEVEN | dict(mode="zero1")),
