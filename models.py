@@ -2077,7 +2077,8 @@ def _parse_object(data, where) -> dict:
         # Errors of decoding and encoding, json's own, and ours from below are all ValueErrors.
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold an object, got a {type(value).__name__}")
+        kind = type(value).__name__
+        raise ValueError(f"{where} is JSON of another kind: it must hold an object, got a {kind}")
     return value
 
 

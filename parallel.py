@@ -959,7 +959,7 @@ class Pipeline:
         shape, n, plan = tuple(micros[0].tokens.shape), len(micros), self.grid.plan
         if any(tuple(micro.tokens.shape) != shape for micro in micros):
             raise ValueError("microbatches of a step must have one shape; pad them to the longest")
-        self._require_even([shape[1]])
+        self._require_tokens(micros)
         plan.require_fits(microbatches=n)
         if self.stages > plan.pp and n % plan.pp:
             raise ValueError(f"{n} microbatches must divide by the {plan.pp} ranks of the pipeline")
@@ -979,7 +979,7 @@ class Pipeline:
         # all of them. COMM: a microbatch's stages run one after another, and all ranks take the
         # microbatches in one order, so each send meets the receive it waits for. Pinned by
         # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
-        self._require_even([micro.tokens.shape[1] for micro in micros])
+        self._require_tokens(micros)
         group, out = self.grid.dense["pp"].get_group(), []
         at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
         for tokens, positions, attention in micros:
@@ -994,8 +994,13 @@ class Pipeline:
             out.append(x)
         return out if self.last is not None else None
 
-    def _require_even(self, lengths):
+    def _require_tokens(self, micros):
+        """ValueError on every stage for tokens that only the first one would find wrong."""
+        part = next(iter(self.parts.values()))
+        for micro in micros:
+            part.require_tokens(micro.tokens)
         if self.sequence and self.grid.plan.tp > 1:
+            lengths = [micro.tokens.shape[1] for micro in micros]
             require_even_lengths(self.grid, lengths, self.like["device"])
 
     def _between(self, shape):

@@ -484,10 +484,6 @@ def votes_kept(tmp_path_factory):
     return ranks(folder / "ranks", 2, _keep_votes, folder, VOTING)
 
 
-BEING_MENDED = "training_tensors and copy_weights go through parameters alone, votes are a buffer"
-
-
-@pytest.mark.xfail(strict=True, reason=BEING_MENDED)
 @pytest.mark.parametrize("how", ["read", "copied"])
 @pytest.mark.parametrize("plan", VOTING)
 def test_the_votes_for_experts_survive(votes_kept, plan, how):
@@ -578,10 +574,6 @@ def text_of_one_process(bad):
     return "no error"
 
 
-IDS = "being mended: a plain model raises torch's IndexError, and under t such a token is zeros"
-
-
-@pytest.mark.xfail(strict=True, reason=IDS)
 @pytest.mark.parametrize("bad, function", [(57, _beyond_57), (-1, _beyond_0)])
 def test_a_token_beyond_the_vocabulary_is_refused_alike_with_and_without_t(tmp_path, bad, function):
     texts = texts_of_ranks(tmp_path, function, "t2")
@@ -597,7 +589,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="being mended: some rank raises another error, or none")
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_rank_refuses_alike(tmp_path, name):
     texts = texts_of_ranks(tmp_path, *REFUSED[name])
