@@ -1,4 +1,4 @@
-"""Markers, one thread, and the project's files on the path."""
+"""Markers, one thread, two cores, and the project's files on the path."""
 
 import os
 import sys
@@ -10,10 +10,32 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in eve
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+WORKERS = 4  # at most: each holds torch, transformers and a server of ranks, 1.5 GB
 MARKERS = {
-    "quick": "part of `python -m pytest -m quick`, under 60 s in all",
+    "quick": "part of `python -m pytest -m quick`, under 45 s in all",
     "slow": "left out unless asked for: `python -m pytest -m slow`",
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Share whole folders of tests among the cores: what `-n` and `--dist` of pytest-xdist do.
+
+    A few chosen tests are quicker without: each worker imports and collects by itself. Without
+    pytest-xdist, or with -n 0, the same tests run one after the other. The workers begin at
+    different places of the list, so that a fixture of a file is seldom made by two of them, and
+    the first to finish takes over half of what another has left.
+    """
+    given = config.option
+    chosen = given.keyword or any(Path(arg.split("::")[0]).is_file() for arg in config.args)
+    watched = given.usepdb or given.capture == "no" or given.collectonly
+    worker = hasattr(config, "workerinput")  # a worker of pytest-xdist comes here too
+    if worker or not config.pluginmanager.hasplugin("xdist") or chosen or watched:
+        return
+    if given.numprocesses is None and given.dist == "no" and not given.tx:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        if cores > 1:
+            given.numprocesses, given.dist = min(cores, WORKERS), "worksteal"
 
 
 def pytest_configure(config):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from measure_models import control_case, velocity_of
+from measure_models import control, control_case, velocity_of
 from measure_vla import RingPrefix
 from test_ranks import ranks
 
@@ -179,6 +179,15 @@ def test_an_expert_that_does_not_fit_is_named():
         ActionExpert(tiny("qwen3_moe"), action_dim=2)
 
 
+def test_the_toy_task_is_being_learnt(capsys):
+    """In half of its steps, to 0.18; behind `-m slow` to its end."""
+    control(steps=200)
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
+    assert last < 0.3 < 1 < first
+
+
+@pytest.mark.slow
 def test_the_toy_task_is_learnt(capsys):
     assert models.main(["control"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,8 @@
-"""Whole training runs under plans: the metrics of one process, in float64, over 20 steps."""
+"""Whole training runs under plans: the metrics of one process, in float64.
+
+Five steps here, with old log-probs, an evaluation and AdamW's moments; behind `-m slow` twenty.
+In the default suite test_a_run_goes_on_under_another_plan has twenty, five under each of four.
+"""
 
 import pytest
 from test_ranks import (
@@ -40,20 +44,11 @@ def one_process(tmp_path_factory):
     return run
 
 
-QUICKER = {
-    "d2t2 fsdp": 5,
-    "d2p2": 5,
-    "d2": 20,
-    "t2": 20,
-    "c2": 20,
-    "p2": 20,
-    "p2 zbv": 20,
-    "d2t2": 5,
-}
-EVERY = [pytest.param(name, QUICKER[name]) for name in QUICKER]
-EVERY += [
-    pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS if QUICKER.get(name) != 20
-]
+# d2, p2, d2t2 FSDP2 and ZeRO-1 have their five steps in test_a_run_goes_on_under_another_plan, of
+# the same flags; single steps of the other plans are those of test_parallel.py.
+QUICKER = ("t2", "c2", "p2 zbv", "d2p2")
+EVERY = [pytest.param(name, 5) for name in QUICKER]
+EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
 
 
 @pytest.mark.parametrize("name, steps", EVERY)
@@ -63,14 +58,31 @@ def test_every_plan_gives_the_run_of_one_process(one_process, tmp_path, name, st
     assert largest_difference(run, one_process[:steps]) < 1e-8
 
 
-OPTIONS = "--steps 4 --kl-coef 0.05 --proximal --minibatches 2 --micro-tokens 100"
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """flags -> the metrics of one process, made once."""
+    made = {}
+
+    def run(flags):
+        if flags not in made:
+            made[flags] = trained(tmp_path_factory.mktemp("truth"), 1, flags)
+        return made[flags]
+
+    return run
 
 
-@pytest.mark.parametrize("plan", ["d2t2", "p2c2", "p2 --pp-schedule zbv"])
-def test_old_and_reference_log_probs_too(tmp_path, plan):
-    flags, world = f"{SHAPE} {OPTIONS}", 2 if plan.startswith("p2 ") else 4
-    truth = trained(tmp_path, 1, flags)
-    assert largest_difference(trained(tmp_path, world, f"{flags} --plan {plan}"), truth) < 1e-8
+# Two steps of two updates: the second step's reference and old weights are not the policy's.
+OPTIONS = "--kl-coef 0.05 --proximal --minibatches 2 --micro-tokens 100 --steps"
+ZBV = "p2 --pp-schedule zbv"  # p2c2 has a pipeline's log-probs, and its run of five steps is above
+SOME = [("d2t2", 2), ("p2c2", 2), *(
+    pytest.param(plan, 4, marks=pytest.mark.slow) for plan in ("d2t2", "p2c2", ZBV))]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan, steps", SOME)
+def test_old_and_reference_log_probs_too(truth, tmp_path, plan, steps):
+    flags, world = f"{SHAPE} {OPTIONS} {steps}", 2 if plan == ZBV else 4
+    found = trained(tmp_path, world, f"{flags} --plan {plan}")
+    assert largest_difference(found, truth(flags)) < 1e-8
 
 
 EXPERTS = {
@@ -86,15 +98,20 @@ LATER = [name for name in EXPERTS if name not in ("d2e2", "t2")]
 SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in LATER)) for k in EXPERTS]
 
 
-@pytest.mark.parametrize("plan", SOME)
-def test_experts_train_alike_under_a_plan(tmp_path, plan):
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """The directory of a model with experts."""
     config = models.tiny("qwen3_moe", vocab_size=12, num_experts=4, eos_token_id=(1,))
-    models.save_hf(models.Transformer(config).double().init_weights(0), tmp_path / "model")
-    flags = f"{TASK} --lr 0.005 --steps 5 --eval-every 5 --model {tmp_path / 'model'}"
-    (tmp_path / "runs").mkdir()
-    truth = trained(tmp_path / "runs", 1, flags)
-    found = trained(tmp_path / "runs", EXPERTS[plan], f"{flags} --plan {plan}")
-    assert largest_difference(found, truth) < 1e-8
+    folder = tmp_path_factory.mktemp("mixture")
+    models.save_hf(models.Transformer(config).double().init_weights(0), folder)
+    return folder
+
+
+@pytest.mark.parametrize("plan", SOME)
+def test_experts_train_alike_under_a_plan(truth, mixture, tmp_path, plan):
+    flags = f"{TASK} --lr 0.005 --steps 5 --eval-every 5 --model {mixture}"
+    found = trained(tmp_path, EXPERTS[plan], f"{flags} --plan {plan}")
+    assert largest_difference(found, truth(flags)) < 1e-8
 
 
 def test_a_run_goes_on_under_another_plan(one_process, tmp_path):
@@ -120,23 +137,26 @@ TREES = {
     "dta d2t2 zero1": (4, "--tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1"),
 }
 QUICKEST = "dta, 2 ranks", "sparse c2"  # the matrix of `train_grpo.py check` has the others too
-SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICKEST)) for k in TREES]
+SOME = [pytest.param(name, 5) for name in QUICKEST]
+SOME += [pytest.param(name, 20, marks=pytest.mark.slow) for name in TREES]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name):
+@pytest.mark.parametrize("name, steps", SOME)
+def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name, steps):
     world, flags = TREES[name]
-    run = trained(tmp_path, world, f"{SHAPE} --steps 20 --eval-every 5 {flags}")
-    assert largest_difference(run, one_process) < 1e-8
+    run = trained(tmp_path, world, f"{SHAPE} --steps {steps} --eval-every 5 {flags}")
+    assert largest_difference(run, one_process[:steps]) < 1e-8
 
 
-@pytest.mark.parametrize(
-    "tree", ["dta --max-tokens 9", pytest.param("sparse", marks=pytest.mark.slow)]
-)
-def test_old_and_reference_log_probs_of_trees_too(tmp_path, tree):
-    flags = f"{SHAPE} {OPTIONS} --forks 2 --fork-turns 1 --advantage per_branch"
-    truth = trained(tmp_path, 1, flags)
-    assert largest_difference(trained(tmp_path, 2, f"{flags} --tree {tree}"), truth) < 1e-8
+DTA = "dta --max-tokens 9"
+SOME = [(DTA, 2), *(pytest.param(tree, 4, marks=pytest.mark.slow) for tree in (DTA, "sparse"))]
+
+
+@pytest.mark.parametrize("tree, steps", SOME)
+def test_old_and_reference_log_probs_of_trees_too(truth, tmp_path, tree, steps):
+    flags = f"{SHAPE} {OPTIONS} {steps} --forks 2 --fork-turns 1 --advantage per_branch"
+    found = trained(tmp_path, 2, f"{flags} --tree {tree}")
+    assert largest_difference(found, truth(flags)) < 1e-8
 
 
 CRITIC = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 5 --eval-every 5"
@@ -152,9 +172,8 @@ SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("", "p2"))) for k 
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_critic_trains_alike_under_every_plan_and_tree(tmp_path, name):
+def test_a_critic_trains_alike_under_every_plan_and_tree(truth, tmp_path, name):
     world, more = CRITICS[name]
-    truth = trained(tmp_path, 1, CRITIC)
     found = trained(tmp_path, world, f"{CRITIC} {more}")
-    assert "value/explained_variance" in truth[0]
-    assert largest_difference(found, truth) < 1e-8
+    assert "value/explained_variance" in truth(CRITIC)[0]
+    assert largest_difference(found, truth(CRITIC)) < 1e-8

@@ -42,11 +42,12 @@ TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
 PLANS = "tests/test_plan.py::test_"
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
+INSTALL = "-m pip install -q --no-compile -r"
 BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it installs
     "python3 -m venv .venv": "python3 -m venv ",
     ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
-    "pip install -r requirements.txt": "-m pip install -q -r requirements.txt",
-    "pip install -r tests/requirements.txt": "-m pip install -q -r tests/requirements.txt",
+    "pip install -r requirements.txt": f"{INSTALL} requirements.txt",
+    "pip install -r tests/requirements.txt": f"{INSTALL} tests/requirements.txt",
     "python -m pytest": "\npython -m pytest\n",
     "python -m pytest -m quick": "\npython -m pytest\n",
     "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",

@@ -76,14 +76,14 @@ def begin(cwd, flags, world=1, die=None, main=_main):
     return start(world, main, world, port, cwd, log, flags, die), log
 
 
-def end(processes, log, seconds=100):
+def end(processes, log, seconds=300):
     """(exit codes, standard outputs, standard errors), one of each a rank."""
     codes = join(processes, seconds)
     count = range(len(codes))
     return codes, *([Path(f"{log}-{s}-{r}").read_text() for r in count] for s in ("out", "err"))
 
 
-def cli(cwd, flags, world=1, die=None, seconds=100):
+def cli(cwd, flags, world=1, die=None, seconds=300):
     return end(*begin(cwd, flags, world, die), seconds)
 
 
@@ -546,8 +546,8 @@ def test_plot_draws_a_run_that_was_killed_early(straight, tmp_path, monkeypatch)
 
 
 def _learns(cwd, flags, seconds):
-    command = [sys.executable, SCRIPT, "--device", "cpu", "--out", "run", *flags.split()]
-    subprocess.run(command, cwd=cwd, check=True, timeout=seconds)
+    codes, _, err = cli(cwd, f"--device cpu --out run {flags}", seconds=seconds)
+    assert codes == [0], err[0]
     run = read_metrics(cwd / "run")
     rewards = [line["reward/mean"] for line in run]
     return rewards[0] < 0.3 and sum(rewards[-5:]) / 5 >= 0.9 and run[-1]["eval/solved"] >= 0.95

@@ -284,16 +284,24 @@ def test_gradients_are_those_of_every_sequence_by_itself(name, recompute):
         assert all(relative(torch.zeros_like(x), x) == 1 for x in truth)  # zeros would not pass
 
 
+BLOCKS = [*itertools.product((None, 1, 2, 3, 7), (False, True))]  # tokens a block, recomputation
+# TinyModel has all of these sizes in test_gradients_are_those_of_every_sequence_by_itself.
+FEW = [(None, True), (3, False), (7, True)]
+
+
+@pytest.mark.parametrize(
+    "blocks", [FEW, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["few", "every"]
+)
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("kind", models.TINY)
-def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, critic):
+def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, critic, blocks):
     model = models.tiny_model(kind)
     if critic:
         nn.init.normal_(model.add_value_head().score.weight)
     for name in ("prefixes", "binary", "forest"):
         sequences = tensors(forests()[name])
         truth, _ = gradients(model, lambda s=sequences: definition(model, s, example_loss))
-        for size, recompute in itertools.product((None, 1, 3, 7), (False, True)):
+        for size, recompute in blocks:
             run = lambda: tree_backward(  # noqa: E731
                 model,
                 TokenTrie(sequences),
@@ -619,14 +627,17 @@ def flat_with_balance(model, sequences, coef):
     return total, counts
 
 
+@pytest.mark.parametrize(
+    "blocks", [FEW, pytest.param(BLOCKS, marks=pytest.mark.slow)], ids=["few", "every"]
+)
 @pytest.mark.parametrize("name", ["lone", "duplicates", "prefixes", "caterpillar", "forest"])
-def test_the_auxiliary_loss_counts_tokens_as_the_flat_batch_does(name):
+def test_the_auxiliary_loss_counts_tokens_as_the_flat_batch_does(name, blocks):
     model = models.tiny_model("qwen3_moe", num_hidden_layers=3)
     sequences = tensors((forests() | {"lone": [[3], [3], [4, 5, 6]]})[name])
     truth, (aux, counts) = gradients(model, lambda: flat_with_balance(model, sequences, 0.3))
     plain, _ = gradients(model, lambda: definition(model, sequences, example_loss))
     assert max(relative(a, b) for a, b in zip(plain, truth, strict=True)) > 1e-4  # it matters
-    for size, recompute in itertools.product((None, 1, 2, 3, 7), (False, True)):
+    for size, recompute in blocks:
         options = dict(max_tokens=size, recompute=recompute, aux_coef=0.3)
         trie = TokenTrie(sequences)
         found, result = gradients(
