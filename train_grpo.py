@@ -243,6 +243,7 @@ class Config:
         "ac",
     )  # fmt: skip
 
+    YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
     # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
     ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
@@ -286,6 +287,7 @@ class Config:
         yield self.dynamic_sampling and (self.entropy_coef or self.kl_coef), (
             "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
             "set --entropy-coef 0 and --kl-coef 0")
+        yield self.timeout > self.YEAR, f"--timeout must be at most a year, got {self.timeout} s"
         yield self.max_rounds > 1 and not self.dynamic_sampling, (
             "--max-rounds is for --dynamic-sampling")
         yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
@@ -1600,8 +1602,7 @@ def train(config, device) -> int:
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
     model, generator, reference = build(config, task, device)
-    if config.max_new_tokens >= model.config.max_position_embeddings:
-        raise ValueError(f"--max-new-tokens {config.max_new_tokens} exceeds the model's positions")
+    require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
         plan, world = Plan.parse(config.plan), dist.get_world_size()
@@ -1613,6 +1614,23 @@ def train(config, device) -> int:
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, held))
         return run(config, task, trainer, out)
+
+
+def require_room(config, task, positions):
+    """ValueError if a prompt and an answer are longer than the model has positions.
+
+    Every rank looks at the same first prompts, one to train on and one held out, so that all refuse
+    alike; prompts of other lengths are `generate`'s to refuse when they come.
+    """
+    for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
+        rng = np.random.default_rng([config.seed, stream, 0, 0])
+        with asking(task):
+            _, prompt = task.prompt(rng, 0, held_out)
+        if len(prompt) + config.max_new_tokens > positions:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and --max-new-tokens {config.max_new_tokens} "
+                f"exceed the {positions} positions of the model"
+            )
 
 
 def run(config, task, trainer, out) -> int:
