@@ -161,7 +161,9 @@ def store_of_this_attempt(store, rank, world, timeout):
         store.set("attempt", attempt)
         # COMM: rank 0 waits for every other rank, and they for its `go`; `timeout` bounds both.
         # Pinned by tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
-        numbers = {str(other): store.get(f"{attempt}/{other}").decode() for other in range(1, world)}
+        numbers = {}
+        for other in range(1, world):
+            numbers[str(other)] = store.get(f"{attempt}/{other}").decode()
         store.set(f"{attempt}/go", json.dumps(numbers))
         return dist.PrefixStore(attempt, store)
 
@@ -665,8 +667,8 @@ class Grid(NamedTuple):
             if lists == (tuple(range(plan.world)),):
                 return dist.group.WORLD
             if lists not in made:
-                # COMM: every rank makes every group, in one order, its own among them. Pinned by
-                # tests/test_faults.py::test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout.
+                # COMM: every rank makes every group, in one order, its own among them.
+                # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
                 made[lists], _ = dist.new_subgroups_by_enumeration(lists, timeout=patience)
             return made[lists]
 

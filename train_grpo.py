@@ -237,7 +237,8 @@ class Config:
     )  # fmt: skip
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
-        "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every", "keep", "log_every",
+        "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every",
+        "keep", "log_every",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
         "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
         "ac",
@@ -373,9 +374,9 @@ def resumed_config(path, given) -> Config:
 
     # A task's file is code. The run's directory may have come from somebody else, so the file that
     # it names is never imported: whoever goes on with the run names one.
-    task = stored["task"]
+    task = str(stored["task"])
     if task not in TASKS:
-        name = str(task).rpartition(":")[2]
+        name = task.rpartition(":")[2]
         if given.get("task", "").rpartition(":")[2] != name:
             raise ValueError(
                 f"--resume: the task of this run is a file's; give it again, as --task "
@@ -1528,8 +1529,8 @@ def update(config, trainer, mine, kept, step):
                 print(f"step {step}: skipped, non-finite gradient first in {text}", file=sys.stderr)
     trainer.push_weights()
     if not seen and dist.get_rank() == 0:
-        text = "every group was dropped, or every rollout was truncated and filtered"
-        print(f"step {step}: no update, since nothing was left to train on: {text}", file=sys.stderr)
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        print(f"step {step}: {text} rollout was truncated and filtered", file=sys.stderr)
     first, out = seen[0] if seen else {}, {}
     for name in first:
         if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
