@@ -1576,7 +1576,7 @@ def _undamaged(path):
 
 
 def _read_state(file):
-    """What state.json says; numbers that are not finite, which JSON has no word for, are refused."""
+    """What state.json says. Numbers that are not finite are refused: JSON has no word for them."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is no number")
