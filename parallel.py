@@ -1700,26 +1700,27 @@ def _undamaged(path):
     """A checkpoint's JSON state, and {name: bytes} of its files, which have their checksums."""
     path = Path(path)
     try:
-        state = _read_state(path / "state.json")
-        files = _require_files(path, state)
-        damaged = [name for name, (_, crc) in files.items() if _crc32(path / name) != crc]
+        state, files, damaged = _read_state(path / "state.json"), {}, []
+        if not isinstance(state, dict) or state != sealed(state):
+            damaged.append("state.json")
+        else:
+            files = _listed_files(path, state)
+        for name, (size, crc) in files.items():
+            if (path / name).stat().st_size != size or _crc32(path / name) != crc:
+                damaged.append(name)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"checkpoint {path}: state.json, or a file that it lists, is missing or unreadable: "
             f"{error}"
         ) from error
     if damaged:
-        raise _damaged(path, damaged)
+        names = ", ".join(damaged)
+        raise ValueError(f"checkpoint {path}: {names} is damaged (size or checksum differs)")
     return state, {name: size for name, (size, _) in files.items()}
 
 
-def _damaged(path, names):
-    listed = ", ".join(names)
-    return ValueError(f"checkpoint {path}: {listed} is damaged (size or checksum differs)")
-
-
-def _read_state(file) -> dict:
-    """state.json, without the constants and overflows that JSON has no word for, and its seal."""
+def _read_state(file):
+    """What state.json says. Numbers that are not finite are refused: JSON has no word for them."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is no number")
@@ -1728,29 +1729,22 @@ def _read_state(file) -> dict:
         number = float(digits)
         return number if math.isfinite(number) else refuse(digits)
 
-    state = json.loads(file.read_text(), parse_constant=refuse, parse_float=finite)
-    if not isinstance(state, dict) or state != sealed(state):
-        raise _damaged(file.parent, [file.name])
-    return state
+    return json.loads(file.read_text(), parse_constant=refuse, parse_float=finite)
 
 
-def _require_files(path, state) -> dict:
-    """{name: [bytes, checksum]} of the files that a state lists, all there and of those sizes."""
+def _listed_files(path, state) -> dict:
+    """{name: [bytes, checksum]} of the files that a state lists, all of them in its directory."""
     listed = state.get("files")
     if not isinstance(listed, dict) or ".metadata" not in listed:
         raise ValueError("state.json lists no .metadata among its files")
     for name, entry in listed.items():
         if not is_plain(name):
             raise ValueError(f"state.json lists {name!r:.80}, which is no file of the directory")
-        numbers = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
-        if not numbers:
+        if not isinstance(entry, list) or [type(number) for number in entry] != [int, int]:
             raise ValueError(f"state.json has no size and checksum of {name}")
         # A pipe or a device has no size, and reading it might never end.
         if (path / name).exists() and not (path / name).is_file():
             raise ValueError(f"{name} is no file")
-    wrong = [name for name, (size, _) in listed.items() if (path / name).stat().st_size != size]
-    if wrong:
-        raise _damaged(path, wrong)
     return listed
 
 

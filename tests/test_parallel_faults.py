@@ -110,7 +110,7 @@ BUILD_ON_A_CLASS = (
     b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
     b"N}\x8c\x04evilK\x01s\x86b."
 )
-DEEP = b"\x80\x04}" + b")" + b"\x85" * 200_000 + b"Ns."  # a tuple in a tuple .. as a key
+DEEP = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."  # a tuple in a tuple .. as a key
 LAUGHS = b"\x80\x04\x8c\x01a" + b"\x94h\x00h\x00\x86" * 60 + b"\x8c\x01b\x93."
 
 TABLES = {
