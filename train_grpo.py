@@ -126,7 +126,7 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
+    newest_checkpoint, persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
     sharded, summed,
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
@@ -1735,6 +1735,7 @@ def keep_reference(out, trainer, resumed):
     """The frozen reference is the policy at the first step; it is stored, so that resume has it."""
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
+        tensors |= persistent_buffers(trainer.reference)
         if resumed:
             try:
                 read_checkpoint(f"{out}/reference", tensors)
