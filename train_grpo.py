@@ -126,7 +126,8 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
     Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
+    newest_checkpoint, persistent_buffers, read_checkpoint, reduce_gradients, replica_difference,
+    reshard, shard,
     sharded, summed,
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
