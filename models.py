@@ -2048,7 +2048,8 @@ def read_json_lines(path, /, *, what="a file of JSON lines", skip_torn_last=Fals
         if not line.strip():
             continue
         try:
-            found.append((number, _parse_object(line, f"{path} line {number}")))
+            where = f"{path} line {number} holds no JSON object: it"
+            found.append((number, _parse_object(line, where)))
         except ValueError:
             # Behind the last newline split leaves an empty piece, so that a last piece which is
             # not empty is a line that nobody has finished.

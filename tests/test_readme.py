@@ -88,6 +88,8 @@ TABLE = {
     "python models.py bench --repeats 7": " --repeats 1",
     **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_readme_have_plans_that_fit"),
     **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_readme_are_what_plan_prints"),
+    "torchrun --max-restarts 3": "tests/test_faults.py::"
+    "test_a_killed_rank_is_started_again_and_the_run_goes_on",
     "python parallel.py bench": "tests/test_parallel.py::test_bench_runs_at_toy_size",
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
