@@ -90,10 +90,10 @@ ALL = slice(None)
 
 # 1. The definition ---------------------------------------------------------------------------
 
-# What (1) needs, for a whole sequence or a part of it. index i or j stays global in a part, so that
-# a shard or a cache can be asked the same question as the whole.
-Queries = namedtuple("Queries", "index rows position")  # (B, q): i; whether it sees anything; place
-Keys = namedtuple("Keys", "index start end position")  # (B, k): j; its interval of rows; place
+# What (1) says of queries, arrays (B, q), and of keys, (B, k), under the names that it uses. A part
+# of a sequence keeps the indices of the whole, so that a shard is asked the same question.
+Queries = namedtuple("Queries", "index rows position")
+Keys = namedtuple("Keys", "index start end position")
 
 
 def visible_pairs(queries, keys, window, /):
@@ -103,7 +103,8 @@ def visible_pairs(queries, keys, window, /):
 
     A table of S^2 bits would say the same, at more memory than all the rest here. But in each mask
     that people train with, the queries that see key j are consecutive. So two integers a key tell
-    who sees it, and the least and greatest of them over a tile tell if the tile is empty or full.
+    who sees it: start, the first of these queries, and end, the one behind the last. The least and
+    greatest of them over a tile tell whether nobody or everybody sees it. With 4 tokens:
 
         causal          documents 0 0 1 1      blocks 0 0 1 1        tree 0-(1-2, 3)
         j:     0 1 2 3  j:     0 1 2 3         j:     0 1 2 3        j:     0 1 2 3
@@ -116,13 +117,13 @@ def visible_pairs(queries, keys, window, /):
     key j are j and its descendants, the tokens right behind it. A PAD token has an empty interval
     as a key, and its bit in rows is off as a query.
     """
-    # Read down a column of the pictures: row i sees key j if it lies in j's interval.
+    # In the tree key 1 has the interval 1..3, so rows 1 and 2 see it, and row 3 does not.
     index_Bq1 = queries.index[:, :, None]
     see_Bqk = (keys.start[:, None] <= index_Bq1) & (index_Bq1 < keys.end[:, None])  # (1)
     see_Bqk &= queries.rows[:, :, None]
 
-    # A window looks back only; what lies ahead the interval decides. It measures positions, which
-    # are indices, or places within a document, or depths in a tree.
+    # A window limits how far back a query looks; the interval decides about the keys ahead of it.
+    # It measures positions: indices, or places within a document, or depths in a tree.
     if window is not None:
         position_Bq1 = queries.position[:, :, None]
         position_B1k = keys.position[:, None]
@@ -141,7 +142,7 @@ def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=N
     k_BHkD = k_BGkD.repeat_interleave(n, 1)
     v_BHkD = v_BGkD.repeat_interleave(n, 1)
 
-    # Every query against every key.
+    # Every query against every key: S^2 scores, which is what the rest of this file never holds.
     scale = q_BHqD.shape[-1] ** -0.5 if scale is None else scale
     s_BHqk = torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD) * scale  # (2)
     if softcap is not None:
@@ -250,6 +251,7 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
     lse_bGr = torch.logsumexp(s_bGrj, -1)
 
     # -inf - -inf would be NaN in a row that sees nothing; against 0 its P is exp(-inf) = 0. (4)
+    # `matmul_of_seen` is @, but keeps the NaN of a masked token, which is 0 * NaN in @, out.
     finite_lse_bGr = lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)
     p_bGrj = torch.exp(s_bGrj - finite_lse_bGr[..., None])
     out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, clean)  # (3)
@@ -267,8 +269,9 @@ def tile_backward(
     dlse_bHi: the gradient that arrives for lse.
     visible, kernel, clean: as in `tile_forward`.
     """
-    # By the global lse, exp(s - lse) is at once the final P of this tile, and by the global out,
-    # delta is at once the final sum_j P_ij dP_ij. Hence no tile needs to know of another one.
+    # A softmax's gradient needs two sums over *all* keys: the one that normalises P, which is in
+    # lse, and sum_j P_ij (dout_i . v_j), which is dout_i . out_i. With the global lse and out both
+    # are final, so no tile needs to know of another one.
     s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
     delta_bHi = (dout_bHiD * out_bHiD).sum(-1) - dlse_bHi
 
@@ -311,9 +314,10 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
     out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
     lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
 
-    # The mask cuts itself into boxes. Those in which nobody sees anything never come, so a causal
-    # mask costs half; those in which all is seen, or just the triangle, come without a bool tensor
-    # (visible is None), and a flash kernel computes them.
+    # The mask cuts itself into boxes: rows and columns index some queries and some keys. A box in
+    # which nobody sees anything never comes, so a causal mask costs half. One in which all is seen,
+    # or exactly the causal triangle, comes without a bool tensor (visible is None), as flash
+    # kernels like it.
     (q, k, v), clean, tiles = cut_into_tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
     begun_Bq = np.zeros((len(q), q.shape[2]), bool)
 
@@ -326,7 +330,8 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
                 q[rows], k[columns], v[columns], visible, causal, tile_kernel.scale
             )
 
-        # The first tile of some rows is the result so far, which saves a merge with (0, -inf).
+        # Tiles of the same rows hold other keys, so they merge. For the first tile of its rows
+        # there is nothing to merge with yet, and it is the result so far.
         begun_rows = rows[0], rows[2]
         if begun_Bq[begun_rows].any():
             part_out, part_lse = merge(out_BHqD[rows], lse_BHq[rows], part_out, part_lse)  # (5)
@@ -363,6 +368,8 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
         kernel = dataclasses.replace(kernel, backend="math")
         dlse_BHq = dlse_BHq.masked_fill(dead_BHq, 0.0)
 
+    # The same boxes as in the forward. Each makes its P again from q, k and lse, so that a training
+    # step holds the scores of one tile at a time and never those of all.
     given = q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD
     (q, k, v, out, dout), clean, tiles = cut_into_tiles(kernel, mask, *given)
     dq_BHqD = torch.zeros_like(q, dtype=wide)
@@ -414,6 +421,7 @@ class _Attend(torch.autograd.Function):
 def not_compiled(function):
     """Keeps a function out of torch.compile's graphs; imports the compiler only where it runs."""
 
+    # Masks are numpy arrays and a ring's messages are no tensor operations: no graph can hold them.
     @functools.wraps(function)
     def call(*args, **options):
         run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
@@ -446,21 +454,21 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
 
 # 3. Across ranks: who holds what, and what travels -------------------------------------------
 #
-# Rank r holds the queries, keys and values of its tokens, and it keeps its queries. At hop h every
-# rank hands the block of keys and values that lies with it to its right neighbour, so block s (the
-# one that began on rank s) is with rank s + h, and on rank r lies block r - h (modulo W). After
-# W - 1 hops each block has met all queries. With 3 ranks:
+# Rank r holds the queries, keys and values of its tokens: its shard. Queries stay. Its keys and
+# values are block r, which starts out there and goes one rank to the right at each hop. So during
+# hop h block s lies with rank s + h, and rank r has block r - h (modulo W). After W - 1 hops each
+# block has met all queries. With 3 ranks:
 #
 #     hop      rank 0    rank 1    rank 2
-#      0       block 0   block 1   block 2        each meets its own queries
-#      1       block 2   block 0   block 1
+#      0       block 0   block 1   block 2        each rank attends to its own keys
+#      1       block 2   block 0   block 1        .. and to its left neighbour's
 #      2       block 1   block 2   block 0
 #
 # A `Route` (appendix D) answers what depends on the mask:
 #
 #     block_at(hop)            the block that lies with this rank
 #     mask_of(block)           the mask of our queries against its keys
-#     is_needed(block, hop)    whether any of our queries sees any of its keys
+#     is_needed(block, hop)    whether any of our queries sees any of its keys (at hop 0 always yes)
 #     last_hop[block]          the hop after which no rank needs it (0: only its owner does)
 #     hops                     how many hops, hop 0 included, until no rank needs any block
 #
@@ -500,6 +508,8 @@ def onward(route, block_EBgmD, hop, /):
     Returns next_EBgnD, without tokens if no block comes, and the list that `Route.post` takes:
     (send or receive, tensor, rank, tag).
     """
+    # Blocks bear the number of the rank on which they began. So own_block is this rank's number,
+    # and own_block + 1 the right neighbour's (`post` takes it modulo W).
     leaving = route.block_at(hop)
     coming = route.block_at(hop + 1)
     messages = []
@@ -536,9 +546,9 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
         next_EBgnD, messages = onward(route, block_EBgmD, hop)
         under_way = route.post(messages)
 
-        # With documents or a window the block may hold no key that one of our queries sees. We
-        # still passed it on, but there is nothing to compute. Hop 0 is our own block, and it
-        # always starts the sum, even if only with rows that see nothing.
+        # Our queries against the block that lies here now. With documents or a window they may see
+        # nothing in it: it was passed on, but there is nothing to compute. Our own block, at hop 0,
+        # is always computed, so that out and lse exist even if no row sees anything.
         block = route.block_at(hop)
         if route.is_needed(block, hop):
             part_out, part_lse = forward_tiles(q_BhqD, *block_EBgmD, route.mask_of(block), kernel)
@@ -546,6 +556,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
             if hop == 0:
                 out_BhqD, lse_Bhq = part_out, part_lse
             else:
+                # One rank's blocks come in another order than its neighbour's. (5) allows that.
                 out_BhqD, lse_Bhq = merge(out_BhqD, lse_Bhq, part_out, part_lse)  # (5)
 
         # Only now must the next block be here, and only now may the old one be overwritten.
@@ -575,8 +586,9 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     #      2    on rank 2   .. which travels to rank 2, which adds the part that it computes now
     #      3    done        .. and the sum goes home to rank 0, which adds its own part to it
     #
-    # Hence one hop more than in the forward. On this rank, with the names below: sum_EBgpD is the
-    # gradient of the block that lay here at the hop before, and it leaves as that block did.
+    # Hence one hop more than in the forward. sum_EBgpD is the gradient of the block that lay here
+    # at the hop before. If a block travelled with its gradient instead, each hop would have to
+    # compute first and send then, and nothing would overlap.
     block_EBgmD = torch.stack((k_BgkD, v_BgkD))
     sum_EBgpD = None
 
@@ -595,8 +607,9 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
             incoming_EBgpD = route.buffer(own_EBgkD, block)
             messages.append((dist.irecv, incoming_EBgpD, route.own_block - 1, TAG_GRADIENT))
 
-        # A sum is complete behind the last rank that needed the block, and goes to its owner in one
-        # message, whatever the distance. Our own block was hop - 1 ranks to the right at that time.
+        # When the last rank that needed a block has added its part, the sum is complete and goes to
+        # its owner, rank block_before, in one message, whatever the distance. Ours comes from where
+        # our block lay at the hop before: hop - 1 ranks to our right.
         returned_EBgkD = None
         if route.gradient_returns(block_before, hop):
             messages.append((dist.isend, sum_EBgpD, block_before, TAG_HOME))
@@ -605,8 +618,8 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
             messages.append((dist.irecv, returned_EBgkD, route.own_block + hop - 1, TAG_HOME))
         under_way = route.post(messages)
 
-        # This rank's part for the block that lies here. out and lse are the global ones, so the
-        # part is final and is only added, never rescaled.
+        # Meanwhile this rank's part for the block that lies here. out and lse are the global ones,
+        # so the part is final: it is only added, never weighted as in the forward.
         sum_EBgpD = None
         if route.is_needed(block, hop):
             saved = dout_BhqD, q_BhqD, *block_EBgmD, out, lse, dlse
@@ -656,15 +669,18 @@ class _RingAttention(torch.autograd.Function):
         for name, x in (("q", q), ("k", k), ("v", v)):
             probe.look(0, name, x)
 
-        # Ulysses inside a group of u ranks: an all-to-all trades this rank's tokens of all heads
-        # for all the group's tokens of 1/u of the heads. From here to the last line a rank's block
-        # is that, and the ring runs over groups. For method "ring" u is 1, and nothing happens.
+        # Ulysses: within groups of u ranks an all-to-all trades this rank's tokens of all heads for
+        # all its group's tokens of 1/u of the heads, since heads do not need each other. From here
+        # to the last line a block is that, and the ring runs over these groups. For method "ring" u
+        # is 1, and nothing happens; for "ulysses" u is W, and the ring has one hop. Each rank must
+        # have whole heads, so where u does not divide G, key heads are repeated until it does.
         repeat = math.lcm(k.shape[1], route.inner) // k.shape[1]
         if repeat > 1:
             k = k.repeat_interleave(repeat, 1)
             v = v.repeat_interleave(repeat, 1)
         q, k, v = (swap(x, route) for x in (q, k, v))
 
+        # All keys at once need no merge and one message, but the memory of the whole sequence.
         if call.method == "allgather":
             kv = gather_blocks(k, v, route)
             out, lse = forward_tiles(q, *kv, route.mask_of(None), call.kernel)
@@ -1499,10 +1515,10 @@ def ring_of(group=None) -> Ring:
 class Route:
     """Which tokens each block holds, which ranks need it, and how far it travels.
 
-    The W ranks are c groups of u = `inner` each, and the ring runs over groups: rank r is member
-    r % u of group r // u. Without Ulysses u is 1 and a group is a rank. After `swap` the ranks of
-    group b hold block b, that is the tokens of all of them, each for 1/u of the heads. At hop h
-    block s is with group (s + h) % c. All of it follows from the mask, on every rank alike.
+    The W ranks are c Ulysses groups of u = `inner` each, and the ring runs over these groups: rank
+    r is member r % u of group r // u. For method "ring" u is 1 and a group is a rank. After `swap`
+    the ranks of group b hold block b, that is the tokens of all of them, each for 1/u of the heads.
+    At hop h block s is with group (s + h) % c. All of it follows from the mask, on each rank alike.
     """
 
     def __init__(self, ring, length, layout, inner, mask):
@@ -1514,7 +1530,8 @@ class Route:
         self.num_blocks = ring.world // inner  # c
         self.own_block, self.head_share = divmod(ring.rank, inner)
 
-        # A block is the shards of a group, sorted; block_order sorts what an all-to-all delivers.
+        # A block is the shards of a Ulysses group, sorted; block_order sorts what an all-to-all
+        # delivers.
         # 8 tokens, zigzag, 4 ranks in 2 groups:
         #
         #     shards            0 7 | 1 6        2 5 | 3 4
@@ -1527,7 +1544,7 @@ class Route:
         self.block_tokens = [np.sort(tokens) for tokens in joined]
         self.block_order = np.argsort(joined[self.own_block])
 
-        # needed_at[s, h]: does the group that has block s at hop h need it? Of 3 ranks with
+        # needed_at[s, h]: does whoever has block s at hop h need it? Of 3 ranks with
         # contiguous shards and a window that reaches one shard back:
         #
         #     needed_at   hop 0  1  2      last_hop   first_hop
@@ -1543,8 +1560,8 @@ class Route:
         self.hops = int(self.last_hop.max()) + 1
 
     def _needed_blocks(self, length):
-        """bool (c, c): does group b need block s? By bounds of runs of consecutive tokens."""
-        # Cut the sequence wherever the next token belongs to another group, ..
+        """bool (c, c): does Ulysses group b need block s? By bounds of consecutive tokens."""
+        # Cut the sequence wherever the next token belongs to another block, ..
         chunk_starts = [x[np.flatnonzero(np.diff(x, prepend=-9) != 1)] for x in self.block_tokens]
         owner = np.repeat(np.arange(self.num_blocks), [len(x) for x in chunk_starts])
         order = np.argsort(np.concatenate(chunk_starts))
@@ -1588,10 +1605,10 @@ class Route:
         return self.masks_of_blocks[block]
 
     def post(self, messages):
-        """Starts messages (send or receive, tensor, group, tag), and returns what to wait for.
+        """Starts messages (send or receive, tensor, block, tag), and returns what to wait for.
 
-        The peer is the rank of that group with our share of the heads. A message without numbers is
-        posted on neither side.
+        A block's number, modulo c, names the Ulysses group that owns it; the peer is the rank of it
+        that has our share of the heads. A message without numbers is posted on neither side.
         """
         ops = []
         for send_or_receive, tensor, block, tag in messages:
@@ -1617,7 +1634,7 @@ def swap(x_BhsD, route, /, *, back=False):
     if u == 1:
         return x_BhsD
     b, h, _, d = x_BhsD.shape
-    first = route.own_block * u  # the first rank of our group
+    first = route.own_block * u  # the first rank of our Ulysses group
     block_sizes = route.shard_sizes[first : first + u]
     own_sizes = [route.shard_sizes[route.ring.rank]] * u
     order = torch.from_numpy(route.block_order)
@@ -1637,11 +1654,11 @@ def swap(x_BhsD, route, /, *, back=False):
         received_sizes = block_sizes
 
     def counts(sizes):
-        """Numbers to or from each rank of the whole ring: none for ranks of other groups."""
+        """Numbers to or from each rank of all W: none for those outside our Ulysses group."""
         numbers = [size * b * heads * d for size in sizes]
         return [0] * first + numbers + [0] * (route.ring.world - first - u)
 
-    # COMM: one all-to-all of the whole group, so that inner sets need no communicators. Pinned by
+    # COMM: one all-to-all of all W ranks, so that Ulysses groups need no communicators. Pinned by
     # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
     sent = torch.cat([piece.reshape(-1) for piece in pieces])
     received = sent.new_empty(sum(counts(received_sizes)))
@@ -1815,7 +1832,7 @@ def agree_on_call(
         problem = str(error)
     held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
 
-    # Without a mask the length is the sum of what the ranks hold, and the layout says how it is cut.
+    # Without a mask the length is the sum of what the ranks hold; the layout says how it is cut.
     length = sum(held)
     shards = [len(indices(length, rank, ring.world, layout)) for rank in range(ring.world)]
     if held != shards:
