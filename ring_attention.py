@@ -1,7 +1,7 @@
 """Exact attention over a sequence that is split over ranks, with its proof; on CPU and on CUDA.
 
 Each rank keeps its queries, and blocks of keys and values travel round the ring. Attention over
-one block comes with its log-sum-exp (lse). By that, two partial results merge into the softmax over
+one block comes with its log-sum-exp (lse). With it, two partial results merge into attention over
 both sets of keys, in any order. The backward sends the blocks round once more, and their gradients
 after them.
 
@@ -27,13 +27,12 @@ Why the trick is allowed. For disjoint sets A and B of keys, (3) over both is, f
 
     (5)  lse = log(exp lse_A + exp lse_B),   out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-and with P_ij = exp(s_ij - lse_i), delta_i = dout_i . out_i - dlse_i of the *global* out and lse,
+The gradients, with P_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i - dlse_i of the *global*
+out and lse, are sums over tiles (some queries against some keys), and each tile can be computed
+anywhere, by torch's own flash kernel:
 
     (6)  dv_j = sum_i P_ij dout_i,          dS_ij = P_ij (dout_i . v_j - delta_i),
          dq_i = scale sum_j dS_ij k_j,      dk_j  = scale sum_i dS_ij q_i
-
-is a sum over tiles (some queries against some keys). Each tile can be computed anywhere, by torch's
-own flash kernel.
 
     B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k, v
     q, k      queries, keys of this rank or call   b, i, j, r   of a tile, r = N i   X   anything
@@ -225,6 +224,7 @@ def tile_scores(q_bHiD, k_bGjD, visible, kernel):
     visible: bool, broadcastable to (b, H, i, j), or None where all is seen; then visible_bGrj is
     None too.
     """
+    # One matmul a key head, of all query rows that read it.
     s_bGrj = fold_heads(q_bHiD, k_bGjD.shape[1]) @ k_bGjD.transpose(-1, -2) * kernel.scale  # (2)
     if kernel.softcap is not None:
         s_bGrj = kernel.softcap * torch.tanh(s_bGrj / kernel.softcap)
@@ -322,6 +322,8 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
     begun_Bq = np.zeros((len(q), q.shape[2]), bool)
 
     for rows, columns, visible, causal, tile_kernel in tiles:
+        # Attention of these rows over these columns alone, by the formulas or by torch's kernel.
+        # Both give the same pair, so what follows need not know which it was.
         if tile_kernel.backend == "math":
             wider = (x.to(wide) for x in (q[rows], k[columns], v[columns]))
             part_out, part_lse = tile_forward(*wider, visible, tile_kernel, clean)
@@ -447,6 +449,7 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
     of the scaled scores, differentiable too. A row that sees nothing has 0 and -inf. Raises
     ValueError if the input does not fit.
     """
+    # What does not fit is refused here; behind this line nothing looks at shapes again.
     mask = as_mask(mask)
     check_inputs(q, k, v, mask, q.shape[2:3], k.shape[2:3])
     return _Attend.apply(q, k, v, mask, make_kernel(q, scale, softcap, backend, accurate))
@@ -540,8 +543,9 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     block_EBgmD = torch.stack((k_BgkD, v_BgkD))
 
     for hop in range(route.hops):
-        # COMM: each rank posts both directions, then computes, then waits: the next block travels
-        # under the compute of this one, and nobody waits in a circle. Pinned by
+        # COMM: each rank posts its send to the right and its receive from the left, then computes,
+        # then waits. So the next block travels while this one is computed; and since nobody waits
+        # before it has posted, ranks cannot wait for each other in a circle. Pinned by
         # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
         next_EBgnD, messages = onward(route, block_EBgmD, hop)
         under_way = route.post(messages)
@@ -593,6 +597,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     sum_EBgpD = None
 
     for hop in range(route.hops + 1):
+        # The blocks go round as in the forward: the backward saved none but its own.
         block = route.block_at(hop)
         block_before = route.block_at(hop - 1)
         next_EBgnD, messages = onward(route, block_EBgmD, hop)
@@ -630,6 +635,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
         if hop == 0:
             own_EBgkD = sum_EBgpD
 
+        # The sums meet: what came with the block (from the left), and what we have just computed.
         for message in under_way:
             message.wait()
 
@@ -701,6 +707,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
+        # Ours are q, k, v and dout; out and lse are of our queries too, but over everybody's keys.
         refuse_second_derivative()
         q, k, v, out, lse = ctx.saved_tensors
         call = ctx.call
@@ -805,8 +812,8 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
 
 
 # Appendix A. Masks: the constructors ----------------------------------------------------------
-# For: every mask of the table in `visible_pairs`, from what a data loader has; slices of it.
-# Skip it unless you audit a mask: each constructor only works out start and end of that table.
+# For: the masks that `visible_pairs` pictures, from what a data loader has; and parts of them.
+# Skip it unless you audit a mask: each constructor only works out start and end of a picture.
 
 NEVER = 1 << 60  # the start of an interval that holds no row
 
@@ -839,8 +846,8 @@ class Mask:
         position_BS = parts.get("position", index_BS)
         rows_BS = parts.get("rows", np.ones(shape, int)) != 0
 
-        # An empty interval may come as 5..5 or 7..2. All become NEVER..0, the one form that leaves
-        # the smallest start and the largest end of a tile to the keys that somebody sees.
+        # An empty interval may come as 5..5 or 7..2. All become NEVER..0: then the smallest start
+        # and the largest end over a tile's keys are those of the keys that somebody sees.
         void_BS = parts["start"] >= parts["end"]
         start_BS = np.where(void_BS, NEVER, parts["start"])
         end_BS = np.where(void_BS, 0, parts["end"])
@@ -877,12 +884,12 @@ class Mask:
         start_BS = np.zeros_like(doc_BS)
         end_BS = np.zeros_like(doc_BS)  # 0..0 where nothing is written: PAD is seen by nobody
 
-        # As if causal, but a key's interval ends where the next document begins:
+        # As if causal, but a key's interval ends where the next document begins. It may run over
+        # PAD, whose rows are off anyway.
         #
-        #     doc_ids       7 7 . 2 2 2      ".": PAD
-        #     first, run    0, 2 tokens; 3, 3 tokens
-        #     start         0 1 . 3 4 5
-        #     end           3 3 . 6 6 6
+        #     doc_ids    7 7 . 2 2 2        ".": PAD
+        #     start      0 1 . 3 4 5        document 7: first token 0, run of 2
+        #     end        3 3 . 6 6 6        document 2: first token 3, run of 3
         for row, (at, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
             if len(np.unique(doc_BS[row, first])) < len(first):
                 raise ValueError(f"row {row}: a document id comes back after another one")
@@ -901,8 +908,8 @@ class Mask:
         block_BS = as_integers(block_BS, "block")
         valid_BS = np.ones_like(block_BS) if valid_BS is None else as_integers(valid_BS, "valid")
 
-        # A key is seen from its block's first row on, which lies before the key itself: so the
-        # tokens of a block see each other both ways.
+        # A key is seen from its block's first row on, even if that lies before the key itself. So
+        # the tokens of a block see each other both ways.
         start_BS = np.zeros_like(block_BS)
         end_BS = np.where(valid_BS != 0, block_BS.shape[1], 0)
         for row, (at, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
@@ -964,6 +971,7 @@ class Mask:
         return self.cache[key]
 
     def _changed(self, **changes):
+        """A copy with some attributes changed, and with a cache of its own."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, cache={}, **changes)
         return other
@@ -980,7 +988,7 @@ class Mask:
     def regions(self, tile, join=32):
         """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
-        No box is longer than `tile`, but `join` equal neighbours may be one. See appendix A.
+        No box is longer than `tile`, but `join` equal neighbours may be one. See appendix B.
         """
         key = ("regions", tile, join)
         if key not in self.cache:
@@ -1069,9 +1077,10 @@ def document_numbers(doc_ids, position_ids):
     """doc_BS, one number a document with -1 for PAD, and position_BS or None: `Mask.documents`."""
     position_BS = None if position_ids is None else as_integers(position_ids, "position_ids")
     if doc_ids is not None:
+        doc_BS = as_integers(doc_ids, "doc_ids")
         if position_BS is not None:
             warnings.warn("doc_ids and position_ids both came: doc_ids decide", stacklevel=3)
-        return as_integers(doc_ids, "doc_ids"), position_BS
+        return doc_BS, position_BS
     if position_BS is None:
         raise ValueError("documents need doc_ids or position_ids of shape (B, S); neither came")
 
