@@ -114,7 +114,8 @@ def visible_pairs(queries, keys, window, /):
     Documents are packed sequences, each causal. Blocks see themselves both ways and all blocks
     before them (prefix-LM). A tree's tokens lie in preorder and see their ancestors: those who see
     key j are j and its descendants, the tokens right behind it. A PAD token has an empty interval
-    as a key, and its bit in rows is off as a query.
+    as a key, and its bit in rows is off as a query. A `Mask` (appendix A) makes and holds the three
+    arguments; `mask.slice(queries, keys)` is a part of it.
     """
     # In the tree key 1 has the interval 1..3, so rows 1 and 2 see it, and row 3 does not.
     index_Bq1 = queries.index[:, :, None]
@@ -1113,8 +1114,8 @@ def runs_of_labels(label_BS, valid_BS):
 
 def preorder_depth(end_S):
     """Depth of each token of a preorder; ValueError where a subtree ends after its parent's."""
-    # A token's ancestors are the subtrees that have begun before it and not ended: its index, less
-    # the number of subtrees that have ended up to it.
+    # A token's ancestors are those whose subtrees began before it and have not ended. All tokens
+    # before it began one, so the depth is the index less the number of subtrees that have ended.
     #
     #     end    4 3 3 4       0-(1-2, 3)
     #     ended  0 0 0 2       subtrees 1 and 2 end where token 3 begins
@@ -1182,8 +1183,8 @@ def find_boxes(mask, tile, join):
     """[(batch, queries, keys, kind)] for `Mask.regions`: disjoint, with all that is visible.
 
     Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
-    apart, so that most boxes are FULL or CAUSAL. So many equal neighbours along the keys, or of
-    full ones along the queries, as `join` says may be one box.
+    apart, so that most boxes are FULL or CAUSAL. Up to `join` neighbours of one kind become one
+    box along the keys, and up to `join` FULL ones along the queries.
     """
     # Batch rows that are equal and lie side by side share their boxes, and so their kernel calls.
     boxes = []
@@ -1220,10 +1221,11 @@ def boxes_of_one(mask, tile, join):
     row_stops = [*row_edges[1:], num_rows]
     key_edges = [*key_edges, num_keys]
 
-    # One strip of tiles after the other, from the top. Documents 0 0 0 1 1 with edges 0 3:
+    # One strip of tiles after the other, from the top. A causal mask of 12 tokens, tile 4:
     #
-    #     strip 0-2:  CAUSAL EMPTY        boxes (0-2, 0-2, CAUSAL), (3-4, 3-4, CAUSAL)
-    #     strip 3-4:  EMPTY  CAUSAL
+    #     rows 0-3     CAUSAL EMPTY  EMPTY      gives box (0-3, 0-3, CAUSAL)
+    #     rows 4-7     FULL   CAUSAL EMPTY      gives (4-7, 0-3, FULL) and (4-7, 4-7, CAUSAL)
+    #     rows 8-11    FULL   FULL   CAUSAL     gives (8-11, 0-7, FULL) and (8-11, 8-11, CAUSAL)
     boxes = []
     full_above = {}  # keys of a FULL box that ends where this strip begins -> the box
     for row_start, row_stop, kind in zip(row_edges, row_stops, kinds, strict=True):
@@ -1261,7 +1263,7 @@ def structure_edges(mask, tile):
 
     # Global tokens at which what is seen changes: where an interval ends, where the starts do not
     # go on by 0 (a block) or 1 (causal), and at a fork of a tree, below which not all is seen by
-    # all. Of documents 0 0 0 1 1: start 0 1 2 3 4 and end 3 3 3 5 5 give 0, 3, 5.
+    # all. Documents 0 0 0 1 1, whose starts are 0 1 2 3 4 and ends 3 3 3 5 5, give 0, 3, 5.
     _, start, end, _ = (x[0] for x in mask.keys)
     rows_index = mask.queries.index[0]
     keys_index = mask.keys.index[0]
