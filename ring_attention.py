@@ -775,8 +775,8 @@ def ring_attention(
     Raises ValueError on every rank, before a block is sent, if the input of any rank does not fit
     or the ranks' inputs differ.
     """
-    # A rank that raised an error alone would leave the others waiting in the first hop. So all
-    # ranks compare notes first, and go on together or raise together (appendix F).
+    # A rank that raised an error alone would leave the others waiting in the first hop. So the
+    # ranks first compare what came, and go on together or raise together (appendix F).
     options = dict(
         layout=layout, method=method, scale=scale, softcap=softcap, return_lse=return_lse,
         backend=backend, accurate=accurate, inner=inner, debug=debug,
@@ -1835,7 +1835,7 @@ def agree_on_call(
                 f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
                 f"{held} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
 
-        # What is no number itself is compared by a digest of 63 bits.
+        # What is not a number is compared by a 63-bit digest, so that one small tensor holds all.
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
         options = layout, method, inner, kernel, bool(debug), bool(return_lse)
         facts = [*sizes, mask.digest() if mask else 0, digest(options), digest_of(batch)]
