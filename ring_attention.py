@@ -1,8 +1,9 @@
 """Exact attention over a sequence that is split over ranks, with its proof; on CPU and on CUDA.
 
-Each rank keeps its queries; blocks of keys and values travel round the ring. A partial result with
-its log-sum-exp (lse) merges with any other, in any order, so what is summed over blocks is the
-softmax over everything. The backward sends the blocks round again, and their gradients with them.
+Each rank keeps its queries, and blocks of keys and values travel round the ring. Attention over
+one block comes with its log-sum-exp (lse). With it, two partial results merge into attention over
+both sets of keys, in any order. The backward sends the blocks round once more, and their gradients
+after them.
 
     python ring_attention.py check                     # 4 ranks on this CPU, every error, < 60 s
     python ring_attention.py bench                     # seconds, and percent of the ideal
@@ -13,9 +14,9 @@ softmax over everything. The backward sends the blocks round again, and their gr
     torchrun --nproc-per-node 8 ring_attention.py check          # its ranks; NCCL where CUDA is
 
 check needs this file alone (tests/measure_ring.py beside it adds lower dtypes and the work of each
-rank); the other commands need that file, --model also models.py and tests/measure_vla.py.
+rank). The other commands need that file too, and --model needs models.py and tests/measure_vla.py.
 
-What it must equal, for each row i of q (query head h uses key head h // N, N = H / G):
+What it must equal, for each query i (query head h reads key head h // N, where N = H / G):
 
     (1)  i sees j  iff  start_j <= i < end_j,  rows_i,  and position_i - position_j < window
     (2)  s_ij      =  scale q_i . k_j     (softcap tanh(s_ij / softcap) with a softcap)
@@ -26,17 +27,17 @@ Why the trick is allowed. For disjoint sets A and B of keys, (3) over both is, f
 
     (5)  lse = log(exp lse_A + exp lse_B),   out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-and with P_ij = exp(s_ij - lse_i), delta_i = dout_i . out_i - dlse_i of the *global* out and lse,
+The gradients, with P_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i - dlse_i of the *global*
+out and lse, are sums over tiles (some queries against some keys), and each tile can be computed
+anywhere, by torch's own flash kernel:
 
     (6)  dv_j = sum_i P_ij dout_i,          dS_ij = P_ij (dout_i . v_j - delta_i),
          dq_i = scale sum_j dS_ij k_j,      dk_j  = scale sum_i dS_ij q_i
 
-is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
-
     B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k, v
     q, k      queries, keys of this rank or call   b, i, j, r   of a tile, r = N i   X   anything
     m, n, p   keys of a block on its way: here, the next, one whose gradient is summed up
-    W ranks = c outer x u inner.  Capital: the same on every rank.  Small: this rank's share, a part
+    Capital: the same on every rank.  Small: this rank's share, or a part.
 
     | method    | keys reach queries by          | numbers a rank sends, forward   | it holds      |
     | ring      | W - 1 hops of a block          | 2 B G D S (W-1)/W at most       | 2 blocks      |
@@ -44,21 +45,18 @@ is a sum over tiles: each can be computed anywhere, by torch's own flash kernel.
     | usp       | that inside, a ring outside    | both, the ring with 1/u heads   | 2 blocks of u |
     | allgather | one all-gather                 | 2 B G D S (W-1)/W               | S             |
 
-The ring's backward sends the blocks again, and their gradients in float32 or better: twice the
-forward in float32, three times in bf16. Hops that no rank needs (documents, windows) are not sent.
-Layout "zigzag" cuts 2 W chunks and gives rank r chunks r and 2 W - 1 - r: equal work under a causal
-mask, where "contiguous" gives the last rank 2 - 1/W of the mean. Masks are two integers a key, and
-tell by their bounds which tiles of queries against keys are empty, full, causal or partial.
+W is the number of ranks; usp arranges them as c outer x u inner ones. The ring's backward sends the
+blocks again, and their gradients in float32 or better: twice the forward's bytes in float32, three
+times in bf16. A hop that no rank needs (documents, windows) is not sent.
 
-    S = 8, W = 2, zigzag:   rank 0 holds 0 1 . . . . 6 7     rank 1 holds . . 2 3 4 5 . .
+How it deviates. Ring Attention carries a running maximum and a sum, this file one lse for both.
+Ulysses: key heads are repeated to G' = lcm(G, u) where u does not divide them. FlashMask keeps two
+intervals of hidden rows a key, this file one interval of visible rows.
 
-How it deviates. Ring Attention: lse instead of a running maximum and sum. Ulysses: key heads are
-repeated to G' = lcm(G, u) where u does not divide them. FlashMask: one interval of rows a key.
-
-Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks;
+Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks.
 torch.compile leaves these calls out of its graphs. On CUDA flash computes full and causal tiles of
 bf16 and fp16, head_dim a multiple of 8 up to 256; what is left runs by the formulas in tiles
-("math"): exact, slower.
+("math"), which is exact and slower.
 
 References: Ring Attention arXiv:2310.01889; zigzag: Striped Attention arXiv:2311.09431, Llama 3
 arXiv:2407.21783 (3.3.2); Ulysses arXiv:2309.14509; USP arXiv:2405.07719; FlashAttention-2
@@ -83,74 +81,781 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-EMPTY, PARTIAL, FULL, CAUSAL = range(4)  # kinds of a tile of queries against a tile of keys
-NEVER = 1 << 60  # the start of an interval that holds no row
-ALL = slice(None)
-METHODS, LAYOUTS = ("ring", "allgather", "ulysses", "usp"), ("zigzag", "contiguous")
+METHODS = ("ring", "allgather", "ulysses", "usp")  # how keys reach queries
+LAYOUTS = ("zigzag", "contiguous")  # which tokens a rank holds
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ALL = slice(None)
 
 
 # 1. The definition ---------------------------------------------------------------------------
 
-
-def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=None):
-    """Equations (2) to (4) as they are written, O(S^2) memory: what everything below must equal.
-
-    visible_BHqk: bool, broadcastable. Returns out_BHqD and lse_BHq; differentiable by autograd.
-    """
-    n = q_BHqD.shape[1] // k_BGkD.shape[1]
-    k_BHkD, v_BHkD = k_BGkD.repeat_interleave(n, 1), v_BGkD.repeat_interleave(n, 1)
-    scale = q_BHqD.shape[-1] ** -0.5 if scale is None else scale
-    s_BHqk = torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD) * scale
-    if softcap is not None:
-        s_BHqk = softcap * torch.tanh(s_BHqk / softcap)
-    visible_BHqk = visible_BHqk.expand_as(s_BHqk)
-    dead_BHq = ~visible_BHqk.any(-1)
-    s_BHqk = s_BHqk.masked_fill(~visible_BHqk, -math.inf).masked_fill(dead_BHq[..., None], 0.0)
-    p_BHqk = torch.softmax(s_BHqk, -1).masked_fill(dead_BHq[..., None], 0.0)
-    lse_BHq = torch.logsumexp(s_BHqk, -1).masked_fill(dead_BHq, -math.inf)
-    return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), lse_BHq
-
-
-# 2. One mask for everything ------------------------------------------------------------------
-
-
-# All (B, q): global index, bit of `rows`, position for the window. All (B, k): global index, the
-# first row that sees it, the row after the last, position.
+# What (1) says of queries, arrays (B, q), and of keys, (B, k), under the names that it uses. A part
+# of a sequence keeps the indices of the whole, so that a shard is asked the same question.
 Queries = namedtuple("Queries", "index rows position")
 Keys = namedtuple("Keys", "index start end position")
 
 
-class Mask:
-    """Which query sees which key, as one interval of rows per key: equation (1), O(S) memory.
+def visible_pairs(queries, keys, window, /):
+    """Equation (1): bool (B, q, k), True where query i sees key j.
 
-    start_BS, end_BS: (B, S) or (S,) integers (torch, numpy, lists); an interval may be empty.
-    rows_BS: bool, off where a query sees nothing (PAD). window: keys at position_i - position_j <
-    window are seen, itself included; position_BS: the index by default. Batch 1 serves any batch.
+    queries: Queries. keys: Keys. window: an integer, or None for none.
+
+    A table of S^2 bits would say the same, at more memory than all the rest here. But in each mask
+    that people train with, the queries that see key j are consecutive. So two integers a key tell
+    who sees it: start, the first of these queries, and end, the one behind the last. The least and
+    greatest of them over a tile tell whether nobody or everybody sees it. With 4 tokens:
 
         causal          documents 0 0 1 1      blocks 0 0 1 1        tree 0-(1-2, 3)
         j:     0 1 2 3  j:     0 1 2 3         j:     0 1 2 3        j:     0 1 2 3
         start: 0 1 2 3  start: 0 1 2 3         start: 0 0 2 2        start: 0 1 2 3
         end:   4 4 4 4  end:   2 2 4 4         end:   4 4 4 4        end:   4 3 3 4
         row 3: x x x x  row 3: . . x x         row 0: x x . .        row 3: x . . x
+
+    Documents are packed sequences, each causal. Blocks see themselves both ways and all blocks
+    before them (prefix-LM). A tree's tokens lie in preorder and see their ancestors: those who see
+    key j are j and its descendants, the tokens right behind it. A PAD token has an empty interval
+    as a key, and its bit in rows is off as a query. A `Mask` (appendix A) makes and holds the three
+    arguments; `mask.slice(queries, keys)` is a part of it.
+    """
+    # In the tree key 1 has the interval 1..3, so rows 1 and 2 see it, and row 3 does not.
+    index_Bq1 = queries.index[:, :, None]
+    see_Bqk = (keys.start[:, None] <= index_Bq1) & (index_Bq1 < keys.end[:, None])  # (1)
+    see_Bqk &= queries.rows[:, :, None]
+
+    # A window limits how far back a query looks; the interval decides about the keys ahead of it.
+    # It measures positions: indices, or places within a document, or depths in a tree.
+    if window is not None:
+        position_Bq1 = queries.position[:, :, None]
+        position_B1k = keys.position[:, None]
+        see_Bqk &= position_Bq1 - position_B1k < window  # (1)
+    return see_Bqk
+
+
+def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=None):
+    """Equations (2) to (4) as they are written: what everything below must equal.
+
+    It takes O(S^2) memory. visible_BHqk is bool and broadcastable, True where query i sees key j.
+    Returns out_BHqD and lse_BHq, which autograd can differentiate.
+    """
+    # Grouped heads: the N query heads of a group read the same key head, so copy it N times.
+    n = q_BHqD.shape[1] // k_BGkD.shape[1]
+    k_BHkD = k_BGkD.repeat_interleave(n, 1)
+    v_BHkD = v_BGkD.repeat_interleave(n, 1)
+
+    # Every query against every key: S^2 scores, which is what the rest of this file never holds.
+    scale = q_BHqD.shape[-1] ** -0.5 if scale is None else scale
+    s_BHqk = torch.einsum("bhqd,bhkd->bhqk", q_BHqD, k_BHkD) * scale  # (2)
+    if softcap is not None:
+        s_BHqk = softcap * torch.tanh(s_BHqk / softcap)
+
+    # A softmax over nothing is 0 / 0. Let such a row see scores of 0, so that softmax and
+    # logsumexp stay finite there, forward and backward, and overwrite what came out.
+    visible_BHqk = visible_BHqk.expand_as(s_BHqk)
+    dead_BHq = ~visible_BHqk.any(-1)
+    s_BHqk = s_BHqk.masked_fill(~visible_BHqk, -math.inf).masked_fill(dead_BHq[..., None], 0.0)
+    p_BHqk = torch.softmax(s_BHqk, -1).masked_fill(dead_BHq[..., None], 0.0)  # (4)
+    lse_BHq = torch.logsumexp(s_BHqk, -1).masked_fill(dead_BHq, -math.inf)
+    return torch.einsum("bhqk,bhkd->bhqd", p_BHqk, v_BHkD), lse_BHq  # (3)
+
+
+# 2. One device: attention in tiles, merged ---------------------------------------------------
+#
+# The keys need not be seen at once. Attention over some of them gives an out and an lse; `merge`
+# joins two such pairs. So the S x S scores never exist: `forward_tiles` computes them tile by
+# tile, and `backward_tiles` computes them again. A ring is the same loop, with the tiles' keys on
+# other machines.
+
+
+def merge(out1, lse1, out2, lse2, /):
+    """Equation (5): attention over two disjoint sets of keys, from that over each.
+
+    out1, out2: (.., q, D) and lse1, lse2: (.., q); differentiable in all four. It computes in
+    float32 or better; out comes back in the common dtype of out1 and out2. The pair (0, -inf) is
+    neutral, and the order of merges does not matter.
+    """
+    # exp(lse) is how much softmax mass a set of keys holds. The mean of the two outputs, with these
+    # masses as weights, is the output over both sets. Since both outputs are normalised already,
+    # Ring Attention's running maximum and running sum are needed only as max + log(sum), the lse.
+    narrow = torch.promote_types(out1.dtype, out2.dtype)
+    wide = torch.promote_types(narrow, torch.float32)
+    lse1 = lse1.to(wide)
+    lse2 = lse2.to(wide)
+
+    # NUMERICS: the larger lse is subtracted, 0 where both are -inf: no overflow, no NaN. Pinned by
+    # tests/test_attend.py::test_merge_of_dead_rows_has_clean_values_and_gradients.
+    top = torch.maximum(lse1, lse2).detach()
+    top = torch.where(top == -math.inf, 0.0, top)
+    weight1 = torch.exp(lse1 - top)
+    weight2 = torch.exp(lse2 - top)
+
+    # A row that neither set of keys serves has total 0. It divides by 1 instead, so its out is 0.
+    total = weight1 + weight2
+    dead = total == 0
+    total = torch.where(dead, 1.0, total)
+    share1 = (weight1 / total)[..., None]
+    share2 = (weight2 / total)[..., None]
+    out = torch.addcmul(out1 * share1, out2, share2)  # (5)
+    lse = torch.where(dead, -math.inf, torch.log(total) + top)
+    return out.to(narrow), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How the tiles of one call are computed."""
+
+    backend: str  # "fused": torch's flash kernel (appendix C); "math": the formulas just below
+    scale: float
+    softcap: float | None = None
+    accurate: bool = False  # tiles of bf16 inputs in float32
+
+
+def fold_heads(x_bHiX, g, /):
+    """Makes the N query heads of a key head into more rows of it: (b, H, i, X) -> (b, G, r, X).
+
+    With r = N i rows against its one key head, a matmul needs no copies of k and v.
+    """
+    # H = 4, G = 2, i = 3: heads 0 and 1 become the 6 rows of key head 0, heads 2 and 3 those of 1.
+    b, h, i, x = x_bHiX.shape
+    return x_bHiX.reshape(b, g, h // g * i, x)
+
+
+def tile_scores(q_bHiD, k_bGjD, visible, kernel):
+    """Equation (2) of a tile, folded: scores s_bGrj with -inf where masked, and visible_bGrj.
+
+    visible: bool, broadcastable to (b, H, i, j), or None where all is seen; then visible_bGrj is
+    None too.
+    """
+    # One matmul a key head, of all query rows that read it.
+    s_bGrj = fold_heads(q_bHiD, k_bGjD.shape[1]) @ k_bGjD.transpose(-1, -2) * kernel.scale  # (2)
+    if kernel.softcap is not None:
+        s_bGrj = kernel.softcap * torch.tanh(s_bGrj / kernel.softcap)
+    if visible is None:
+        return s_bGrj, None
+
+    # Masked is -inf and no large negative number: exp(-inf - lse) is 0 beside any finite lse, where
+    # a finite stand-in gives P = 1 to each key of a row that holds nothing else.
+    visible_bHij = visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2])
+    visible_bGrj = fold_heads(visible_bHij, k_bGjD.shape[1])
+    return s_bGrj.masked_fill(~visible_bGrj, -math.inf), visible_bGrj
+
+
+def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
+    """One tile of (3) and (4) by its formulas: out_bHiD and lse_bHi over these keys alone.
+
+    q_bHiD: the tile's queries.
+    k_bGjD, v_bGjD: its keys and values.
+    visible: as in `tile_scores`.
+    kernel: a Kernel, of which scale and softcap are used.
+    clean: whether all values are known to be finite and of modest size.
+    """
+    s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
+    lse_bGr = torch.logsumexp(s_bGrj, -1)
+
+    # -inf - -inf would be NaN in a row that sees nothing; against 0 its P is exp(-inf) = 0. (4)
+    # `matmul_of_seen` is @, but keeps the NaN of a masked token, which is 0 * NaN in @, out.
+    finite_lse_bGr = lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)
+    p_bGrj = torch.exp(s_bGrj - finite_lse_bGr[..., None])
+    out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, clean)  # (3)
+    return out_bGrD.reshape(q_bHiD.shape), lse_bGr.reshape(q_bHiD.shape[:3])
+
+
+def tile_backward(
+    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, kernel, clean
+):
+    """One tile of (6) by its formulas: its parts of dq_bHiD, dk_bGjD, dv_bGjD.
+
+    dout_bHiD: the gradient that arrives for out.
+    q_bHiD, k_bGjD, v_bGjD: the tile's queries, keys, values.
+    out_bHiD, lse_bHi: the result for these queries over *all* keys, not over the tile's.
+    dlse_bHi: the gradient that arrives for lse.
+    visible, kernel, clean: as in `tile_forward`.
+    """
+    # A softmax's gradient needs two sums over *all* keys: the one that normalises P, which is in
+    # lse, and sum_j P_ij (dout_i . v_j), which is dout_i . out_i. With the global lse and out both
+    # are final, so no tile needs to know of another one.
+    s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
+    delta_bHi = (dout_bHiD * out_bHiD).sum(-1) - dlse_bHi
+
+    # One key head at a time, as for the scores. The sums over r in dk and dv then run over all
+    # query heads that read this key head, which is the gradient of having copied it.
+    g = k_bGjD.shape[1]
+    q_bGrD = fold_heads(q_bHiD, g)
+    dout_bGrD = fold_heads(dout_bHiD, g)
+    lse_bGr1 = fold_heads(lse_bHi[..., None], g)
+    delta_bGr1 = fold_heads(delta_bHi[..., None], g)
+
+    # dS with the factor `scale` in it, which dq and dk share. s_bGrj is c tanh(x / c) already, of
+    # which the derivative is 1 - tanh^2 = 1 - (s / c)^2.
+    p_bGrj = torch.exp(s_bGrj - lse_bGr1)
+    ds_bGrj = p_bGrj * (dout_bGrD @ v_bGjD.transpose(-1, -2) - delta_bGr1) * kernel.scale  # (6)
+    if kernel.softcap is not None:
+        ds_bGrj = ds_bGrj * (1 - (s_bGrj / kernel.softcap) ** 2)
+
+    # Masked pairs give exp(-inf) = 0 by themselves, unless an lse, v or dout is NaN: then P and dS
+    # are NaN there, and one bad token would reach keys that it does not see.
+    seen_bGjr = None
+    if visible_bGrj is not None:
+        p_bGrj = p_bGrj.where(visible_bGrj, 0.0)
+        ds_bGrj = ds_bGrj.where(visible_bGrj, 0.0)
+        seen_bGjr = visible_bGrj.transpose(-1, -2)
+
+    dq_bGrD = matmul_of_seen(ds_bGrj, k_bGjD, visible_bGrj, clean)  # (6)
+    dk_bGjD = matmul_of_seen(ds_bGrj.transpose(-1, -2), q_bGrD, seen_bGjr, clean)
+    dv_bGjD = matmul_of_seen(p_bGrj.transpose(-1, -2), dout_bGrD, seen_bGjr, clean)
+    return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
+
+
+def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
+    """(3) and (4), tile by tile, outside autograd: out_BHqD and lse_BHq in float32 or better.
+
+    mask: a Mask of q queries and k keys, or None where everything is seen. kernel: a Kernel.
+    """
+    # Every row begins as one that has seen nothing, which is (4), and neutral under `merge`.
+    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
+    out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
+    lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
+
+    # The mask cuts itself into boxes: rows and columns index some queries and some keys. A box in
+    # which nobody sees anything never comes, so a causal mask costs half. One in which all is seen,
+    # or exactly the causal triangle, comes without a bool tensor (visible is None), as flash
+    # kernels like it.
+    (q, k, v), clean, tiles = cut_into_tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
+    begun_Bq = np.zeros((len(q), q.shape[2]), bool)
+
+    for rows, columns, visible, causal, tile_kernel in tiles:
+        # Attention of these rows over these columns alone, by the formulas or by torch's kernel.
+        # Both give the same pair, so what follows need not know which it was.
+        if tile_kernel.backend == "math":
+            wider = (x.to(wide) for x in (q[rows], k[columns], v[columns]))
+            part_out, part_lse = tile_forward(*wider, visible, tile_kernel, clean)
+        else:
+            part_out, part_lse = fused_tile_forward(
+                q[rows], k[columns], v[columns], visible, causal, tile_kernel.scale
+            )
+
+        # Tiles of the same rows hold other keys, so they merge. For the first tile of its rows
+        # there is nothing to merge with yet, and it is the result so far.
+        begun_rows = rows[0], rows[2]
+        if begun_Bq[begun_rows].any():
+            part_out, part_lse = merge(out_BHqD[rows], lse_BHq[rows], part_out, part_lse)  # (5)
+        out_BHqD[rows] = part_out
+        lse_BHq[rows] = part_lse
+        begun_Bq[begun_rows] = True
+    return out_BHqD, lse_BHq
+
+
+def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BHq, mask, kernel, /):
+    """(6), tile by tile: dq_BHqD, dk_BGkD, dv_BGkD in float32 or better.
+
+    dout_BHqD: the gradient that arrives for out.
+    q_BHqD, k_BGkD, v_BGkD: as in the forward, and here again because no scores were kept.
+    out_BHqD, lse_BHq: of these queries over all keys, wherever those are.
+    dlse_BHq: the gradient that arrives for lse; None for zero.
+    mask, kernel: as in `forward_tiles`.
+    """
+    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
+
+    # NUMERICS: (4). With an lse of -inf P would be NaN, and with a sentinel for it P = 1; such rows
+    # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
+    # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
+    dead_BHq = lse_BHq == -math.inf
+    if dead_BHq.any():
+        lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
+        dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
+
+    # d lse_i / d s_ij is P_ij, so a gradient of lse enters (6) through delta alone. torch's kernels
+    # compute delta themselves, without it: with one, the formulas compute every tile.
+    if dlse_BHq is None:
+        dlse_BHq = torch.zeros_like(lse_BHq)
+    else:
+        kernel = dataclasses.replace(kernel, backend="math")
+        dlse_BHq = dlse_BHq.masked_fill(dead_BHq, 0.0)
+
+    # The same boxes as in the forward. Each makes its P again from q, k and lse, so that a training
+    # step holds the scores of one tile at a time and never those of all.
+    given = q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD
+    (q, k, v, out, dout), clean, tiles = cut_into_tiles(kernel, mask, *given)
+    dq_BHqD = torch.zeros_like(q, dtype=wide)
+    dk_BGkD = torch.zeros_like(k, dtype=wide)
+    dv_BGkD = torch.zeros_like(v, dtype=wide)
+
+    # The gradients are plain sums over tiles. Nothing is merged here: the weights are in P already.
+    for rows, columns, visible, causal, tile_kernel in tiles:
+        block = dout[rows], q[rows], k[columns], v[columns], out[rows]
+        if tile_kernel.backend == "math":
+            wider = (x.to(wide) for x in block)
+            part_dq, part_dk, part_dv = tile_backward(
+                *wider, lse_BHq[rows], dlse_BHq[rows], visible, tile_kernel, clean
+            )
+        else:
+            part_dq, part_dk, part_dv = fused_tile_backward(
+                *block, lse_BHq[rows], visible, causal, tile_kernel.scale
+            )
+        dq_BHqD[rows] += part_dq
+        dk_BGkD[columns] += part_dk
+        dv_BGkD[columns] += part_dv
+    return dq_BHqD, dk_BGkD, dv_BGkD
+
+
+class _Attend(torch.autograd.Function):
+    """`forward_tiles` with `backward_tiles` as its gradient."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, kernel):
+        out, lse = forward_tiles(q, k, v, mask, kernel)
+        out = out.to(q.dtype)
+
+        # These five are O(S). Autograd through the tiles would keep every tile's P, O(S^2) in all.
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mask = mask
+        ctx.kernel = kernel
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        refuse_second_derivative()
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = backward_tiles(dout, q, k, v, out, lse, dlse, ctx.mask, ctx.kernel)
+        return (*(grad.to(q.dtype) for grad in grads), None, None)
+
+
+def not_compiled(function):
+    """Keeps a function out of torch.compile's graphs; imports the compiler only where it runs."""
+
+    # Masks are numpy arrays and a ring's messages are no tensor operations: no graph can hold them.
+    @functools.wraps(function)
+    def call(*args, **options):
+        run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+        return run(*args, **options)
+
+    return call
+
+
+@not_compiled
+def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
+    """Attention with its log-sum-exp on one device: equations (1) to (4), differentiable.
+
+    q: (B, H, q, D), any strides.
+    k, v: (B, G, k, D) of q's dtype: float64, float32, bf16 or fp16. H is a multiple of G, and D is
+        1 to 512.
+    mask: a Mask, or bool (B, 1 or H, q, k); None: everything is seen.
+    scale: D^-1/2 by default.
+    softcap: a positive number, or None for none.
+    backend: see `choose_backend`.
+    accurate: computes the tiles of bf16 inputs in float32.
+
+    Returns out (B, H, q, D) in q's dtype and lse (B, H, q) in float32 or float64: the natural log,
+    of the scaled scores, differentiable too. A row that sees nothing has 0 and -inf. Raises
+    ValueError if the input does not fit.
+    """
+    # What does not fit is refused here; behind this line nothing looks at shapes again.
+    mask = as_mask(mask)
+    check_inputs(q, k, v, mask, q.shape[2:3], k.shape[2:3])
+    return _Attend.apply(q, k, v, mask, make_kernel(q, scale, softcap, backend, accurate))
+
+
+# 3. Across ranks: who holds what, and what travels -------------------------------------------
+#
+# Rank r holds the queries, keys and values of its tokens: its shard. Queries stay. Its keys and
+# values are block r, which starts out there and goes one rank to the right at each hop. So during
+# hop h block s lies with rank s + h, and rank r has block r - h (modulo W). After W - 1 hops each
+# block has met all queries. With 3 ranks:
+#
+#     hop      rank 0    rank 1    rank 2
+#      0       block 0   block 1   block 2        each rank attends to its own keys
+#      1       block 2   block 0   block 1        .. and to its left neighbour's
+#      2       block 1   block 2   block 0
+#
+# A `Route` (appendix D) answers what depends on the mask:
+#
+#     block_at(hop)            the block that lies with this rank
+#     mask_of(block)           the mask of our queries against its keys
+#     is_needed(block, hop)    whether any of our queries sees any of its keys (at hop 0 always yes)
+#     last_hop[block]          the hop after which no rank needs it (0: only its owner does)
+#     hops                     how many hops, hop 0 included, until no rank needs any block
+#
+# All ranks have the whole mask and work out the same answers, so that sender and receiver of each
+# message know of it without asking. `post` starts messages and returns what to wait for.
+
+TAG_BLOCK, TAG_GRADIENT, TAG_HOME = range(3)  # what a message carries; gloo tells them apart by it
+
+
+def indices(length, rank, world, layout="zigzag"):
+    """int64 (s,): the global index of each token of a rank's shard, ascending; RoPE needs it.
+
+    The sequence is cut into n chunks, chunk c being c * length // n up to (c + 1) * length // n, so
+    shards may be unequal, or empty. "contiguous" has n = world and gives chunk r to rank r.
+    "zigzag" has n = 2 world and gives chunks r and n - 1 - r to rank r. Raises ValueError for
+    another layout, a rank that is not in the world, or a negative length.
+    """
+    # Under a causal mask a late query sees more keys than an early one. With contiguous chunks the
+    # last of W ranks has 2 - 1/W of the mean work, and all wait for it. An early chunk and its
+    # mirror image together have the mean. Length 8, world 2:
+    #
+    #     zigzag        rank 0 holds 0 1 . . . . 6 7, and they see 1 + 2 + 7 + 8 = 18 keys
+    #                   rank 1 holds . . 2 3 4 5 . .               3 + 4 + 5 + 6 = 18
+    #     contiguous    10 on rank 0, 26 on rank 1
+    if layout not in LAYOUTS:
+        raise ValueError(f'layout must be "zigzag" or "contiguous"; came {layout!r}')
+    if not 0 <= rank < world or length < 0:
+        raise ValueError(f"need 0 <= rank < world, length >= 0; came {rank}, {world}, {length}")
+    chunks = [rank] if layout == "contiguous" else [rank, 2 * world - 1 - rank]
+    n = world if layout == "contiguous" else 2 * world
+    return torch.cat([torch.arange(c * length // n, (c + 1) * length // n) for c in chunks])
+
+
+def onward(route, block_EBgmD, hop, /):
+    """The messages that move every block one rank on, and room for the block that comes here.
+
+    Returns next_EBgnD, without tokens if no block comes, and the list that `Route.post` takes:
+    (send or receive, tensor, rank, tag).
+    """
+    # Blocks bear the number of the rank on which they began. So own_block is this rank's number,
+    # and own_block + 1 the right neighbour's (`post` takes it modulo W).
+    leaving = route.block_at(hop)
+    coming = route.block_at(hop + 1)
+    messages = []
+
+    # A block travels to the last rank that needs it and no further. Ranks on its way that do not
+    # need it pass it on.
+    if route.last_hop[leaving] > hop:
+        messages.append((dist.isend, block_EBgmD, route.own_block + 1, TAG_BLOCK))
+    next_EBgnD = block_EBgmD[:, :, :, :0]
+    if route.last_hop[coming] > hop:
+        next_EBgnD = route.buffer(block_EBgmD, coming)
+        messages.append((dist.irecv, next_EBgnD, route.own_block - 1, TAG_BLOCK))
+    return next_EBgnD, messages
+
+
+def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
+    """(5) round the ring: out_BhqD and lse_Bhq of this rank's queries over everybody's keys.
+
+    q_BhqD: this rank's queries, which stay.
+    k_BgkD, v_BgkD: its keys and values, its block at hop 0.
+    route: the Route of this call.
+    kernel: the Kernel of its tiles.
+    probe: looks for values that are not finite (appendix F), if the caller wants that.
+
+    Both results are in float32 or better.
+    """
+    # Keys and values travel together, so that a hop is one message and not two.
+    block_EBgmD = torch.stack((k_BgkD, v_BgkD))
+
+    for hop in range(route.hops):
+        # COMM: each rank posts its send to the right and its receive from the left, then computes,
+        # then waits. So the next block travels while this one is computed; and since nobody waits
+        # before it has posted, ranks cannot wait for each other in a circle. Pinned by
+        # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
+        next_EBgnD, messages = onward(route, block_EBgmD, hop)
+        under_way = route.post(messages)
+
+        # Our queries against the block that lies here now. With documents or a window they may see
+        # nothing in it: it was passed on, but there is nothing to compute. Our own block, at hop 0,
+        # is always computed, so that out and lse exist even if no row sees anything.
+        block = route.block_at(hop)
+        if route.is_needed(block, hop):
+            part_out, part_lse = forward_tiles(q_BhqD, *block_EBgmD, route.mask_of(block), kernel)
+            probe.look(hop + 1, "out", part_out)
+            if hop == 0:
+                out_BhqD, lse_Bhq = part_out, part_lse
+            else:
+                # One rank's blocks come in another order than its neighbour's. (5) allows that.
+                out_BhqD, lse_Bhq = merge(out_BhqD, lse_Bhq, part_out, part_lse)  # (5)
+
+        # Only now must the next block be here, and only now may the old one be overwritten.
+        for message in under_way:
+            message.wait()
+        block_EBgmD = next_EBgnD
+    return out_BhqD, lse_Bhq
+
+
+def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kernel, probe, /):
+    """(6) round the ring: dq_BhqD, dk_BgkD, dv_BgkD of this rank's tokens, in float32 or better.
+
+    dout_BhqD: the gradient that arrives for this rank's out.
+    q_BhqD, k_BgkD, v_BgkD: as in the forward.
+    out, lse: what the forward gave, over everybody's keys.
+    dlse: the gradient that arrives for lse, or None.
+    route, kernel, probe: as in the forward.
+    """
+    # dq stays here, for the queries do. But the gradient of a block is a sum over all ranks whose
+    # queries saw it, and it belongs to the rank where the block began. So the blocks travel as in
+    # the forward, and behind each block, one hop later, travels the sum of its gradients so far.
+    # Block 0 of 3 ranks:
+    #
+    #     hop   the block   its gradient
+    #      0    on rank 0   rank 0 computes a part and keeps it: own_EBgkD
+    #      1    on rank 1   rank 1 computes a part
+    #      2    on rank 2   .. which travels to rank 2, which adds the part that it computes now
+    #      3    done        .. and the sum goes home to rank 0, which adds its own part to it
+    #
+    # Hence one hop more than in the forward. sum_EBgpD is the gradient of the block that lay here
+    # at the hop before. If a block travelled with its gradient instead, each hop would have to
+    # compute first and send then, and nothing would overlap.
+    block_EBgmD = torch.stack((k_BgkD, v_BgkD))
+    sum_EBgpD = None
+
+    for hop in range(route.hops + 1):
+        # The blocks go round as in the forward: the backward saved none but its own.
+        block = route.block_at(hop)
+        block_before = route.block_at(hop - 1)
+        next_EBgnD, messages = onward(route, block_EBgmD, hop)
+
+        # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, and
+        # gradients that go home, in one order on both sides (NCCL), with tags (gloo). Pinned by
+        # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
+        incoming_EBgpD = None
+        if route.gradient_moves(block_before, hop):
+            messages.append((dist.isend, sum_EBgpD, route.own_block + 1, TAG_GRADIENT))
+        if route.gradient_moves(block, hop):
+            incoming_EBgpD = route.buffer(own_EBgkD, block)
+            messages.append((dist.irecv, incoming_EBgpD, route.own_block - 1, TAG_GRADIENT))
+
+        # When the last rank that needed a block has added its part, the sum is complete and goes to
+        # its owner, rank block_before, in one message, whatever the distance. Ours comes from where
+        # our block lay at the hop before: hop - 1 ranks to our right.
+        returned_EBgkD = None
+        if route.gradient_returns(block_before, hop):
+            messages.append((dist.isend, sum_EBgpD, block_before, TAG_HOME))
+        if route.gradient_returns(route.own_block, hop):
+            returned_EBgkD = torch.empty_like(own_EBgkD)
+            messages.append((dist.irecv, returned_EBgkD, route.own_block + hop - 1, TAG_HOME))
+        under_way = route.post(messages)
+
+        # Meanwhile this rank's part for the block that lies here. out and lse are the global ones,
+        # so the part is final: it is only added, never weighted as in the forward.
+        sum_EBgpD = None
+        if route.is_needed(block, hop):
+            saved = dout_BhqD, q_BhqD, *block_EBgmD, out, lse, dlse
+            part_dq, part_dk, part_dv = backward_tiles(*saved, route.mask_of(block), kernel)
+            sum_EBgpD = torch.stack((part_dk, part_dv))
+            probe.look(hop + 1, "dq, dk or dv", part_dq, sum_EBgpD)
+            dq_BhqD = part_dq if hop == 0 else dq_BhqD.add_(part_dq)
+        if hop == 0:
+            own_EBgkD = sum_EBgpD
+
+        # The sums meet: what came with the block (from the left), and what we have just computed.
+        for message in under_way:
+            message.wait()
+
+        # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
+        # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
+        if incoming_EBgpD is not None:
+            sum_EBgpD = incoming_EBgpD if sum_EBgpD is None else sum_EBgpD + incoming_EBgpD
+        if returned_EBgkD is not None:
+            own_EBgkD = own_EBgkD + returned_EBgkD
+        block_EBgmD = next_EBgnD
+
+    dk_BgkD, dv_BgkD = own_EBgkD
+    return dq_BhqD, dk_BgkD, dv_BgkD
+
+
+# 4. The public calls -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What the ranks of a ring agreed on for one call; the backward uses it again."""
+
+    route: object  # a Route: who holds what, and which hops are needed
+    kernel: Kernel
+    method: str  # one of METHODS
+    debug: object  # False, True, or a label for error messages
+    return_lse: bool  # whether a gradient of lse can arrive
+
+
+class _RingAttention(torch.autograd.Function):
+    """The forward and the backward of all four methods; q, k, v are this rank's shards."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        route = call.route
+        probe = Probe(call.debug, route.ring, "forward")
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            probe.look(0, name, x)
+
+        # Ulysses: within groups of u ranks an all-to-all trades this rank's tokens of all heads for
+        # all its group's tokens of 1/u of the heads, since heads do not need each other. From here
+        # to the last line a block is that, and the ring runs over these groups. For method "ring" u
+        # is 1, and nothing happens; for "ulysses" u is W, and the ring has one hop. Each rank must
+        # have whole heads, so where u does not divide G, key heads are repeated until it does.
+        repeat = math.lcm(k.shape[1], route.inner) // k.shape[1]
+        if repeat > 1:
+            k = k.repeat_interleave(repeat, 1)
+            v = v.repeat_interleave(repeat, 1)
+        q, k, v = (swap(x, route) for x in (q, k, v))
+
+        # All keys at once need no merge and one message, but the memory of the whole sequence.
+        if call.method == "allgather":
+            kv = gather_blocks(k, v, route)
+            out, lse = forward_tiles(q, *kv, route.mask_of(None), call.kernel)
+            probe.look(1, "out", out)
+        else:
+            out, lse = ring_forward(q, k, v, route, call.kernel, probe)
+        probe.raise_on_all_ranks()
+
+        # Saved are this rank's own q, k, v, out, lse, and no block of another rank: the backward
+        # gets them again by the same route, so that memory stays O(S / W).
+        # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
+        # Pinned by tests/test_ring_faults.py::test_the_suite_catches_eight_planted_faults.
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.repeat = repeat
+        return swap(out, route, back=True), swap(lse[..., None], route, back=True)[..., 0]
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        # Ours are q, k, v and dout; out and lse are of our queries too, but over everybody's keys.
+        refuse_second_derivative()
+        q, k, v, out, lse = ctx.saved_tensors
+        call = ctx.call
+        route = call.route
+        probe = Probe(call.debug, route.ring, "backward")
+        probe.look(0, "dout", dout)
+
+        # COMM: autograd gives zeros for an output that this rank's loss leaves out, so all ranks
+        # send the same messages, whichever outputs each of them uses. Pinned by
+        # tests/test_ring.py::test_ranks_may_use_different_outputs.
+        dout = swap(dout, route)
+        dlse = swap(dlse[..., None], route)[..., 0] if call.return_lse else None
+
+        # A gradient of lse that is all zero is as good as none, and none lets flash kernels run.
+        if dlse is not None and not dlse.any():
+            dlse = None
+
+        # After an all-gather each rank has a part of every token's dk and dv: sum over ranks, and
+        # keep our tokens. In the ring the sums came home by themselves.
+        if call.method == "allgather":
+            kv = gather_blocks(k, v, route)
+            mask = route.mask_of(None)
+            dq, dk, dv = backward_tiles(dout, q, *kv, out, lse, dlse, mask, call.kernel)
+            probe.look(1, "dq, dk or dv", dq, dk, dv)
+            dk, dv = scatter_sum(torch.stack((dk, dv)), 3, route.ring, route.layout)
+        else:
+            dq, dk, dv = ring_backward(dout, q, k, v, out, lse, dlse, route, call.kernel, probe)
+        probe.raise_on_all_ranks()
+
+        # The forward's first lines, backwards: heads for tokens again, then the copies of each key
+        # head summed into the one that they were copied from.
+        # NUMERICS: copies of a key head are summed before the cast. Pinned by
+        # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+        dq, dk, dv = (swap(x, route, back=True) for x in (dq.to(q.dtype), dk, dv))
+        dk, dv = (x.unflatten(1, (-1, ctx.repeat)).sum(2).to(q.dtype) for x in (dk, dv))
+        return dq, dk, dv, None
+
+
+@not_compiled
+def ring_attention(
+    q, k, v, /, *, group=None, mask=None, layout="zigzag", method="ring", scale=None, softcap=None,
+    return_lse=False, backend=None, accurate=False, inner=None, batch=None, debug=False,
+):  # fmt: skip
+    """Attention of a whole sequence whose shards the ranks of a group hold: (1) to (4), exactly.
+
+    Every rank of the group calls it, forward and backward.
+
+    q: (B, H, s, D), the tokens `indices(S, rank, world, layout)` of this rank.
+    k, v: (B, G, s, D), the same tokens, in q's dtype.
+    group: a process group; None: all ranks, or a world of 1 where torch.distributed is off.
+    mask: of the whole sequence, the same on every rank: a Mask or bool (B, 1 or H, S, S); None:
+        everything is seen.
+    layout: "zigzag" or "contiguous", see `indices`.
+    method: "ring"; "allgather"; "ulysses" (H a multiple of the world); "usp".
+    inner: for "usp", how many ranks trade heads by all-to-all; by default the largest proper
+        divisor of the world that divides H. If that is 1, it is the ring.
+    scale, softcap, backend, accurate: as in `attend`.
+    return_lse: returns lse beside out.
+    batch: nested tensors and values, say the tokens, of which all ranks must have the same.
+    debug: True, or a label ("step 3 layer 7"): if any tensor, its masked part included, is not
+        finite, a FloatingPointError on every rank names rank, block and tensor.
+
+    Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
+    Raises ValueError on every rank, before a block is sent, if the input of any rank does not fit
+    or the ranks' inputs differ.
+    """
+    # A rank that raised an error alone would leave the others waiting in the first hop. So the
+    # ranks first compare what came, and go on together or raise together (appendix F).
+    options = dict(
+        layout=layout, method=method, scale=scale, softcap=softcap, return_lse=return_lse,
+        backend=backend, accurate=accurate, inner=inner, debug=debug,
+    )  # fmt: skip
+    call = agree_on_call(ring_of(group), q, k, v, mask, batch, **options)
+    out, lse = _RingAttention.apply(q, k, v, call)
+    return (out, lse) if return_lse else out
+
+
+def shard(x, /, *, dim, group=None, layout="zigzag"):
+    """This rank's tokens of a whole x that every rank has: x along dim at `indices`.
+
+    Its gradient is 0 at the other ranks' tokens. So what made x gets, on each rank, the gradient
+    of that rank's tokens: sum it over ranks.
+    """
+    ring = ring_of(group)
+    return x.index_select(dim, indices(x.shape[dim], ring.rank, ring.world, layout).to(x.device))
+
+
+def unshard(x, /, *, dim, group=None, layout="zigzag", length):
+    """The whole along dim, of `length` tokens, on every rank; x holds this rank's tokens.
+
+    Its gradient is the sum over ranks of what they do with the whole, cut back to this rank's
+    tokens (a reduce-scatter). That is the adjoint of a gather, right whatever the ranks do; if all
+    of them compute the same loss from the whole, `loss_scale` says the factor. Every rank of the
+    group calls it, forward and backward. Raises ValueError if x has not the tokens of `indices`.
+    """
+    return _Unshard.apply(x, dim % x.ndim, ring_of(group), layout, length)
+
+
+# =============================================================================================
+# The idea ends here. What follows makes it fast, strict or connected.
+# =============================================================================================
+
+
+# Appendix A. Masks: the constructors ----------------------------------------------------------
+# For: the masks that `visible_pairs` pictures, from what a data loader has; and parts of them.
+# Skip it unless you audit a mask: each constructor only works out start and end of a picture.
+
+NEVER = 1 << 60  # the start of an interval that holds no row
+
+
+class Mask:
+    """Which query sees which key: equation (1), one interval of rows a key.
+
+    start_BS, end_BS: (B, S) or (S,) integers (torch, numpy, lists); key j is seen by the queries
+        start_j up to end_j - 1. An interval may be empty.
+    rows_BS: bool, off where a query sees nothing (PAD).
+    window: the keys with position_i - position_j < window are seen, the query itself included.
+    position_BS: what a window measures; the index by default.
+
+    A batch of 1 serves any batch. Raises ValueError if shapes or types do not fit. Pictures of the
+    usual masks are in `visible_pairs`.
     """
 
     def __init__(self, start_BS, end_BS, *, rows_BS=None, position_BS=None, window=None):
+        # Copies of our own, so that a caller may write on into his arrays.
         given = {"start": start_BS, "end": end_BS, "rows": rows_BS, "position": position_BS}
-        given = {name: _integers(x, name) for name, x in given.items() if x is not None}
+        given = {name: as_integers(x, name) for name, x in given.items() if x is not None}
         shape = given["start"].shape
         if {x.shape for x in given.values()} - {shape, (1, shape[1])}:
             shapes = ", ".join(f"{name} {x.shape}" for name, x in given.items())
             raise ValueError(f"the parts of a mask must have one shape (B, S); came {shapes}")
+
+        # From here on each part is there and has the shape (B, S).
+        parts = {name: np.broadcast_to(x, shape) for name, x in given.items()}
         index_BS = np.broadcast_to(np.arange(shape[1]), shape)
-        full = {name: np.broadcast_to(x, shape) for name, x in given.items()}
-        position_BS, rows_BS = full.get("position", index_BS), full.get("rows", index_BS >= 0) != 0
-        void_BS = full["start"] >= full["end"]
-        start_BS = np.where(void_BS, NEVER, full["start"])
-        end_BS = np.where(void_BS, 0, full["end"])
+        position_BS = parts.get("position", index_BS)
+        rows_BS = parts.get("rows", np.ones(shape, int)) != 0
+
+        # An empty interval may come as 5..5 or 7..2. All become NEVER..0: then the smallest start
+        # and the largest end over a tile's keys are those of the keys that somebody sees.
+        void_BS = parts["start"] >= parts["end"]
+        start_BS = np.where(void_BS, NEVER, parts["start"])
+        end_BS = np.where(void_BS, 0, parts["end"])
         self.queries = Queries(index_BS, rows_BS, position_BS)
         self.keys = Keys(index_BS, start_BS, end_BS, position_BS)
-        self.window, self.cache = _checked_window(window), {}
+        self.window = checked_window(window)
+        self.cache = {}  # boxes, digest and routes, found once and used in every layer and step
 
     @classmethod
     def full(cls, length):
@@ -160,33 +865,38 @@ class Mask:
     @classmethod
     def causal(cls, length, *, batch=1, window=None):
         """Each token sees itself and what came before it."""
+        # From the key's side: j is seen from row j on, to the last.
         index_BS = np.tile(np.arange(length), (batch, 1))
         return cls(index_BS, np.full_like(index_BS, length), window=window)
 
     @classmethod
     def documents(cls, *, doc_ids=None, position_ids=None, window=None):
-        """Packed documents, each causal. doc_ids: (B, S), one number per document, -1 for PAD.
+        """Packed documents, each causal.
 
+        doc_ids: (B, S), one number a document; -1 is PAD, which may stand anywhere.
         position_ids: (B, S); a document starts where a position is not the one before plus 1; -1
-        is PAD. A document that starts at previous + 1 needs doc_ids. If both come, doc_ids decide,
-        with a warning, and position_ids only measure the window.
+            is PAD. A document that starts at previous + 1 needs doc_ids. If both come, doc_ids
+            decide, with a warning, and position_ids only measure the window.
+
+        Raises ValueError if neither comes, or if a document comes back after another one.
         """
-        position_BS = None if position_ids is None else _integers(position_ids, "position_ids")
-        if doc_ids is not None:
-            doc_BS = _integers(doc_ids, "doc_ids")
-            if position_BS is not None:
-                warnings.warn("doc_ids and position_ids both came: doc_ids decide", stacklevel=2)
-        elif position_BS is None:
-            raise ValueError("documents need doc_ids or position_ids of shape (B, S); neither came")
-        else:
-            jump_BS = np.diff(position_BS, axis=1, prepend=-2) != 1
-            doc_BS = np.where(position_BS < 0, -1, np.cumsum(jump_BS, axis=1))
-        start_BS, end_BS, rows_BS = np.zeros_like(doc_BS), np.zeros_like(doc_BS), doc_BS >= 0
-        for row, (at, first, length) in enumerate(_runs(doc_BS, rows_BS)):
+        doc_BS, position_BS = document_numbers(doc_ids, position_ids)
+        rows_BS = doc_BS >= 0
+        start_BS = np.zeros_like(doc_BS)
+        end_BS = np.zeros_like(doc_BS)  # 0..0 where nothing is written: PAD is seen by nobody
+
+        # As if causal, but a key's interval ends where the next document begins. It may run over
+        # PAD, whose rows are off anyway.
+        #
+        #     doc_ids    7 7 . 2 2 2        ".": PAD
+        #     start      0 1 . 3 4 5        document 7: first token 0, run of 2
+        #     end        3 3 . 6 6 6        document 2: first token 3, run of 3
+        for row, (at, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
             if len(np.unique(doc_BS[row, first])) < len(first):
                 raise ValueError(f"row {row}: a document id comes back after another one")
+            next_first = np.append(first, doc_BS.shape[1])[1:]
             start_BS[row, at] = at
-            end_BS[row, at] = np.repeat(np.append(first, doc_BS.shape[1])[1:], length)
+            end_BS[row, at] = np.repeat(next_first, run)
         return cls(start_BS, end_BS, rows_BS=rows_BS, position_BS=position_BS, window=window)
 
     @classmethod
@@ -194,74 +904,97 @@ class Mask:
         """Block-causal, prefix-LM (pi0.7): a token sees its own block and all blocks before it.
 
         block_BS: (B, S) integers, ascending over valid tokens. valid_BS: off for PAD, anywhere.
+        Raises ValueError where block numbers go down.
         """
-        block_BS = _integers(block_BS, "block")
-        valid_BS = np.ones_like(block_BS) if valid_BS is None else _integers(valid_BS, "valid")
-        start_BS, end_BS = np.zeros_like(block_BS), np.where(valid_BS != 0, block_BS.shape[1], 0)
-        for row, (at, first, length) in enumerate(_runs(block_BS, valid_BS != 0)):
+        block_BS = as_integers(block_BS, "block")
+        valid_BS = np.ones_like(block_BS) if valid_BS is None else as_integers(valid_BS, "valid")
+
+        # A key is seen from its block's first row on, even if that lies before the key itself. So
+        # the tokens of a block see each other both ways.
+        start_BS = np.zeros_like(block_BS)
+        end_BS = np.where(valid_BS != 0, block_BS.shape[1], 0)
+        for row, (at, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
             if (np.diff(block_BS[row, at]) < 0).any():
                 raise ValueError(f"row {row}: block numbers go down; sort the tokens by block")
-            start_BS[row, at] = np.repeat(first, length)
+            start_BS[row, at] = np.repeat(first, run)
         return cls(start_BS, end_BS, rows_BS=valid_BS)
 
     @classmethod
     def padding(cls, valid_BS, *, causal=True):
         """PAD tokens (off in valid_BS, anywhere) see nothing and are seen by nothing."""
-        valid_BS = _integers(valid_BS, "valid")
-        start_BS = np.broadcast_to(np.arange(valid_BS.shape[1]) * causal, valid_BS.shape)
+        valid_BS = as_integers(valid_BS, "valid")
+        start_BS = np.zeros_like(valid_BS)
+        if causal:
+            start_BS = start_BS + np.arange(valid_BS.shape[1])
         return cls(start_BS, np.where(valid_BS != 0, valid_BS.shape[1], 0), rows_BS=valid_BS)
 
     @classmethod
     def tree(cls, subtree_end_S, position_S=None, window=None):
         """A token tree in DFS preorder: a token sees its ancestors and itself.
 
-        subtree_end_S: the index after a token's last descendant. position_S: depth, which a window
-        measures; counted from the ends by default.
+        subtree_end_S: (S,) or (B, S), the index after a token's last descendant. position_S: depth,
+        which a window measures; counted from the ends by default. Raises ValueError if the ends are
+        not those of a tree.
         """
-        end_BS = _integers(subtree_end_S, "subtree_end")
+        # In preorder the descendants of j are the tokens right behind it. They are the ones that
+        # have j as an ancestor, so the rows that see key j are j .. subtree_end_j - 1: an interval.
+        end_BS = as_integers(subtree_end_S, "subtree_end")
         index_S = np.arange(end_BS.shape[1])
         if (end_BS <= index_S).any() or (end_BS > len(index_S)).any():
             raise ValueError("subtree_end[j] must lie in j + 1 .. S")
-        depth_BS = np.stack([_depth(end_S) for end_S in end_BS])
+        depth_BS = np.stack([preorder_depth(end_S) for end_S in end_BS])
         position_BS = depth_BS if position_S is None else position_S
         start_BS = np.broadcast_to(index_S, end_BS.shape)
         return cls(start_BS, end_BS, position_BS=position_BS, window=window)
+
+    def dense(self):
+        """bool (B, 1, Sq, Sk): equation (1), written out."""
+        return torch.from_numpy(visible_pairs(self.queries, self.keys, self.window))[:, None]
+
+    def slice(self, queries, keys, batch=ALL, heads=ALL):
+        """The part for some queries and keys: slices, or ascending arrays, of local indices.
+
+        i and j keep their meaning, which is global. So a part may be a shard against a block, or a
+        suffix against a cache (Sq != Sk). An interval mask is the same for all heads.
+        """
+        queries_at = checked_index(queries)
+        keys_at = checked_index(keys)
+        return self._changed(
+            queries=Queries(*(x[batch, queries_at] for x in self.queries)),
+            keys=Keys(*(x[batch, keys_at] for x in self.keys)),
+        )
+
+    def with_window(self, window):
+        """The same mask with another window (None: none), for models whose layers differ."""
+        key = ("window", checked_window(window))
+        if key not in self.cache:  # kept, so that the next step finds its boxes again
+            self.cache[key] = self if window == self.window else self._changed(window=window)
+        return self.cache[key]
+
+    def _changed(self, **changes):
+        """A copy with some attributes changed, and with a cache of its own."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, cache={}, **changes)
+        return other
 
     @property
     def shape(self):
         """(batch, heads, queries, keys) of `dense()`; 1 serves any batch and any heads."""
         return self.queries.rows.shape[0], 1, self.queries.rows.shape[1], self.keys.end.shape[1]
 
-    def with_window(self, window):
-        """The same mask with another window (None: none), for models whose layers differ."""
-        key = ("window", _checked_window(window))
-        if key not in self.cache:  # kept, so that the next step finds its regions again
-            self.cache[key] = self if window == self.window else self._copy(window=window)
-        return self.cache[key]
+    def classify(self, row_edges, key_edges):
+        """Kinds of the tiles that begin at these ascending edges; a causal one is PARTIAL."""
+        return kinds_of_tiles(self, row_edges, key_edges)
 
-    def slice(self, queries, keys, batch=ALL, heads=ALL):
-        """The part for some queries and keys: slices, or ascending arrays, of local indices.
+    def regions(self, tile, join=32):
+        """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
-        i and j keep their meaning, which is global: a shard, a cache, a suffix (Sq != Sk). An
-        interval mask is the same for all heads.
+        No box is longer than `tile`, but `join` equal neighbours may be one. See appendix B.
         """
-        pairs = ((self.queries, _indexer(queries)), (self.keys, _indexer(keys)))
-        queries, keys = (x._make(part[batch, at] for part in x) for x, at in pairs)
-        return self._copy(queries=queries, keys=keys)
-
-    def _copy(self, **changes):
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, cache={}, **changes)
-        return other
-
-    def dense(self):
-        """bool (B, 1, Sq, Sk): equation (1), the definition of every mask here."""
-        i_Bq1, rows_Bq1, position_Bq1 = (x[:, :, None] for x in self.queries)
-        _, start_B1k, end_B1k, position_B1k = (x[:, None] for x in self.keys)
-        see_Bqk = (start_B1k <= i_Bq1) & (i_Bq1 < end_B1k) & rows_Bq1
-        if self.window is not None:
-            see_Bqk &= position_Bq1 - position_B1k < self.window
-        return torch.from_numpy(see_Bqk)[:, None]
+        key = ("regions", tile, join)
+        if key not in self.cache:
+            self.cache[key] = find_boxes(self, tile, join)
+        return self.cache[key]
 
     def digest(self):
         """A 63-bit number that two masks share only if they are the same."""
@@ -269,106 +1002,6 @@ class Mask:
             parts = [y for x in (*self.queries, *self.keys) for y in (x.shape, x.tobytes())]
             self.cache["digest"] = digest(self.window, *parts)
         return self.cache["digest"]
-
-    def classify(self, row_edges, key_edges):
-        """Kinds of the tiles that begin at these ascending edges; a causal one is PARTIAL."""
-
-        def bounds(x_BS, edges, axis):
-            both = (how.reduceat(x_BS, edges, axis=1) for how in (np.minimum, np.maximum))
-            return [np.expand_dims(x, axis) for x in both]
-
-        (index, rows, position), (_, start, end, position_k) = self.queries, self.keys
-        first, _ = bounds(np.where(rows, index, NEVER), row_edges, 2)
-        _, last = bounds(np.where(rows, index, -1), row_edges, 2)
-        every_row, _ = bounds(rows, row_edges, 2)
-        start_low, start_high = bounds(start, key_edges, 1)
-        end_low, end_high = bounds(end, key_edges, 1)
-        empty = (start_low > last) | (end_high <= first)
-        full = (start_high <= first) & (end_low > last) & every_row
-        if self.window is not None:
-            low_q, high_q = bounds(position, row_edges, 2)
-            low_k, high_k = bounds(position_k, key_edges, 1)
-            empty |= low_q - high_k >= self.window
-            full &= high_q - low_k < self.window
-        return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
-
-    def regions(self, tile, join=32):
-        """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
-
-        Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
-        apart, so that most boxes are FULL or CAUSAL. join: so many equal neighbours along the keys,
-        or of full ones along the queries, may be one box.
-        """
-        key = ("regions", tile, join)
-        if key not in self.cache:
-            boxes = [self._boxes(batch, tile, join) for batch in self._alike()]
-            self.cache[key] = [box for some in boxes for box in some]
-        return self.cache[key]
-
-    def work(self, tile=128):
-        """Query-key pairs that the regions compute, over the batch; a causal box counts half."""
-        total, batch_size = 0, self.shape[0]
-        for batch, i, j, kind in self.regions(tile):
-            pairs = (i.stop - i.start) * (j.stop - j.start) * len(range(batch_size)[batch])
-            total += pairs / 2 if kind == CAUSAL else pairs
-        return total
-
-    def _alike(self):
-        """Slices of consecutive batch rows that are equal; a batch of 1 is for every row."""
-        if self.shape[0] == 1:
-            return [ALL]
-        differ = sum((x[1:] != x[:-1]).any(axis=1) for x in (*self.queries, *self.keys))
-        edges = [0, *(np.flatnonzero(differ) + 1).tolist(), self.shape[0]]
-        return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
-
-    def _boxes(self, batch, tile, join):
-        one = self.slice(ALL, ALL, slice(batch.start or 0, (batch.start or 0) + 1))
-        (rows, keys), (n, m) = one._edges(tile), self.shape[2:]
-        if not n or not m:
-            return []
-        kinds, rows, keys = one.classify(rows, keys)[0], [*rows, n], [*keys, m]
-        boxes, above = [], {}  # above: the FULL boxes that end with the rows before, by their keys
-        for r, kind in enumerate(kinds):
-            span, below = slice(rows[r], rows[r + 1]), {}
-            for c in np.flatnonzero(kind == PARTIAL):
-                if one.slice(span, slice(keys[c], keys[c + 1]))._is_causal():
-                    kind[c] = CAUSAL
-            new = (np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL)
-            starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
-            for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
-                at = keys[c], keys[stop]
-                box = above.get(at) if kind[c] == FULL else None
-                if box and span.stop - box[0].start <= tile * join:
-                    box[0] = slice(box[0].start, span.stop)
-                elif kind[c] != EMPTY:
-                    box = [span, slice(*at), kind[c]]
-                    boxes.append(box)
-                if kind[c] == FULL:
-                    below[at] = box
-            above = below
-        return [(batch, *box) for box in boxes]
-
-    def _edges(self, tile):
-        """Edges along the queries and along the keys, at the same tokens."""
-        start, end = self.keys.start[0], self.keys.end[0]
-        index = self.queries.index[0], self.keys.index[0]
-        jumps = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
-        alive = np.flatnonzero(start < end)
-        forks = alive[1:][np.diff(end[alive]) < 0]  # of a tree: below here not all is seen by all
-        places = [start[:1], start[jumps], end, self.keys.index[0][forks]]
-        for x in index:  # where a chunk begins, and after the last
-            places += [x[np.flatnonzero(np.diff(x, prepend=-9) != 1)], x[-1:] + 1]
-        places = np.unique(np.concatenate(places))
-        places = _spaced(places[places < NEVER], tile)
-        edges = [np.unique(np.append(0, np.searchsorted(x, places))) for x in index]
-        return [x[x < len(i)].tolist() for x, i in zip(edges, index, strict=True)]
-
-    def _is_causal(self):
-        """Is this a square whose diagonal is the tokens' own: what a causal kernel computes?"""
-        (i, rows, far), (j, start, end, near) = self.queries, self.keys
-        if i.shape != j.shape or not (i == j).all() or not (start == j).all() or not rows.all():
-            return False
-        return end.min() > i.max() and (self.window is None or far.max() - near.min() < self.window)
 
 
 class DenseMask(Mask):
@@ -378,7 +1011,8 @@ class DenseMask(Mask):
         if not isinstance(dense, torch.Tensor) or dense.ndim != 4 or dense.dtype != torch.bool:
             came = getattr(dense, "dtype", type(dense)), tuple(getattr(dense, "shape", ()))
             raise ValueError(f"a mask is a Mask or a bool tensor (B, 1 or H, Sq, Sk); came {came}")
-        self.bits, self.cache = dense.detach().to("cpu", copy=True), {}
+        self.bits = dense.detach().to("cpu", copy=True)
+        self.cache = {}
 
     shape = property(lambda self: tuple(self.bits.shape))
 
@@ -389,7 +1023,7 @@ class DenseMask(Mask):
 
     def slice(self, queries, keys, batch=ALL, heads=ALL):
         bits = self.bits[batch, heads if self.bits.shape[1] > 1 else ALL]
-        return DenseMask(bits[:, :, _indexer(queries)][..., _indexer(keys)])
+        return DenseMask(bits[:, :, checked_index(queries)][..., checked_index(keys)])
 
     def dense(self):
         return self.bits
@@ -398,25 +1032,23 @@ class DenseMask(Mask):
         return digest(self.shape, self.bits.numpy().tobytes())
 
     def classify(self, row_edges, key_edges):
+        # A tile is full if all of its bits are on in all heads, and empty if none is in any.
         def tiles(how):
             heads = how.reduce(self.bits.numpy(), axis=1)
             return how.reduceat(how.reduceat(heads, row_edges, axis=1), key_edges, axis=2)
 
-        full, some = tiles(np.logical_and), tiles(np.logical_or)
+        full = tiles(np.logical_and)
+        some = tiles(np.logical_or)
         return np.where(full, FULL, np.where(some, PARTIAL, EMPTY))
 
-    def _alike(self):
-        return [slice(b, b + 1) for b in range(len(self.bits))] if len(self.bits) > 1 else [ALL]
 
-    def _edges(self, tile):
-        return [list(range(0, n, tile)) for n in self.shape[2:]]
-
-    def _is_causal(self):
-        return False
+def as_mask(mask):
+    """A Mask, from a Mask, a dense bool tensor, or None."""
+    return mask if mask is None or isinstance(mask, Mask) else DenseMask(mask)
 
 
-def _integers(x, name):
-    """x as int64 (B, S) of our own; one row may come as (S,)."""
+def as_integers(x, name):
+    """A copy of x as int64 (B, S); one row may come as (S,). ValueError for anything else."""
     array = np.array(x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else x)
     array = array[None] if array.ndim == 1 else array
     if array.ndim != 2 or (array.size and array.dtype.kind not in "iub"):
@@ -425,7 +1057,8 @@ def _integers(x, name):
     return array.astype(np.int64)
 
 
-def _indexer(index):
+def checked_index(index):
+    """A slice or an int64 array that picks tokens in ascending order, or ValueError."""
     if isinstance(index, slice) and (index.step or 1) > 0:
         return index
     array = np.asarray(index)
@@ -434,25 +1067,67 @@ def _indexer(index):
     return array.astype(np.int64)
 
 
-def _checked_window(window):
+def checked_window(window):
+    """The window, or ValueError if it is neither None nor an integer of at least 1."""
     if window is not None and (not isinstance(window, (int, np.integer)) or window < 1):
         raise ValueError(f"a window is None or an integer of at least 1; came {window!r}")
     return window
 
 
-def _runs(label_BS, valid_BS):
-    """Per row: indices of valid tokens, the first of each run of one label, and the run lengths."""
+def document_numbers(doc_ids, position_ids):
+    """doc_BS, one number a document with -1 for PAD, and position_BS or None: `Mask.documents`."""
+    position_BS = None if position_ids is None else as_integers(position_ids, "position_ids")
+    if doc_ids is not None:
+        doc_BS = as_integers(doc_ids, "doc_ids")
+        if position_BS is not None:
+            warnings.warn("doc_ids and position_ids both came: doc_ids decide", stacklevel=3)
+        return doc_BS, position_BS
+    if position_BS is None:
+        raise ValueError("documents need doc_ids or position_ids of shape (B, S); neither came")
+
+    # A document starts where a position is not the one before plus 1. Counting the jumps numbers
+    # the documents:
+    #
+    #     position  4 5 6 0 1 -1 0        a -2 stands before the first, so it is a jump
+    #     jump      1 0 0 1 0  1 0        from -1 to 0 is none, but the jump to -1 has counted
+    #     document  1 1 1 2 2 -1 3
+    jump_BS = np.diff(position_BS, axis=1, prepend=-2) != 1
+    return np.where(position_BS < 0, -1, np.cumsum(jump_BS, axis=1)), position_BS
+
+
+def runs_of_labels(label_BS, valid_BS):
+    """Per row: indices of the valid tokens, the first index of each run of one label, run lengths.
+
+    PAD may stand anywhere, also inside a run:
+
+        label  7 7 . 7 2 2        at      0 1 3 4 5
+                                  first   0 4
+                                  length  3 2
+    """
     for label_S, valid_S in zip(label_BS, valid_BS, strict=True):
-        at = np.flatnonzero(valid_S)  # PAD may stand anywhere, also inside a run
-        new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[:1]] - 1)) if len(at) else at
+        at = np.flatnonzero(valid_S)
+        new = at  # of no tokens there is no first
+        if len(at):
+            new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[0]] - 1))
         yield at, at[new], np.diff(np.append(new, len(at)))
 
 
-def _depth(end_S):
+def preorder_depth(end_S):
     """Depth of each token of a preorder; ValueError where a subtree ends after its parent's."""
-    index_S, slots = np.arange(len(end_S)), len(end_S) + 1
-    depth_S = index_S - np.cumsum(np.bincount(end_S, minlength=slots)[:-1])
-    by_depth = np.sort(depth_S * slots + index_S)  # a parent: the last token before, one level up
+    # A token's ancestors are those whose subtrees began before it and have not ended. All tokens
+    # before it began one, so the depth is the index less the number of subtrees that have ended.
+    #
+    #     end    4 3 3 4       0-(1-2, 3)
+    #     ended  0 0 0 2       subtrees 1 and 2 end where token 3 begins
+    #     depth  0 1 2 1
+    index_S = np.arange(len(end_S))
+    slots = len(end_S) + 1
+    ended_S = np.cumsum(np.bincount(end_S, minlength=slots)[:-1])
+    depth_S = index_S - ended_S
+
+    # A parent is the last token before, one level up. Sorted by (depth, index) as one number, it is
+    # the entry before the place where (depth - 1, index) would stand.
+    by_depth = np.sort(depth_S * slots + index_S)
     parent_S = by_depth[np.searchsorted(by_depth, (depth_S - 1) * slots + index_S) - 1] % slots
     wrong = np.flatnonzero((depth_S > 0) & (end_S > end_S[parent_S]))
     if len(wrong):
@@ -460,25 +1135,196 @@ def _depth(end_S):
     return depth_S
 
 
-def _spaced(places, tile):
-    """Edges at these places, at most one in each half tile, and then at most `tile` apart."""
-    keep = np.unique(places // max(tile // 2, 1), return_index=True)[1]
-    edges, last = [places[:0]], places[-1:]
-    for a, b in zip(places[keep], [*places[keep][1:], *last], strict=True):
-        n = max(-(-(b - a) // tile), 1)
+# Appendix B. Masks: finding boxes -------------------------------------------------------------
+# For: speed. It cuts what is visible into few boxes, most of which need no mask inside.
+# Skip it if you believe that boxes are disjoint and hold every visible pair: test_mask.py shows it.
+
+EMPTY, PARTIAL, FULL, CAUSAL = range(4)  # kinds of a tile of queries against a tile of keys
+
+
+def kinds_of_tiles(mask, row_edges, key_edges):
+    """(B, rows, columns) of EMPTY, PARTIAL, FULL for the tiles that begin at these edges.
+
+    It is safe and not sharp: a tile of whose pairs none is visible may be called PARTIAL.
+    """
+
+    def least(x_BS, edges):
+        return np.minimum.reduceat(x_BS, edges, axis=1)
+
+    def most(x_BS, edges):
+        return np.maximum.reduceat(x_BS, edges, axis=1)
+
+    # The first and the last row of each tile that see anything; (B, rows, 1) against (B, 1, keys).
+    index, rows, position = mask.queries
+    first = least(np.where(rows, index, NEVER), row_edges)[:, :, None]
+    last = most(np.where(rows, index, -1), row_edges)[:, :, None]
+    every_row = least(rows, row_edges)[:, :, None]
+
+    # Nobody sees anything if all intervals begin behind the last row, or end before the first.
+    # Everybody sees everything if all begin by the first row and end behind the last.
+    _, start, end, position_k = mask.keys
+    empty = least(start, key_edges)[:, None] > last
+    empty |= most(end, key_edges)[:, None] <= first
+    full = most(start, key_edges)[:, None] <= first
+    full &= least(end, key_edges)[:, None] > last
+    full &= every_row
+
+    # A window hides the whole tile if even the nearest pair is too far apart, and hides nothing if
+    # the farthest pair is near enough.
+    if mask.window is not None:
+        nearest = least(position, row_edges)[:, :, None] - most(position_k, key_edges)[:, None]
+        farthest = most(position, row_edges)[:, :, None] - least(position_k, key_edges)[:, None]
+        empty |= nearest >= mask.window
+        full &= farthest < mask.window
+    return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
+
+
+def find_boxes(mask, tile, join):
+    """[(batch, queries, keys, kind)] for `Mask.regions`: disjoint, with all that is visible.
+
+    Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
+    apart, so that most boxes are FULL or CAUSAL. Up to `join` neighbours of one kind become one
+    box along the keys, and up to `join` FULL ones along the queries.
+    """
+    # Batch rows that are equal and lie side by side share their boxes, and so their kernel calls.
+    boxes = []
+    for batch in equal_batch_rows(mask):
+        first = batch.start or 0
+        one = mask.slice(ALL, ALL, slice(first, first + 1))
+        boxes += [(batch, *box) for box in boxes_of_one(one, tile, join)]
+    return boxes
+
+
+def equal_batch_rows(mask):
+    """Slices of consecutive batch rows that are equal; a batch of 1 is for every row."""
+    batch = mask.shape[0]
+    if batch == 1:
+        return [ALL]
+    if isinstance(mask, DenseMask):  # not worth a comparison of S^2 bits
+        return [slice(b, b + 1) for b in range(batch)]
+
+    # Row b begins a run if any part of the mask differs from row b - 1.
+    differs = np.zeros(batch - 1, bool)
+    for x in (*mask.queries, *mask.keys):
+        differs |= (x[1:] != x[:-1]).any(axis=1)
+    edges = [0, *(np.flatnonzero(differs) + 1).tolist(), batch]
+    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def boxes_of_one(mask, tile, join):
+    """[[queries, keys, kind]] of a mask of batch 1."""
+    num_rows, num_keys = mask.shape[2:]
+    if not num_rows or not num_keys:
+        return []
+    row_edges, key_edges = structure_edges(mask, tile)
+    kinds = mask.classify(row_edges, key_edges)[0]
+    row_stops = [*row_edges[1:], num_rows]
+    key_edges = [*key_edges, num_keys]
+
+    # One strip of tiles after the other, from the top. A causal mask of 12 tokens, tile 4:
+    #
+    #     rows 0-3     CAUSAL EMPTY  EMPTY      gives box (0-3, 0-3, CAUSAL)
+    #     rows 4-7     FULL   CAUSAL EMPTY      gives (4-7, 0-3, FULL) and (4-7, 4-7, CAUSAL)
+    #     rows 8-11    FULL   FULL   CAUSAL     gives (8-11, 0-7, FULL) and (8-11, 8-11, CAUSAL)
+    boxes = []
+    full_above = {}  # keys of a FULL box that ends where this strip begins -> the box
+    for row_start, row_stop, kind in zip(row_edges, row_stops, kinds, strict=True):
+        rows = slice(row_start, row_stop)
+        for c in np.flatnonzero(kind == PARTIAL):
+            if is_causal_square(mask.slice(rows, slice(key_edges[c], key_edges[c + 1]))):
+                kind[c] = CAUSAL
+
+        # Equal neighbours along the keys are one box, up to `join` of them; a CAUSAL one is alone.
+        new = (np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL)
+        starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
+        full_here = {}
+        for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
+            at = key_edges[c], key_edges[stop]
+            if kind[c] == EMPTY:
+                continue
+            box = full_above.get(at) if kind[c] == FULL else None
+
+            # A FULL box below a FULL box of the same keys makes that one longer.
+            if box and row_stop - box[0].start <= tile * join:
+                box[0] = slice(box[0].start, row_stop)
+            else:
+                box = [rows, slice(*at), kind[c]]
+                boxes.append(box)
+            if kind[c] == FULL:
+                full_here[at] = box
+        full_above = full_here
+    return boxes
+
+
+def structure_edges(mask, tile):
+    """Edges along the queries and along the keys, at the same tokens: two ascending lists."""
+    if isinstance(mask, DenseMask):
+        return [list(range(0, n, tile)) for n in mask.shape[2:]]
+
+    # Global tokens at which what is seen changes: where an interval ends, where the starts do not
+    # go on by 0 (a block) or 1 (causal), and at a fork of a tree, below which not all is seen by
+    # all. Documents 0 0 0 1 1, whose starts are 0 1 2 3 4 and ends 3 3 3 5 5, give 0, 3, 5.
+    _, start, end, _ = (x[0] for x in mask.keys)
+    rows_index = mask.queries.index[0]
+    keys_index = mask.keys.index[0]
+    jumps = np.flatnonzero(~np.isin(np.diff(start), (0, 1))) + 1
+    seen = np.flatnonzero(start < end)
+    forks = seen[1:][np.diff(end[seen]) < 0]
+    places = [start[:1], start[jumps], end, keys_index[forks]]
+
+    # In a shard also where a chunk begins, and behind the last token.
+    for index in (rows_index, keys_index):
+        chunk_starts = np.flatnonzero(np.diff(index, prepend=-9) != 1)
+        places += [index[chunk_starts], index[-1:] + 1]
+    places = np.unique(np.concatenate(places))
+    places = spaced_edges(places[places < NEVER], tile)
+
+    # From global tokens to places in this part of the sequence.
+    edges = []
+    for index in (rows_index, keys_index):
+        local = np.unique(np.append(0, np.searchsorted(index, places)))
+        edges.append(local[local < len(index)].tolist())
+    return edges
+
+
+def spaced_edges(places, tile):
+    """Edges at these places, at most one in each half tile, and then at most `tile` apart.
+
+    With tile 4, places 0 1 5 12: 0 and 1 lie in one half tile, of which 0 stays; 5 tokens to the
+    next place are 2 tiles, and 7 are 2, so the edges are 0 2, 5 8, 12.
+    """
+    half_tile = places // max(tile // 2, 1)
+    kept = places[np.unique(half_tile, return_index=True)[1]]
+    stops = [*kept[1:], *places[-1:]]
+    edges = [places[:0]]
+    for a, b in zip(kept, stops, strict=True):
+        n = max(-(-(b - a) // tile), 1)  # tiles from a to b, rounded up
         edges.append(a + np.arange(n) * (b - a) // n)
     return np.unique(np.concatenate(edges))
 
 
-def digest(*parts):
-    """A 63-bit number of some values: bytes, or anything whose repr says what it is."""
-    state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        state.update(part if isinstance(part, bytes) else repr(part).encode() + b"\0")
-    return int.from_bytes(state.digest(), "big") >> 1
+def is_causal_square(mask):
+    """Is this a square whose diagonal is the tokens' own: what a causal kernel computes?"""
+    if isinstance(mask, DenseMask):
+        return False
+
+    # The same tokens both ways, each key seen from itself on.
+    index_q, rows, position_q = mask.queries
+    index_k, start, end, position_k = mask.keys
+    if index_q.shape != index_k.shape or not (index_q == index_k).all():
+        return False
+    if not (start == index_k).all() or not rows.all():
+        return False
+
+    # No interval may end inside, and no pair may lie outside the window.
+    if end.min() <= index_q.max():
+        return False
+    return mask.window is None or position_q.max() - position_k.min() < mask.window
 
 
-# 3. One device: tiles, merged ----------------------------------------------------------------
+# Appendix C. Kernels: torch's flash attention, and which tiles it may compute ------------------
+# For: speed on CPU and CUDA, and values that are not finite. The formulas of section 2 suffice.
+# Skip it unless you audit a dtype, a NaN under a mask, or the arguments of a kernel call.
 
 # Side of a tile, and how many equal neighbours may be one call. torch's CPU kernel takes 512 keys
 # at a time and saves nothing on a causal square below that, so small squares waste less; a call on
@@ -486,28 +1332,21 @@ def digest(*parts):
 TILES = {"cpu": (128, 32), "cuda": (1024, 1024), "math": (512, 1)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """How tiles are computed: backend "fused" or "math", scale, softcap, accurate."""
-
-    backend: str
-    scale: float
-    softcap: float | None = None
-    accurate: bool = False
-
-    def dtype(self, x):
-        # NUMERICS: torch's CPU kernel takes 10 times as long in fp16 and rounds each tile's result;
-        # float32 tiles do neither. "math" is float32 or float64 always. Pinned by
-        # tests/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
-        half_cpu = x.dtype == torch.float16 and x.device.type == "cpu"
-        wide = self.accurate or half_cpu or self.backend == "math"
-        return torch.promote_types(x.dtype, torch.float32) if wide else x.dtype
+def make_kernel(q, scale, softcap, backend, accurate):
+    """The Kernel of a call; ValueError for a scale, softcap or backend that cannot be."""
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number or None; came {value!r}")
+    backend = choose_backend(q, softcap=softcap, backend=backend, accurate=accurate)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return Kernel(backend, float(scale), softcap, bool(accurate))
 
 
 def choose_backend(q, /, *, softcap=None, backend=None, accurate=False):
-    """The backend that `attend` takes for queries like q_BHqD: "fused" where torch's kernel can.
+    """The backend that `attend` takes for queries like q (B, H, q, D): "fused" if the kernel can.
 
-    backend: None, or one of the two; "fused" where the kernel cannot is a ValueError that says why.
+    backend: None, "math" or "fused". Raises ValueError, which says why, where "fused" is asked for
+    and the kernel cannot.
     """
     why = None
     if softcap is not None:
@@ -518,6 +1357,8 @@ def choose_backend(q, /, *, softcap=None, backend=None, accurate=False):
         why = f"on CUDA flash needs a head_dim that is a multiple of 8 to 256; came {q.shape[-1]}"
     elif q.device.type not in ("cpu", "cuda"):
         why = f"no flash kernel is known for {q.device.type}"
+
+    # The caller's wish comes first, if it can be.
     if backend not in (None, "math", "fused"):
         raise ValueError(f'backend must be None, "math" or "fused"; came {backend!r}')
     if backend == "fused" and why:
@@ -525,31 +1366,67 @@ def choose_backend(q, /, *, softcap=None, backend=None, accurate=False):
     return backend or ("math" if why else "fused")
 
 
-def merge(out1, lse1, out2, lse2, /):
-    """Equation (5): attention over two disjoint sets of keys, from that over each.
+def tile_dtype(kernel, q):
+    """The dtype in which the tiles of queries like q are computed."""
+    # NUMERICS: torch's CPU kernel takes 10 times as long in fp16 and rounds each tile's result;
+    # float32 tiles do neither. "math" is float32 or float64 always. Pinned by
+    # tests/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
+    half_cpu = q.dtype == torch.float16 and q.device.type == "cpu"
+    wide = kernel.accurate or half_cpu or kernel.backend == "math"
+    return torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
 
-    out: (.., q, D), lse: (.., q); differentiable in all four. Computed in float32 or better; out
-    comes back in the common dtype of out1 and out2.
+
+def cut_into_tiles(kernel, mask, q, k, *others):
+    """What `forward_tiles` and `backward_tiles` loop over.
+
+    Returns the tensors in the dtype of the tiles; whether all of them are clean, see below; and an
+    iterator of (rows, columns, visible, causal, kernel), the first two being indices into q and k.
     """
-    narrow = torch.promote_types(out1.dtype, out2.dtype)
-    wide = torch.promote_types(narrow, torch.float32)
-    lse1, lse2 = lse1.to(wide), lse2.to(wide)
-    top = torch.maximum(lse1, lse2).detach()
-    # NUMERICS: the larger lse is subtracted, 0 where both are -inf: no overflow, no NaN. Pinned by
-    # tests/test_attend.py::test_merge_of_dead_rows_has_clean_values_and_gradients.
-    top = torch.where(top == -math.inf, 0.0, top)
-    weight1, weight2 = torch.exp(lse1 - top), torch.exp(lse2 - top)
-    total = weight1 + weight2
-    dead = total == 0
-    total = torch.where(dead, 1.0, total)
-    out = torch.addcmul(out1 * (weight1 / total)[..., None], out2, (weight2 / total)[..., None])
-    return out.to(narrow), torch.where(dead, -math.inf, torch.log(total) + top)
+    if mask is None:
+        most = max(q.shape[2], k.shape[2])
+        mask = Mask.full(most).slice(slice(q.shape[2]), slice(k.shape[2]))
+
+    # With another stride than 1 in the last dimension torch's CPU kernel is silently wrong.
+    tensors = [x.to(tile_dtype(kernel, q)) for x in (q, k, *others)]
+    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+    # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN, inf, or numbers of which a
+    # product overflows, only tiles that use `matmul_of_seen` are right. Norms below 1e18 exclude
+    # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Pinned by
+    # tests/test_attend.py::test_huge_finite_numbers_in_a_pad_token_reach_no_row.
+    wide = torch.float32 if tensors[0].dtype == torch.float16 else None
+    clean = all(bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors)
+    if not clean:
+        kernel = dataclasses.replace(kernel, backend="math")
+        tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
+    side, join = TILES["math" if kernel.backend == "math" else q.device.type]
+
+    def tiles():
+        for batch, queries, keys, kind in mask.regions(side, join):
+            causal = kind == CAUSAL and kernel.backend == "fused"
+            visible = None
+            tile_kernel = kernel
+
+            # Only what is neither full nor the kernel's own triangle needs a mask, of tile size.
+            if kind != FULL and not causal:
+                first = batch.start or 0
+                part = mask.slice(queries, keys, slice(first, first + 1))
+                visible = part.dense().to(q.device)
+                if q.device.type == "cuda":  # flash takes no mask there
+                    tile_kernel = dataclasses.replace(kernel, backend="math")
+            yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile_kernel
+
+    return tensors, clean, tiles()
 
 
-def product(weight_bGij, value_bGjD, visible_bGij, clean, /):
-    """weight @ value, where a masked weight, 0, keeps even NaN and inf out (0 * NaN is NaN)."""
+def matmul_of_seen(weight_bGij, value_bGjD, visible_bGij, clean, /):
+    """weight @ value, where a value that row i does not see adds nothing to it, not even its NaN.
+
+    A masked weight is 0, but 0 * NaN is NaN. clean: no value can be NaN, inf or overflow.
+    """
     if clean or visible_bGij is None:
         return weight_bGij @ value_bGjD
+
     # NUMERICS: a non-finite value reaches the rows that see it, as NaN, and no other row. Pinned by
     # tests/test_attend.py::test_nan_in_masked_tokens_leaves_visible_rows_clean.
     bad_bGjD = ~torch.isfinite(value_bGjD)
@@ -557,68 +1434,27 @@ def product(weight_bGij, value_bGjD, visible_bGij, clean, /):
     return torch.where(reached_bGiD, math.nan, weight_bGij @ value_bGjD.masked_fill(bad_bGjD, 0.0))
 
 
-def fold(x_bHiX, g, /):
-    """(b, H, i, X) -> (b, G, r, X), r = N i: the query heads of a key head as more rows of it."""
-    b, h, i, x = x_bHiX.shape
-    return x_bHiX.reshape(b, g, h // g * i, x)
-
-
-def _scores(q_bHiD, k_bGjD, visible, kernel):
-    """Equation (2), folded, -inf where masked; and which are visible, folded (None: all)."""
-    s_bGrj = fold(q_bHiD, k_bGjD.shape[1]) @ k_bGjD.transpose(-1, -2) * kernel.scale
-    if kernel.softcap is not None:
-        s_bGrj = kernel.softcap * torch.tanh(s_bGrj / kernel.softcap)
-    if visible is None:
-        return s_bGrj, None
-    visible_bGrj = fold(visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2]), k_bGjD.shape[1])
-    return s_bGrj.masked_fill(~visible_bGrj, -math.inf), visible_bGrj
-
-
-def _math_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
-    """One tile of (3) and (4) by its formulas."""
-    s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
-    lse_bGr = torch.logsumexp(s_bGrj, -1)
-    p_bGrj = torch.exp(s_bGrj - lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)[..., None])
-    out_bGrD = product(p_bGrj, v_bGjD, visible_bGrj, clean)
-    return out_bGrD.reshape(q_bHiD.shape), lse_bGr.reshape(q_bHiD.shape[:3])
-
-
-def _math_backward(
-    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, kernel, clean
-):
-    """One tile of (6) by its formulas: its parts of dq, dk, dv."""
-    s_bGrj, visible_bGrj = _scores(q_bHiD, k_bGjD, visible, kernel)
-    delta_bHi = (dout_bHiD * out_bHiD).sum(-1) - dlse_bHi
-    rows = (dout_bHiD, q_bHiD, lse_bHi[..., None], delta_bHi[..., None])
-    dout_bGrD, q_bGrD, lse_bGr1, delta_bGr1 = (fold(x, k_bGjD.shape[1]) for x in rows)
-    p_bGrj = torch.exp(s_bGrj - lse_bGr1)
-    ds_bGrj = p_bGrj * (dout_bGrD @ v_bGjD.transpose(-1, -2) - delta_bGr1) * kernel.scale
-    if kernel.softcap is not None:  # d tanh = 1 - tanh^2
-        ds_bGrj = ds_bGrj * (1 - (s_bGrj / kernel.softcap) ** 2)
-    seen_bGjr = None
-    if visible_bGrj is not None:  # exp(-inf - NaN) is NaN, and so may dS be where nothing is seen
-        p_bGrj, ds_bGrj = (x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))
-        seen_bGjr = visible_bGrj.transpose(-1, -2)
-    dq_bGrD = product(ds_bGrj, k_bGjD, visible_bGrj, clean)
-    dk_bGjD = product(ds_bGrj.transpose(-1, -2), q_bGrD, seen_bGjr, clean)
-    dv_bGjD = product(p_bGrj.transpose(-1, -2), dout_bGrD, seen_bGjr, clean)
-    return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
-
-
-def _bias(visible, like):
+def additive_mask(visible, like):
     """The float mask that torch's CPU kernel takes (it refuses bool), or None."""
     if visible is None:
         return None
     return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, -math.inf)
 
 
-def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
-    """One tile of (3) and (4) by torch's kernel; never an empty one, of which it would die."""
-    tensors, aten = (q_bHiD, k_bGjD, v_bGjD), torch.ops.aten
+def fused_tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
+    """One tile of (3) and (4) by torch's kernel; never an empty one, of which it would die.
+
+    q_bHiD, k_bGjD, v_bGjD: the tile's queries, keys, values.
+    visible: bool, or None.
+    causal: whether the tile is a causal square.
+    scale: of (2).
+    """
+    tensors = q_bHiD, k_bGjD, v_bGjD
+    aten = torch.ops.aten
     if q_bHiD.device.type == "cuda":
         return aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, scale=scale)[:2]
     out_bHiD, lse_bHi = aten._scaled_dot_product_flash_attention_for_cpu(
-        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale)  # fmt: skip
+        *tensors, 0.0, causal, attn_mask=additive_mask(visible, q_bHiD), scale=scale)  # fmt: skip
     if visible is not None:
         # NUMERICS: the kernel says 0 for the lse of a row that sees nothing. Pinned by
         # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
@@ -626,213 +1462,34 @@ def _fused_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
     return out_bHiD, lse_bHi
 
 
-def _fused_backward(dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visible, causal, scale):
-    """One tile of (6) by torch's kernel, which is called with the global out and lse."""
-    tensors, aten = (dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi), torch.ops.aten
-    if q_bHiD.device.type == "cuda":  # None: no packing; the two seeds are dropout's, unused
+def fused_tile_backward(
+    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, visible, causal, scale
+):
+    """One tile of (6) by torch's kernel, which is called with the global out and lse.
+
+    dout_bHiD: the gradient that arrives for out.
+    q_bHiD, k_bGjD, v_bGjD: the tile's queries, keys, values.
+    out_bHiD, lse_bHi: of these queries over all keys.
+    visible, causal, scale: as in `fused_tile_forward`.
+    """
+    tensors = dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD
+    aten = torch.ops.aten
+    if q_bHiD.device.type == "cuda":
+        # Nothing is packed (None, None), and the seed is dropout's, which is off.
         seed = torch.empty(2, dtype=torch.uint64, device=q_bHiD.device)
         lengths = None, None, q_bHiD.shape[2], k_bGjD.shape[2]
         return aten._scaled_dot_product_flash_attention_backward(
-            *tensors[:5], lse_bHi.contiguous(), *lengths, 0.0, causal, seed, seed[0], scale=scale
+            *tensors, lse_bHi.contiguous(), *lengths, 0.0, causal, seed, seed[0], scale=scale
         )
+    bias = additive_mask(visible, q_bHiD)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, 0.0, causal, attn_mask=_bias(visible, q_bHiD), scale=scale)  # fmt: skip
+        *tensors, lse_bHi, 0.0, causal, attn_mask=bias, scale=scale
+    )
 
 
-def _tiles(kernel, mask, q, k, *others):
-    """Tensors in the dtype of the tiles; per tile: rows, columns, visible, causal, kernel."""
-    if mask is None:
-        rows, keys = q.shape[2], k.shape[2]
-        mask = Mask.full(max(rows, keys)).slice(slice(rows), slice(keys))
-    # With another stride than 1 in the last dimension torch's CPU kernel is silently wrong.
-    tensors = [x.to(kernel.dtype(q)) for x in (q, k, *others)]
-    tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
-    # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN, inf, or numbers of which a
-    # product overflows, only the tiles that use `product` are right. Norms below 1e18 exclude all
-    # three (Cauchy-Schwarz); a larger one costs time and nothing else. Pinned by
-    # tests/test_attend.py::test_huge_finite_numbers_in_a_pad_token_reach_no_row.
-    wide = torch.float32 if tensors[0].dtype == torch.float16 else None
-    clean = all(bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors)
-    if not clean:
-        kernel = dataclasses.replace(kernel, backend="math")
-        tensors = [x.to(kernel.dtype(q)) for x in tensors]
-    side, join = TILES["math" if kernel.backend == "math" else q.device.type]
-
-    def tiles():
-        for batch, queries, keys, kind in mask.regions(side, join):
-            causal, visible, tile = kind == CAUSAL and kernel.backend == "fused", None, kernel
-            if kind != FULL and not causal:
-                one = slice(batch.start or 0, (batch.start or 0) + 1)
-                visible = mask.slice(queries, keys, one).dense().to(q.device)
-                if q.device.type == "cuda":  # flash takes no mask there
-                    tile = dataclasses.replace(kernel, backend="math")
-            yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile
-
-    return tensors, clean, tiles()
-
-
-def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
-    """(3) and (4), tile by tile: out_BHqD and lse_BHq in float32 or better, outside autograd."""
-    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
-    lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
-    (q, k, v), clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
-    begun = np.zeros((len(q), q.shape[2]), bool)
-    for rows, columns, visible, causal, tile in tiles:
-        if tile.backend == "math":
-            wider = (x.to(wide) for x in (q[rows], k[columns], v[columns]))
-            part = _math_forward(*wider, visible, tile, clean)
-        else:
-            part = _fused_forward(q[rows], k[columns], v[columns], visible, causal, tile.scale)
-        if begun[rows[0], rows[2]].any():
-            part = merge(out_BHqD[rows], lse_BHq[rows], *part)  # (5)
-        out_BHqD[rows], lse_BHq[rows], begun[rows[0], rows[2]] = *part, True
-    return out_BHqD, lse_BHq
-
-
-def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BHq, mask, kernel, /):
-    """(6), tile by tile: dq_BHqD, dk_BGkD, dv_BGkD in float32 or better.
-
-    out_BHqD, lse_BHq: of these queries over all keys, wherever those are. dlse_BHq: None for zero.
-    """
-    wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    # NUMERICS: (4). With an lse of -inf P would be NaN, and with a sentinel for it P = 1; such rows
-    # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
-    # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
-    dead_BHq = lse_BHq == -math.inf
-    if dead_BHq.any():
-        lse_BHq = lse_BHq.masked_fill(dead_BHq, 0.0)
-        dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
-    if dlse_BHq is None:
-        dlse_BHq = torch.zeros_like(lse_BHq)
-    else:  # torch's kernels have no gradient of lse
-        kernel = dataclasses.replace(kernel, backend="math")
-        dlse_BHq = dlse_BHq.masked_fill(dead_BHq, 0.0)
-    tensors, clean, tiles = _tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD)
-    q, k, v, out, dout = tensors
-    dq_BHqD, dk_BGkD, dv_BGkD = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
-    for rows, columns, visible, causal, tile in tiles:
-        block = dout[rows], q[rows], k[columns], v[columns], out[rows]
-        if tile.backend == "math":
-            block = [x.to(wide) for x in block]
-            part = _math_backward(*block, lse_BHq[rows], dlse_BHq[rows], visible, tile, clean)
-        else:
-            part = _fused_backward(*block, lse_BHq[rows], visible, causal, tile.scale)
-        dq_BHqD[rows] += part[0]
-        dk_BGkD[columns] += part[1]
-        dv_BGkD[columns] += part[2]
-    return dq_BHqD, dk_BGkD, dv_BGkD
-
-
-class _Attend(torch.autograd.Function):
-    """Saves q, k, v, out, lse; the backward makes the scores again."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, mask, kernel):
-        out, lse = forward_tiles(q, k, v, mask, kernel)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask, ctx.kernel = mask, kernel
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        _refuse_second_derivative()
-        q, k, v, out, lse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        grads = backward_tiles(dout, q, k, v, out, lse, dlse, ctx.mask, ctx.kernel)
-        return (*(grad.to(q.dtype) for grad in grads), None, None)
-
-
-def not_compiled(function):
-    """Keep a function out of torch.compile's graphs; imports the compiler only where it runs."""
-
-    @functools.wraps(function)
-    def call(*args, **options):
-        run = torch.compiler.disable(function) if torch.compiler.is_compiling() else function
-        return run(*args, **options)
-
-    return call
-
-
-def _refuse_second_derivative():
-    if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
-        raise NotImplementedError("attention has no second derivative here: no create_graph=True")
-
-
-@not_compiled
-def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
-    """Attention with its log-sum-exp on one device: equations (1) to (4), differentiable.
-
-    q: (B, H, q, D); k, v: (B, G, k, D), one dtype of float64, float32, bf16, fp16, any strides; H a
-    multiple of G, D 1 to 512. mask: Mask or bool (B, 1 or H, q, k); None: full. scale: D^-1/2 by
-    default. backend: see `choose_backend`. accurate: tiles of bf16 inputs in float32.
-
-    Returns out (B, H, q, D) in q's dtype and lse (B, H, q) in float32 or float64: natural log, of
-    the scaled scores, differentiable too. A row that sees nothing: 0 and -inf. ValueError if the
-    input does not fit.
-    """
-    mask = as_mask(mask)
-    _check(q, k, v, mask, q.shape[2:3], k.shape[2:3])
-    return _Attend.apply(q, k, v, mask, _kernel(q, scale, softcap, backend, accurate))
-
-
-def as_mask(mask):
-    """A Mask, from a Mask, a dense bool tensor, or None."""
-    return mask if mask is None or isinstance(mask, Mask) else DenseMask(mask)
-
-
-def _kernel(q, scale, softcap, backend, accurate):
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a positive number or None; came {value!r}")
-    backend = choose_backend(q, softcap=softcap, backend=backend, accurate=accurate)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Kernel(backend, float(scale), softcap, bool(accurate))
-
-
-def _check(q, k, v, mask, rows, keys):
-    """ValueError unless q, k, v and a mask for (rows, keys) fit together."""
-    named = zip("qkv", (q, k, v), strict=True)
-    came = ", ".join(f"{name} {x.dtype} {tuple(x.shape)} {x.device}" for name, x in named)
-    if any(x.ndim != 4 for x in (q, k, v)):
-        raise ValueError(f"expected q (B, H, q, D) and k, v (B, G, k, D); came {came}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"k and v must have one shape, and q's batch and head_dim; came {came}")
-    if not k.shape[1] or not q.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"query heads must be a multiple of key heads; came {came}")
-    if not 1 <= q.shape[3] <= 512:
-        raise ValueError(f"head_dim must be 1 to 512; came {came}")
-    if q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
-        raise ValueError(f"q, k, v must share a device and one dtype of {DTYPES}; came {came}")
-    if mask is None:
-        return
-    batch, heads, *size = mask.shape
-    if size != [*rows, *keys]:
-        raise ValueError(
-            f"the mask is for {tuple(size)} queries and keys, but there are {(*rows, *keys)}; "
-            f"build it for the whole sequence, or take mask.slice(queries, keys)")  # fmt: skip
-    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
-        raise ValueError(f"the mask has batch {batch} and {heads} heads; came {came}")
-
-
-# 4. Across ranks: who holds what, and how it travels ------------------------------------------
-
-
-def indices(length, rank, world, layout="zigzag"):
-    """int64 (s,): the global index of each token of a rank's shard, ascending; RoPE needs it.
-
-    zigzag: chunks rank and 2 world - 1 - rank of 2 world; contiguous: chunk rank of world. Chunk c
-    of n is c * length // n up to (c + 1) * length // n, so shards may be unequal, or empty.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f'layout must be "zigzag" or "contiguous"; came {layout!r}')
-    if not 0 <= rank < world or length < 0:
-        raise ValueError(f"need 0 <= rank < world, length >= 0; came {rank}, {world}, {length}")
-    chunks = [rank] if layout == "contiguous" else [rank, 2 * world - 1 - rank]
-    n = world if layout == "contiguous" else 2 * world
-    return torch.cat([torch.arange(c * length // n, (c + 1) * length // n) for c in chunks])
+# Appendix D. Routes: which hops are needed, and the groups of usp -----------------------------
+# For: the messages that a mask saves, and rings over groups of ranks that trade heads.
+# Skip it if you take it that the ranks derive the same route from the same mask.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -849,11 +1506,16 @@ class Ring:
 
 
 def ring_of(group=None) -> Ring:
-    """The Ring of a group; None: all ranks, or a world of 1 where torch.distributed is off."""
+    """The Ring of a group; None: all ranks, or a world of 1 where torch.distributed is off.
+
+    Raises ValueError if this rank is not in the group.
+    """
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
             raise ValueError("a group came, but torch.distributed is not initialised")
         return Ring(None, 0, 1)
+
+    # torch gives a rank that is not a member a placeholder, or a negative rank.
     group = dist.group.WORLD if group is None else group
     if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
         rank = dist.get_rank()
@@ -864,174 +1526,176 @@ def ring_of(group=None) -> Ring:
 class Route:
     """Which tokens each block holds, which ranks need it, and how far it travels.
 
-    The world is c outer x u inner ranks: rank r is inner r % u of outer r // u. After `swap` the u
-    ranks of outer b hold block b (the tokens of all of them), each for 1/u of the heads. At hop h
-    block s is with outer rank (s + h) % c. All of it follows from the mask, on every rank alike.
+    The W ranks are c Ulysses groups of u = `inner` each, and the ring runs over these groups: rank
+    r is member r % u of group r // u. For method "ring" u is 1 and a group is a rank. After `swap`
+    the ranks of group b hold block b, that is the tokens of all of them, each for 1/u of the heads.
+    At hop h block s is with group (s + h) % c. All of it follows from the mask, on each rank alike.
     """
 
     def __init__(self, ring, length, layout, inner, mask):
-        self.ring, self.layout, self.inner, self.c = ring, layout, inner, ring.world // inner
-        self.b, self.a = divmod(ring.rank, inner)
-        self.mask, self.parts, every = mask, {}, range(ring.world)
-        shards = [indices(length, rank, ring.world, layout).numpy() for rank in every]
-        self.sizes = [len(shard) for shard in shards]
-        joined = [np.concatenate(shards[b * inner : (b + 1) * inner]) for b in range(self.c)]
-        self.order, self.blocks = np.argsort(joined[self.b]), [np.sort(block) for block in joined]
-        need, hops = self._needs(length), np.arange(self.c)
-        # there[s, h]: does the rank that has block s at hop h need it? last[s]: the last hop at
-        # which one does, 0: only its owner. first[s]: the first behind hop 0, c: none.
-        self.there = need[(hops[:, None] + hops) % self.c, hops[:, None]]
-        self.last = np.where(self.there, hops, 0).max(axis=1)
-        self.first = np.where(self.there & (hops > 0), hops, self.c).min(axis=1)
-        self.hops = int(self.last.max()) + 1
+        self.ring = ring
+        self.layout = layout
+        self.inner = inner
+        self.mask = mask
+        self.masks_of_blocks = {}
+        self.num_blocks = ring.world // inner  # c
+        self.own_block, self.head_share = divmod(ring.rank, inner)
 
-    def _needs(self, length):
-        """bool (c, c): does outer rank b need block s? By bounds of runs of consecutive tokens."""
-        runs = [b[np.flatnonzero(np.diff(b, prepend=-9) != 1)] for b in self.blocks]
-        owner = np.concatenate([np.full(len(run), b) for b, run in enumerate(runs)])
-        order = np.argsort(np.concatenate(runs))
-        edges, owner = np.concatenate(runs)[order], owner[order]
-        mask, need = self.mask or Mask.full(length), np.zeros((self.c, self.c), bool)
+        # A block is the shards of a Ulysses group, sorted; block_order sorts what an all-to-all
+        # delivers.
+        # 8 tokens, zigzag, 4 ranks in 2 groups:
+        #
+        #     shards            0 7 | 1 6        2 5 | 3 4
+        #     blocks            0 1 6 7          2 3 4 5
+        #     block_order       0 2 3 1          0 2 3 1
+        shards = [indices(length, rank, ring.world, layout).numpy() for rank in range(ring.world)]
+        self.shard_sizes = [len(tokens) for tokens in shards]
+        groups = range(0, ring.world, inner)
+        joined = [np.concatenate(shards[first : first + inner]) for first in groups]
+        self.block_tokens = [np.sort(tokens) for tokens in joined]
+        self.block_order = np.argsort(joined[self.own_block])
+
+        # needed_at[s, h]: does whoever has block s at hop h need it? Of 3 ranks with
+        # contiguous shards and a window that reaches one shard back:
+        #
+        #     needed_at   hop 0  1  2      last_hop   first_hop
+        #     block 0        x  x  .          1          1
+        #     block 1        x  x  .          1          1
+        #     block 2        x  .  .          0          3 (never)
+        hops = np.arange(self.num_blocks)
+        group_at = (hops[:, None] + hops) % self.num_blocks
+        self.needed_at = self._needed_blocks(length)[group_at, hops[:, None]]
+        self.last_hop = np.where(self.needed_at, hops, 0).max(axis=1)
+        away = self.needed_at & (hops > 0)
+        self.first_hop = np.where(away, hops, self.num_blocks).min(axis=1)
+        self.hops = int(self.last_hop.max()) + 1
+
+    def _needed_blocks(self, length):
+        """bool (c, c): does Ulysses group b need block s? By bounds of consecutive tokens."""
+        # Cut the sequence wherever the next token belongs to another block, ..
+        chunk_starts = [x[np.flatnonzero(np.diff(x, prepend=-9) != 1)] for x in self.block_tokens]
+        owner = np.repeat(np.arange(self.num_blocks), [len(x) for x in chunk_starts])
+        order = np.argsort(np.concatenate(chunk_starts))
+        edges = np.concatenate(chunk_starts)[order]
+        owner = owner[order]
+
+        # .. ask the mask about each chunk against each, and map chunks to their owners.
+        mask = self.mask or Mask.full(length)
         rows, keys = np.nonzero(mask.classify(edges, edges).any(axis=0))
+        need = np.zeros((self.num_blocks, self.num_blocks), bool)
         need[owner[rows], owner[keys]] = True
         return need
 
-    def part(self, block=None):
-        """The mask of this rank's queries and heads against a block's keys; None: all keys."""
-        if self.mask is not None and block not in self.parts:
-            heads = self.mask.shape[1] // self.inner
-            heads = slice(self.a * heads, (self.a + 1) * heads)
-            keys = ALL if block is None else self.blocks[block]
-            self.parts[block] = self.mask.slice(self.blocks[self.b], keys, heads=heads)
-        return self.parts.get(block)
-
     def block_at(self, hop):
-        return (self.b - hop) % self.c
+        """The block that lies with this rank at a hop."""
+        return (self.own_block - hop) % self.num_blocks
+
+    def is_needed(self, block, hop):
+        """Whether this rank, which has the block at this hop, computes with it."""
+        return hop == 0 or (hop < self.hops and bool(self.needed_at[block, hop]))
+
+    def gradient_moves(self, block, hop):
+        """Whether the sum of a block's gradients goes one rank on during a hop of the backward."""
+        return hop > 1 and self.first_hop[block] < hop <= self.last_hop[block]
+
+    def gradient_returns(self, block, hop):
+        """Whether that sum, now complete, goes home during a hop of the backward."""
+        return hop > 1 and self.last_hop[block] == hop - 1
+
+    def mask_of(self, block):
+        """The mask of this rank's queries and heads against a block's keys; None: all keys."""
+        if self.mask is None:
+            return None
+        # Kept for all layers and steps, since a part of a mask finds its boxes anew.
+        if block not in self.masks_of_blocks:
+            heads = self.mask.shape[1] // self.inner
+            own_heads = slice(self.head_share * heads, (self.head_share + 1) * heads)
+            keys = ALL if block is None else self.block_tokens[block]
+            rows = self.block_tokens[self.own_block]
+            self.masks_of_blocks[block] = self.mask.slice(rows, keys, heads=own_heads)
+        return self.masks_of_blocks[block]
 
     def post(self, messages):
-        """Start messages (send or receive, tensor, outer rank, tag); empty ones on neither side."""
+        """Starts messages (send or receive, tensor, block, tag), and returns what to wait for.
+
+        A block's number, modulo c, names the Ulysses group that owns it; the peer is the rank of it
+        that has our share of the heads. A message without numbers is posted on neither side.
+        """
         ops = []
-        for how, tensor, outer, tag in messages:
-            peer = self.ring.peer(outer % self.c * self.inner + self.a)
+        for send_or_receive, tensor, block, tag in messages:
+            peer = self.ring.peer(block % self.num_blocks * self.inner + self.head_share)
             if tensor.numel():
-                ops.append(dist.P2POp(how, tensor, peer, self.ring.group, tag))
+                ops.append(dist.P2POp(send_or_receive, tensor, peer, self.ring.group, tag))
         return dist.batch_isend_irecv(ops) if ops else []
 
     def buffer(self, like_EBGkD, block):
-        """Room for a block."""
+        """Room for a block, or for its gradient."""
         e, b, g, _, d = like_EBGkD.shape
-        return like_EBGkD.new_empty(e, b, g, len(self.blocks[block]), d)
+        return like_EBGkD.new_empty(e, b, g, len(self.block_tokens[block]), d)
+
+
+# Appendix E. All-to-all, all-gather and their adjoints ----------------------------------------
+# For: the methods "ulysses", "usp" and "allgather", and `unshard`.
+# Skip it if you only use the ring.
 
 
 def swap(x_BhsD, route, /, *, back=False):
     """All-to-all: this rank's tokens of all heads <-> all tokens of its block, 1/u of the heads."""
-    u, (b, h, _, d) = route.inner, x_BhsD.shape
+    u = route.inner
     if u == 1:
         return x_BhsD
-    first = route.b * u  # of this rank's inner set
-    tokens, order = route.sizes[first : first + u], torch.from_numpy(route.order)
-    order = (torch.argsort(order) if back else order).to(x_BhsD.device)
-    mine, heads = [route.sizes[route.ring.rank]] * u, h if back else h // u
-    pieces = x_BhsD[:, :, order].split(tokens, 2) if back else x_BhsD.split(heads, 1)
-    out, come = (tokens, mine) if back else (mine, tokens)
+    b, h, _, d = x_BhsD.shape
+    first = route.own_block * u  # the first rank of our Ulysses group
+    block_sizes = route.shard_sizes[first : first + u]
+    own_sizes = [route.shard_sizes[route.ring.rank]] * u
+    order = torch.from_numpy(route.block_order)
 
-    def splits(counts):  # 0 for the ranks of other inner sets
-        counts = [count * b * heads * d for count in counts]
-        return [0] * first + counts + [0] * (route.ring.world - first - u)
+    # Forth: member a gets its 1/u of the heads, of our tokens. Back: it gets its tokens, of our
+    # heads; for that the block leaves its order by index and lies shard by shard again.
+    if back:
+        heads = h
+        shard_by_shard = torch.argsort(order).to(x_BhsD.device)
+        pieces = x_BhsD[:, :, shard_by_shard].split(block_sizes, 2)
+        sent_sizes = block_sizes
+        received_sizes = own_sizes
+    else:
+        heads = h // u
+        pieces = x_BhsD.split(heads, 1)
+        sent_sizes = own_sizes
+        received_sizes = block_sizes
 
-    sent = torch.cat([piece.reshape(-1) for piece in pieces])
-    buffer = sent.new_empty(sum(splits(come)))
-    # COMM: one all-to-all of the whole group, so that inner sets need no communicators. Pinned by
+    def counts(sizes):
+        """Numbers to or from each rank of all W: none for those outside our Ulysses group."""
+        numbers = [size * b * heads * d for size in sizes]
+        return [0] * first + numbers + [0] * (route.ring.world - first - u)
+
+    # COMM: one all-to-all of all W ranks, so that Ulysses groups need no communicators. Pinned by
     # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
-    dist.all_to_all_single(buffer, sent, splits(come), splits(out), group=route.ring.group)
-    parts = zip(buffer.split(splits(come)[first : first + u]), come, strict=True)
-    parts = [part.view(b, heads, count, d) for part, count in parts]
-    return torch.cat(parts, 1) if back else torch.cat(parts, 2)[:, :, order]
+    sent = torch.cat([piece.reshape(-1) for piece in pieces])
+    received = sent.new_empty(sum(counts(received_sizes)))
+    splits = counts(received_sizes), counts(sent_sizes)
+    dist.all_to_all_single(received, sent, *splits, group=route.ring.group)
+
+    # What came, one piece a member; it knows nothing of heads and tokens until we say so.
+    pieces = received.split(counts(received_sizes)[first : first + u])
+    sized = zip(pieces, received_sizes, strict=True)
+    parts = [piece.view(b, heads, size, d) for piece, size in sized]
+    if back:
+        return torch.cat(parts, 1)
+    return torch.cat(parts, 2)[:, :, order.to(x_BhsD.device)]
 
 
-def _onward(route, kv_EBgmD, hop):
-    """Room for the next block (or nothing), and the messages that move blocks one rank on."""
-    held, coming, messages = route.block_at(hop), route.block_at(hop + 1), []
-    next_EBgnD = kv_EBgmD[:, :, :, :0]
-    if route.last[held] > hop:
-        messages.append((dist.isend, kv_EBgmD, route.b + 1, 0))
-    if route.last[coming] > hop:
-        next_EBgnD = route.buffer(kv_EBgmD, coming)
-        messages.append((dist.irecv, next_EBgnD, route.b - 1, 0))
-    return next_EBgnD, messages
+def token_slots(length, world, layout):
+    """Each token's slot when the shards lie one after another, each padded to the longest.
 
-
-def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
-    """(5) round the ring: out_BhqD and lse_Bhq of this rank's queries over all keys."""
-    kv_EBgmD, out_BhqD, lse_Bhq = torch.stack((k_BgkD, v_BgkD)), None, None
-    for hop in range(route.hops):
-        # COMM: each rank posts both directions, then computes, then waits: the next block travels
-        # under the compute of this one, and nobody waits in a circle. Pinned by
-        # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
-        next_EBgnD, messages = _onward(route, kv_EBgmD, hop)
-        works, block = route.post(messages), route.block_at(hop)
-        if hop == 0 or route.there[block, hop]:
-            part = forward_tiles(q_BhqD, *kv_EBgmD, route.part(block), kernel)
-            probe.look(hop + 1, "out", part[0])
-            out_BhqD, lse_Bhq = part if hop == 0 else merge(out_BhqD, lse_Bhq, *part)
-        for work in works:
-            work.wait()
-        kv_EBgmD = next_EBgnD
-    return out_BhqD, lse_Bhq
-
-
-def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kernel, probe, /):
-    """(6) round the ring: dq_BhqD, dk_BgkD, dv_BgkD in float32 or better.
-
-    Blocks travel as in the forward. A block's gradient follows one hop behind, gains each rank's
-    part, and goes home to its owner from the last rank that needs the block.
+    5 tokens, contiguous, 2 ranks: shards 0 1 and 2 3 4 lie as 0 1 . 2 3 4, so the slots are 0 1 3 4
+    5. Returns them, int64 (length,), and the padded size of a shard.
     """
-    kv_EBgmD = torch.stack((k_BgkD, v_BgkD))
-    dq_BhqD = dkv_EBgkD = part_EBgpD = None
-    for hop in range(route.hops + 1):
-        block, before = route.block_at(hop), route.block_at(hop - 1)
-        next_EBgnD, messages = _onward(route, kv_EBgmD, hop)
-        come_EBgpD = home_EBgkD = None
-        # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, and
-        # gradients that go home, in one order on both sides (NCCL), with tags (gloo). Pinned by
-        # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
-        if hop > 1 and route.first[before] < hop <= route.last[before]:
-            messages.append((dist.isend, part_EBgpD, route.b + 1, 1))
-        if hop > 1 and route.first[block] < hop <= route.last[block]:
-            come_EBgpD = route.buffer(dkv_EBgkD, block)
-            messages.append((dist.irecv, come_EBgpD, route.b - 1, 1))
-        if hop > 1 and route.last[before] == hop - 1:
-            messages.append((dist.isend, part_EBgpD, before, 2))
-        if hop > 1 and route.last[route.b] == hop - 1:
-            home_EBgkD = torch.empty_like(dkv_EBgkD)
-            messages.append((dist.irecv, home_EBgkD, route.b + hop - 1, 2))
-        works, part_EBgpD = route.post(messages), None
-        if hop == 0 or (hop < route.hops and route.there[block, hop]):
-            saved = dout_BhqD, q_BhqD, *kv_EBgmD, out, lse, dlse
-            part_BhqD, *part = backward_tiles(*saved, route.part(block), kernel)
-            part_EBgpD = torch.stack(part)
-            probe.look(hop + 1, "dq, dk or dv", part_BhqD, part_EBgpD)
-            dq_BhqD = part_BhqD if hop == 0 else dq_BhqD.add_(part_BhqD)
-        for work in works:
-            work.wait()
-        if hop == 0:
-            dkv_EBgkD = part_EBgpD
-        # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
-        # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
-        if come_EBgpD is not None:
-            part_EBgpD = come_EBgpD if part_EBgpD is None else part_EBgpD + come_EBgpD
-        if home_EBgkD is not None:
-            dkv_EBgkD = dkv_EBgkD + home_EBgkD
-        kv_EBgmD = next_EBgnD
-    return dq_BhqD, *dkv_EBgkD
-
-
-def _slots(length, world, layout):
-    """Each token's slot when the shards are laid one after another, padded; and the padded size."""
     shards = [indices(length, rank, world, layout) for rank in range(world)]
-    most, slot_S = max(len(shard) for shard in shards), torch.empty(length, dtype=torch.int64)
-    for rank, shard in enumerate(shards):
-        slot_S[shard] = rank * most + torch.arange(len(shard))
+    most = max(len(tokens) for tokens in shards)
+    slot_S = torch.empty(length, dtype=torch.int64)
+    for rank, tokens in enumerate(shards):
+        slot_S[tokens] = rank * most + torch.arange(len(tokens))
     return slot_S, most
 
 
@@ -1044,57 +1708,155 @@ def gather(x, dim, ring, layout, length, /):
             f"but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
     if ring.world == 1:
         return x
+
+    # An all-gather wants equal shapes, so shards are padded to the longest; picking the tokens by
+    # their slots drops the padding and puts them in order at once.
     x = x.movedim(dim, 0)
-    slot_S, most = _slots(length, ring.world, layout)
-    padded, whole = x.new_zeros(most, *x.shape[1:]), x.new_empty(ring.world * most, *x.shape[1:])
+    slot_S, most = token_slots(length, ring.world, layout)
+    padded = x.new_zeros(most, *x.shape[1:])
     padded[: len(x)] = x
+    whole = x.new_empty(ring.world * most, *x.shape[1:])
     if padded.numel():
         dist.all_gather(list(whole.chunk(ring.world)), padded, group=ring.group)
     return whole[slot_S.to(x.device)].movedim(0, dim)
+
+
+def gather_blocks(k, v, route):
+    """Keys and values of all blocks, stacked: what "allgather" has instead of hops."""
+    length = sum(route.shard_sizes)
+    return gather(torch.stack((k, v)), 3, route.ring, route.layout, length)
 
 
 def scatter_sum(x, dim, ring, layout, /):
     """Reduce-scatter along dim: this rank's tokens of the sum over ranks; `gather`'s adjoint."""
     if ring.world == 1:
         return x
+
+    # The steps of `gather`, each turned round and in the opposite order.
     x = x.movedim(dim, 0)
-    slot_S, most = _slots(len(x), ring.world, layout)
-    padded, mine = x.new_zeros(ring.world * most, *x.shape[1:]), x.new_empty(most, *x.shape[1:])
+    slot_S, most = token_slots(len(x), ring.world, layout)
+    padded = x.new_zeros(ring.world * most, *x.shape[1:])
     padded[slot_S.to(x.device)] = x
+    mine = x.new_empty(most, *x.shape[1:])
     if mine.numel():
         dist.reduce_scatter(mine, list(padded.chunk(ring.world)), group=ring.group)
     return mine[: len(indices(len(x), ring.rank, ring.world, layout))].movedim(0, dim)
 
 
-class Probe:
-    """Finds the first tensor that is not finite; all ranks learn of it and raise, so none hangs."""
+class _Unshard(torch.autograd.Function):
+    """`gather`, with the sum over ranks as its gradient, taken in float32 or better."""
 
-    def __init__(self, debug, ring, phase):
-        self.debug, self.ring, self.phase, self.found = debug, ring, phase, None
+    @staticmethod
+    def forward(ctx, x, dim, ring, layout, length):
+        ctx.place = dim, ring, layout
+        return gather(x, dim, ring, layout, length)
 
-    def look(self, hop, name, *tensors):
-        if self.debug and not self.found and not all(bool(x.isfinite().all()) for x in tensors):
-            self.found = (hop, name)
-
-    def settle(self):
-        every = enumerate(_objects(self.found, self.ring) if self.debug else [])
-        bad = [(*found, self.ring.peer(rank)) for rank, found in every if found]
-        if bad:
-            hop, name, first = min(bad, key=lambda found: found[0])
-            label = "" if self.debug is True else f"{self.debug}, "
-            raise FloatingPointError(
-                f"{label}ring {self.phase}: {name} is not finite, first on rank {first} at block "
-                f"{hop} (0: its input); ranks with any: {[rank for *_, rank in bad]}")  # fmt: skip
+    @staticmethod
+    def backward(ctx, grad):
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        return scatter_sum(wide, *ctx.place).to(grad.dtype), None, None, None, None
 
 
-def _objects(mine, ring):
-    every = [mine] * ring.world
-    if ring.world > 1:
-        dist.all_gather_object(every, mine, group=ring.group)
-    return every
+# Appendix F. Guards: all ranks go on together, or raise together ------------------------------
+# For: a wrong input on one rank, ranks that differ, NaN: a message on every rank, and no hang.
+# Skip it on a first reading: with right inputs nothing here changes a number.
 
 
+def check_inputs(q, k, v, mask, rows, keys):
+    """ValueError unless q, k, v and a mask for (rows, keys) fit together.
+
+    q, k, v: as in `attend`.
+    mask: a Mask or None.
+    rows, keys: sequences of one integer each, what the mask's last two sizes must be.
+    """
+    named = zip("qkv", (q, k, v), strict=True)
+    came = ", ".join(f"{name} {x.dtype} {tuple(x.shape)} {x.device}" for name, x in named)
+    if any(x.ndim != 4 for x in (q, k, v)):
+        raise ValueError(f"expected q (B, H, q, D) and k, v (B, G, k, D); came {came}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"k and v must have one shape, and q's batch and head_dim; came {came}")
+    if not k.shape[1] or not q.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of key heads; came {came}")
+    if not 1 <= q.shape[3] <= 512:
+        raise ValueError(f"head_dim must be 1 to 512; came {came}")
+    if q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k, v must share a device and one dtype of {DTYPES}; came {came}")
+    if mask is None:
+        return
+
+    # A mask of another length would be read at the wrong tokens, and without any error.
+    batch, heads, *size = mask.shape
+    if size != [*rows, *keys]:
+        raise ValueError(
+            f"the mask is for {tuple(size)} queries and keys, but there are {(*rows, *keys)}; "
+            f"build it for the whole sequence, or take mask.slice(queries, keys)")  # fmt: skip
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+        raise ValueError(f"the mask has batch {batch} and {heads} heads; came {came}")
+
+
+def refuse_second_derivative():
+    """NotImplementedError where a gradient of a gradient is about to be wrong."""
+    if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
+        raise NotImplementedError("attention has no second derivative here: no create_graph=True")
+
+
+# What all ranks of a ring must have alike, in the order in which `agree_on_call` lists it.
 AGREE = ("batch size", "query heads", "key heads", "head_dim", "dtype", "mask", "options", "batch")
+
+
+def agree_on_call(
+    ring, q, k, v, mask, batch, *, layout, method, scale, softcap, return_lse, backend, accurate,
+    inner, debug,
+):  # fmt: skip
+    """The Call of `ring_attention`, once every rank has shown that it is about to do the same.
+
+    ring: the Ring of the group.
+    Everything else: as it came to `ring_attention`.
+
+    Raises ValueError on every rank, with the same text, if one rank's input is wrong or two differ.
+    """
+    # An error of this rank is not raised at once: it travels to the others first, in `handshake`.
+    problem = None
+    tokens = 0
+    facts = [0] * len(AGREE)
+    try:
+        mask = as_mask(mask)
+        length = None if mask is None else mask.shape[2]
+        whole = q.shape[2:3] if mask is None else (length,)
+        check_inputs(q, k, v, mask, whole, whole)
+        kernel = make_kernel(q, scale, softcap, backend, accurate)
+        inner = inner_degree(method, ring.world, q.shape[1], inner)
+
+        # With a mask each rank knows how many tokens it must hold; without one see below.
+        tokens = q.shape[2]
+        held = len(indices(length or 0, ring.rank, ring.world, layout))
+        if k.shape[2] != tokens or (mask is not None and tokens != held):
+            raise ValueError(
+                f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
+                f"{held} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
+
+        # What is not a number is compared by a 63-bit digest, so that one small tensor holds all.
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
+        options = layout, method, inner, kernel, bool(debug), bool(return_lse)
+        facts = [*sizes, mask.digest() if mask else 0, digest(options), digest_of(batch)]
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        problem = str(error)
+    held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
+
+    # Without a mask the length is the sum of what the ranks hold; the layout says how it is cut.
+    length = sum(held)
+    shards = [len(indices(length, rank, ring.world, layout)) for rank in range(ring.world)]
+    if held != shards:
+        raise ValueError(
+            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
+            f"take them by shard()")  # fmt: skip
+
+    # A mask keeps its routes, for the next layer and step.
+    routes = {} if mask is None else mask.cache
+    place = ring, length, layout, inner
+    if place not in routes:
+        routes[place] = Route(*place, mask)
+    return Call(routes[place], kernel, method, debug, return_lse)
 
 
 def handshake(ring, problem, tokens, facts, device):
@@ -1110,138 +1872,36 @@ def handshake(ring, problem, tokens, facts, device):
         # on the tensors' device, so that NCCL has a communicator before its first P2P. Pinned by
         # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
         dist.all_gather(every, mine, group=ring.group)
+
+    # All ranks read the same table, so all of them take the same branch.
     problems, held, *every = torch.stack(every, dim=1).tolist()
     if any(problems):
-        raise ValueError(_by_rank(_objects(problem, ring), ring))
+        raise ValueError(name_ranks(gather_objects(problem, ring), ring))
     for name, values in zip(AGREE, every, strict=True):
         if len(set(values)) > 1:
             raise ValueError(
-                f"the ranks of a ring must pass the same {name}, but {_by_rank(values, ring)} "
+                f"the ranks of a ring must pass the same {name}, but {name_ranks(values, ring)} "
                 f"(large numbers are digests); make it from the same data on every rank, say by "
                 f"broadcast_batch")  # fmt: skip
     return held
 
 
-def _by_rank(values, ring):
+def name_ranks(values, ring):
+    """ "rank 0, 2: a; rank 1: b", for the values of all ranks, in order; None is left out."""
     ranks = {value: [] for value in values if value is not None}
     for rank, value in enumerate(values):
         ranks.get(value, []).append(str(ring.peer(rank)))
-    return "; ".join(f"rank {', '.join(which)}: {value}" for value, which in ranks.items())
+    return "; ".join(f"rank {', '.join(named)}: {value}" for value, named in ranks.items())
 
 
-# 5. Entry points -----------------------------------------------------------------------------
-
-
-class _RingAttention(torch.autograd.Function):
-    """Saves q, k, v, out, lse of this rank (its heads of the block, after `swap`); nothing else."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, route, kernel, method, debug, return_lse):
-        probe = Probe(debug, route.ring, "forward")
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            probe.look(0, name, x)
-        repeat = math.lcm(k.shape[1], route.inner) // k.shape[1]
-        k, v = (x.repeat_interleave(repeat, 1) if repeat > 1 else x for x in (k, v))
-        q, k, v = (swap(x, route) for x in (q, k, v))
-        if method == "allgather":
-            kv = gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
-            out, lse = forward_tiles(q, *kv, route.part(), kernel)
-            probe.look(1, "out", out)
-        else:
-            out, lse = ring_forward(q, k, v, route, kernel, probe)
-        probe.settle()
-        out = out.to(q.dtype)
-        # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
-        # Pinned by tests/test_ring_faults.py::test_the_suite_catches_eight_planted_faults.
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = route, kernel, method, debug, repeat, return_lse
-        return swap(out, route, back=True), swap(lse[..., None], route, back=True)[..., 0]
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        _refuse_second_derivative()
-        q, k, v, out, lse = ctx.saved_tensors
-        route, kernel, method, debug, repeat, return_lse = ctx.options
-        probe = Probe(debug, route.ring, "backward")
-        probe.look(0, "dout", dout)
-        # COMM: autograd gives zeros for an output that this rank's loss leaves out, so all ranks
-        # send the same messages, whichever outputs each of them uses. Pinned by
-        # tests/test_ring.py::test_ranks_may_use_different_outputs.
-        dout = swap(dout, route)
-        dlse = swap(dlse[..., None], route)[..., 0] if return_lse else None
-        dlse = dlse if return_lse and dlse.any() else None
-        if method == "allgather":
-            kv = gather(torch.stack((k, v)), 3, route.ring, route.layout, sum(route.sizes))
-            dq, *dkv = backward_tiles(dout, q, *kv, out, lse, dlse, route.part(), kernel)
-            probe.look(1, "dq, dk or dv", dq, *dkv)
-            dk, dv = scatter_sum(torch.stack(dkv), 3, route.ring, route.layout)
-        else:
-            dq, dk, dv = ring_backward(dout, q, k, v, out, lse, dlse, route, kernel, probe)
-        probe.settle()
-        dq, dk, dv = (swap(x, route, back=True) for x in (dq.to(q.dtype), dk, dv))
-        # NUMERICS: copies of a key head are summed before the cast. Pinned by
-        # tests/test_ring.py::test_every_layout_and_method_is_the_definition.
-        dk, dv = (x.unflatten(1, (-1, repeat)).sum(2).to(q.dtype) for x in (dk, dv))
-        return dq, dk, dv, None, None, None, None, None
-
-
-@not_compiled
-def ring_attention(
-    q, k, v, /, *, group=None, mask=None, layout="zigzag", method="ring", scale=None, softcap=None,
-    return_lse=False, backend=None, accurate=False, inner=None, batch=None, debug=False,
-):  # fmt: skip
-    """Attention of a whole sequence whose shards the ranks of `group` hold: (1) to (4), exactly.
-
-    q: (B, H, s, D); k, v: (B, G, s, D): the tokens `indices(S, rank, world, layout)`. group: None
-    is all ranks, or a world of 1 where torch.distributed is off. mask: of the whole sequence, Mask
-    or bool (B, 1 or H, S, S), the same on every rank; None: full. method: "ring"; "allgather";
-    "ulysses" (H a multiple of the world); "usp": `inner` ranks by all-to-all, by default the
-    largest proper divisor of the world that divides H (if it is 1: the ring). scale, softcap,
-    backend, accurate: as in `attend`. batch: nested tensors and values (the tokens, say) that the
-    handshake is to compare too. debug: True, or a label ("step 3 layer 7"): if any tensor, its
-    masked part included, is not finite, a FloatingPointError on every rank names rank, block and
-    tensor.
-
-    Returns out (B, H, s, D) in q's dtype; with return_lse also lse (B, H, s), float32 or float64.
-    Every rank of the group calls it, forward and backward. ValueError on every rank, before a block
-    is sent, if the input of any does not fit or they differ.
-    """
-    ring, problem, tokens, facts = ring_of(group), None, 0, [0] * len(AGREE)
-    try:
-        mask, length = as_mask(mask), None if mask is None else mask.shape[2]
-        whole = q.shape[2:3] if mask is None else (length,)
-        _check(q, k, v, mask, whole, whole)
-        kernel = _kernel(q, scale, softcap, backend, accurate)
-        inner = _inner_degree(method, ring.world, q.shape[1], inner)
-        tokens, held = q.shape[2], len(indices(length or 0, ring.rank, ring.world, layout))
-        if k.shape[2] != tokens or (mask is not None and tokens != held):
-            raise ValueError(
-                f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
-                f"{held} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
-        options = layout, method, inner, kernel, bool(debug), bool(return_lse)
-        numbers = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
-        facts = [*numbers, mask.digest() if mask else 0, digest(options), digest_of(batch)]
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
-        problem = str(error)
-    held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
-    shards = [len(indices(sum(held), rank, ring.world, layout)) for rank in range(ring.world)]
-    if held != shards:
-        raise ValueError(
-            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
-            f"take them by shard()")  # fmt: skip
-    kept, place = {} if mask is None else mask.cache, (ring, sum(held), layout, inner)
-    if place not in kept:  # for the next layer and step
-        kept[place] = Route(*place, mask)
-    out, lse = _RingAttention.apply(q, k, v, kept[place], kernel, method, debug, return_lse)
-    return (out, lse) if return_lse else out
-
-
-def _inner_degree(method, world, heads, inner):
+def inner_degree(method, world, heads, inner):
     """Ranks of an all-to-all: 1 for a ring, the world for ulysses, between them for usp."""
     if method not in METHODS:
         raise ValueError(f"method must be ring, allgather, ulysses or usp; came {method!r}")
     if inner is not None and method != "usp":
         raise ValueError(f'inner={inner} is for method="usp"; came method={method!r}')
+
+    # usp, if not told: the largest proper divisor of the world that divides the heads.
     if method == "usp" and inner is None:
         inner = max((u for u in range(1, world) if world % u == heads % u == 0), default=1)
     inner = world if method == "ulysses" else inner or 1
@@ -1252,46 +1912,76 @@ def _inner_degree(method, world, heads, inner):
     return inner
 
 
-def shard(x, /, *, dim, group=None, layout="zigzag"):
-    """This rank's tokens of a whole that every rank has. Its gradient: 0 at the others' tokens.
+class Probe:
+    """Finds the first tensor that is not finite; all ranks learn of it and raise, so none hangs."""
 
-    So what made x gets, on each rank, the gradient of that rank's tokens: sum it over ranks.
-    """
-    ring = ring_of(group)
-    return x.index_select(dim, indices(x.shape[dim], ring.rank, ring.world, layout).to(x.device))
+    def __init__(self, debug, ring, phase):
+        self.debug = debug
+        self.ring = ring
+        self.phase = phase
+        self.found = None  # (hop, name) of the first one
+
+    def look(self, hop, name, *tensors):
+        """Remembers the name if one of the tensors is not finite; does nothing without debug."""
+        if self.debug and not self.found and not all(bool(x.isfinite().all()) for x in tensors):
+            self.found = (hop, name)
+
+    def raise_on_all_ranks(self):
+        """FloatingPointError on every rank if any found something; a collective with debug."""
+        if not self.debug:
+            return
+        every = enumerate(gather_objects(self.found, self.ring))
+        bad = [(*found, self.ring.peer(rank)) for rank, found in every if found]
+        if bad:
+            # The earliest hop is the likeliest cause; what is bad later may follow from it.
+            hop, name, first = min(bad, key=lambda found: found[0])
+            label = "" if self.debug is True else f"{self.debug}, "
+            raise FloatingPointError(
+                f"{label}ring {self.phase}: {name} is not finite, first on rank {first} at block "
+                f"{hop} (0: its input); ranks with any: {[rank for *_, rank in bad]}")  # fmt: skip
 
 
-def unshard(x, /, *, dim, group=None, layout="zigzag", length):
-    """The whole, of `length` tokens, on every rank. Its gradient is the reduce-scatter over ranks.
-
-    That is the adjoint of a gather, right whatever ranks do with the whole; if all compute the same
-    loss from it, `loss_scale` says the factor. Collective, forward and backward.
-    """
-    return _Unshard.apply(x, dim % x.ndim, ring_of(group), layout, length)
-
-
-class _Unshard(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dim, ring, layout, length):
-        ctx.place = dim, ring, layout
-        return gather(x, dim, ring, layout, length)
-
-    @staticmethod
-    def backward(ctx, grad):
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return scatter_sum(wide, *ctx.place).to(grad.dtype), None, None, None, None
+def gather_objects(mine, ring):
+    """The objects of all ranks, in order."""
+    every = [mine] * ring.world
+    if ring.world > 1:
+        dist.all_gather_object(every, mine, group=ring.group)
+    return every
 
 
-def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
-    """As `unshard`, but its gradient is this rank's slice, with no message.
+def digest(*parts):
+    """A 63-bit number of some values: bytes, or anything whose repr says what it is."""
+    state = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        state.update(part if isinstance(part, bytes) else repr(part).encode() + b"\0")
+    return int.from_bytes(state.digest(), "big") >> 1
 
-    Right only where all ranks compute the same loss from the whole and nothing after the gather has
-    parameters, or those are averaged and the rest summed: no factor on the loss makes both right
-    (the head of OpenTau's model got 2.0 times its gradient on 2 ranks). Prefer `unshard`.
-    """
-    ring = ring_of(group)
-    index = indices(length, ring.rank, ring.world, layout).to(x.device)
-    return gather(x.detach(), dim, ring, layout, length).index_copy(dim, index, x)
+
+def digest_of(batch):
+    """`digest` of nested dicts, lists, tuples, tensors and plain values."""
+
+    def one(x):
+        raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return tuple(x.shape), x.dtype, x.device.type, digest(raw.numpy().tobytes())
+
+    return digest(map_nested(batch, torch.Tensor, one))
+
+
+def map_nested(nested, kind, function):
+    """Nested containers with function(x) for each x of a kind."""
+    if isinstance(nested, kind):
+        return function(nested)
+    if isinstance(nested, dict):
+        return {key: map_nested(value, kind, function) for key, value in nested.items()}
+    if isinstance(nested, (list, tuple)):
+        items = [map_nested(value, kind, function) for value in nested]
+        return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
+    return nested
+
+
+# Appendix G. Rings inside, data parallel across; the prefix and suffix of pi0.7 ---------------
+# For: a training script that has more ranks than one ring, or a short suffix on a long prefix.
+# Skip it if all your ranks are one ring.
 
 
 def rings(world, ring_size):
@@ -1322,37 +2012,16 @@ def loss_scale(ring_size, *, replicated, reduce="mean"):
 
     replicated: every rank of a ring computes the same loss, after `unshard`; otherwise a rank's
     loss is of its own tokens, and the ring's loss is their sum. reduce: what is done with gradients
-    over all ranks: "mean" (DDP, FSDP) gives the mean over rings, "sum" the sum. Exact before and
-    after the gather, because the gradient of `unshard` sums over ranks.
+    over all ranks: "mean" (DDP, FSDP) gives the mean over rings, "sum" the sum. It is exact before
+    and after the gather, because the gradient of `unshard` sums over ranks. Raises ValueError for
+    another reduce.
     """
     if reduce not in ("mean", "sum"):
         raise ValueError(f'reduce must be "mean" or "sum"; came {reduce!r}')
     return (ring_size if reduce == "mean" else 1.0) / (ring_size if replicated else 1.0)
 
 
-def _mapped(nested, kind, function):
-    """Nested containers with function(x) for each x of a kind."""
-    if isinstance(nested, kind):
-        return function(nested)
-    if isinstance(nested, dict):
-        return {key: _mapped(value, kind, function) for key, value in nested.items()}
-    if isinstance(nested, (list, tuple)):
-        items = [_mapped(value, kind, function) for value in nested]
-        return type(nested)(*items) if hasattr(nested, "_fields") else type(nested)(items)
-    return nested
-
-
-def digest_of(batch):
-    """`digest` of nested dicts, lists, tuples, tensors and plain values."""
-
-    def one(x):
-        raw = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return tuple(x.shape), x.dtype, x.device.type, digest(raw.numpy().tobytes())
-
-    return digest(_mapped(batch, torch.Tensor, one))
-
-
-_Sent = namedtuple("_Sent", "tensor device")  # on its way: on the CPU, and where it belongs
+SentTensor = namedtuple("SentTensor", "tensor device")  # on the CPU, and where it belongs
 
 
 def broadcast_batch(batch, group=None):
@@ -1364,10 +2033,17 @@ def broadcast_batch(batch, group=None):
     ring = ring_of(group)
     if ring.world == 1:
         return batch
-    mine = batch if ring.rank == 0 else None
-    box = [_mapped(mine, torch.Tensor, lambda x: _Sent(x.detach().cpu().clone(), x.device.type))]
+
+    def packed(x):
+        return SentTensor(x.detach().cpu().clone(), x.device.type)
+
+    def unpacked(sent):
+        return sent.tensor.to(sent.device)
+
+    # Pickling a CUDA tensor would bring its device along, which may be another rank's.
+    box = [map_nested(batch, torch.Tensor, packed) if ring.rank == 0 else None]
     dist.broadcast_object_list(box, src=ring.peer(0), group=ring.group)
-    return _mapped(box[0], _Sent, lambda sent: sent.tensor.to(sent.device))
+    return map_nested(box[0], SentTensor, unpacked)
 
 
 def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
@@ -1384,21 +2060,31 @@ def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **optio
 def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **options):
     """A suffix of T tokens that attends to a cached prefix and itself, on one device: out_BHTD.
 
-    mask: of prefix and suffix together, P + T tokens; None: all is seen. options: of `attend`.
-    Gradients go back through k_BGPD, v_BGPD into the ring; if every rank computes the same suffix,
-    its loss is replicated (`loss_scale`).
+    q_BHTD, k_BGTD, v_BGTD: of the suffix.
+    k_BGPD, v_BGPD: of the prefix, from `prefix_attention`. Gradients go back through them into the
+        ring; if every rank computes the same suffix, its loss is replicated (`loss_scale`).
+    mask: of prefix and suffix together, P + T tokens; None: everything is seen.
+    options: those of `attend`.
+
+    Raises ValueError if the mask is not of P + T tokens.
     """
-    p, both = k_BGPD.shape[2], k_BGPD.shape[2] + q_BHTD.shape[2]
+    p = k_BGPD.shape[2]
+    both = p + q_BHTD.shape[2]
     mask = as_mask(mask)
+
+    # The rows of the suffix against the keys of both; i and j stay those of the whole sequence.
     if mask is not None:
         if tuple(mask.shape[2:]) != (both, both):
             raise ValueError(f"the mask must be of all {both} tokens; came {mask.shape[2:]}")
         mask = mask.slice(slice(p, None), slice(None))
-    k_BGkD, v_BGkD = torch.cat((k_BGPD, k_BGTD), 2), torch.cat((v_BGPD, v_BGTD), 2)
+    k_BGkD = torch.cat((k_BGPD, k_BGTD), 2)
+    v_BGkD = torch.cat((v_BGPD, v_BGTD), 2)
     return attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
 
 
-# 6. check: everything above against the definition -------------------------------------------
+# Appendix H. check: everything above against the definition -----------------------------------
+# For: `python ring_attention.py check`, and the parts of it that the tests use too.
+# Skip it unless you doubt the numbers; then it is the place to begin.
 
 WAYS = [(method, layout) for method in METHODS for layout in LAYOUTS]
 
@@ -1407,16 +2093,18 @@ def launch(world, function, *args):
     """function(*args) on so many gloo ranks of one thread: their results. One failure ends all."""
     with tempfile.TemporaryDirectory() as folder:
         method = "fork" if sys.platform == "linux" else "spawn"
-        given, files = (folder, world, function, args), [f"{folder}/{r}" for r in range(world)]
+        given = folder, world, function, args
+        files = [f"{folder}/{r}" for r in range(world)]
         try:
-            start_processes(_rank, given, world, start_method=method)
+            start_processes(run_rank, given, world, start_method=method)
         except ProcessExitedException:  # gloo sometimes aborts after the work is done
             if not all(os.path.exists(file) for file in files):
                 raise
         return [torch.load(file, weights_only=False) for file in files]
 
 
-def _rank(rank, folder, world, function, args):
+def run_rank(rank, folder, world, function, args):
+    """One process of `launch`: its result goes to the file that bears its rank."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
@@ -1429,8 +2117,10 @@ def examples(length, heads=1):
     """A mask of every kind for `length` tokens, with a batch of 2 where its rows can differ."""
     gen = torch.Generator().manual_seed(0)
     valid_BS = torch.rand(2, length, generator=gen) > 0.3
-    valid_BS[1, : length // 2] = False
+    valid_BS[1, : length // 2] = False  # a rank of two may hold nothing that is valid
     doc_BS = torch.arange(length) * torch.tensor([[3], [7]]) // max(length, 1)
+
+    # Subtrees of 2 tokens inside subtrees of 6 inside subtrees of 24.
     end = np.arange(1, length + 1)
     for size in (2, 6, 24):  # each divides the next, so that subtrees nest
         end[::size] = np.minimum(np.arange(0, length, size) + size, length)
@@ -1451,7 +2141,8 @@ def examples(length, heads=1):
 
 def relative(found, truth):
     """Frobenius norm of the error over that of the truth: 1.0 for a wrong zero, inf for NaN."""
-    error, size = (found.double() - truth).norm().item(), truth.norm().item()
+    error = (found.double() - truth).norm().item()
+    size = truth.norm().item()
     return math.inf if math.isnan(error) else error / (size or 1.0)
 
 
@@ -1460,15 +2151,24 @@ def compare(
 ):  # fmt: skip
     """Errors of (out, lse, dq, dk, dv) of `ring_attention`, whole; the worst of all ranks, on each.
 
-    Upstream gradients are random, of lse too in float64. The truth: the definition's, in float64,
-    of the same rounded inputs. The gradients of shard() and unshard() are on the way. attention: a
-    function of q, k, v on one device that is compared instead.
+    mask, group: as in `ring_attention`.
+    dtype, device: of the inputs.
+    tokens, heads, width: S, (H, G) and D.
+    attention: a function of q, k, v on one device that is compared instead.
+    options: those of `ring_attention`; layout must be among them.
+
+    The truth is the definition's, in float64, of the same rounded inputs. The gradients of shard()
+    and unshard() are on the way.
     """
-    ring, gen, (h, g) = ring_of(group), torch.Generator().manual_seed(7), heads
+    # Upstream gradients are random: that of out, and in float64 that of lse too.
+    ring = ring_of(group)
+    gen = torch.Generator().manual_seed(7)
+    h, g = heads
     shapes = [(2, n, tokens, width) for n in (h, g, g, h)] + [(2, h, tokens)]
     drawn = [torch.randn(s, generator=gen, dtype=torch.float64).to(device, dtype) for s in shapes]
     visible = (Mask.full(tokens) if mask is None else as_mask(mask)).dense().to(device)
     place = dict(dim=2, group=group, layout=options["layout"])
+    with_lse = dtype == torch.float64
 
     def over_ranks(*qkv):
         parts = [shard(x, **place) for x in qkv]
@@ -1477,20 +2177,28 @@ def compare(
 
     def run(attention, q, k, v, *upstream):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        outputs, n = attention(*leaves), 2 if dtype == torch.float64 else 1
+        outputs = attention(*leaves)
+        n = 2 if with_lse else 1
         grads = torch.autograd.grad(outputs[:n], leaves, upstream[:n])
         return [x.detach().double() for x in (*outputs, *grads)]
 
+    # unshard sums upstream gradients over ranks, so only rank 0 has any; each rank then has the
+    # gradient of its own tokens, and their sum is that of the whole.
     truth = run(lambda *x: definition(*x, visible), *(x.double() for x in drawn))
-    mine = [x if ring.rank == 0 else torch.zeros_like(x) for x in drawn[3:]]  # one term, one rank
-    found, dead = run(attention or over_ranks, *drawn[:3], *mine), truth[1] == -math.inf
-    for grad in found[2:] if ring.world > 1 else ():  # each rank has the part of its tokens
-        dist.all_reduce(grad, group=group)
+    upstream = [x if ring.rank == 0 else torch.zeros_like(x) for x in drawn[3:]]
+    found = run(attention or over_ranks, *drawn[:3], *upstream)
+    if ring.world > 1:
+        for grad in found[2:]:
+            dist.all_reduce(grad, group=group)
+
+    # -inf - -inf is no error where both say that a row sees nothing, and NaN where only one does.
+    dead = truth[1] == -math.inf
     if not torch.equal(found[1] == -math.inf, dead):
         found[1].fill_(math.nan)
-    found[1], truth[1] = found[1].masked_fill(dead, 0.0), truth[1].masked_fill(dead, 0.0)
+    found[1] = found[1].masked_fill(dead, 0.0)
+    truth[1] = truth[1].masked_fill(dead, 0.0)
     errors = [relative(a, b) for a, b in zip(found, truth, strict=True)]
-    return np.max(_objects(errors, ring), axis=0).tolist()
+    return np.max(gather_objects(errors, ring), axis=0).tolist()
 
 
 def by_way(group, error):
@@ -1509,50 +2217,75 @@ def measure():
     return importlib.import_module("measure_ring")
 
 
-def _check_rank(tokens, device):
+def rows_of_rank(tokens, device):
     """[(table, row, budget, {column: value})] of this rank's worlds; rank 0 is in all of them."""
-    rank, total, rows = dist.get_rank(), dist.get_world_size(), []
+    rank = dist.get_rank()
+    total = dist.get_world_size()
     worlds = [world for world in sorted({1, 2, 3, 4, total}) if world <= total]
+
+    # A group is made by all ranks, its members or not; only its members compute.
     groups = {world: dist.new_group(list(range(world))) for world in worlds}
-    for world in (world for world in worlds if rank < world):
+    rows = []
+    for world in worlds:
+        if rank >= world:
+            continue
         for name, mask in examples(tokens, 12).items():
             given = mask, groups[world], torch.float64, tokens, device
-            row = by_way(groups[world], lambda **way: max(compare(*given, **way)))
+            row = by_way(groups[world], lambda **way: max(compare(*given, **way)))  # noqa: B023
             rows.append((f"float64, world {world}", name, 1e-12, row))
-    return rows + (measure().check_rows(groups[total], device) if measure() else [])
+    if measure():
+        rows += measure().check_rows(groups[total], device)
+    return rows
+
+
+def rows_of_torchrun(tokens):
+    """`rows_of_rank` on the ranks that torchrun has started; None on all but the first."""
+    device = "cpu"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        backend = "nccl"
+        torch.cuda.set_device(device)
+
+    # Every rank computes its part of the table; the first prints it.
+    dist.init_process_group(backend)
+    rank = dist.get_rank()
+    rows = rows_of_rank(tokens, device)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows if rank == 0 else None
 
 
 def check():
     """Every error beside its budget; 1 if one is over. 4 ranks here, or those of torchrun."""
-    if "RANK" in os.environ:
-        cuda = torch.cuda.is_available()
-        device = f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu"
-        if cuda:
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if cuda else "gloo")
-        rows, rank = _check_rank(23, device), dist.get_rank()
-        dist.barrier()
-        dist.destroy_process_group()
-        if rank:
-            return 0
-    else:
-        rows = launch(4, _check_rank, 23, "cpu")[0]
+    rows = rows_of_torchrun(23) if "RANK" in os.environ else launch(4, rows_of_rank, 23, "cpu")[0]
+    if rows is None:
+        return 0
     if not measure():
         print("SKIP lower dtypes and the work of each rank: there is no tests/measure_ring.py")
-    last, bad, exact = None, 0, 0.0
+
+    # One table a world and a dtype, one row a mask, one column a method and layout.
+    failed = 0
+    largest = 0.0  # error in float64: what the README quotes
+    last_table = None
     for table, name, budget, row in rows:
         ok = all(value <= budget for value in row.values())
-        bad, exact = bad + (not ok), max([exact, *row.values()] if "float64" in table else [exact])
-        if table != last:
+        if not ok:
+            failed += 1
+        if "float64" in table:
+            largest = max([largest, *row.values()])
+        if table != last_table:
             print(f"\n{table:>24}" + "".join(f" {column:>8}" for column in row) + "   budget")
         numbers = "".join(f" {value:8.3g}" for value in row.values())
         print(f"{name:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
-        last = table
-    print(json.dumps({"check": "ring_attention", "ok": not bad, "max_error": exact}))
-    return int(bad > 0)
+        last_table = table
+    print(json.dumps({"check": "ring_attention", "ok": not failed, "max_error": largest}))
+    return 1 if failed else 0
 
 
-# 7. main --------------------------------------------------------------------------------------
+# Appendix I. main ------------------------------------------------------------------------------
+# For: the command line.
+# Skip it.
 
 
 def main(argv):

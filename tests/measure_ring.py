@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attention import (
+    CAUSAL,
     DTYPES,
     METHODS,
     Mask,
@@ -30,11 +31,13 @@ from ring_attention import (
     compare,
     definition,
     digest_of,
+    gather,
     indices,
     launch,
     loss_scale,
     make_ring,
     ring_attention,
+    ring_of,
     sampler_seed,
     shard,
     unshard,
@@ -67,6 +70,28 @@ def multiple_of_sdpa(mask, group, dtype, tokens, device="cpu", **options):
     return max(a / b for a, b in zip(ours, theirs, strict=True))
 
 
+def work_of(mask, tile=128):
+    """Query-key pairs that the boxes of a mask compute, over the batch; causal boxes count half."""
+    total = 0
+    for batch, queries, keys, kind in mask.regions(tile):
+        rows_of_batch = len(range(mask.shape[0])[batch])
+        pairs = (queries.stop - queries.start) * (keys.stop - keys.start) * rows_of_batch
+        total += pairs / 2 if kind == CAUSAL else pairs
+    return total
+
+
+def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
+    """`unshard` as it is often written: its gradient is this rank's slice, with no message.
+
+    That is right only where all ranks compute the same loss from the whole and nothing after the
+    gather has parameters, or those are averaged and the rest summed: no factor on the loss makes
+    both right (the head of OpenTau's model got 2.0 times its gradient on 2 ranks).
+    """
+    ring = ring_of(group)
+    index = indices(length, ring.rank, ring.world, layout).to(x.device)
+    return gather(x.detach(), dim, ring, layout, length).index_copy(dim, index, x)
+
+
 def check_rows(group, device):
     """[(table, row, budget, {column: value})]: lower dtypes against SDPA, `accurate`, balance."""
     rows, masks = [], {"causal": Mask.causal(160), "window": Mask.causal(160, window=50)}
@@ -82,7 +107,7 @@ def check_rows(group, device):
     for name, mask, most in (("causal", Mask.causal(4096), 1.05), ("documents", documents, 1.25)):
         for layout, budget in (("zigzag", most), ("contiguous", 2.0)):
             parts = (indices(4096, rank, 4, layout).numpy() for rank in range(4))
-            work = np.array([mask.slice(part, slice(None)).work() for part in parts])
+            work = np.array([work_of(mask.slice(part, slice(None))) for part in parts])
             row = {"max/mean": work.max() / work.mean()}
             rows.append(("work of 4 ranks", f"{name}, {layout}", budget, row))
     return rows
@@ -400,9 +425,9 @@ def bytes_formula(mask, length, world, layout, *, heads, width, size):
     gradient too, from hop first_s to last_s and home, at max(size, 4) bytes a number.
     """
     route = Route(Ring(None, 0, world), length, layout, 1, mask)
-    tokens = np.array([len(block) for block in route.blocks])
-    hops = np.where(route.last > 0, route.last - route.first + 1, 0)
-    blocks, grads = (2 * heads * width * int((tokens * n).sum()) for n in (route.last, hops))
+    tokens = np.array([len(block) for block in route.block_tokens])
+    hops = np.where(route.last_hop > 0, route.last_hop - route.first_hop + 1, 0)
+    blocks, grads = (2 * heads * width * int((tokens * n).sum()) for n in (route.last_hop, hops))
     return [blocks * size, blocks * size + grads * max(size, 4)]
 
 

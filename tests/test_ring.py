@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from measure_ring import bench, multiple_of_sdpa
+from measure_ring import bench, multiple_of_sdpa, unshard_replicated
 from test_ranks import ranks
 
 import ring_attention as ra
@@ -368,7 +368,7 @@ def _gathered(rank):
             place = {"dim": -2, "layout": layout}
             mine = shard(x, **place).requires_grad_()
             grads = []
-            for function in (unshard, ra.unshard_replicated):
+            for function in (unshard, unshard_replicated):
                 whole = function(mine, **place, length=tokens)
                 found.append(torch.equal(whole, x))
                 grads += torch.autograd.grad(whole, mine, upstream)
@@ -483,7 +483,7 @@ def test_every_gradient_of_rings_times_data_is_that_of_one_process(tmp_path, rep
 
 
 def test_the_slice_gradient_leaves_the_trunk_with_a_share(tmp_path):
-    ratios, _ = ranks(tmp_path, 4, _two_dimensional, True, ra.unshard_replicated)[0]
+    ratios, _ = ranks(tmp_path, 4, _two_dimensional, True, unshard_replicated)[0]
     assert ratios == pytest.approx([0.5, 1.0], abs=1e-12)  # no factor on the loss makes both 1
 
 

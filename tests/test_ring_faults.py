@@ -17,23 +17,26 @@ VOID = """void = (s_bGrj == -math.inf).all(-1, keepdim=True)
 """
 SLICE = "wide.index_select(ctx.place[0], indices(24, ctx.place[1].rank, ctx.place[1].world))"
 FAULTS = {  # name: [(a passage of the file, what stands there instead)]
-    "swapped dK and dV": [("torch.stack(part)", "torch.stack(part[::-1])")],
-    "dropped last hop": [("int(self.last.max()) + 1", "max(int(self.last.max()), 1)")],
+    "swapped dK and dV": [("(part_dk, part_dv))\n", "(part_dv, part_dk))\n")],
+    "dropped last hop": [
+        ("int(self.last_hop.max()) + 1", "max(int(self.last_hop.max()), 1)")
+    ],
     "P = 1 on masked rows": [
         ("dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)", "pass"),
-        ("p_bGrj, ds_bGrj = (x.where(visible_bGrj, 0.0) for x in (p_bGrj, ds_bGrj))", "pass"),
+        ("p_bGrj = p_bGrj.where(visible_bGrj, 0.0)", "pass"),
+        ("ds_bGrj = ds_bGrj.where(visible_bGrj, 0.0)", "pass"),
         ("p_bGrj = torch.exp(s_bGrj - lse_bGr1)\n", VOID),
     ],
     "slice-only gather": [("scatter_sum(wide, *ctx.place)", SLICE)],
-    "window off by one": [("- position_B1k < self.window", "- position_B1k <= self.window")],
+    "window off by one": [("- position_B1k < window", "- position_B1k <= window")],
     "lse in bf16": [("(q, k, v, out, lse)\n", "(q, k, v, out, lse.bfloat16().to(lse.dtype))\n")],
     "wrong GQA mapping": [
         ("return x_bHiX.reshape(", "return x_bHiX.unflatten(1, (-1, g)).transpose(1, 2).reshape(")
     ],
     "stale K and V in the backward": [
         (
-            "dkv_EBgkD + home_EBgkD\n        kv_EBgmD = next_EBgnD\n",
-            "dkv_EBgkD + home_EBgkD\n        kv_EBgmD = kv_EBgmD + 0 * next_EBgnD"
+            "own_EBgkD + returned_EBgkD\n        block_EBgmD = next_EBgnD\n",
+            "own_EBgkD + returned_EBgkD\n        block_EBgmD = block_EBgmD + 0 * next_EBgnD"
             " if next_EBgnD.numel() else next_EBgnD\n",
         )
     ],

@@ -10,6 +10,7 @@ from unittest import mock
 import measure_vla as vla
 import pytest
 import torch
+from measure_ring import unshard_replicated
 from test_ranks import ranks
 
 import ring_attention as ra
@@ -27,7 +28,7 @@ FAULTS = {  # name: (where, what, what stands there instead)
         "loss_scale",
         lambda size, replicated, reduce: scale(size, replicated=False, reduce=reduce),
     ),
-    "a gather that does not sum gradients": (ra, "unshard", ra.unshard_replicated),
+    "a gather that does not sum gradients": (ra, "unshard", unshard_replicated),
     "PAD is seen": (
         vla,
         "mask_of",
