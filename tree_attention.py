@@ -133,6 +133,8 @@ def _is_critic(model):
 class TokenTrie:
     """The tree of all prefixes of some sequences, packed in DFS preorder.
 
+    Preorder: first a token, then all that hangs from it, branch after branch.
+
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
     max_length: the longest sequence allowed; None: any.
 
@@ -144,7 +146,10 @@ class TokenTrie:
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
 
-    ValueError names the sequence that is no sequence of tokens, or is too long. The cost is a sort,
+    order lists the sequences as sorted, shared (numpy) how many tokens each then shares with the
+    one before it.
+
+    A ValueError names the sequence that is no sequence of tokens, or too long. The cost is a sort,
     O(total tokens) in numpy, and a Python loop over sequences, not over tokens.
     """
 
@@ -230,14 +235,6 @@ class TokenTrie:
             self.cache["mask"] = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
         return self.cache["mask"].with_window(window)
 
-    def segments(self):
-        """Where the tree forks: (children, stops). A segment is a stretch of path without a fork.
-
-        children: {a token, or -1 for no token: first tokens of the segments that begin behind it}.
-        stops: {first token of a segment: the index after its last token}.
-        """
-        return _segments(self)
-
     def stats(self, flops_per_token=None, flops_per_pair=None):
         """What sharing saves, as `Stats`; the two costs are what a model spends on each."""
         return _stats(self, flops_per_token, flops_per_pair)
@@ -276,7 +273,12 @@ class Block(NamedTuple):
     """A part of the tree that one call of the model computes.
 
     The first `piece` tokens are a stretch of one path that other blocks hang from, 0 where no block
-    is below. The others are whole subtrees, which hang from the end of the same stretch.
+    is below. The others are whole subtrees, which hang from the end of that stretch too. (A block
+    without a piece holds sibling subtrees, or everything.) With max_tokens = 4:
+
+        index   0   1   2   3
+        token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
+                     `- 9          block 1: tokens 4,       piece 0, parent 0,  depth 2
     """
 
     tokens: np.ndarray  # (n,) indices into the tree, ascending
@@ -300,17 +302,16 @@ def plan(trie, max_tokens=None) -> list[Block]:
     if max_tokens is None or N <= max_tokens:
         return [Block(np.arange(N), 0, -1, 0)]
 
-    # Example, with max_tokens = 4: the whole tree is too large, and so begins with its top segment.
-    #
-    #     5 - 6 - 7 - 8      block 0: tokens 0 1 are its piece, and 2 3 a subtree that still fits
-    #          `- 9          block 1: token 4, which no longer fits; parent 0, depth 2
-    children, stops = trie.segments()
+    # A segment is a stretch of path without a fork. children[t] lists the first tokens of the
+    # segments that hang from token t (-1: from no token). stops[t] is the index after the segment
+    # that begins with token t.
+    children, stops = segments(trie)
     end = trie.subtree_end.numpy()
     positions = trie.positions.numpy()
     blocks = []
 
-    # To do: a token behind which segments begin, and the block whose piece ends with it. At first
-    # the roots, which hang from nothing. A list does not recurse, however deep the forks are.
+    # To do: a token that segments hang from, and the block whose piece ends with it. At first the
+    # roots, which hang from nothing. A list does not recurse, however deep the forks are.
     todo = [(-1, -1)]
     while todo:
         token, holder = todo.pop()
@@ -318,12 +319,14 @@ def plan(trie, max_tokens=None) -> list[Block]:
         small = [x for x in children.get(token, []) if end[x] - x <= max_tokens]
         large = [x for x in children.get(token, []) if end[x] - x > max_tokens]
 
-        # A subtree is a stretch of indices, child .. end - 1, so whole subtrees need no search.
+        # A subtree is a stretch of indices, child .. end - 1. In the example the subtree 2 3 still
+        # fits into block 0, behind its piece; the subtree 4 no longer does, and gets a block.
         subtrees = [np.arange(child, end[child]) for child in small]
         _pack_subtrees(blocks, holder, subtrees, max_tokens, depth)
 
-        # Each piece of a segment is a block that hangs from the piece before. All that hangs from
-        # the segment's end is dealt with later, and may fill up the last piece's block.
+        # A subtree that fits into no block begins with a segment. Each piece of it is a block that
+        # hangs from the piece before. What hangs from the segment's end is dealt with later, and
+        # may fill up the last piece's block.
         for child in large:
             above = holder
             for first in range(child, stops[child], max_tokens):
@@ -341,7 +344,8 @@ class Stack:
     """Keys and values of the pieces above the current block, and their gradients, by layer.
 
     The index is the depth: a walk that goes depth first has one path above it at any time, and a
-    path has one token at each depth. limit: the depth of the deepest piece's end.
+    path has one token at each depth. So memory grows with the longest path, not with the tree.
+    limit: the depth of the deepest piece's end.
     """
 
     def __init__(self, limit):
@@ -482,7 +486,7 @@ class _Engine:
 
         parents = np.array([block.parent for block in self.blocks], np.int64)
         by_parent = _grouped(parents + 1, len(self.blocks) + 1)
-        self.roots = by_parent[0]
+        self.roots = by_parent[0]  # those with parent -1
         self.children = by_parent[1:]
 
         # NUMERICS: losses and the sums (5) are in the model's dtype, float32 at least, whatever
@@ -539,12 +543,12 @@ class _Engine:
         block = self.blocks[b]
         if not len(block.tokens):
             return _stand_in(self.model, self.device)
-        guard = _LayerGuard(self.model)
         routing = self.balance.routing(b)
+        guard = _LayerGuard(self.model)
         masks = {}  # window -> masks: layers with one window share them, and the tiles found
 
-        # The model does not know that it runs on a tree: it calls this once in each layer. Its keys
-        # have their rotary embedding by then, which is right as the positions are depths.
+        # The model does not know that it runs on a tree: it calls this once in each layer. A piece
+        # is on the stack before any block below runs, since those are entered after this one.
         def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
             guard.enter(layer)
             if window not in masks:
@@ -553,6 +557,8 @@ class _Engine:
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
             return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
 
+        # Positions are depths, not places in the packed order. So RoPE turns a token's keys as in
+        # each of its sequences, and they are right for every block below.
         tokens_n = torch.from_numpy(block.tokens)
         options = {"balance": routing} if self.takes_balance else {}
         hidden_1nM = self.model.hidden(  # (2)
@@ -571,9 +577,9 @@ class _Engine:
                 self.model, hidden_1nM[0], tokens_n, self.trie, edges_e, self.temperature
             )
 
-        # A backward begins at the scores. A piece without any still has to pass on what blocks
-        # below add to its keys and values, and ranks in lockstep all need their layers' messages:
-        # there it begins at the states, with a gradient of 0. Else the states can be freed.
+        # A backward begins at the scores. A piece without any (`masks`) still has to pass on what
+        # blocks below add to its keys and values, and ranks in lockstep wait for the messages of
+        # its layers: there it begins at the states. Elsewhere the states can be freed.
         begins_at_states = (block.piece and not scores) or self.lockstep is not None
         return _Forwarded(scores, routing, hidden_1nM if begins_at_states else None)
 
@@ -641,8 +647,9 @@ class _Engine:
 
     def backward(self, b, forwarded):
         """The gradient through this block: of all losses that its tokens had a part in."""
-        # By now every sequence through this block has been evaluated, so dscores_CN is complete at
-        # its edges. One backward through the graph serves them all.
+        # By now every sequence through this block has had its loss, so dscores_CN is complete at
+        # its edges. One backward through the graph serves them all. On its way _BlockAttention
+        # takes from the stack what the blocks below have added, layer by layer.
         edges_e = self.edges[b].to(self.device)
         outputs, grads = [], []
         for c, score_e in enumerate(forwarded.scores):
@@ -655,6 +662,8 @@ class _Engine:
             outputs.append(router_nE)
             grads.append(drouter_nE)
 
+        # Where nothing is scored, the backward begins at the states with a gradient of 0, only to
+        # reach the layers' keys and values.
         hidden_1nM = forwarded.hidden_1nM
         begun = any(score_e.requires_grad for score_e in forwarded.scores)
         if hidden_1nM is not None and hidden_1nM.requires_grad and not begun:
@@ -790,8 +799,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     loss_fn: loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,), returns the
         loss of sequence i, a tensor () or a number. Item s is about token s + 1 given tokens 0 to
         s; values are of that state. It is called once for each i, also where L_i = 1, as soon as
-        the sequence's path is done. The loss may have no gradient. It may not use what an earlier
-        call was given.
+        the path is done. It may return no gradient, and may not use what an earlier call got.
     max_tokens: of a block. None: the whole tree is one block.
     recompute: keep the keys and values of the blocks above, not their graphs, and run these blocks
         forward twice.
@@ -1020,8 +1028,12 @@ def _common_prefix(a, b):
     return int(differ.argmax()) if differ.any() else n
 
 
-def _segments(trie):
-    """`TokenTrie.segments`."""
+def segments(trie):
+    """Where the tree forks: (children, stops). A segment is a stretch of path without a fork.
+
+    children: {a token, or -1 for no token: first tokens of the segments that hang from it}.
+    stops: {first token of a segment: the index after its last token}.
+    """
     # A segment begins where a path begins, and behind a token that has several children.
     #
     #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      children  {-1: [0], 1: [2, 4]}
@@ -1125,8 +1137,8 @@ class BlockMasks(NamedTuple):
 
 def block_ends(trie, block):
     """subtree_end of a block's tokens, counted inside the block, (n,)."""
-    # The descendants of a token that lie in the block are contiguous there too. With max_tokens
-    # = 3, block 1 of the example in `plan` has both subtrees that hang from token 1:
+    # The descendants of a token that lie in the block are contiguous there too. Were there room
+    # for both subtrees in block 1 of the example in `Block`, it would be
     #
     #     tokens  2 3 4      subtree_end  4 4 5      counted inside the block  2 2 3
     return np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
@@ -1190,7 +1202,7 @@ def _ancestors(trie):
     latest_NP[index_N, depth_N] = index_N
     latest_NP = latest_NP.cummax(0).values
 
-    # Below a token's own depth stands what other paths had there.
+    # At depths that a token's own path does not reach stands what other paths had there.
     exists_NP = torch.arange(latest_NP.shape[1]) <= depth_N[:, None]
     return torch.where(exists_NP, latest_NP, index_N[:, None]), exists_NP
 
@@ -1270,6 +1282,8 @@ class TreeBalance:
         """On the way down: n of (7) for the sequences that end here, and for the blocks below."""
         if not routing.chosen:
             return
+
+        # Where in the block the last token of each of these sequences lies.
         block = self.blocks[b]
         ending = torch.from_numpy(self.ending[b])
         last_r = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
@@ -1298,7 +1312,8 @@ class TreeBalance:
         if not self.coef:
             return found
         for layer, scores_nE in routing.scores.items():
-            # Blocks below have added their totals at the end of this block's piece already.
+            # Sequences that end in blocks below hold all of this block's piece. Those blocks have
+            # added their totals at its last token already; so does this one in its parent.
             factor_nE, total_E = subtree_sums(self.factors.pop((b, layer)), routing.end_n)
             parent = self.blocks[b].parent
             if parent >= 0:

@@ -24,6 +24,7 @@ from tree_attention import (
     forests,
     partition,
     plan,
+    segments,
     tree_backward,
 )
 
@@ -161,7 +162,7 @@ def modelled_time(trie, cost=None, /) -> float:
 
 def draw(trie, most=40) -> str:
     """A segment a line: its tokens, how many, and the sequences that end in it."""
-    children, stops = trie.segments()
+    children, stops = segments(trie)
     ends = {}
     for i, token in enumerate(trie.ends.tolist()):
         ends.setdefault(token, []).append(i)
