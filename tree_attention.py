@@ -123,10 +123,6 @@ def definition(model, sequences, loss_fn, /, *, temperature=1.0):
     return total_loss, logprobs
 
 
-def _is_critic(model):
-    return getattr(getattr(model, "config", None), "value_head", False)
-
-
 # 2. The tree of tokens -----------------------------------------------------------------------
 
 
@@ -225,15 +221,13 @@ class TokenTrie:
         return self._paths[i]
 
     def mask(self, window=None):
-        """(1) as a `ring_attention.Mask`; a window is measured in depth, not in the packed order.
-
-        In preorder a token's descendants are the indices up to its subtree_end. So who sees token
-        j is one interval of rows, j .. end_j - 1, and the mask is two integers a token.
-        """
-        # The mask keeps the tiles that it finds, so that all layers share one search for them.
-        if "mask" not in self.cache:
-            self.cache["mask"] = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
-        return self.cache["mask"].with_window(window)
+        """(1) as a `ring_attention.Mask`; a window is measured in depth, not in the packed order."""
+        # In preorder a token's descendants are the indices up to its subtree_end. So the rows that
+        # see token j are one interval, j .. end_j - 1, and the mask is two integers a token. It
+        # keeps the tiles that it finds, so that all layers share one search for them.
+        if self._mask is None:
+            self._mask = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
+        return self._mask.with_window(window)
 
     def stats(self, flops_per_token=None, flops_per_pair=None):
         """What sharing saves, as `Stats`; the two costs are what a model spends on each."""
@@ -246,8 +240,12 @@ class TokenTrie:
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
     """Attention of every token to its ancestors and itself, (1), differentiable.
 
-    q: (1, H, N, D); k, v: (1, G, N, D), in the order of trie.tokens. window: in depth. Dtypes,
-    errors and the other arguments are those of `ring_attention.attend`. Returns (1, H, N, D).
+    q: (1, H, N, D); k, v: (1, G, N, D), in the order of trie.tokens.
+    trie: the packed tree.
+    window: how many tokens, itself and the nearest ancestors, a token sees; None: all of them.
+    scale, softcap, backend: as in `ring_attention.attend`, with its dtypes and errors.
+
+    Returns (1, H, N, D) in q's dtype.
     """
     # With paths of a few tokens each, tiles of queries and keys would be nearly empty.
     if backend is None and _gathering_pays(k, trie):
@@ -266,7 +264,72 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
     return ring.attend(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)[0]
 
 
-# 4. Blocks, and the stack of keys and values above them --------------------------------------
+# 4. One graph of the whole tree, on one rank or on several -----------------------------------
+
+
+def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
+    """(3) of some edges: log-probs, entropies and, of a critic, values, (e,) each.
+
+    model, trie, temperature: as in `tree_backward`.
+    hidden_nM: the states of some tokens.
+    tokens_n: which tokens of the tree these are, ascending.
+    edges_e: the edges, whose parents are among these tokens.
+    """
+    # The head is the dearest matrix, so it runs at the parents of these edges and nowhere else. A
+    # token at a fork is the parent of several edges and stands once for each:
+    #
+    #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
+    #                              parents  0 1 1 0      edge 3: token 8 given the same state
+    device = hidden_nM.device
+    rows_e = torch.searchsorted(tokens_n, trie.parent[edges_e]).to(device)
+    scored_eM = hidden_nM[rows_e]
+    targets_e = trie.tokens[edges_e].to(device)
+    scores = model.logprobs(scored_eM, targets_e, temperature=temperature)  # (3)
+    if _is_critic(model):
+        return (*scores, model.values(scored_eM))
+    return tuple(scores)
+
+
+def _packed_scores(model, trie, temperature, masks, group, method, layout):
+    """(3) of every edge in one graph, C of (N,); 0 where no edge is. All ranks get all scores.
+
+    model, trie, temperature, masks: as in `tree_backward`.
+    group: None for this rank alone; else its ranks share the packed tokens out.
+    method, layout: of `ring_attention`.
+    """
+    place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
+
+    # A rank holds some of the packed tokens; the mask (1) is about indices of the whole tree. So a
+    # tree crosses ranks as any one sequence does: keys and values travel, queries stay.
+    tokens_n = ring.indices(len(trie), place.rank, place.world, layout)
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        if place.world == 1:
+            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
+        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
+        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
+
+    # Positions are depths, not places in the packed order. So RoPE turns a token's query and key as
+    # it would in each of its sequences.
+    device = next(model.parameters()).device
+    hidden_1nM = model.hidden(  # (2)
+        trie.tokens[tokens_n][None].to(device),
+        positions=trie.positions[tokens_n][None].to(device),
+        attention=attention,
+    )
+
+    # An edge is scored where its parent's state is: on exactly one rank. The sum over ranks of rows
+    # that are 0 elsewhere gives all scores to all.
+    is_here = np.isin(trie.parent.numpy(), tokens_n.numpy()) & _wanted_edges(trie, masks)
+    edges_e = torch.from_numpy(np.flatnonzero(is_here))
+    columns = []
+    for score_e in _score_edges(model, hidden_1nM[0], tokens_n, trie, edges_e, temperature):
+        column_N = score_e.new_zeros(len(trie)).index_copy(0, edges_e.to(device), score_e)
+        columns.append(_sum_over_ranks(column_N, place))
+    return tuple(columns)
+
+
+# 5. Blocks, and the stack of keys and values above them --------------------------------------
 
 
 class Block(NamedTuple):
@@ -384,7 +447,12 @@ class Stack:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Attention of a block to itself and to the stack above it; the backward is (6)."""
+    """Attention of a block to itself and to the stack above it; the backward is (6).
+
+    stack, layer: the `Stack`, and the number under which it holds this layer's keys and values.
+    block, masks: the `Block`, and what its tokens see, as `BlockMasks`.
+    kernel: how tiles are computed, a `ring_attention.Kernel`.
+    """
 
     @staticmethod
     def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
@@ -434,7 +502,7 @@ class _BlockAttention(torch.autograd.Function):
         return dq_1HnD.to(dtype), dk_1GnD.to(dtype), dv_1GnD.to(dtype), None, None, None, None, None
 
 
-# 5. The engine: blocks depth first -----------------------------------------------------------
+# 6. The engine: blocks depth first -----------------------------------------------------------
 
 
 class _Forwarded(NamedTuple):
@@ -521,9 +589,8 @@ class _Engine:
                 self.backward(b, forwarded)
                 continue
 
-            # With recompute, a block that others hang from keeps no graph while they run: only its
-            # keys and values, on the stack. A block with none below goes backward next: it always
-            # keeps its graph.
+            # With recompute, a block that others hang from keeps no graph while they run, only its
+            # keys and values on the stack. A block with none below goes backward next in any case.
             children = self.children[b].tolist()
             keep = loss_fn is not None and not (recompute and children)
             with torch.set_grad_enabled(keep):
@@ -557,8 +624,7 @@ class _Engine:
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
             return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
 
-        # Positions are depths, not places in the packed order. So RoPE turns a token's keys as in
-        # each of its sequences, and they are right for every block below.
+        # Positions are depths here too, so that a piece's keys are right for every block below.
         tokens_n = torch.from_numpy(block.tokens)
         options = {"balance": routing} if self.takes_balance else {}
         hidden_1nM = self.model.hidden(  # (2)
@@ -592,8 +658,7 @@ class _Engine:
 
     def finish_sequences(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
-        # One call of the loss for each sequence, or one for all of them: many short sequences then
-        # cost no more Python than one.
+        # One call of the loss for each sequence, or one for all, which costs less Python.
         ending = self.ending[b].tolist()
         calls = [[i] for i in ending]
         if self.batched and ending:
@@ -672,65 +737,6 @@ class _Engine:
 
         if outputs:
             torch.autograd.backward(outputs, grads)
-
-
-def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
-    """(3) of some edges: log-probs, entropies and, of a critic, values, (e,) each.
-
-    tokens_n: which token of the tree each row of hidden_nM is, ascending; all parents are there.
-    """
-    # The head is the dearest matrix, so it runs at the parents of these edges and nowhere else. A
-    # token at a fork is the parent of several edges and stands once for each:
-    #
-    #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
-    #                              parents  0 1 1 0      edge 3: token 8 given the same state
-    device = hidden_nM.device
-    rows_e = torch.searchsorted(tokens_n, trie.parent[edges_e]).to(device)
-    scored_eM = hidden_nM[rows_e]
-    targets_e = trie.tokens[edges_e].to(device)
-    scores = model.logprobs(scored_eM, targets_e, temperature=temperature)  # (3)
-    if _is_critic(model):
-        return (*scores, model.values(scored_eM))
-    return tuple(scores)
-
-
-# 6. Across ranks: one graph of the whole tree, its tokens shared out --------------------------
-
-
-def _packed_scores(model, trie, temperature, masks, group, method, layout):
-    """(3) of every edge in one graph, C of (N,); 0 where no edge is. All ranks get all scores.
-
-    group: None for this rank alone; else its ranks share the packed tokens out. method, layout: of
-    `ring_attention`.
-    """
-    place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
-
-    # A rank holds some of the packed tokens, by their index. Keys and values travel between ranks,
-    # and the mask (1) is two integers a key, so a tree crosses ranks as any sequence does.
-    tokens_n = ring.indices(len(trie), place.rank, place.world, layout)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        if place.world == 1:
-            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
-        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
-        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
-
-    device = next(model.parameters()).device
-    hidden_1nM = model.hidden(  # (2)
-        trie.tokens[tokens_n][None].to(device),
-        positions=trie.positions[tokens_n][None].to(device),
-        attention=attention,
-    )
-
-    # An edge is scored where its parent's state is: on exactly one rank. The sum over ranks of rows
-    # that are 0 elsewhere gives all scores to all.
-    is_here = np.isin(trie.parent.numpy(), tokens_n.numpy()) & _wanted_edges(trie, masks)
-    edges_e = torch.from_numpy(np.flatnonzero(is_here))
-    columns = []
-    for score_e in _score_edges(model, hidden_1nM[0], tokens_n, trie, edges_e, temperature):
-        column_N = score_e.new_zeros(len(trie)).index_copy(0, edges_e.to(device), score_e)
-        columns.append(_sum_over_ranks(column_N, place))
-    return tuple(columns)
 
 
 # 7. The public calls -------------------------------------------------------------------------
@@ -812,8 +818,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         All of them call this at once, one without sequences too, with check_finite=False.
     batched: call loss_fn([i, ..], scores, ..) once a block instead, for the R sequences that end in
         it, with (R, T) scores, 0 behind a sequence's end. This is faster for many short sequences.
-    check_finite: False lets NaN into the gradient, as loss.backward() would, for a caller who looks
-        at that.
+    check_finite: False lets NaN into the gradient, as loss.backward() would.
 
     Hooks of parameters fire once a block. Raises ValueError where model, tree or masks do not fit,
     NonFiniteLoss, or whatever loss_fn raises; .grad is then as it was before.
@@ -984,8 +989,12 @@ def _require_finite(calls, losses, finite, batched):
 
 
 # 9. Small tables -----------------------------------------------------------------------------
-# For sections 2 to 5: index tables with their examples, packing, counting, and growing the stack.
+# For sections 2 to 6: index tables with their examples, packing, counting, and growing the stack.
 # Skip them unless you change the tree or the walk; their names say what they return.
+
+
+def _is_critic(model):
+    return getattr(getattr(model, "config", None), "value_head", False)
 
 
 class Stats(NamedTuple):
@@ -1123,7 +1132,7 @@ def _grown(store, layer, like_1GnD, needed, limit):
 
 
 # 10. Masks of a block ------------------------------------------------------------------------
-# For section 4: equation (1) for the tokens of one block, with sliding windows.
+# For section 5: equation (1) for the tokens of one block, with sliding windows.
 # Skip it unless your model has sliding-window layers, or you change what a block holds.
 
 
@@ -1208,7 +1217,10 @@ def _ancestors(trie):
 
 
 def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
-    """(1) as it reads: the keys of each token's path are gathered, the gradient is autograd's."""
+    """(1) as it reads: the keys of each token's path are gathered, the gradient is autograd's.
+
+    The arguments are those of `tree_attention`. A CPU then multiplies a few full matrices.
+    """
     H, N, D = q_1HND.shape[1:]
     G = k_1GND.shape[1]
     if "ancestors" not in trie.cache:
@@ -1363,7 +1375,7 @@ def path_sums(x_nE, end_n, /):
 
 
 # 13. Ranks that must make the same calls -----------------------------------------------------
-# For section 6, and for experts or FSDP2 across ranks that hold different trees (`lockstep`).
+# For section 4 across ranks, and for layers that send to ranks with other trees (`lockstep`).
 # Skip it on one rank.
 
 
