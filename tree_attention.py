@@ -221,13 +221,13 @@ class TokenTrie:
         return self._paths[i]
 
     def mask(self, window=None):
-        """(1) as a `ring_attention.Mask`; a window is measured in depth, not in the packed order."""
+        """(1) as a `ring_attention.Mask`; a window counts in depth, not in places of the order."""
         # In preorder a token's descendants are the indices up to its subtree_end. So the rows that
         # see token j are one interval, j .. end_j - 1, and the mask is two integers a token. It
         # keeps the tiles that it finds, so that all layers share one search for them.
-        if self._mask is None:
-            self._mask = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
-        return self._mask.with_window(window)
+        if "mask" not in self.cache:
+            self.cache["mask"] = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
+        return self.cache["mask"].with_window(window)
 
     def stats(self, flops_per_token=None, flops_per_pair=None):
         """What sharing saves, as `Stats`; the two costs are what a model spends on each."""
@@ -275,8 +275,8 @@ def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
     tokens_n: which tokens of the tree these are, ascending.
     edges_e: the edges, whose parents are among these tokens.
     """
-    # The head is the dearest matrix, so it runs at the parents of these edges and nowhere else. A
-    # token at a fork is the parent of several edges and stands once for each:
+    # Edge t scores token t, given its parent's state. The head is the dearest matrix, so it runs at
+    # the parents of these edges and nowhere else. A token at a fork stands once for each child:
     #
     #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
     #                              parents  0 1 1 0      edge 3: token 8 given the same state
@@ -341,7 +341,7 @@ class Block(NamedTuple):
 
         index   0   1   2   3
         token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
-                     `- 9          block 1: tokens 4,       piece 0, parent 0,  depth 2
+                   4 `- 9          block 1: tokens 4,       piece 0, parent 0,  depth 2
     """
 
     tokens: np.ndarray  # (n,) indices into the tree, ascending
