@@ -127,9 +127,8 @@ def definition(model, sequences, loss_fn, /, *, temperature=1.0):
 
 
 class TokenTrie:
-    """The tree of all prefixes of some sequences, packed in DFS preorder.
-
-    Preorder: first a token, then all that hangs from it, branch after branch.
+    """The tree of all prefixes of some sequences, packed in DFS preorder: first a token, then all
+    that hangs from it, branch after branch.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
     max_length: the longest sequence allowed; None: any.
@@ -189,12 +188,13 @@ class TokenTrie:
         for i, common, start in zip(self.order, self.shared.tolist(), starts.tolist(), strict=True):
             length = len(arrays[i])
 
-            # The sequence before has left the common path at depth `common`. Nothing more will hang
-            # from the tokens that it has below there, so their subtrees end where we begin.
+            # At depth `common` this path leaves that of the sequence before. In sorted order
+            # nothing more will hang from what that one has below there: those subtrees end here.
             #
             #     from 5 6 7 to 5 6 8:  end of 7 = 3        from 5 6 8 to 5 9:  end of 6 and 8 = 4
             subtree_end[path[common:length_before]] = start
 
+            # New tokens take the next indices. The first of them hangs from the last shared one.
             tokens[start : start + length - common] = arrays[i][common:]
             positions[start : start + length - common] = np.arange(common, length)
             path[common:length] = np.arange(start, start + length - common)
@@ -552,6 +552,7 @@ class _Engine:
         # edges belong to that block and to those above it.
         self.ending = _grouped(block_of[trie.ends.numpy()], len(self.blocks))
 
+        # The way down goes from a block to its children, in the order of `plan`.
         parents = np.array([block.parent for block in self.blocks], np.int64)
         by_parent = _grouped(parents + 1, len(self.blocks) + 1)
         self.roots = by_parent[0]  # those with parent -1
@@ -609,7 +610,7 @@ class _Engine:
         """Runs the model on a block, with an attention that knows the stack; scores its edges."""
         block = self.blocks[b]
         if not len(block.tokens):
-            return _stand_in(self.model, self.device)
+            return _stand_in(self.model, self.device)  # a block that only other ranks have
         routing = self.balance.routing(b)
         guard = _LayerGuard(self.model)
         masks = {}  # window -> masks: layers with one window share them, and the tiles found
@@ -756,6 +757,7 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
 
     ValueError where model, tree or masks do not fit, or max_tokens meets gradients or a group.
     """
+    # Either one graph of the packed tree, or the engine of section 6 on its way down only.
     require_tree_model(model, trie)
     if max_tokens is None and lockstep is None and len(trie):
         columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
