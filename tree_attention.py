@@ -1,10 +1,10 @@
-"""Training on a tree of token sequences at the cost of its distinct tokens, exactly; CPU and CUDA.
+"""Trains on sequences that share prefixes at the cost of their distinct tokens, exactly.
 
 Sequences that begin alike (GRPO groups, branching or multi-turn rollouts) form a tree. A causal
-model gives a shared token the same state in all of them, so it is computed once, forward and
-backward; the losses stay functions of whole sequences, and the gradients are those of training on
-every sequence by itself. One knob, max_tokens: the whole tree at once, or block by block, depth
-first, in the memory of one path.
+model gives a shared token the same state in all of them, so each token of the tree is computed
+once, forward and backward. The losses stay functions of whole sequences, and the gradient is that
+of training on every sequence by itself. One knob, max_tokens, sets the memory: the whole tree at
+once, or block by block, depth first, in the memory of one path.
 
     python tree_attention.py check             # every gradient against per-sequence autograd
     python tree_attention.py bench             # CPU seconds, peak memory, percent of the bound
@@ -24,9 +24,10 @@ What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i 
     (7)  aux       =  coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te   (sparse layers; p:
                       the router's, n_ie: tokens of x^i that went to expert e; in no f_i)
 
-Why it is allowed. (2) depends on a token's ancestors alone, so (1) makes one forward of the packed
-tree the forward of every path. A gradient is a sum over sequences, and what sequences share enters
-it once for each: that is (5), and (6) is the same sum for keys and values.
+Why it is allowed. The state (2) depends on a token's ancestors alone. So one forward of the packed
+tree, with every token attending by (1), is the forward of every path. A gradient is a sum over
+sequences, and a token that many sequences share enters that sum once for each of them: that is
+(5), and (6) is the same sum for keys and values.
 
     sequences  5 6 7 / 5 6 8 / 5 9      packed, DFS preorder      who sees whom
                                         index  0 1 2 3 4          0  x
@@ -34,17 +35,19 @@ it once for each: that is (5), and (6) is the same sum for keys and values.
         |    `- 8                       depth  0 1 2 2 1          2  x x x
          `- 9                           end    5 4 3 4 5          3  x x . x
                                                                   4  x . . . x
-The tree in blocks: a block is a piece of one path, at most max_tokens of it, and whole subtrees
-that hang from its end, as many as fit. Blocks form a tree themselves. Depth first, the K and V of
-the pieces above lie on a stack, where the index is the depth; a block attends to the stack and to
-itself, merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient; to its own
-dK and dV it adds what the blocks below have left there for its piece.
+The tree in blocks. A block is a piece of one path and, behind it, whole subtrees that hang from the
+piece's end, as many as fit into max_tokens. Other blocks hang from the piece too, so blocks form a
+tree themselves. They are walked depth first. The keys and values of the pieces above the current
+block lie on a stack whose index is the depth; a block attends to the stack and to itself, and the
+two results are merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient,
+and takes from it what the blocks below have added for its own piece.
 
     B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
-    N tokens of the tree   n of a block   p on the stack above it   K experts a token
-    e edges scored in a block, an edge a token and its parent   r sequences that end in it
-    P longest path   T longest sequence's targets
-    R sequences, L_i tokens of sequence i   C = 2 or 3: log-prob, entropy and, for a critic, value
+    N tokens of the tree   n tokens of a block   p tokens above it, on the stack   m part of a piece
+    R sequences, of L_i tokens   P longest path   T = P - 1, the longest row of log-probs
+    e edges scored in a block; an edge joins a token to its parent and has the child's index
+    r sequences that end in a block   K experts a token
+    C = 2 or 3 scores of an edge: log-prob, entropy and, for a critic, value
 
     |                | tokens forward, backward     | held at the peak                            |
     | one by one     | sum L_i, sum L_i             | the longest sequence                        |
@@ -55,18 +58,19 @@ dK and dV it adds what the blocks below have left there for its piece.
 A token's pairs with its ancestors are computed once: N tokens and sum_t (depth_t + 1) pairs, where
 the flat batch has sum_i L_i and sum_i L_i (L_i + 1) / 2. `TokenTrie.stats` gives the ratio.
 
-How it deviates. Prefix Grouper shares one prefix, here any tree. Tree Training packs a tree that
-fits; AReaL-DTA walks leaf by leaf with one segment at a time: blocks are both, and packing sibling
-subtrees keeps the matrices large. The log-prob of a fork's first tokens is computed where their
-parent's state is, in the parent's block, so there is no fork cache of any kind.
+How it deviates. Prefix Grouper shares one prefix; here it is any tree. Tree Training packs a tree
+that fits into memory; AReaL-DTA walks leaf by leaf with one segment at a time. Blocks are both, and
+packing sibling subtrees together keeps the matrices large. The log-prob of the first token behind a
+fork is computed where its parent's state is, in the parent's block, so there is no cache of forks.
 
-Not here: dropout; mixers that are no causal softmax attention; batches of trees (a forest is one
-tree); blocks across a sequence's ranks (the whole tree at once: `tree_logprobs(group=)`).
+Not here: dropout; mixers other than causal softmax attention; batches of trees (a forest is one
+tree); blocks across the ranks of one sequence (the whole tree at once: `tree_logprobs(group=)`).
 
 References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix Grouper
 arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437, equations 17-20.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -74,7 +78,6 @@ import json
 import math
 import re
 import sys
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,96 +86,132 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 import ring_attention as ring
 
-DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
-OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", re.IGNORECASE)
-
-
 # 1. The definition ---------------------------------------------------------------------------
 
-def definition(model, sequences, loss_fn, /, *, temperature=1.0):
-    """(3), (4) and the gradient, one sequence at a time: what everything below must equal.
 
-    Returns the loss and the log-probs of each sequence; adds to .grad.
+def definition(model, sequences, loss_fn, /, *, temperature=1.0):
+    """Computes (3), (4) and the gradient one sequence at a time; all below must equal it.
+
+    sequences: (L_i,) int64 tensors on the model's device. loss_fn: as in `tree_backward`.
+    Returns the loss () and a list of log-probs (L_i - 1,), detached. Adds to .grad.
     """
-    total, found = 0.0, []
+    total_loss = 0.0
+    logprobs = []
+
     for i, x_L in enumerate(sequences):
         hidden_LM = model.hidden(x_L[None])[0]
+
+        # The state of a token predicts the token behind it. So L tokens have L - 1 log-probs, and
+        # the last state, which predicts a token that nobody sampled, is scored by nobody.
         scored_lM = hidden_LM[:-1]
-        scores = model.logprobs(scored_lM, x_L[1:], temperature=temperature)
-        values = (model.values(scored_lM),) if _is_critic(model) else ()
-        loss = loss_fn(i, *scores, *values)
+        scores = list(model.logprobs(scored_lM, x_L[1:], temperature=temperature))
+        if _is_critic(model):
+            scores.append(model.values(scored_lM))
+
+        # Gradients of all sequences add up in .grad, and nothing is averaged. A token that many
+        # sequences share is computed anew in each of them here: this is the cost to be saved.
+        loss = loss_fn(i, *scores)
         if loss.requires_grad:
             loss.backward()
-        total, found = total + loss.detach(), [*found, scores[0].detach()]
-    return total, found
+        total_loss = total_loss + loss.detach()
+        logprobs.append(scores[0].detach())
 
-
-def _is_critic(model):
-    return getattr(getattr(model, "config", None), "value_head", False)
+    return total_loss, logprobs
 
 
 # 2. The tree of tokens -----------------------------------------------------------------------
 
-class Stats(NamedTuple):
-    """Tokens and (query, key) pairs, of the flat batch and of the tree, and their ratios."""
-
-    flat_tokens: int
-    tree_tokens: int
-    flat_pairs: int
-    tree_pairs: int
-    token_bound: float  # how many times faster, if tokens were all that costs
-    flop_bound: float | None  # the same of FLOPs, None without their costs
-
 
 class TokenTrie:
-    """The tree of all prefixes of some sequences, packed in DFS preorder.
+    """The tree of all prefixes of some sequences, packed in DFS preorder: first a token, then all
+    that hangs from it, branch after branch.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
-    max_length: a ValueError names the sequence that is longer. Sequences that are equal, or
-    prefixes of others, end inside the tree and add no token. All tensors are int64, on the CPU:
+    max_length: the longest sequence allowed; None: any.
+
+    Sequences that are equal to others, or prefixes of them, end inside the tree and add no token to
+    it. All tensors are int64 and on the CPU:
 
         tokens (N,)        token ids           positions (N,)    depth, which is what RoPE wants
         subtree_end (N,)   the index after a token's last descendant
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
 
-    O(total tokens) numpy after a sort, and a Python loop over sequences, not over tokens.
+    order lists the sequences as sorted, shared (numpy) how many tokens each then shares with the
+    one before it.
+
+    A ValueError names the sequence that is no sequence of tokens, or too long. The cost is a sort,
+    O(total tokens) in numpy, and a Python loop over sequences, not over tokens.
     """
 
     def __init__(self, sequences, *, max_length=None):
-        arrays = [_checked(i, x, max_length) for i, x in enumerate(sequences)]
-        lengths, none = np.array([len(x) for x in arrays], np.int64), np.zeros(0, np.int64)
-        # Big-endian bytes sort as the ids do. A sequence then shares most with its neighbours.
+        arrays = [_token_ids(i, x, max_length) for i, x in enumerate(sequences)]
+        lengths = np.array([len(x) for x in arrays], np.int64)
+
+        # Sort the sequences like the words of a dictionary: those that begin alike become
+        # neighbours. Bytes in big-endian order sort as the ids do, at the speed of memcmp.
         keys = [x.astype(">i8").tobytes() for x in arrays]
-        self._order = sorted(range(len(arrays)), key=keys.__getitem__)
-        ordered = [arrays[i] for i in self._order]
-        shared = [_common(a, b) for a, b in zip([none, *ordered], ordered, strict=False)]
-        self._shared = np.array(shared, np.int64)
-        sizes = lengths[self._order] - self._shared  # what a sequence adds to the tree
-        N, starts = int(sizes.sum()), np.cumsum(sizes) - sizes
-        tokens, positions = np.empty((2, N), np.int64)
-        parent, end = np.arange(N) - 1, np.full(N, N)
-        path, held = np.zeros(lengths.max(initial=0), np.int64), 0  # of one sequence after another
+        self.order = sorted(range(len(arrays)), key=keys.__getitem__)
+
+        # In this order a sequence shares with its neighbour all that it shares with any sequence
+        # before it. What it does not share are new tokens, and the new tokens of one sequence
+        # after another are the tree in DFS preorder:
+        #
+        #     sorted     5 6 7    5 6 8    5 9
+        #     shared       0        2       1
+        #     new        5 6 7        8      9       the tree's tokens: 5 6 7 8 9
+        ordered = [arrays[i] for i in self.order]
+        self.shared = np.zeros(len(arrays), np.int64)
+        for k in range(1, len(arrays)):
+            self.shared[k] = _common_prefix(ordered[k - 1], ordered[k])
+        new = lengths[self.order] - self.shared
+        starts = np.cumsum(new) - new
+        N = int(new.sum())
+
+        # Most tokens follow the one before them; the loop corrects the first token of each branch.
+        # Subtrees end with the tree, unless the loop meets a branch that ends them earlier.
+        tokens = np.empty(N, np.int64)
+        positions = np.empty(N, np.int64)
+        parent = np.arange(N) - 1
+        subtree_end = np.full(N, N)
+        ends = np.empty(len(arrays), np.int64)
+
+        # path[d] is the tree's index of the current sequence's token at depth d. The next sequence
+        # overwrites the part that it does not share.
+        path = np.zeros(lengths.max(initial=0), np.int64)
         self._paths = [None] * len(arrays)
-        for i, low, start in zip(self._order, shared, starts.tolist(), strict=True):
-            x, stop = arrays[i], len(arrays[i])
-            own = slice(start, start + stop - low)
-            end[path[low:held]] = start  # nothing more hangs from what the last one has alone
-            tokens[own], positions[own] = x[low:], np.arange(low, stop)
-            path[low:stop], held = np.arange(own.start, own.stop), stop
-            if low < stop:
-                parent[start] = path[low - 1] if low else -1
-            self._paths[i] = _tensor(path[:stop].copy())
-        self.tokens, self.positions, self.subtree_end = map(_tensor, (tokens, positions, end))
-        self.parent, self.lengths = _tensor(parent), _tensor(lengths)
-        self.ends = _tensor([path[-1] for path in self._paths])
-        self._mask, self._ancestors = None, None
+        length_before = 0
+        for i, common, start in zip(self.order, self.shared.tolist(), starts.tolist(), strict=True):
+            length = len(arrays[i])
+
+            # At depth `common` this path leaves that of the sequence before. In sorted order
+            # nothing more will hang from what that one has below there: those subtrees end here.
+            #
+            #     from 5 6 7 to 5 6 8:  end of 7 = 3        from 5 6 8 to 5 9:  end of 6 and 8 = 4
+            subtree_end[path[common:length_before]] = start
+
+            # New tokens take the next indices. The first of them hangs from the last shared one.
+            tokens[start : start + length - common] = arrays[i][common:]
+            positions[start : start + length - common] = np.arange(common, length)
+            path[common:length] = np.arange(start, start + length - common)
+            if common < length:  # a duplicate has no new token whose parent could be set
+                parent[start] = path[common - 1] if common else -1
+
+            self._paths[i] = _int64(path[:length].copy())
+            ends[i] = path[length - 1]
+            length_before = length
+
+        self.tokens = _int64(tokens)
+        self.positions = _int64(positions)
+        self.subtree_end = _int64(subtree_end)
+        self.parent = _int64(parent)
+        self.ends = _int64(ends)
+        self.lengths = _int64(lengths)
+        self.cache = {}  # what is made once, for all layers
 
     def __len__(self):
         return len(self.tokens)
@@ -181,73 +220,691 @@ class TokenTrie:
         """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
         return self._paths[i]
 
-    def ancestors(self):
-        """(N, P) int64: the token at each depth of each token's path, itself where the path is
-        shorter; and (N, P) bool: which are no such filling."""
-        if self._ancestors is None:
-            depth, index = self.positions, torch.arange(len(self))
-            latest_NP = torch.full((len(self), int(depth.max()) + 1), -1)
-            latest_NP[index, depth] = index
-            seen_NP = torch.arange(latest_NP.shape[1]) <= depth[:, None]
-            latest_NP = latest_NP.cummax(0).values  # preorder: the last at a depth is the ancestor
-            self._ancestors = torch.where(seen_NP, latest_NP, index[:, None]), seen_NP
-        return self._ancestors
-
     def mask(self, window=None):
-        """(1) as a Mask; a window is measured in depth."""
-        if self._mask is None:  # kept with its tiles: a layer finds what the one before it made
-            self._mask = ring.Mask.tree(self.subtree_end, self.positions)
-        return self._mask.with_window(window)
+        """(1) as a `ring_attention.Mask`; a window counts in depth, not in places of the order."""
+        # In preorder a token's descendants are the indices up to its subtree_end. So the rows that
+        # see token j are one interval, j .. end_j - 1, and the mask is two integers a token. It
+        # keeps the tiles that it finds, so that all layers share one search for them.
+        if "mask" not in self.cache:
+            self.cache["mask"] = ring.Mask.tree(self.subtree_end, self.positions)  # (1)
+        return self.cache["mask"].with_window(window)
 
-    def segments(self):
-        """({parent token, -1 for none: [first tokens]}, {first token: its segment's end}).
+    def stats(self, flops_per_token=None, flops_per_pair=None):
+        """What sharing saves, as `Stats`; the two costs are what a model spends on each."""
+        return _stats(self, flops_per_token, flops_per_pair)
 
-        A segment is a stretch of one path without a fork; where one ends, children begin.
+
+# 3. Attention over the packed tree -----------------------------------------------------------
+
+
+def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
+    """Attention of every token to its ancestors and itself, (1), differentiable.
+
+    q: (1, H, N, D); k, v: (1, G, N, D), in the order of trie.tokens.
+    trie: the packed tree.
+    window: how many tokens, itself and the nearest ancestors, a token sees; None: all of them.
+    scale, softcap, backend: as in `ring_attention.attend`, with its dtypes and errors.
+
+    Returns (1, H, N, D) in q's dtype.
+    """
+    # With paths of a few tokens each, tiles of queries and keys would be nearly empty.
+    if backend is None and _gathering_pays(k, trie):
+        return _gathered_attention(q, k, v, trie, scale, window, softcap)
+
+    # A segment against itself is a causal triangle of contiguous rows, and everything below a
+    # segment sees all of it: a full rectangle. The mask's bounds find both, and torch's fused
+    # kernels compute them without a mask and without a gathered copy of any key:
+    #
+    #     5 6 7 8 / 5 6 9      0  x               rows 0 1 against keys 0 1: a triangle
+    #                          1  x x             rows 2 3 4 against keys 0 1: a rectangle
+    #                          2  x x x           rows 2 3 against keys 2 3: a triangle
+    #                          3  x x x x         row 4 against key 4
+    #                          4  x x . . x       row 4 against keys 2 3: never computed
+    mask = trie.mask(window)
+    return ring.attend(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)[0]
+
+
+# 4. One graph of the whole tree, on one rank or on several -----------------------------------
+
+
+def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
+    """(3) of some edges: log-probs, entropies and, of a critic, values, (e,) each.
+
+    model, trie, temperature: as in `tree_backward`.
+    hidden_nM: the states of some tokens.
+    tokens_n: which tokens of the tree these are, ascending.
+    edges_e: the edges, whose parents are among these tokens.
+    """
+    # Edge t scores token t, given its parent's state. The head is the dearest matrix, so it runs at
+    # the parents of these edges and nowhere else. A token at a fork stands once for each child:
+    #
+    #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
+    #                              parents  0 1 1 0      edge 3: token 8 given the same state
+    device = hidden_nM.device
+    rows_e = torch.searchsorted(tokens_n, trie.parent[edges_e]).to(device)
+    scored_eM = hidden_nM[rows_e]
+    targets_e = trie.tokens[edges_e].to(device)
+    scores = model.logprobs(scored_eM, targets_e, temperature=temperature)  # (3)
+    if _is_critic(model):
+        return (*scores, model.values(scored_eM))
+    return tuple(scores)
+
+
+def _packed_scores(model, trie, temperature, masks, group, method, layout):
+    """(3) of every edge in one graph, C of (N,); 0 where no edge is. All ranks get all scores.
+
+    model, trie, temperature, masks: as in `tree_backward`.
+    group: None for this rank alone; else its ranks share the packed tokens out.
+    method, layout: of `ring_attention`.
+    """
+    place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
+
+    # A rank holds some of the packed tokens; the mask (1) is about indices of the whole tree. So a
+    # tree crosses ranks as any one sequence does: keys and values travel, queries stay.
+    tokens_n = ring.indices(len(trie), place.rank, place.world, layout)
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        if place.world == 1:
+            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
+        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
+        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
+
+    # Positions are depths, not places in the packed order. So RoPE turns a token's query and key as
+    # it would in each of its sequences.
+    device = next(model.parameters()).device
+    hidden_1nM = model.hidden(  # (2)
+        trie.tokens[tokens_n][None].to(device),
+        positions=trie.positions[tokens_n][None].to(device),
+        attention=attention,
+    )
+
+    # An edge is scored where its parent's state is: on exactly one rank. The sum over ranks of rows
+    # that are 0 elsewhere gives all scores to all.
+    is_here = np.isin(trie.parent.numpy(), tokens_n.numpy()) & _wanted_edges(trie, masks)
+    edges_e = torch.from_numpy(np.flatnonzero(is_here))
+    columns = []
+    for score_e in _score_edges(model, hidden_1nM[0], tokens_n, trie, edges_e, temperature):
+        column_N = score_e.new_zeros(len(trie)).index_copy(0, edges_e.to(device), score_e)
+        columns.append(_sum_over_ranks(column_N, place))
+    return tuple(columns)
+
+
+# 5. Blocks, and the stack of keys and values above them --------------------------------------
+
+
+class Block(NamedTuple):
+    """A part of the tree that one call of the model computes.
+
+    The first `piece` tokens are a stretch of one path that other blocks hang from, 0 where no block
+    is below. The others are whole subtrees, which hang from the end of that stretch too. (A block
+    without a piece holds sibling subtrees, or everything.) With max_tokens = 4:
+
+        index   0   1   2   3
+        token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
+                   4 `- 9          block 1: tokens 4,       piece 0, parent 0,  depth 2
+    """
+
+    tokens: np.ndarray  # (n,) indices into the tree, ascending
+    piece: int
+    parent: int  # index of the block whose piece lies directly above, -1 for none
+    depth: int  # of the first token: how many tokens lie on the stack above this block
+
+
+def plan(trie, max_tokens=None) -> list[Block]:
+    """Blocks of at most max_tokens tokens, each listed after its parent; None: all in one block.
+
+    Subtrees that hang from the end of one piece and fit into a block are packed together, the first
+    of them into what is left of the piece's own block. A larger subtree begins with the segment at
+    its top, which is cut into pieces. ValueError if max_tokens is no positive integer.
+    """
+    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
+        raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
+    N = len(trie)
+    if N == 0:
+        return []
+    if max_tokens is None or N <= max_tokens:
+        return [Block(np.arange(N), 0, -1, 0)]
+
+    # A segment is a stretch of path without a fork. children[t] lists the first tokens of the
+    # segments that hang from token t (-1: from no token). stops[t] is the index after the segment
+    # that begins with token t.
+    children, stops = segments(trie)
+    end = trie.subtree_end.numpy()
+    positions = trie.positions.numpy()
+    blocks = []
+
+    # To do: a token that segments hang from, and the block whose piece ends with it. At first the
+    # roots, which hang from nothing. A list does not recurse, however deep the forks are.
+    todo = [(-1, -1)]
+    while todo:
+        token, holder = todo.pop()
+        depth = int(positions[token]) + 1 if token >= 0 else 0
+        small = [x for x in children.get(token, []) if end[x] - x <= max_tokens]
+        large = [x for x in children.get(token, []) if end[x] - x > max_tokens]
+
+        # A subtree is a stretch of indices, child .. end - 1. In the example the subtree 2 3 still
+        # fits into block 0, behind its piece; the subtree 4 no longer does, and gets a block.
+        subtrees = [np.arange(child, end[child]) for child in small]
+        _pack_subtrees(blocks, holder, subtrees, max_tokens, depth)
+
+        # A subtree that fits into no block begins with a segment. Each piece of it is a block that
+        # hangs from the piece before. What hangs from the segment's end is dealt with later, and
+        # may fill up the last piece's block.
+        for child in large:
+            above = holder
+            for first in range(child, stops[child], max_tokens):
+                tokens = np.arange(first, min(first + max_tokens, stops[child]))
+                blocks.append(Block(tokens, len(tokens), above, int(positions[first])))
+                above = len(blocks) - 1
+            todo.append((stops[child] - 1, above))
+
+    # A piece that no block hangs from needs no place on the stack.
+    inner = {block.parent for block in blocks}
+    return [x if b in inner else x._replace(piece=0) for b, x in enumerate(blocks)]
+
+
+class Stack:
+    """Keys and values of the pieces above the current block, and their gradients, by layer.
+
+    The index is the depth: a walk that goes depth first has one path above it at any time, and a
+    path has one token at each depth. So memory grows with the longest path, not with the tree.
+    limit: the depth of the deepest piece's end.
+    """
+
+    def __init__(self, limit):
+        self.limit = limit
+        self.kv = {}  # layer -> (2, 1, G, capacity, D): keys and values
+        self.grads = {}  # layer -> the same of their gradients, in float32 or better
+
+    def put(self, layer, depth, k_1GnD, v_1GnD, piece):
+        """Writes the keys and values of a piece over what another path had at these depths."""
+        if piece:
+            at = slice(depth, depth + piece)
+            kv_21GpD = _grown(self.kv, layer, k_1GnD, at.stop, self.limit)
+            kv_21GpD[0, :, :, at] = k_1GnD[:, :, :piece].detach()
+            kv_21GpD[1, :, :, at] = v_1GnD[:, :, :piece].detach()
+
+    def add(self, layer, first, dk_1GpD, dv_1GpD):
+        """Adds a block's part of (6) for the tokens above it, from depth `first` on."""
+        # NUMERICS: the sum over all blocks below is in float32 or better, and is cast once, with
+        # the block's own. Pinned by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
+        at = slice(first, first + dk_1GpD.shape[2])
+        grad_21GmD = _grown(self.grads, layer, dk_1GpD, at.stop, self.limit)
+        grad_21GmD[0, :, :, at] += dk_1GpD
+        grad_21GmD[1, :, :, at] += dv_1GpD
+
+    def take(self, layer, depth, piece):
+        """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing.
+
+        From here on it is zero at these depths, which the next path will use.
         """
-        parent = self.parent.numpy()
-        count = np.bincount(parent[parent >= 0], minlength=len(self))
-        first = np.flatnonzero((parent < 0) | (count[parent] != 1))
-        children = {}
-        for token in first.tolist():
-            children.setdefault(int(parent[token]), []).append(token)
-        stops = np.append(np.flatnonzero(count != 1) + 1, len(self))
-        found = stops[np.searchsorted(stops, first + 1)]
-        return children, dict(zip(first.tolist(), found.tolist(), strict=True))
-
-    def stats(self, flops_per_token=None, flops_per_pair=None) -> Stats:
-        """What sharing saves. flops_per_token, flops_per_pair: what a model spends on each."""
-        lengths = self.lengths.numpy()
-        flat, pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
-        tree, tree_pairs = len(self), int((self.positions + 1).sum())
-        bound = None
-        if flops_per_token is not None and flops_per_pair is not None and tree:
-            flops = tree * flops_per_token + tree_pairs * flops_per_pair
-            bound = (flat * flops_per_token + pairs * flops_per_pair) / flops
-        return Stats(flat, tree, pairs, tree_pairs, flat / tree if tree else 1.0, bound)
-
-    def draw(self, most=40) -> str:
-        """A segment a line: its tokens, how many, and the sequences that end in it."""
-        (children, stops), ends, lines = self.segments(), {}, []
-        for i, token in enumerate(self.ends.tolist()):
-            ends.setdefault(token, []).append(i)
-        todo = [(first, 0) for first in reversed(children.get(-1, []))]
-        while todo and len(lines) < most:
-            first, level = todo.pop()
-            stop = stops[first]
-            text = " ".join(str(x) for x in self.tokens[first : min(stop, first + 8)].tolist())
-            here = [f"{ends[t]} at {t + 1 - first}" for t in range(first, stop) if t in ends]
-            more = f" .. ({stop - first} tokens)" if stop > first + 8 else ""
-            finished = f"   ends: {', '.join(here)}" if here else ""
-            lines.append(f"{'|  ' * level}+- {text}{more}{finished}")
-            todo += [(child, level + 1) for child in reversed(children.get(stop - 1, []))]
-        return "\n".join([*lines, f".. {len(todo)} branches and more" if todo else ""]).rstrip("\n")
+        if layer not in self.grads or not piece:
+            return None
+        grad_21GmD = self.grads[layer][:, :, :, depth : depth + piece]
+        taken_21GmD = grad_21GmD.clone()
+        grad_21GmD.zero_()
+        return taken_21GmD
 
 
-def _tensor(x):
-    return torch.from_numpy(np.asarray(x, np.int64))
+class _BlockAttention(torch.autograd.Function):
+    """Attention of a block to itself and to the stack above it; the backward is (6).
+
+    stack, layer: the `Stack`, and the number under which it holds this layer's keys and values.
+    block, masks: the `Block`, and what its tokens see, as `BlockMasks`.
+    kernel: how tiles are computed, a `ring_attention.Kernel`.
+    """
+
+    @staticmethod
+    def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
+        out_1HnD, lse_1Hn = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
+
+        # A softmax over two sets of keys is the mean of the softmaxes over each, weighted by how
+        # much of the total each holds, which is what the log-sum-exp says.
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
+            above = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
+            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *above)
+
+        # The stack's keys are not saved. When the backward comes they will lie there still: until
+        # then the walk writes only to greater depths.
+        out_1HnD = out_1HnD.to(q_1HnD.dtype)
+        ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
+        ctx.where = stack, layer, block, masks, kernel
+        return out_1HnD
+
+    @staticmethod
+    def backward(ctx, dout_1HnD):
+        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
+        stack, layer, block, masks, kernel = ctx.where
+        dq_1HnD, dk_1GnD, dv_1GnD = ring.backward_tiles(
+            dout_1HnD, q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn, None, masks.inside, kernel
+        )
+
+        # out and lse are those over all keys, so the gradients of the two parts add up. Of the keys
+        # above, this block has one part and other blocks have more: the stack holds the sum.
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
+            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(
+                dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack, kernel
+            )
+            dq_1HnD += dq_above_1HnD
+            stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
+
+        # Every block below has gone backward before this one, so for our piece the sum is complete.
+        # It is shorter than the piece if no block below saw all of it, behind a window.
+        below_21GmD = stack.take(layer, block.depth, block.piece)
+        if below_21GmD is not None:
+            m = below_21GmD.shape[3]
+            dk_1GnD[:, :, :m] += below_21GmD[0]  # (6), from all blocks below
+            dv_1GnD[:, :, :m] += below_21GmD[1]
+
+        dtype = q_1HnD.dtype
+        return dq_1HnD.to(dtype), dk_1GnD.to(dtype), dv_1GnD.to(dtype), None, None, None, None, None
 
 
-def _checked(i, sequence, max_length):
+# 6. The engine: blocks depth first -----------------------------------------------------------
+
+
+class _Forwarded(NamedTuple):
+    """What one block's forward leaves: with a graph behind it, what the block's backward needs."""
+
+    scores: tuple  # C of (e,), of the edges that leave this block's tokens
+    routing: object  # what the sparse layers' routers did, for (7)
+    hidden_1nM: torch.Tensor | None  # only where the backward has to begin at the states
+
+
+class _Engine:
+    """Walks the tree of blocks: forward, losses of finished sequences, the blocks below, backward.
+
+        block 0 - block 1      forward 0: puts the keys and values of its piece on the stack
+                `- block 2     forward 1, backward 1: sees them, and adds to their gradient
+                               forward 2, backward 2: the same
+                               backward 0: takes the gradient from the stack
+
+    Block 0 has to wait: only when the walk comes back up have all sequences that share its tokens
+    had their losses, so that (5) and (6) are complete for it. scores_CN[c, t] is score c of edge t,
+    (3); dscores_CN is (5). The arguments are those of `tree_backward`.
+    """
+
+    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0,
+                 lockstep=None, masks=None, batched=False, check_finite=True):  # fmt: skip
+        self.model = model
+        self.trie = trie
+        self.temperature = temperature
+        self.lockstep = lockstep
+        self.batched = batched
+        self.check_finite = check_finite
+        self.blocks = plan(trie, max_tokens)
+        if lockstep is not None:
+            self.blocks = overlay(self.blocks, lockstep)
+
+        # Edge t scores token t given its parent. The state that predicts it is the parent's, so the
+        # edge belongs to the parent's block, also where token t itself lies in a block below.
+        block_of = np.zeros(len(trie), np.int64)
+        for b, block in enumerate(self.blocks):
+            block_of[block.tokens] = b
+        parent = trie.parent.numpy()
+        edges = np.flatnonzero((parent >= 0) & _wanted_edges(trie, masks))
+        by_block = _grouped(block_of[parent[edges]], len(self.blocks))
+        self.edges = [torch.from_numpy(edges[some]) for some in by_block]
+
+        # A sequence's loss can be computed once the block of its last token has run: all of its
+        # edges belong to that block and to those above it.
+        self.ending = _grouped(block_of[trie.ends.numpy()], len(self.blocks))
+
+        # The way down goes from a block to its children, in the order of `plan`.
+        parents = np.array([block.parent for block in self.blocks], np.int64)
+        by_parent = _grouped(parents + 1, len(self.blocks) + 1)
+        self.roots = by_parent[0]  # those with parent -1
+        self.children = by_parent[1:]
+
+        # NUMERICS: losses and the sums (5) are in the model's dtype, float32 at least, whatever
+        # loss_fn returns. Pinned by
+        # tests/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
+        weight = next(model.parameters())
+        self.device = weight.device
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        C = 3 if _is_critic(model) else 2
+        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=self.device)
+        self.dscores_CN = None
+        self.is_used = [True, False, False]  # which of the C scores some loss depends on
+        self.loss = 0.0
+
+        self.stack = Stack(max((b.depth + b.piece for b in self.blocks if b.piece), default=0))
+        self.balance = TreeBalance(trie, self.blocks, self.ending, aux_coef, self.device)
+        self.takes_balance = "balance" in inspect.signature(model.hidden).parameters
+
+    def run(self, loss_fn=None, recompute=False):
+        """Without loss_fn: forward only, under no_grad, and no memory for any gradient."""
+        if loss_fn is not None:
+            self.dscores_CN = torch.zeros_like(self.scores_CN)
+
+        # Each block is met twice: on the way down (forward) and on the way up (backward), when all
+        # that was put on the list after it is done. A list does not recurse, however deep the tree.
+        todo = [("down", b, None) for b in reversed(self.roots.tolist())]
+        while todo:
+            way, b, forwarded = todo.pop()
+            if way == "up":
+                if forwarded is None:
+                    forwarded = self.forward(b)  # again, and now with a graph
+                self.backward(b, forwarded)
+                continue
+
+            # With recompute, a block that others hang from keeps no graph while they run, only its
+            # keys and values on the stack. A block with none below goes backward next in any case.
+            children = self.children[b].tolist()
+            keep = loss_fn is not None and not (recompute and children)
+            with torch.set_grad_enabled(keep):
+                forwarded = self.forward(b)
+            self.record(b, forwarded)
+
+            # The sequences that end here have all their scores now. Their edges belong to this
+            # block and to those above it. None of these has gone backward, so their part of (5)
+            # comes in time.
+            if loss_fn is not None:
+                self.finish_sequences(b, loss_fn)
+                todo.append(("up", b, forwarded if keep else None))
+            todo += [("down", child, None) for child in reversed(children)]
+
+    def forward(self, b):
+        """Runs the model on a block, with an attention that knows the stack; scores its edges."""
+        block = self.blocks[b]
+        if not len(block.tokens):
+            return _stand_in(self.model, self.device)  # a block that only other ranks have
+        routing = self.balance.routing(b)
+        guard = _LayerGuard(self.model)
+        masks = {}  # window -> masks: layers with one window share them, and the tiles found
+
+        # The model does not know that it runs on a tree: it calls this once in each layer. A piece
+        # is on the stack before any block below runs, since those are entered after this one.
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            guard.enter(layer)
+            if window not in masks:
+                masks[window] = block_masks(self.trie, block, window)
+            self.stack.put(layer, block.depth, k, v, block.piece)
+            kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
+            return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
+
+        # Positions are depths here too, so that a piece's keys are right for every block below.
+        tokens_n = torch.from_numpy(block.tokens)
+        options = {"balance": routing} if self.takes_balance else {}
+        hidden_1nM = self.model.hidden(  # (2)
+            self.trie.tokens[tokens_n][None].to(self.device),
+            positions=self.trie.positions[tokens_n][None].to(self.device),
+            attention=attention,
+            **options,
+        )
+        guard.leave()
+        self.balance.require_router(routing)
+
+        edges_e = self.edges[b]
+        scores = ()
+        if len(edges_e):
+            scores = _score_edges(
+                self.model, hidden_1nM[0], tokens_n, self.trie, edges_e, self.temperature
+            )
+
+        # A backward begins at the scores. A piece without any (`masks`) still has to pass on what
+        # blocks below add to its keys and values, and ranks in lockstep wait for the messages of
+        # its layers: there it begins at the states. Elsewhere the states can be freed.
+        begins_at_states = (block.piece and not scores) or self.lockstep is not None
+        return _Forwarded(scores, routing, hidden_1nM if begins_at_states else None)
+
+    def record(self, b, forwarded):
+        """Writes a block's scores where the losses of all sequences through it will find them."""
+        edges_e = self.edges[b].to(self.device)
+        for row_N, score_e in zip(self.scores_CN, forwarded.scores, strict=False):
+            row_N[edges_e] = score_e.detach().to(row_N.dtype)
+        self.balance.count(b, forwarded.routing)
+
+    def finish_sequences(self, b, loss_fn):
+        """(4) and (5) of the sequences that end in this block."""
+        # One call of the loss for each sequence, or one for all, which costs less Python.
+        ending = self.ending[b].tolist()
+        calls = [[i] for i in ending]
+        if self.batched and ending:
+            calls = [ending]
+
+        losses, finite = [], []
+        for sequences in calls:
+            loss, is_finite = self._call_loss(sequences, loss_fn)
+            losses.append(loss)
+            finite.append(is_finite)
+        if self.check_finite and calls:
+            _require_finite(calls, losses, finite, self.batched)
+        for loss in losses:
+            self.loss = self.loss + loss  # (4)
+
+    def _call_loss(self, sequences, loss_fn):
+        """One call of the loss: its value, detached, and whether it and its gradient are finite."""
+        # The scores along each path, in order, gathered from wherever their blocks wrote them; 0
+        # behind a path's end. Two sequences through token t both read scores_CN[:, t].
+        paths_RT, inside_RT = _padded_paths(self.trie, sequences, self.device)
+
+        # They are leaves of a graph of their own. The loss's backward ends here, before any block's
+        # graph: a block must be gone through once, not once for every sequence that shares it.
+        leaves = []
+        for row_N in self.scores_CN:
+            leaf_RT = row_N[paths_RT].masked_fill(~inside_RT, 0.0)
+            leaves.append(leaf_RT.requires_grad_())
+
+        with torch.enable_grad():
+            if self.batched:
+                loss = loss_fn(sequences, *leaves)
+            else:
+                loss = loss_fn(sequences[0], *(leaf_RT[0] for leaf_RT in leaves))
+            loss = _one_number(loss, self.scores_CN, sequences, self.batched)
+            if loss.requires_grad:
+                loss.backward()
+
+        # What the loss left in its leaves goes back to the edges, and adds up where paths meet. A
+        # score that no loss uses (often the entropy) has no gradient, which is not a gradient of 0:
+        # that would send the head's backward through the whole vocabulary a second time.
+        loss = loss.detach().to(self.scores_CN)
+        finite = [loss.isfinite()]
+        paths = paths_RT[inside_RT]
+        for c, leaf_RT in enumerate(leaves):
+            if leaf_RT.grad is not None:
+                dscores = leaf_RT.grad[inside_RT]
+                self.dscores_CN[c].index_add_(0, paths, dscores)  # (5)
+                self.is_used[c] = True
+                finite.append(dscores.isfinite().all())
+        return loss, torch.stack(finite).all()
+
+    def backward(self, b, forwarded):
+        """The gradient through this block: of all losses that its tokens had a part in."""
+        # By now every sequence through this block has had its loss, so dscores_CN is complete at
+        # its edges. One backward through the graph serves them all. On its way _BlockAttention
+        # takes from the stack what the blocks below have added, layer by layer.
+        edges_e = self.edges[b].to(self.device)
+        outputs, grads = [], []
+        for c, score_e in enumerate(forwarded.scores):
+            if self.is_used[c] and score_e.requires_grad:
+                outputs.append(score_e)
+                grads.append(self.dscores_CN[c, edges_e].to(score_e.dtype))
+
+        # The routers' loss is a sum over tokens too, so it joins the same backward.
+        for router_nE, drouter_nE in self.balance.gradients(b, forwarded.routing):  # (7)
+            outputs.append(router_nE)
+            grads.append(drouter_nE)
+
+        # Where nothing is scored, the backward begins at the states with a gradient of 0, only to
+        # reach the layers' keys and values.
+        hidden_1nM = forwarded.hidden_1nM
+        begun = any(score_e.requires_grad for score_e in forwarded.scores)
+        if hidden_1nM is not None and hidden_1nM.requires_grad and not begun:
+            outputs.append(hidden_1nM)
+            grads.append(torch.zeros_like(hidden_1nM))
+
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+
+
+# 7. The public calls -------------------------------------------------------------------------
+
+
+def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None,
+                padded=False, group=None, method="ring", layout="zigzag"):  # fmt: skip
+    """For each sequence, in input order: log-probs, entropies and, of a critic, values, (L_i - 1,).
+
+    model, trie, temperature, masks, lockstep: as in `tree_backward`.
+    max_tokens: None gives one graph of the whole tree, differentiable. A number computes block by
+        block, without gradients: call it under torch.no_grad.
+    padded: return one (R, longest) tensor of each score instead, 0 behind a sequence's end.
+    group: its ranks share the tokens of the tree out, and all get all scores. If each computes the
+        same loss of them, each has its tokens' part of the gradient: add these up.
+    method, layout: how attention then crosses the ranks, see `ring_attention`.
+
+    ValueError where model, tree or masks do not fit, or max_tokens meets gradients or a group.
+    """
+    # Either one graph of the packed tree, or the engine of section 6 on its way down only.
+    require_tree_model(model, trie)
+    if max_tokens is None and lockstep is None and len(trie):
+        columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
+    elif (len(trie) or lockstep is not None) and (torch.is_grad_enabled() or group is not None):
+        raise ValueError("max_tokens and lockstep are for forward passes without group: call "
+                         "tree_scores under torch.no_grad(), or train with tree_backward")
+    else:
+        options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
+        engine = _Engine(model, trie, max_tokens=max_tokens, **options)
+        engine.run()
+        columns = engine.scores_CN.unbind()
+    if not len(trie):
+        return [column_N.view(0, 0) for column_N in columns] if padded else []
+
+    # From scores by edge to scores by sequence: each path picks its own, and in the backward the
+    # gradients of all paths add up at their edge, which is (5) by autograd.
+    paths_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)), columns[0].device)
+    if padded:
+        return [column_N[paths_RT].masked_fill(~inside_RT, 0.0) for column_N in columns]
+    paths = paths_RT[inside_RT]
+    sizes = (trie.lengths - 1).tolist()
+    by_score = [column_N.index_select(0, paths).split(sizes) for column_N in columns]
+    return list(zip(*by_score, strict=True))
+
+
+def tree_logprobs(model, trie, **options):
+    """Log-probs (L_i - 1,) of each sequence, in input order; options: those of `tree_scores`."""
+    return [scores[0] for scores in tree_scores(model, trie, **options)]
+
+
+class TreeResult(NamedTuple):
+    """What `tree_backward` returns, detached."""
+
+    loss: torch.Tensor  # (4), without (7)
+    logprobs: list  # (L_i - 1,) of each sequence, in input order
+    aux_loss: torch.Tensor | float = 0.0  # (7)
+    router_counts: dict | None = None  # layer -> (E,): tokens each expert got, once a sequence
+
+
+def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
+                  aux_coef=0.0, masks=None, lockstep=None, batched=False,
+                  check_finite=True) -> TreeResult:  # fmt: skip
+    """Adds the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
+
+    model: like models.Transformer; see `require_tree_model` for what it must have.
+    trie: the `TokenTrie` of the sequences.
+    loss_fn: loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,), returns the
+        loss of sequence i, a tensor () or a number. Item s is about token s + 1 given tokens 0 to
+        s; values are of that state. It is called once for each i, also where L_i = 1, as soon as
+        the path is done. It may return no gradient, and may not use what an earlier call got.
+    max_tokens: of a block. None: the whole tree is one block.
+    recompute: keep the keys and values of the blocks above, not their graphs, and run these blocks
+        forward twice.
+    temperature: that of (3).
+    aux_coef: coef of (7).
+    masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; the
+        rest of what loss_fn gets is 0 and has no gradient. None: everywhere.
+    lockstep: a process group whose ranks' layers send to each other (experts, or FSDP2 in one
+        block). Its ranks then make equally many model calls, whatever their trees (see `overlay`).
+        All of them call this at once, one without sequences too, with check_finite=False.
+    batched: call loss_fn([i, ..], scores, ..) once a block instead, for the R sequences that end in
+        it, with (R, T) scores, 0 behind a sequence's end. This is faster for many short sequences.
+    check_finite: False lets NaN into the gradient, as loss.backward() would.
+
+    Hooks of parameters fire once a block. Raises ValueError where model, tree or masks do not fit,
+    NonFiniteLoss, or whatever loss_fn raises; .grad is then as it was before.
+    """
+    require_tree_model(model, trie)
+    parameters = _trainable(model)
+    if lockstep is not None and check_finite:
+        raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
+    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, masks=masks,
+                     aux_coef=aux_coef, lockstep=lockstep, batched=batched,
+                     check_finite=check_finite)  # fmt: skip
+
+    # A loss may fail in the middle of the walk, when some blocks have gone backward already. Then
+    # .grad must be as it was, or the caller's next step would take half a gradient.
+    with _all_or_nothing(parameters), torch.enable_grad():
+        engine.run(loss_fn, recompute)
+
+    loss = torch.as_tensor(engine.loss, dtype=engine.scores_CN.dtype)
+    logprobs = [engine.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
+    return TreeResult(loss, logprobs, engine.balance.loss, engine.balance.router_counts)
+
+
+# =============================================================================================
+# The idea ends here. What follows makes it fast, strict or connected: checks of what comes in,
+# short paths, the routers' loss, ranks with different trees, and `check`.
+# =============================================================================================
+
+
+# 8. Checks of what comes in ------------------------------------------------------------------
+# For callers: each mistake is an error that names it, before anything runs or anything is changed.
+# Skip this to understand the algorithm; read it before passing a model of your own.
+
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.BatchNorm1d)
+OTHER_MIXERS = re.compile("mamba|rwkv|deltanet|linearattention|ssm|retention", re.IGNORECASE)
+
+
+class NonFiniteLoss(FloatingPointError, ValueError):
+    """A caller's loss, or its gradient, is not finite; the message names the sequence."""
+
+
+def require_tree_model(model, trie, /):
+    """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1).
+
+    A model needs .hidden(tokens, positions=, attention=) and .logprobs(hidden, targets,
+    temperature=). Each layer must call attention(q, k, v, layer=, scale=, window=, softcap=) once,
+    with a number of its own; the last two may be left out.
+    """
+    if not isinstance(trie, TokenTrie):
+        raise ValueError(f"expected a TokenTrie, came {type(trie).__name__}; TokenTrie(sequences)")
+    takes = inspect.signature(model.hidden).parameters if hasattr(model, "hidden") else {}
+    if not {"positions", "attention"} <= set(takes) or not hasattr(model, "logprobs"):
+        raise ValueError(f"{type(model).__name__} must have .hidden(tokens, positions=, attention=)"
+                         " and .logprobs(hidden, targets, temperature=), like models.Transformer")
+
+    # A shared token has one state. Nothing may make it differ between its sequences, and nothing
+    # but `attention`, which knows the tree, may carry information from token to token.
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUT) and module.p and module.training:
+            raise ValueError(f"{name} drops out with p = {module.p}: what a shared token loses "
+                             "would differ between its sequences; call model.eval(), or set p = 0")
+        if isinstance(module, MIXERS) or OTHER_MIXERS.search(type(module).__name__):
+            raise ValueError(f"{name} is {type(module).__name__}: it mixes tokens in another way "
+                             "than causal softmax attention; train the sequences one by one")
+    config = getattr(model, "config", None)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")
+
+    # The sequences must fit the model: its vocabulary, and its longest position.
+    vocab_size = getattr(config, "vocab_size", math.inf)
+    if len(trie) and (largest := int(trie.tokens.max())) >= vocab_size:
+        i = next(i for i in range(len(trie.ends)) if largest in trie.tokens[trie.path(i)])
+        raise ValueError(f"sequence {i} has the token id {largest}; ids are below {vocab_size}")
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
+    longest = int(trie.lengths.max()) if len(trie) else 0
+    if longest > limit:
+        i = int(trie.lengths.argmax())
+        raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
+
+
+def _token_ids(i, sequence, max_length):
+    """Sequence i as an int64 array; ValueError if it is none."""
+    # Ids beyond 2^63, which only uint64 holds, come out of the cast negative and are refused below.
     array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
         raise ValueError(f"sequence {i} must be 1-D integers, 1 token or more; came {array.dtype} "
@@ -260,532 +917,539 @@ def _checked(i, sequence, max_length):
     return array
 
 
-def _common(a, b):
+class _LayerGuard:
+    """Sees to it that each layer calls `attention` with a number of its own, in one forward."""
+
+    def __init__(self, model):
+        self.model = model
+        self.layers = set()
+        self.in_forward = True
+
+    def enter(self, layer):
+        # The stack keeps one set of keys for each number, so two layers of one number would read
+        # each other's. After the forward a layer may call again, where a checkpoint recomputes it.
+        if layer in self.layers:
+            raise ValueError(f"two layers call attention with layer={layer}; number them")
+        if self.in_forward:
+            self.layers.add(layer)
+
+    def leave(self):
+        if not self.layers:
+            raise ValueError(f"{type(self.model).__name__}.hidden never called `attention`: its "
+                             "tokens mix in a way a tree cannot follow; every layer must call it")
+        self.in_forward = False
+        self.layers.clear()
+
+
+def _trainable(model):
+    """The parameters that tree_backward adds gradients to; ValueError if there are none."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters or torch.is_inference_mode_enabled():
+        raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
+    return parameters
+
+
+@contextlib.contextmanager
+def _all_or_nothing(parameters):
+    """Adds to .grad what is added inside, or nothing if that fails."""
+    # Inside, .grad begins empty. What was there before is kept aside, and comes back either way.
+    before = [p.grad for p in parameters]
+    added = [None] * len(parameters)
+    try:
+        for p in parameters:
+            p.grad = None
+        yield
+        added = [p.grad for p in parameters]
+    finally:
+        for p, old, new in zip(parameters, before, added, strict=True):
+            if old is None:
+                p.grad = new
+            else:
+                p.grad = old if new is None else old.add_(new)
+
+
+def _one_number(loss, like, sequences, batched):
+    """What loss_fn returned, as a tensor (); ValueError if it is a vector."""
+    if not torch.is_tensor(loss):
+        return like.new_tensor(loss)
+    if loss.dim():
+        which = sequences if batched else sequences[0]
+        raise ValueError("loss_fn must return one number a call, of shape (); for "
+                         f"sequence {which} came {[*loss.shape]}; sum or average it")
+    return loss
+
+
+def _require_finite(calls, losses, finite, batched):
+    """NonFiniteLoss if one of a block's losses, or its gradient, is not finite."""
+    # One look at all losses of the block: on a GPU each look waits for the device.
+    if torch.stack(finite).all():
+        return
+    k = finite.index(False)
+    which = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
+    what = ", its gradient is not finite" if losses[k].isfinite() else ""
+    raise NonFiniteLoss(f"the loss of {which} is {losses[k].item()}{what}")
+
+
+# 9. Small tables -----------------------------------------------------------------------------
+# For sections 2 to 6: index tables with their examples, packing, counting, and growing the stack.
+# Skip them unless you change the tree or the walk; their names say what they return.
+
+
+def _is_critic(model):
+    return getattr(getattr(model, "config", None), "value_head", False)
+
+
+class Stats(NamedTuple):
+    """Tokens and (query, key) pairs, of the flat batch and of the tree, and their ratios."""
+
+    flat_tokens: int
+    tree_tokens: int
+    flat_pairs: int
+    tree_pairs: int
+    token_bound: float  # how many times faster, if tokens were all that costs
+    flop_bound: float | None  # the same of FLOPs, None without their costs
+
+
+def _stats(trie, flops_per_token, flops_per_pair):
+    """`TokenTrie.stats`."""
+    # A token of depth d is paired with d ancestors and itself. So a sequence of L tokens, alone,
+    # has 1 + 2 + .. + L pairs.
+    lengths = trie.lengths.numpy()
+    flat_tokens = int(lengths.sum())
+    flat_pairs = int((lengths * (lengths + 1) // 2).sum())
+    tree_tokens = len(trie)
+    tree_pairs = int((trie.positions + 1).sum())
+
+    token_bound = flat_tokens / tree_tokens if tree_tokens else 1.0
+    flop_bound = None
+    if flops_per_token is not None and flops_per_pair is not None and tree_tokens:
+        tree_flops = tree_tokens * flops_per_token + tree_pairs * flops_per_pair
+        flop_bound = (flat_tokens * flops_per_token + flat_pairs * flops_per_pair) / tree_flops
+    return Stats(flat_tokens, tree_tokens, flat_pairs, tree_pairs, token_bound, flop_bound)
+
+
+def _int64(x):
+    return torch.from_numpy(np.asarray(x, np.int64))
+
+
+def _common_prefix(a, b):
     """Length of the longest common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
-# 3. Attention over the packed tree -----------------------------------------------------------
+def segments(trie):
+    """Where the tree forks: (children, stops). A segment is a stretch of path without a fork.
 
-SHORT, GATHERED = 48, 2**24  # tokens of a path, and numbers gathered; see `tree_attention`
-
-
-def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
-    """Attention of every token to its ancestors and itself, (1): out (1, H, N, D), differentiable.
-
-    q: (1, H, N, D), k, v: (1, G, N, D) in the order of trie.tokens; dtypes and the other arguments
-    as in `ring_attention.attend`, whose autograd Function this is over the tree's mask.
-
-    In preorder a segment's own pairs are a triangle of contiguous slices, and everything below it
-    sees it whole, a rectangle: the mask's bounds find those boxes, they run through the fused
-    kernels without a mask, and only boxes of many short segments take a mask of their own size.
-    Where no path is longer than SHORT, on a CPU, tiles would be nearly empty: then, with no backend
-    given, each token's keys are gathered, GATHERED numbers at most, and the gradient is autograd's.
+    children: {a token, or -1 for no token: first tokens of the segments that hang from it}.
+    stops: {first token of a segment: the index after its last token}.
     """
+    # A segment begins where a path begins, and behind a token that has several children.
+    #
+    #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      children  {-1: [0], 1: [2, 4]}
+    #                          token     5  6  7  8  9      stops     {0: 2, 2: 4, 4: 5}
+    #                          children  1  2  1  0  0
+    parent = trie.parent.numpy()
+    child_count = np.bincount(parent[parent >= 0], minlength=len(trie))
+    first_tokens = np.flatnonzero((parent < 0) | (child_count[parent] != 1))
+    children = {}
+    for token in first_tokens.tolist():
+        children.setdefault(int(parent[token]), []).append(token)
+
+    # It ends with the next token, in preorder, that has no child or several.
+    ends = np.append(np.flatnonzero(child_count != 1) + 1, len(trie))
+    found = ends[np.searchsorted(ends, first_tokens + 1)]
+    stops = dict(zip(first_tokens.tolist(), found.tolist(), strict=True))
+    return children, stops
+
+
+def _pack_subtrees(blocks, holder, subtrees, max_tokens, depth):
+    """Puts whole subtrees, in order, into the holder's block while they fit, then into new ones."""
+    # The first bundle joins the holder's block. Roots have no such block, so nothing fits into it.
+    bundles = [[]]
+    room = max_tokens - len(blocks[holder].tokens) if holder >= 0 else 0
+    for tokens in subtrees:
+        if len(tokens) > room:
+            bundles.append([])
+            room = max_tokens
+        bundles[-1].append(tokens)
+        room -= len(tokens)
+
+    if bundles[0]:
+        tokens = np.concatenate([blocks[holder].tokens, *bundles[0]])
+        blocks[holder] = blocks[holder]._replace(tokens=tokens)
+    for bundle in bundles[1:]:
+        blocks.append(Block(np.concatenate(bundle), 0, holder, depth))
+
+
+def _wanted_edges(trie, masks):
+    """(N,) bool: the edges to score, which are those that the mask of any sequence wants."""
+    if masks is None:
+        return np.full(len(trie), True)
+    if len(masks) != len(trie.lengths):
+        raise ValueError(f"{len(masks)} masks for {len(trie.lengths)} sequences; one for each")
+
+    # Item s of a mask is about token s + 1, as item s of the log-probs is: edge path[s + 1].
+    wanted = np.full(len(trie), False)
+    for i, mask in enumerate(masks):
+        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
+        path = trie.path(i)[1:].numpy()
+        if mask.shape != path.shape:
+            raise ValueError(f"mask {i} has shape {mask.shape}; its sequence wants ({len(path)},)")
+        wanted[path[mask]] = True
+    return wanted
+
+
+def _grouped(keys, count):
+    """[indices of the keys 0, of the keys 1, .., of the keys count - 1], each ascending."""
+    if not count:
+        return []
+    order = np.argsort(keys, kind="stable")  # [1, 0, 1] -> [1, 0, 2], cut before the first 1
+    return np.split(order, np.searchsorted(keys[order], np.arange(1, count)))
+
+
+def _padded_paths(trie, sequences, device):
+    """The edges of some sequences, (R, T), padded with 0, and (R, T) bool: which are no padding."""
+    #     sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9      [[1, 2],     [[x, x],
+    #                                                         [4, 0]]      [x, .]]
+    edges_RT = pad_sequence([trie.path(i)[1:] for i in sequences], batch_first=True)
+    inside_RT = torch.arange(edges_RT.shape[1]) < trie.lengths[list(sequences)][:, None] - 1
+    return edges_RT.to(device), inside_RT.to(device)
+
+
+def _grown(store, layer, like_1GnD, needed, limit):
+    """A layer's tensor on the stack, (2, 1, G, m, D), with room for depths below `needed`."""
+    # Nothing is allocated ahead of need. Doubling keeps the copies few, and the limit keeps a deep
+    # path from holding twice what it can use.
+    held = store[layer].shape[3] if layer in store else 0
+    if held < needed:
+        _, G, _, D = like_1GnD.shape
+        capacity = min(max(needed, 2 * held), limit)
+        new_21GmD = like_1GnD.new_zeros(2, 1, G, capacity, D)
+        if held:
+            new_21GmD[:, :, :, :held] = store[layer]
+        store[layer] = new_21GmD
+    return store[layer]
+
+
+# 10. Masks of a block ------------------------------------------------------------------------
+# For section 5: equation (1) for the tokens of one block, with sliding windows.
+# Skip it unless your model has sliding-window layers, or you change what a block holds.
+
+
+class BlockMasks(NamedTuple):
+    """Which keys the tokens of a block see: (1) in two parts."""
+
+    inside: ring.Mask  # of the block itself
+    stack: ring.Mask | None  # of the stack from depth `first` on; None: all of it
+    first: int
+
+
+def block_ends(trie, block):
+    """subtree_end of a block's tokens, counted inside the block, (n,)."""
+    # The descendants of a token that lie in the block are contiguous there too. Were there room
+    # for both subtrees in block 1 of the example in `Block`, it would be
+    #
+    #     tokens  2 3 4      subtree_end  4 4 5      counted inside the block  2 2 3
+    return np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
+
+
+def block_masks(trie, block, window):
+    """(1) for the tokens of a block, against themselves and against the stack above them."""
+    if len(block.tokens) == len(trie):
+        return BlockMasks(trie.mask(window), None, 0)
+    positions = trie.positions.numpy()[block.tokens]
+    ends = block_ends(trie, block)
+    inside = ring.Mask.tree(ends, positions, window)
+
+    # Every token of the block has the whole stack as ancestors, so the stack needs a mask only
+    # where a window hides its upper part.
+    p = block.depth
+    if window is None or not p:
+        return BlockMasks(inside, None, 0)
+
+    # Leave out what no token of the block sees, but keep one key, so that no call is empty. Then
+    # the rest of the stack and the block are one tree, a path with the block behind it, and the
+    # mask wanted is the part of that tree's mask with the block's rows and the stack's columns.
+    #
+    #     p = 4, window = 2, first position 4:     first = 3, one key of the stack, depth 3
+    first = min(max(0, int(positions.min()) - window + 1), p - 1)
+    seen = p - first
+    n = len(positions)
+    ends = np.concatenate([np.full(seen, seen + n), seen + ends])
+    depths = np.concatenate([np.arange(first, p), positions])
+    both = ring.Mask.tree(ends, depths, window)
+    return BlockMasks(inside, both.slice(slice(seen, None), slice(seen)), first)
+
+
+# 11. Short paths -----------------------------------------------------------------------------
+# For speed on a CPU: trees whose paths have a few tokens each would leave tiles nearly empty.
+# Skip it; the result is that of the mask in section 3.
+
+SHORT = 48  # tokens of the longest path
+GATHERED = 2**24  # numbers gathered, of keys and of values
+
+
+def _gathering_pays(k_1GND, trie):
     longest = int(trie.positions.max()) + 1 if len(trie) else 0
-    held = len(trie) * longest * k.shape[1] * k.shape[3]  # numbers, of K and of V
-    if backend is None and q.device.type == "cpu" and 0 < longest <= SHORT and held <= GATHERED:
-        return _gathered_attention(q, k, v, trie, scale, window, softcap)
-    return ring.attend(q, k, v, trie.mask(window), scale=scale, softcap=softcap, backend=backend)[0]
+    numbers = len(trie) * longest * k_1GND.shape[1] * k_1GND.shape[3]
+    return k_1GND.device.type == "cpu" and 0 < longest <= SHORT and numbers <= GATHERED
+
+
+def _ancestors(trie):
+    """(N, P) int64, the token at each depth of each token's path, and (N, P) bool: which exist.
+
+    Where a path is shorter than P, the token itself stands.
+    """
+    # In preorder, the ancestor of token t at depth d is the last token of depth d up to t:
+    #
+    #     5 6 7 / 5 6 8 / 5 9      token 0    0 . .           token 3    0 1 3
+    #                              token 1    0 1 .           token 4    0 4 .
+    #                              token 2    0 1 2
+    depth_N = trie.positions
+    index_N = torch.arange(len(trie))
+    latest_NP = torch.full((len(trie), int(depth_N.max()) + 1), -1)
+    latest_NP[index_N, depth_N] = index_N
+    latest_NP = latest_NP.cummax(0).values
+
+    # At depths that a token's own path does not reach stands what other paths had there.
+    exists_NP = torch.arange(latest_NP.shape[1]) <= depth_N[:, None]
+    return torch.where(exists_NP, latest_NP, index_N[:, None]), exists_NP
 
 
 def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
-    """(1) as it reads: the keys of each token's path, P = the longest, gathered; h = H / G."""
-    (H, N, D), G = q_1HND.shape[1:], k_1GND.shape[1]
-    above_NP, seen_NP = (x.to(q_1HND.device) for x in trie.ancestors())
+    """(1) as it reads: the keys of each token's path are gathered, the gradient is autograd's.
+
+    The arguments are those of `tree_attention`. A CPU then multiplies a few full matrices.
+    """
+    H, N, D = q_1HND.shape[1:]
+    G = k_1GND.shape[1]
+    if "ancestors" not in trie.cache:
+        trie.cache["ancestors"] = _ancestors(trie)
+    above_NP, seen_NP = trie.cache["ancestors"]
+    above_NP = above_NP.to(q_1HND.device)
+    seen_NP = seen_NP.to(q_1HND.device)
     if window is not None:
         depth_P = torch.arange(seen_NP.shape[1], device=seen_NP.device)
         seen_NP = seen_NP & (trie.positions.to(depth_P.device)[:, None] - depth_P < window)
+
     # NUMERICS: scores, their softmax and sums in float32 or better, as in the tiles. Pinned by
     # tests/test_tree.py::test_tree_attention_in_low_precision_is_within_twice_plain_torch.
     wide = torch.promote_types(q_1HND.dtype, torch.float32)
+
+    def gathered(x_1GND):
+        x_NGD = x_1GND[0].transpose(0, 1)
+        x_NPGD = x_NGD.index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
+        return x_NPGD.transpose(1, 2).to(wide)
+
+    # h = H / G query heads share a key head.
     q_NGhD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
-    k_NGPD, v_NGPD = (
-        x[0].transpose(0, 1).index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
-        .transpose(1, 2).to(wide) for x in (k_1GND, v_1GND))  # fmt: skip
+    k_NGPD = gathered(k_1GND)
+    v_NGPD = gathered(v_1GND)
     score_NGhP = q_NGhD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
         score_NGhP = softcap * torch.tanh(score_NGhP / softcap)
-    score_NGhP = score_NGhP.masked_fill(~seen_NP[:, None, None], -math.inf)
+    score_NGhP = score_NGhP.masked_fill(~seen_NP[:, None, None], -math.inf)  # (1)
     out_NGhD = score_NGhP.softmax(-1) @ v_NGPD
     return out_NGhD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
 
 
-# 4. Blocks -----------------------------------------------------------------------------------
-
-class Block(NamedTuple):
-    """tokens (n,): ascending indices. The first `piece` of them, 0 where no block is below, are a
-    stretch of one path that other blocks hang from; the rest are whole subtrees. parent: the block
-    above, -1 for none. depth: of its first token, and how much of the stack it sees."""
-
-    tokens: np.ndarray
-    piece: int
-    parent: int
-    depth: int
+# 12. The routers' balance loss on a tree -----------------------------------------------------
+# For mixtures of experts: equation (7), and how many tokens each expert got.
+# Skip it for dense models.
 
 
-def plan(trie, max_tokens=None) -> list[Block]:
-    """Blocks of at most max_tokens, each after the one above it; None: all in one.
+class TreeBalance:
+    """(7) over a walk: for each sequence as if it were alone, at the cost of the tree.
 
-    From the end of a piece, subtrees that fit into a block are packed together, the first of them
-    into what is left of the piece's block; a larger one begins with its segment, cut into pieces.
+    (7) is linear in p once the counts n are known, and p_te is shared by all sequences that hold
+    token t. So it is a sum over tokens, with one factor for each token and expert:
+
+        aux = sum_t sum_e factor_te p_te,   factor_te = sum_(i holds t) coef E n_ie / (K L_i^2)
+
+    n_ie is a sum along a path, from the root to the sequence's last token: it is built on the way
+    down. factor_te is a sum over the sequences that end at or below t: it is built on the way up.
     """
-    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
-        raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
-    N = len(trie)
-    if max_tokens is None or N <= max_tokens:
-        return [Block(np.arange(N), 0, -1, 0)] if N else []
-    (children, stops), blocks, todo = trie.segments(), [], [(-1, -1)]
-    end, positions = trie.subtree_end.numpy(), trie.positions.numpy()
-    while todo:
-        token, holder = todo.pop()  # what hangs from this token, whose piece is in that block
-        below = children.get(token, [])
-        small = [child for child in below if end[child] - child <= max_tokens]
-        _pack(blocks, holder, [np.arange(child, end[child]) for child in small], max_tokens,
-              int(positions[token]) + 1 if token >= 0 else 0)  # fmt: skip
-        for child in (child for child in below if end[child] - child > max_tokens):
-            above = holder
-            for first in range(child, stops[child], max_tokens):
-                tokens = np.arange(first, min(first + max_tokens, stops[child]))
-                blocks.append(Block(tokens, len(tokens), above, int(positions[first])))
-                above = len(blocks) - 1
-            todo.append((stops[child] - 1, above))
-    inner = {block.parent for block in blocks}
-    return [x if b in inner else x._replace(piece=0) for b, x in enumerate(blocks)]
 
+    def __init__(self, trie, blocks, ending, coef, device):
+        self.trie = trie
+        self.blocks = blocks
+        self.ending = ending  # by block: the sequences that end in it
+        self.coef = coef
+        self.device = device
+        self.loss = 0.0
+        self.router_counts = {}  # layer -> (E,)
+        self.counts_above = {}  # (block, layer) -> n (E,) of the path to the end of its piece
+        self.factors = {}  # (block, layer) -> (n, E), each at the token where its sequence ends
 
-def _pack(blocks, holder, subtrees, max_tokens, depth):
-    """Put whole subtrees, in order, into the holder's block while they fit, then into new ones."""
-    used, bundles = (len(blocks[holder].tokens) if holder >= 0 else max_tokens), [[]]
-    for tokens in subtrees:
-        if used + len(tokens) > max_tokens:
-            used = 0
-            bundles.append([])
-        used += len(tokens)
-        bundles[-1].append(tokens)
-    if bundles[0]:
-        tokens = np.concatenate([blocks[holder].tokens, *bundles[0]])
-        blocks[holder] = blocks[holder]._replace(tokens=tokens)
-    blocks.extend(Block(np.concatenate(some), 0, holder, depth) for some in bundles[1:])
+    def routing(self, b):
+        """The `balance` argument of the model's hidden() for one block."""
+        ends = block_ends(self.trie, self.blocks[b])
+        return Routing(torch.from_numpy(ends).to(self.device))
 
+    def require_router(self, routing):
+        if self.coef and not routing.scores:
+            raise ValueError(f"aux_coef={self.coef}, but the model has no router; leave it 0")
 
-class Stack:
-    """Keys and values of the pieces above the current block, by layer; the index is the depth."""
+    def count(self, b, routing):
+        """On the way down: n of (7) for the sequences that end here, and for the blocks below."""
+        if not routing.chosen:
+            return
 
-    def __init__(self, limit):
-        self.limit, self.kv, self.grads = limit, {}, {}  # layer -> (2, 1, G, capacity, D)
+        # Where in the block the last token of each of these sequences lies.
+        block = self.blocks[b]
+        ending = torch.from_numpy(self.ending[b])
+        last_r = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
+        last_r = last_r.to(self.device)
+        lengths_r1 = self.trie.lengths[ending].to(self.device)[:, None]
 
-    def put(self, layer, depth, k_1GnD, v_1GnD, piece):
-        """Write a piece over what another path had left there."""
-        if piece:
-            at = slice(depth, depth + piece)
-            kv_21GpD = self._room(self.kv, layer, k_1GnD, at.stop)
-            kv_21GpD[0, :, :, at] = k_1GnD[:, :, :piece].detach()
-            kv_21GpD[1, :, :, at] = v_1GnD[:, :, :piece].detach()
+        for layer, chosen_nE in routing.chosen.items():
+            # Row t: tokens of the path from the root to t that each expert got.
+            n_nE = path_sums(chosen_nE, routing.end_n)
+            if block.parent >= 0:
+                n_nE = n_nE + self.counts_above[block.parent, layer]
+            if block.piece:
+                self.counts_above[b, layer] = n_nE[block.piece - 1]
 
-    def leave(self, layer, first, dk_1GpD, dv_1GpD):
-        """A block's part of (6) for the tokens above it."""
-        # NUMERICS: the sum over all blocks below is in float32 or better, and is cast once, with
-        # the block's own. Pinned by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
-        at = slice(first, first + dk_1GpD.shape[2])
-        grad_21GmD = self._room(self.grads, layer, dk_1GpD, at.stop)
-        grad_21GmD[0, :, :, at] += dk_1GpD
-        grad_21GmD[1, :, :, at] += dv_1GpD
+            n_rE = n_nE[last_r]
+            self.router_counts[layer] = self.router_counts.get(layer, 0) + n_rE.sum(0)
+            if self.coef:
+                E_over_K = n_nE.shape[1] / routing.experts_per_token
+                factor_nE = torch.zeros_like(n_nE)
+                factor_nE.index_add_(0, last_r, E_over_K * n_rE / lengths_r1.square())
+                self.factors[b, layer] = factor_nE * self.coef
 
-    def take(self, layer, depth, piece):
-        """What all blocks below have left for a piece; zero from here on. None: nothing."""
-        if layer not in self.grads or not piece:
-            return None
-        grad_21GnD = self.grads[layer][:, :, :, depth : depth + piece]
-        taken_21GnD = grad_21GnD.clone()
-        grad_21GnD.zero_()
-        return taken_21GnD
+    def gradients(self, b, routing):
+        """On the way up: [(p (n, E) of a layer, its gradient)], to go backward with the block."""
+        found = []
+        if not self.coef:
+            return found
+        for layer, scores_nE in routing.scores.items():
+            # Sequences that end in blocks below hold all of this block's piece. Those blocks have
+            # added their totals at its last token already; so does this one in its parent.
+            factor_nE, total_E = subtree_sums(self.factors.pop((b, layer)), routing.end_n)
+            parent = self.blocks[b].parent
+            if parent >= 0:
+                self.factors[parent, layer][self.blocks[parent].piece - 1] += total_E
 
-    def _room(self, store, layer, like_1GnD, needed):
-        """A layer's part, grown to twice its length if need be, but never beyond the limit."""
-        held = store[layer].shape[3] if layer in store else 0
-        if held < needed:
-            _, G, _, D = like_1GnD.shape
-            new_21GpD = like_1GnD.new_zeros(2, 1, G, min(max(needed, 2 * held), self.limit), D)
-            if held:
-                new_21GpD[:, :, :, :held] = store[layer]
-            store[layer] = new_21GpD
-        return store[layer]
-
-
-def overlay(blocks, group) -> list[Block]:
-    """This rank's blocks in the union of all ranks' forests: root laid on root, n-th child on n-th.
-
-    Where only others have a block stands an empty one, so that all make the same calls in one
-    order, and a call's backward, whose messages are of the forward's sizes, meets its own kind.
-    """
-    place = ring.ring_of(group)
-    parents, children = [[block.parent for block in blocks]] * place.world, []
-    if place.world > 1:
-        dist.all_gather_object(parents, parents[0], group=place.group)
-    for some in parents:
-        children.append({})
-        for b, parent in enumerate(some):
-            children[-1].setdefault(parent, []).append(b)
-    out, todo = [], [(-1, (-1,) * place.world)]
-    for above, nodes in todo:  # it grows meanwhile
-        lists = (below.get(node, ()) for below, node in zip(children, nodes, strict=True))
-        for laid in itertools.zip_longest(*lists):
-            own = laid[place.rank]
-            block = Block(np.zeros(0, np.int64), 0, -1, 0) if own is None else blocks[own]
-            out.append(block._replace(parent=above))
-            todo.append((len(out) - 1, laid))
-    return out
-
-
-def block_ends(trie, block):
-    """subtree_end of a block's tokens inside the block, (n,)."""
-    end = np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
-    end[: block.piece] = len(end)  # everything else in the block hangs from the piece's end
-    return end
-
-
-def block_masks(trie, block, window):
-    """(1) for a block: (mask of its tokens among themselves, of these against the stack from depth
-    `first` on or None for all of it, first): stack, piece and subtrees are a tree of their own."""
-    positions, end = trie.positions.numpy()[block.tokens], block_ends(trie, block)
-    n, p = len(positions), block.depth
-    own = trie.mask(window) if n == len(trie) else ring.Mask.tree(end, positions, window)
-    if window is None or not p:
-        return own, None, 0
-    first = min(max(0, int(positions.min()) - window + 1), p - 1)  # the rest is out of the window
-    above = p - first
-    ends = np.concatenate([np.full(above, above + n), above + end])
-    depths = np.concatenate([np.arange(first, p), positions])
-    both = ring.Mask.tree(ends, depths, window)
-    return own, both.slice(slice(above, None), slice(above)), first
-
-
-class _BlockAttention(torch.autograd.Function):
-    """A block against itself and the stack above it; its backward is (6) through the stack."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, stack, layer, block, masks, kernel):
-        own, above, first = masks
-        out, lse = ring.forward_tiles(q, k, v, own, kernel)
-        if block.depth:
-            kv = stack.kv[layer][:, :, :, first : block.depth]
-            out, lse = ring.merge(out, lse, *ring.forward_tiles(q, *kv, above, kernel))
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = stack, layer, block, masks, kernel
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        stack, layer, block, (own, above, first), kernel = ctx.rest
-        dq, dk, dv = ring.backward_tiles(dout, q, k, v, out, lse, None, own, kernel)
-        if block.depth:  # with the out and lse over all keys, the parts of the gradient add up
-            kv = stack.kv[layer][:, :, :, first : block.depth]
-            parts = ring.backward_tiles(dout, q, *kv, out, lse, None, above, kernel)
-            dq += parts[0]
-            stack.leave(layer, first, *parts[1:])
-        below = stack.take(layer, block.depth, block.piece)
-        if below is not None:
-            reached = below.shape[3]  # less than the piece if no block below saw all of it
-            dk[:, :, :reached] += below[0]
-            dv[:, :, :reached] += below[1]
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), *[None] * 5
+            self.loss = self.loss + (factor_nE * scores_nE.detach()).sum()  # (7)
+            if scores_nE.requires_grad:
+                found.append((scores_nE, factor_nE.to(scores_nE.dtype)))
+        return found
 
 
 class Routing:
-    """The `balance` callable of a block's sparse layers: what (7) needs of their routers."""
+    """The `balance` callable of a block's sparse layers: it keeps what (7) needs of the routers."""
 
     def __init__(self, end_n):
-        self.end_n, self.experts_per_token = end_n, 0
-        self.scores, self.chosen = {}, {}  # layer -> p (n, E) with its graph, and 0 or 1 (n, E)
-        self.graph = torch.is_grad_enabled()
+        self.end_n = end_n
+        self.experts_per_token = 0
+        self.scores = {}  # layer -> p (n, E), with its graph
+        self.chosen = {}  # layer -> (n, E), 1 where an expert was chosen
+        self.with_graph = torch.is_grad_enabled()
 
     def __call__(self, scores_nE, chosen_nK, /, *, layer):
-        if self.graph and not torch.is_grad_enabled():
+        if self.with_graph and not torch.is_grad_enabled():
             raise ValueError("a reentrant checkpoint would lose (7); use_reentrant=False")
-        self.scores[layer], self.experts_per_token = scores_nE, chosen_nK.shape[1]
+        self.scores[layer] = scores_nE
+        self.experts_per_token = chosen_nK.shape[1]
         zeros_nE = torch.zeros_like(scores_nE, dtype=torch.float64)
         self.chosen[layer] = zeros_nE.scatter(1, chosen_nK, 1.0)
 
 
 def subtree_sums(x_nE, end_n, /):
-    """Sum of the rows t .. end_t - 1, and of all rows: in preorder, over a token's subtree."""
+    """For each row t the sum of the rows t .. end_t - 1, its subtree, and the sum of all rows."""
+    # With sums S from the front, S_0 = 0, the sum of a stretch is S_end - S_t.
     sums_mE = torch.cat([x_nE.new_zeros(1, x_nE.shape[1]), x_nE.cumsum(0)])
     return sums_mE[end_n] - sums_mE[:-1], sums_mE[-1]
 
 
 def path_sums(x_nE, end_n, /):
-    """Sum of x over a token's ancestors and itself: a row counts until its subtree ends."""
+    """For each row the sum over its ancestors and itself."""
+    # Row t counts from t until its subtree ends: add it at t, take it away at end_t, and sum.
+    #
+    #     5 6 7 / 5 6 8 / 5 9      token t        0  1  2  3  4
+    #                              add at         0  1  2  3  4
+    #                              take away at   5  4  3  4  5
     events_mE = torch.cat([x_nE, x_nE.new_zeros(1, x_nE.shape[1])])
     return events_mE.index_add(0, end_n, -x_nE)[:-1].cumsum(0)
 
 
-# 5. The engine -------------------------------------------------------------------------------
+# 13. Ranks that must make the same calls -----------------------------------------------------
+# For section 4 across ranks, and for layers that send to ranks with other trees (`lockstep`).
+# Skip it on one rank.
 
-class NonFiniteLoss(FloatingPointError, ValueError):
-    """A caller's loss, or its gradient, is not finite; the message names the sequence."""
+
+def _sum_over_ranks(x, place):
+    """The sum of terms that only one rank has each; every rank computes the same loss of it."""
+    return x if place.world == 1 else _Sum.apply(x, place.group)
 
 
-class _Engine:
-    """Blocks depth first: forward, losses of complete paths, the blocks below, backward.
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
-    An edge leads from a token to the next one and goes by that, its child; it is scored in the
-    block that holds the parent. found: (C, N), (3) by edge. upstream: (5), the same. used: which of
-    the C some loss used; the first always.
+    @staticmethod
+    def backward(ctx, grad):
+        # Each rank has the whole gradient already, because each computes the whole loss. A second
+        # sum would count it once for every rank.
+        return grad, None
+
+
+def overlay(blocks, group) -> list[Block]:
+    """This rank's blocks, with empty ones where only other ranks have a block.
+
+    Expert-parallel ranks must make the same number of model calls, in one order, so that a call's
+    messages meet their like in forward and backward. So the ranks' block trees are aligned by
+    position, n-th child with n-th child, and where this rank has no block stands an empty one.
     """
+    place = ring.ring_of(group)
+    parents = [[block.parent for block in blocks]] * place.world
+    if place.world > 1:
+        dist.all_gather_object(parents, parents[0], group=place.group)
 
-    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0,
-                 lockstep=None, masks=None, batched=False, check_finite=True):  # fmt: skip
-        self.model, self.trie, self.blocks = model, trie, plan(trie, max_tokens)
-        self.temperature, self.aux_coef = temperature, aux_coef
-        self.lockstep, self.batched, self.check_finite = lockstep, batched, check_finite
-        if lockstep is not None:
-            self.blocks = overlay(self.blocks, lockstep)
-        self.routed = "balance" in inspect.signature(model.hidden).parameters
-        weight = next(model.parameters())
-        self.device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
-        size = 2 + bool(_is_critic(model)), len(trie)
-        self.found_CN = torch.zeros(size, dtype=dtype, device=self.device)
-        self.upstream_CN, self.used = None, [True, False, False]
-        self.stack = Stack(max((b.depth + b.piece for b in self.blocks if b.piece), default=0))
-        owner, parent = np.zeros(len(trie), np.int64), trie.parent.numpy()
-        for b, block in enumerate(self.blocks):
-            owner[block.tokens] = b
-        scored = np.flatnonzero((parent >= 0) & _wanted(trie, masks))
-        by_parent = _grouped(owner[parent[scored]], len(self.blocks))
-        self.edges = [torch.from_numpy(scored[some]) for some in by_parent]
-        self.ending = _grouped(owner[trie.ends.numpy()], len(self.blocks))
-        above = np.array([block.parent for block in self.blocks], np.int64)
-        self.below = _grouped(above + 1, len(self.blocks) + 1)  # [0]: those without one above
-        self.paths, self.owed = {}, {}  # of (7), by block and layer: n (E,) so far, factors below
-        self.loss, self.aux_loss, self.router_counts = 0.0, 0.0, {}
+    children = []  # by rank: {block: its children}
+    for parents_of_rank in parents:
+        children.append({})
+        for b, parent in enumerate(parents_of_rank):
+            children[-1].setdefault(parent, []).append(b)
 
-    def run(self, loss_fn=None, recompute=False):
-        """Without loss_fn: forward only, under no_grad, and no memory for any gradient."""
-        if loss_fn is not None:
-            self.upstream_CN = torch.zeros_like(self.found_CN)
-        todo = [(b, False, None) for b in self.below[0][::-1].tolist()]
-        while todo:
-            b, visited, work = todo.pop()
-            if visited:
-                self.backward(b, work or self.forward(b))
-                continue
-            # A block with none below goes backward next: its graph is kept in any case.
-            below = self.below[b + 1]
-            keep = loss_fn is not None and not (recompute and len(below))
-            with torch.set_grad_enabled(keep):
-                work = self.forward(b)
-            self.note(b, *work)
-            if loss_fn is not None:
-                self.evaluate(b, loss_fn)
-                todo.append((b, True, work if keep else None))
-            todo += [(child, False, None) for child in below[::-1].tolist()]
-
-    def forward(self, b):
-        """The scores (C of (e,)) of edges that leave this block's tokens, its routing, states."""
-        trie, stack, block, masks, seen = self.trie, self.stack, self.blocks[b], {}, set()
-        if not len(block.tokens):
-            return self.stand_in()
-        routing = Routing(torch.from_numpy(block_ends(trie, block)).to(self.device))
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            if layer in seen:
-                raise ValueError(f"two layers call attention with layer={layer}; number them")
-            if running:  # a checkpoint calls again later
-                seen.add(layer)
-            if window not in masks:
-                masks[window] = block_masks(trie, block, window)
-            stack.put(layer, block.depth, k, v, block.piece)
-            kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
-            return _BlockAttention.apply(q, k, v, stack, layer, block, masks[window], kernel)
-
-        own, running = torch.from_numpy(block.tokens), True
-        tokens_1n, depth_1n = (x[own][None].to(self.device) for x in (trie.tokens, trie.positions))
-        also = {"balance": routing} if self.routed else {}
-        hidden_1nM = self.model.hidden(tokens_1n, positions=depth_1n, attention=attention, **also)
-        running = False
-        seen.clear()
-        if not masks:
-            raise ValueError(f"{type(self.model).__name__}.hidden never called `attention`: its "
-                             "tokens mix in a way a tree cannot follow; every layer must call it")
-        if self.aux_coef and not routing.scores:
-            raise ValueError(f"aux_coef={self.aux_coef}, but the model has no router; leave it 0")
-        edges, scores = self.edges[b], ()
-        if len(edges):
-            scores = _scores(self.model, hidden_1nM[0], own, trie, edges, self.temperature)
-        unseen = block.piece and not scores  # by any loss, but perhaps by blocks below
-        return scores, routing, hidden_1nM if unseen or self.lockstep is not None else None
-
-    def stand_in(self):
-        """What an empty block runs: one token that no loss sees, for the messages of the layers."""
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            return ring.attend(q, k, v, scale=scale, softcap=softcap)[0]
-
-        tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        hidden_11M = self.model.hidden(tokens_11, positions=tokens_11, attention=attention)
-        return (), Routing(None), hidden_11M
-
-    def note(self, b, scores, routing, _):
-        """Keep the scores, and the tokens that each expert got on the way here, (7)'s n."""
-        edges, block = self.edges[b].to(self.device), self.blocks[b]
-        for row_N, score in zip(self.found_CN, scores, strict=False):
-            row_N[edges] = score.detach().to(row_N.dtype)
-        if not routing.chosen:
-            return
-        ending = torch.from_numpy(self.ending[b])
-        at = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
-        lengths_r1 = self.trie.lengths[ending].to(self.device)[:, None]
-        for layer, chosen_nE in routing.chosen.items():
-            n_nE = path_sums(chosen_nE, routing.end_n)
-            if block.parent >= 0:
-                n_nE = n_nE + self.paths[block.parent, layer]
-            if block.piece:
-                self.paths[b, layer] = n_nE[block.piece - 1]
-            n_rE, factor = n_nE[at.to(self.device)], n_nE.shape[1] / routing.experts_per_token
-            self.router_counts[layer] = self.router_counts.get(layer, 0) + n_rE.sum(0)
-            if self.aux_coef:
-                owed_nE = torch.zeros_like(n_nE)
-                owed_nE.index_add_(0, at.to(self.device), factor * n_rE / lengths_r1.square())
-                self.owed[b, layer] = owed_nE * self.aux_coef
-
-    def evaluate(self, b, loss_fn):
-        """(4) and (5) of the sequences that end in this block."""
-        losses, finite, ending = [], [], self.ending[b].tolist()
-        for some in [ending] * bool(ending) if self.batched else [[i] for i in ending]:
-            at, inside = _padded_paths(self.trie, some, self.device)
-            scores = (row_N[at].masked_fill(~inside, 0.0) for row_N in self.found_CN)
-            leaves = [x_RT.requires_grad_() for x_RT in scores]
-            with torch.enable_grad():
-                given = (some, *leaves) if self.batched else (some[0], *(x[0] for x in leaves))
-                loss = loss_fn(*given)
-                loss = loss if torch.is_tensor(loss) else self.found_CN.new_tensor(loss)
-                if loss.dim():
-                    raise ValueError("loss_fn must return one number a call, of shape (); for "
-                                     f"sequence {given[0]} came {[*loss.shape]}; sum or average it")
-                if loss.requires_grad:
-                    loss.backward()
-            losses.append(loss.detach().to(self.found_CN))
-            checks = [losses[-1].isfinite()]
-            for c, leaf in enumerate(leaves):
-                if leaf.grad is not None:
-                    self.upstream_CN[c].index_add_(0, at[inside], leaf.grad[inside])
-                    self.used[c] = True
-                    checks.append(leaf.grad[inside].isfinite().all())
-            finite.append(torch.stack(checks).all())
-        # one wait for the device a block
-        if self.check_finite and ending and not torch.stack(finite).all():
-            k = finite.index(False)
-            which = f"sequences {ending}" if self.batched else f"sequence {ending[k]}"
-            what = ", its gradient is not finite" if losses[k].isfinite() else ""
-            raise NonFiniteLoss(f"the loss of {which} is {losses[k].item()}{what}")
-        self.loss = sum(losses, self.loss)
-
-    def backward(self, b, work):
-        """The gradient of this block, of its losses and of what lies below it."""
-        (scores, routing, hidden_1nM), edges = work, self.edges[b].to(self.device)
-        outputs, grads = [], []
-        for c, score in enumerate(scores):
-            if self.used[c] and score.requires_grad:
-                # Zeros for an entropy that no loss uses would cost the head a second time.
-                outputs.append(score)
-                grads.append(self.upstream_CN[c, edges].to(score.dtype))
-        block = self.blocks[b]
-        for layer, scores_nE in routing.scores.items() if self.aux_coef else ():
-            owed_nE = self.owed.pop((b, layer))
-            factor_nE, total_E = subtree_sums(owed_nE, routing.end_n)
-            if block.parent >= 0:
-                end = self.blocks[block.parent].piece - 1
-                self.owed[block.parent, layer][end] += total_E
-            self.aux_loss = self.aux_loss + (factor_nE * scores_nE.detach()).sum()
-            if scores_nE.requires_grad:
-                outputs.append(scores_nE)
-                grads.append(factor_nE.to(scores_nE.dtype))
-        if hidden_1nM is not None and not any(score.requires_grad for score in scores):
-            # no loss of its own, but what blocks below left for K and V, and the ranks' messages
-            outputs += [hidden_1nM] * hidden_1nM.requires_grad
-            grads += [torch.zeros_like(hidden_1nM)] * hidden_1nM.requires_grad
-        if outputs:
-            torch.autograd.backward(outputs, grads)
+    # To do: a position in the common tree, as the index of its block here and by rank (None: the
+    # rank has none). The loop appends to the list that it walks over.
+    #
+    #     rank 0 has   0 - 1        together   0 - 2      rank 0 has there: 0, empty, 1
+    #     rank 1 has   0 and 1                 1          rank 1 has there: 0, 1, empty
+    aligned = []
+    todo = [(-1, (-1,) * place.world)]
+    for above, block_by_rank in todo:
+        below = [of_rank.get(b, ()) for of_rank, b in zip(children, block_by_rank, strict=True)]
+        for child_by_rank in itertools.zip_longest(*below):
+            mine = child_by_rank[place.rank]
+            block = Block(np.zeros(0, np.int64), 0, -1, 0) if mine is None else blocks[mine]
+            aligned.append(block._replace(parent=above))
+            todo.append((len(aligned) - 1, child_by_rank))
+    return aligned
 
 
-def _scores(model, hidden_nM, own_n, trie, edges_e, temperature):
-    """(3): the head at the parents of some edges alone; own_n: the tokens of the states, ascending.
+def _stand_in(model, device):
+    """What an empty block runs: one token that no loss sees, for the messages of the layers."""
 
-    An edge goes by its child. (log-probs, entropies, of a critic values), (e,) each.
-    """
-    device = hidden_nM.device
-    at_eM = hidden_nM[torch.searchsorted(own_n, trie.parent[edges_e]).to(device)]
-    targets = trie.tokens[edges_e].to(device)
-    scores = model.logprobs(at_eM, targets, temperature=temperature)
-    return (*scores, model.values(at_eM)) if _is_critic(model) else tuple(scores)
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        return ring.attend(q, k, v, scale=scale, softcap=softcap)[0]
 
-
-def _padded_paths(trie, some, device):
-    """What scores are about, (R, T): tokens of the tree, and bool, which are no filling."""
-    at_RT = pad_sequence([trie.path(i)[1:] for i in some], batch_first=True)
-    inside_RT = torch.arange(at_RT.shape[1]) < trie.lengths[list(some)][:, None] - 1
-    return at_RT.to(device), inside_RT.to(device)
+    tokens_11 = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    hidden_11M = model.hidden(tokens_11, positions=tokens_11, attention=attention)
+    return _Forwarded((), Routing(None), hidden_11M)
 
 
-def _wanted(trie, masks):
-    """Which edges to score, (N,) bool: those that the mask of any sequence wants."""
-    wanted_N = np.full(len(trie), masks is None)
-    if masks is not None and len(masks) != len(trie.lengths):
-        raise ValueError(f"{len(masks)} masks for {len(trie.lengths)} sequences; one for each")
-    for i, mask in enumerate(() if masks is None else masks):
-        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
-        path = trie.path(i)[1:].numpy()
-        if mask.shape != path.shape:
-            raise ValueError(f"mask {i} has shape {mask.shape}; its sequence wants ({len(path)},)")
-        wanted_N[path[mask]] = True
-    return wanted_N
+# 14. Dealing sequences out to ranks ----------------------------------------------------------
+# For data-parallel training: who trains on which sequences, so that prefixes stay together.
+# Skip it on one rank, and if your own sampler deals out groups.
 
-
-def _grouped(keys, count):
-    """[indices of the keys 0, of the keys 1, ..], each ascending."""
-    order = np.argsort(keys, kind="stable")
-    return np.split(order, np.searchsorted(keys[order], np.arange(1, count))) if count else []
-
-
-def require_tree_model(model, trie, /):
-    """ValueError, before anything runs, if this model's tokens may mix otherwise than in (1).
-
-    Each layer must call attention(q, k, v, layer=, scale=, window=, softcap=) once, with a number
-    of its own; the last two may be left out.
-    """
-    if not isinstance(trie, TokenTrie):
-        raise ValueError(f"expected a TokenTrie, came {type(trie).__name__}; TokenTrie(sequences)")
-    takes = inspect.signature(model.hidden).parameters if hasattr(model, "hidden") else {}
-    if not {"positions", "attention"} <= set(takes) or not hasattr(model, "logprobs"):
-        raise ValueError(f"{type(model).__name__} must have .hidden(tokens, positions=, attention=)"
-                         " and .logprobs(hidden, targets, temperature=), like models.Transformer")
-    for name, module in model.named_modules():
-        if isinstance(module, DROPOUT) and module.p and module.training:
-            raise ValueError(f"{name} drops out with p = {module.p}: what a shared token loses "
-                             "would differ between its sequences; call model.eval(), or set p = 0")
-        if isinstance(module, MIXERS) or OTHER_MIXERS.search(type(module).__name__):
-            raise ValueError(f"{name} is {type(module).__name__}: it mixes tokens in another way "
-                             "than causal softmax attention; train the sequences one by one")
-    config = getattr(model, "config", None)
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"layers of {sorted(kinds)}: not all are causal softmax attention")
-    vocab = getattr(config, "vocab_size", math.inf)
-    if len(trie) and (largest := int(trie.tokens.max())) >= vocab:
-        i = next(i for i in range(len(trie.ends)) if largest in trie.tokens[trie.path(i)])
-        raise ValueError(f"sequence {i} has the token id {largest}; ids are below {vocab}")
-    longest = int(trie.lengths.max()) if len(trie) else 0
-    if longest > (getattr(config, "max_position_embeddings", None) or math.inf):
-        i, limit = int(trie.lengths.argmax()), config.max_position_embeddings
-        raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
-
-
-# 6. Across ranks -----------------------------------------------------------------------------
 
 class Cost(NamedTuple):
     """Modelled time of a tree, in units of a token: of a token, of a pair, of a token done again.
@@ -813,82 +1477,113 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     if strategy not in ("dfs", "lpt", "round_robin") or world < 1:
         raise ValueError('strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
                          f"came {strategy!r} and {world}")
-    trie, cost = TokenTrie(sequences), cost or Cost()
-    L, R = trie.lengths.numpy(), len(trie.lengths)
+    trie = TokenTrie(sequences)
+    cost = cost or Cost()
+    lengths = trie.lengths.numpy()
     if strategy == "round_robin":
-        return [list(range(rank, R, world)) for rank in range(world)]
+        return [list(range(rank, len(lengths), world)) for rank in range(world)]
     if strategy == "lpt":
-        shares, load, time = [[] for _ in range(world)], np.zeros(world), cost.of_path(L)
-        for i in np.argsort(-time, kind="stable").tolist():
-            rank = int(load.argmin())
-            shares[rank].append(i)
-            load[rank] += time[i]
-        return shares
-    whole = cost.of_path(L[trie._order])
-    own = whole - cost.of_path(trie._shared)
-    times = list(zip(*(x.tolist() for x in (whole, own, trie._shared)), strict=True))
-    low, high = whole.max(initial=0.0), whole.sum()
+        return _longest_first(cost.of_path(lengths), world)
+
+    # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
+    # that it does not share with the one before.
+    whole = cost.of_path(lengths[trie.order])
+    new = whole - cost.of_path(trie.shared)
+    times = list(zip(whole.tolist(), new.tolist(), trie.shared.tolist(), strict=True))
+
+    # If no rank may take longer than some time, greedy stretches use the fewest ranks. So the least
+    # time for which `world` ranks are enough is found by bisection.
+    low = whole.max(initial=0.0)
+    high = whole.sum()
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        enough = _stretches(times, cost.again, middle, world)
-        low, high = (low, middle) if enough else (middle, high)
-    cuts = _stretches(times, cost.again, high, world)
-    return [[trie._order[k] for k in range(a, b)] for a, b in zip(cuts, cuts[1:], strict=False)]
+        if _cut(times, cost.again, middle, world) is None:
+            low = middle
+        else:
+            high = middle
+    cuts = _cut(times, cost.again, high, world)
+    return [[trie.order[k] for k in range(a, b)] for a, b in itertools.pairwise(cuts)]
 
 
-def _stretches(times, again, most, world):
-    """Ends of the longest stretches within a time, [0, .., R] of world + 1; [] if too many.
+def _longest_first(times, world):
+    """Each sequence, the longest first, to the rank with the least so far."""
+    shares = [[] for _ in range(world)]
+    load = np.zeros(world)
+    for i in np.argsort(-times, kind="stable").tolist():
+        rank = int(load.argmin())
+        shares[rank].append(i)
+        load[rank] += times[i]
+    return shares
 
-    The first sequence of a stretch pays for its whole path, another one for its own part, which it
-    does not share with the one before; and of tokens above forks, for those it shares beyond what
-    that one shares. times: (whole, own, tokens shared) of each sequence, sorted.
+
+def _cut(times, again, limit, world):
+    """[0, .., R], world + 1 ends of the longest stretches within a time; None if world is too few.
+
+    times: for each sorted sequence (time of its whole path, time of its new tokens, how many tokens
+    it shares with the one before). again: `Cost.again`.
     """
-    cuts, time, before = [0], 0.0, 0
-    for k, (whole, own, shared) in enumerate(times):
-        time += own + again * max(shared - before, 0)
-        before = shared
-        if time > most * (1 + 1e-12):
+    # A stretch pays the whole path of its first sequence, then new tokens. A token above a fork is
+    # computed again: those are the shared ones, counted when the shared part gets longer.
+    cuts = [0]
+    time = 0.0
+    forked = 0  # tokens of the current path that are known to lie above a fork
+    for k, (whole, new, shared) in enumerate(times):
+        time += new + again * max(shared - forked, 0)
+        forked = shared
+        if time > limit * (1 + 1e-12):
             cuts.append(k)
-            time, before = whole, 0
+            time = whole
+            forked = 0
             if len(cuts) > world:
-                return []
+                return None
     return cuts + [len(times)] * (world + 1 - len(cuts))
 
 
 def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
-    """Deal all ranks' sequences out by `partition`: this rank's share of (sequences, data).
+    """Deals all ranks' sequences out by `partition`: this rank's share of (sequences, data).
 
-    sequences: this rank's own, data: anything that pickles, one for each (a tuple of advantages, a
-    mask, an id to find it again); either may be []. Tensors come back on the CPU. ValueError on
+    sequences: this rank's own. data: anything that pickles, one for each (a tuple of advantages, a
+    mask, an id to find it again). Either may be []. Tensors come back on the CPU. ValueError on
     every rank if the lists of any do not fit. Every rank of the group calls it, once.
     """
-    place, problem, arrays, mine = ring.ring_of(group), None, [], []
+    # A rank whose own lists are wrong may not stop here: the others would wait for it forever.
+    place = ring.ring_of(group)
+    problem = None
+    arrays = []
+    items = []
     try:
-        arrays = [_checked(i, x, None) for i, x in enumerate(sequences)]
-        mine = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
-        if len(arrays) != len(mine):
-            raise ValueError(f"{len(arrays)} sequences, but data for {len(mine)}; one for each")
+        arrays = [_token_ids(i, x, None) for i, x in enumerate(sequences)]
+        items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
+        if len(arrays) != len(items):
+            raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
     except (TypeError, ValueError) as error:
         problem = str(error)
+
     # COMM: one message, which every rank sends, also with nothing or with its error in it. All see
     # all sequences, as `partition` must; their data are of the same size and go along. Pinned by
     # tests/test_tree_ranks.py::test_redistribute_when_only_rank_0_has_data.
-    held = [(problem, arrays, mine)] * place.world
+    by_rank = [(problem, arrays, items)] * place.world
     if place.world > 1:
-        dist.all_gather_object(held, held[0], group=place.group)
-    problems = [f"rank {rank}: {why}" for rank, (why, *_) in enumerate(held) if why]
+        dist.all_gather_object(by_rank, by_rank[0], group=place.group)
+    problems = [f"rank {rank}: {why}" for rank, (why, _, _) in enumerate(by_rank) if why]
     if problems:
         raise ValueError("; ".join(problems))
-    every = [pair for _, *both in held for pair in zip(*both, strict=True)]
-    shares = partition([x for x, _ in every], place.world, strategy=strategy, cost=cost)
-    share = [every[i] for i in shares[place.rank]]
-    return [torch.from_numpy(x) for x, _ in share], [x for _, x in share]
+
+    # Every rank has the same list now, so every rank finds the same partition.
+    pairs = []
+    for _, arrays_of_rank, items_of_rank in by_rank:
+        pairs += zip(arrays_of_rank, items_of_rank, strict=True)
+    shares = partition([x for x, _ in pairs], place.world, strategy=strategy, cost=cost)
+    share = [pairs[i] for i in shares[place.rank]]
+    return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
 
 
 @torch.no_grad()
 def sum_gradients(parameters, *, group=None):
     """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
-    place, works = ring.ring_of(group), []
+    # The losses are sums over sequences, never means, so gradients are summed and never averaged.
+    place = ring.ring_of(group)
+    works = []
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:
@@ -899,247 +1594,60 @@ def sum_gradients(parameters, *, group=None):
         work.wait()
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over the ranks of terms that only one has; the loss, so its gradient, all have."""
+# 15. check: every gradient against the definition --------------------------------------------
+# For auditors: a small model, every shape of tree that could go wrong, and a table of errors.
+# Skip it to use the file; run it after every change.
 
-    @staticmethod
-    def forward(ctx, x, group):
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-# 7. Entry points -----------------------------------------------------------------------------
-
-def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None,
-                padded=False, group=None, method="ring", layout="zigzag"):  # fmt: skip
-    """For each sequence, in input order, (L_i - 1,) log-probs, entropies and, of a critic, values.
-
-    Differentiable with the graph of the whole tree. max_tokens: block by block, without gradients
-    (call it under torch.no_grad; `tree_backward` trains so). masks, lockstep: see there. padded:
-    instead a (R, longest) tensor of each, 0 behind a sequence's end. group: its ranks share the
-    tokens out, attention goes through `ring_attention` (method, layout) with the tree's mask, all
-    get all scores, and a loss that each computes alike gives each its tokens' part of the gradient.
-    """
-    require_tree_model(model, trie)
-    if max_tokens is None and lockstep is None and len(trie):
-        columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
-    elif (len(trie) or lockstep is not None) and (torch.is_grad_enabled() or group is not None):
-        raise ValueError("max_tokens and lockstep are for forward passes without group: call "
-                         "tree_scores under torch.no_grad(), or train with tree_backward")
-    else:
-        options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
-        engine = _Engine(model, trie, max_tokens=max_tokens, **options)
-        engine.run()
-        columns = engine.found_CN.unbind()
-    if not len(trie):
-        return [x_N.view(0, 0) for x_N in columns] if padded else []
-    at_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)), columns[0].device)
-    if padded:
-        return [x_N[at_RT].masked_fill(~inside_RT, 0.0) for x_N in columns]
-    at, sizes = at_RT[inside_RT], (trie.lengths - 1).tolist()
-    return list(zip(*(x_N.index_select(0, at).split(sizes) for x_N in columns), strict=True))
-
-
-def _packed_scores(model, trie, temperature, masks, group, method, layout):
-    """(3) for each token of the tree given its parent, C of (N,), in one graph; 0 where none is."""
-    place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
-    own = ring.indices(len(trie), place.rank, place.world, layout)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        if place.world == 1:
-            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
-        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
-        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
-
-    device = next(model.parameters()).device
-    tokens_1n, positions_1n = (x[own][None].to(device) for x in (trie.tokens, trie.positions))
-    hidden_nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)[0]
-    here_N = np.isin(trie.parent.numpy(), own.numpy()) & _wanted(trie, masks)
-    edges = torch.from_numpy(np.flatnonzero(here_N))
-    scores = _scores(model, hidden_nM, own, trie, edges, temperature)
-    whole = (x.new_zeros(len(trie)).index_copy(0, edges.to(device), x) for x in scores)
-    return tuple(whole if place.world == 1 else (_Sum.apply(x, place.group) for x in whole))
-
-
-def tree_logprobs(model, trie, **options):
-    """Log-probs (L_i - 1,) of each sequence, in input order; options: those of `tree_scores`."""
-    return [scores[0] for scores in tree_scores(model, trie, **options)]
-
-
-class TreeResult(NamedTuple):
-    """What `tree_backward` returns, detached."""
-
-    loss: torch.Tensor  # (4), without (7)
-    logprobs: list  # (L_i - 1,) of each sequence, in input order
-    aux_loss: torch.Tensor | float = 0.0  # (7)
-    router_counts: dict | None = None  # layer -> (E,): tokens each expert got, once a sequence
-
-
-def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
-                  aux_coef=0.0, masks=None, lockstep=None, batched=False,
-                  check_finite=True) -> TreeResult:  # fmt: skip
-    """Add the gradient of (4) and (7) to .grad, like loss.backward(), in O(path) memory.
-
-    loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,): sequence i's loss, a
-    tensor (), called once for each i, also where L_i = 1, as soon as the sequence's path is done;
-    it may have no gradient, and it may not use what an earlier call was given. Item s of these is
-    about x_s+1 given x_0 .. x_s; values are of that state. Hooks of parameters fire once a block.
-    max_tokens: of a block; None: one block. recompute: keep K and V, not graphs, of the blocks
-    above, and run them forward twice. aux_coef: coef of (7). masks: bool (L_i - 1,) of each
-    sequence: the head runs where one wants it, the rest of what loss_fn gets is 0 and has no
-    gradient; None: everywhere. lockstep: a group whose ranks' layers send to each other (experts;
-    FSDP2 in one block): they make as many calls as each other, whatever their trees, see `overlay`;
-    all call this at once, one without sequences too. batched: instead one call a block,
-    loss_fn([i, ..], scores, ..) -> (), for the R sequences that end in it, with (R, T) scores, 0
-    behind a sequence's end: many short ones are then as fast as one. check_finite: False lets NaN
-    into the gradient, as loss.backward() would, for a caller who looks at that; no rank of a
-    lockstep may stop by itself.
-
-    ValueError where model or tree do not fit, NonFiniteLoss, or whatever loss_fn raises: .grad is
-    then as it was.
-    """
-    require_tree_model(model, trie)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if not parameters or torch.is_inference_mode_enabled():
-        raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
-    if lockstep is not None and check_finite:
-        raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
-    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, masks=masks,
-                     aux_coef=aux_coef, lockstep=lockstep, batched=batched,
-                     check_finite=check_finite)  # fmt: skip
-    before, own = [p.grad for p in parameters], [None] * len(parameters)  # so after a failure too
-    try:
-        for p in parameters:
-            p.grad = None
-        with torch.enable_grad():
-            engine.run(loss_fn, recompute)
-        own = [p.grad for p in parameters]
-    finally:
-        for p, old, new in zip(parameters, before, own, strict=True):
-            p.grad = old if new is None else new if old is None else old.add_(new)
-    loss = torch.as_tensor(engine.loss, dtype=engine.found_CN.dtype)
-    logprobs = [engine.found_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
-    return TreeResult(loss, logprobs, engine.aux_loss, engine.router_counts)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive: `now`, and at most, `peak`."""
-
-    def __init__(self):
-        super().__init__()
-        self.now, self.peak, self.known = 0, 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        given, made = ([x.untyped_storage() for x in tree_leaves(some) if torch.is_tensor(x)]
-                       for some in ((args, kwargs), out))  # fmt: skip
-        for storage in made:
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self.known and key not in [x._cdata for x in given]:
-                self.known.add(key)
-                self.now += size
-                weakref.finalize(storage, self._freed, key, size)
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _freed(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
-class Memory(NamedTuple):
-    """Bytes beyond the parameters and their .grad; what accumulates is held beside a .grad."""
-
-    stack: int  # K, V, dK and dV of the deepest path of pieces
-    activations: int  # graphs and what forward and backward hold for a moment
-
-
-def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
-    """What `tree_backward` would hold at its peak, were it called now.
-
-    Measured: one block of 64 tokens and one of 128, forward and backward; a block of n tokens then
-    counts by the straight line through both, and the walk over the tree's blocks is exact. Too
-    much where the log-probs' chunks are full (`models.token_logprobs`).
-    """
-    require_tree_model(model, trie)
-    small, large = _probe(model, 64), _probe(model, 128)
-    (graph1, extra1, *_), (graph2, extra2, key_bytes, grad_bytes, layers) = small, large
-    blocks, above, peak = plan(trie, max_tokens), {-1: 0.0}, 0.0
-    inner, deepest = {block.parent for block in blocks}, 0
-    for b, block in enumerate(blocks):
-        share = len(block.tokens) / 64 - 1
-        graph, extra = graph1 + share * (graph2 - graph1), extra1 + share * (extra2 - extra1)
-        peak = max(peak, above[block.parent] + graph + extra + block.depth * grad_bytes / layers)
-        above[b] = 0.0 if recompute and b in inner else above[block.parent] + graph
-        deepest = max(deepest, block.depth + block.piece if block.piece else 0)
-    columns = 2 * (2 + bool(_is_critic(model))) * 4 * len(trie)
-    second = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return Memory(int(deepest * (key_bytes + grad_bytes)), int(max(peak, 0) + columns + second))
-
-
-def _probe(model, n):
-    """Bytes of the graph of n tokens, of its backward besides; of K and V a token, of dK and dV."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    before = [p.grad for p in parameters]
-    engine = _Engine(model, TokenTrie([[0] * (n + 1)]), max_tokens=n)
-    try:
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
-        engine.upstream_CN = torch.zeros_like(engine.found_CN)
-        with torch.enable_grad(), LiveBytes() as live:
-            work = engine.forward(0)
-            graph = live.now
-            engine.backward(0, work)
-            extra = live.peak - graph
-    finally:
-        for p, grad in zip(parameters, before, strict=True):
-            p.grad = grad
-    held = list(engine.stack.kv.values())
-    key_bytes = sum(x.nbytes for x in held) / n
-    wide = torch.promote_types(held[0].dtype, torch.float32).itemsize / held[0].itemsize
-    return graph - key_bytes * n, extra, key_bytes, key_bytes * wide, len(held)
-
-
-# 8. check: every gradient against the definition ---------------------------------------------
 
 class TinyModel(nn.Module):
     """What a tree asks of a model, small: GQA, q/k norm, RoPE, tied head, window, softcap."""
 
     def __init__(self, seed=0, *, vocab=11, layers=2, heads=4, groups=2, head_dim=4, width=16):
         super().__init__()
+        self.heads = heads
+        self.groups = groups
+        self.forwarded = 0  # tokens that `hidden` was given
+
+        # One tensor for all layers of a kind: the first dimension is the layer.
+        shapes = {
+            "embed": (vocab, width),
+            "qkv": (layers, (heads + 2 * groups) * head_dim, width),
+            "norm": (layers, 2, head_dim),
+            "o": (layers, width, heads * head_dim),
+            "up": (layers, 2 * width, width),
+            "down": (layers, width, 2 * width),
+        }
         generator = torch.Generator().manual_seed(seed)
-        sizes = (heads + 2 * groups) * head_dim, width
-        shapes = {"embed": (vocab, width), "qkv": (layers, *sizes), "norm": (layers, 2, head_dim),
-                  "o": (layers, width, heads * head_dim), "up": (layers, 2 * width, width),
-                  "down": (layers, width, 2 * width)}  # fmt: skip
         for name, shape in shapes.items():
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
             setattr(self, name, nn.Parameter(drawn))
-        self.heads, self.groups, self.forwarded = heads, groups, 0
 
     def hidden(self, tokens_BS, /, *, positions=None, attention=None):
         self.forwarded += tokens_BS.numel()
+        attention = attention or self.defined
         x_BSM = self.embed[tokens_BS]
         positions = torch.arange(x_BSM.shape[1])[None] if positions is None else positions
+
+        # RoPE as a rotation in the complex plane: a token's pairs of numbers turn by angles that
+        # grow with its position. On a tree the position is the depth.
         frequencies = 0.1 ** torch.arange(0, self.norm.shape[2], 2).to(x_BSM)
         angles_B1Sf = positions[:, None, :, None] * frequencies
         turn_B1Sf = torch.polar(torch.ones_like(angles_B1Sf), angles_B1Sf)
 
-        def rotated(x, norm):  # with q/k norm
+        def normed_and_turned(x, norm):
             x = norm * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-            return torch.view_as_real(torch.view_as_complex(x.unflatten(3, (-1, 2))) * turn_B1Sf)
+            turned = torch.view_as_complex(x.unflatten(3, (-1, 2))) * turn_B1Sf
+            return torch.view_as_real(turned).flatten(3)
 
         for layer in range(len(self.qkv)):
             parts = (x_BSM @ self.qkv[layer].T).unflatten(2, (-1, self.norm.shape[2]))
             q, k, v = parts.transpose(1, 2).split([self.heads, self.groups, self.groups], 1)
-            q, k = (rotated(*x).flatten(3) for x in zip((q, k), self.norm[layer], strict=True))
-            options = dict(scale=0.5, window=None if layer % 2 else 3, softcap=2.0)
-            out = (attention or self.defined)(q, k, v, layer=layer, **options)
+            q = normed_and_turned(q, self.norm[layer, 0])
+            k = normed_and_turned(k, self.norm[layer, 1])
+
+            # Every second layer has a window, as in Gemma.
+            window = None if layer % 2 else 3
+            out = attention(q, k, v, layer=layer, scale=0.5, window=window, softcap=2.0)
             x_BSM = x_BSM + out.transpose(1, 2).flatten(2) @ self.o[layer].T
             x_BSM = x_BSM + torch.tanh(x_BSM @ self.up[layer].T) @ self.down[layer].T
         return x_BSM
@@ -1161,7 +1669,9 @@ def forests(seed=0):
     def draw(n):
         return rng.integers(0, 11, n).tolist()
 
-    stem, tips = draw(7), [[t] for t in range(5)]
+    # The dictionary draws in its order, so a new shape goes to its end: the others then stay.
+    stem = draw(7)
+    tips = [[t] for t in range(5)]
     return {
         "one token": [[3], [3], [4]],
         "one sequence": [draw(9)],
@@ -1179,21 +1689,27 @@ def forests(seed=0):
 
 def example_loss(i, logprobs, entropy, values=None):
     """PPO's clipped ratio with an advantage and a mask of i's own, entropy, and a sequence term."""
+    # All of it depends on i, so that a gradient that reaches the wrong sequence shows. The square
+    # of the sum is a term that no sum over tokens can replace.
     n = torch.arange(len(logprobs)) + 1.0
-    old, weight = (torch.sin(n * k + i).to(logprobs) for k in (3, 7))
+    old = torch.sin(n * 3 + i).to(logprobs)
+    weight = torch.sin(n * 7 + i).to(logprobs)
+    advantage = math.cos(5 * i + 1)
+    mask = (weight > -0.5).to(logprobs)
     ratio = torch.exp(logprobs - logprobs.detach() + 0.3 * old)
-    advantage, mask = math.cos(5 * i + 1), (weight > -0.5).to(logprobs)
     clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     loss = -(clipped * mask).sum() - 0.01 * entropy.sum() + 0.1 * logprobs.sum().square()
-    return loss if values is None else loss + ((values - old) * weight).square().sum()
+    if values is None:
+        return loss
+    return loss + ((values - old) * weight).square().sum()
 
 
 def _outcome(model, way, *given, **options):
     """Loss, log-probs and every gradient after way(model, ..)."""
     model.zero_grad()
     loss, logprobs, *_ = way(model, *given, temperature=0.7, **options)
-    grads = (torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())
-    return [torch.as_tensor(loss), *logprobs, *(grad.clone() for grad in grads)]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [torch.as_tensor(loss), *logprobs, *grads]
 
 
 def _one_graph(model, trie, loss_fn, *, temperature):
@@ -1211,29 +1727,35 @@ def _tree_rows(model, cases):
     """
     for name, sequences in cases.items():
         sequences = [torch.tensor(x) for x in sequences]
-        trie, truth = TokenTrie(sequences), _outcome(model, definition, sequences, example_loss)
+        trie = TokenTrie(sequences)
+        truth = _outcome(model, definition, sequences, example_loss)
 
         def error(way, trie=trie, truth=truth, **options):
             found = _outcome(model, way, trie, example_loss, **options)
             return max(ring.relative(a, b) for a, b in zip(found, truth, strict=True))
 
+        # Blocks of 1 token cut every segment and every fork; "path" holds the longest path.
         line = {"packed": error(_one_graph)}
         sizes = {"1": 1, "2": 2, "3": 3, "5": 5, "path": int(trie.lengths.max()), "all": None}
         for column, size in sizes.items():
-            ways = (dict(max_tokens=size, recompute=recompute) for recompute in (False, True))
-            line[column] = max(error(tree_backward, **way) for way in ways)
+            kept = error(tree_backward, max_tokens=size, recompute=False)
+            recomputed = error(tree_backward, max_tokens=size, recompute=True)
+            line[column] = max(kept, recomputed)
+
+        # That gradients are right does not show that a token was computed once; this does.
         if isinstance(model, TinyModel):
             model.forwarded = 0
             tree_backward(model, trie, example_loss, max_tokens=2)
-            line["twice"] = abs(model.forwarded - len(trie))  # tokens not forwarded just once
+            line["twice"] = abs(model.forwarded - len(trie))
         yield name, line
 
 
 def check() -> int:
     """Every error beside its budget; 1 if one is over."""
     torch.set_num_threads(1)
-    tables, worst = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}, 0.0
+    tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
     tables["families"] = measure() and measure().family_rows()
+    worst = 0.0
     for name, rows in tables.items():
         if rows is None:
             print(f"\n{name}: SKIP, tests/measure_tree.py is not here; it shows those of models.py")
@@ -1241,7 +1763,8 @@ def check() -> int:
         columns = next(iter(rows.values()))
         print(f"\n{name:>24}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
         for row, line in rows.items():
-            values = [x if x == x else math.inf for x in line.values()]  # noqa: PLR0124, a NaN
+            # A NaN is smaller than any budget to `max`, so it counts as infinite.
+            values = [math.inf if math.isnan(x) else x for x in line.values()]
             worst = max(worst, *values)
             ok = "ok" if max(values) <= 1e-10 else "FAILED"
             print(f"{row:>24}" + "".join(f" {x:11.1e}" for x in values) + f"   {ok}")
@@ -1249,7 +1772,10 @@ def check() -> int:
     return int(worst > 1e-10)
 
 
-# 9. main -------------------------------------------------------------------------------------
+# 16. main ------------------------------------------------------------------------------------
+# For the command line: check is above; bench and plan are in tests/measure_tree.py.
+# Skip it if you import the file.
+
 
 @functools.cache
 def measure():
@@ -1262,7 +1788,7 @@ def measure():
 
 
 def main(argv) -> int:
-    """check is here; bench and plan are in tests/measure_tree.py. The exit code."""
+    """Runs a command and returns its exit code."""
     if argv == ["check"]:
         return check()
     if argv[:1] in (["bench"], ["plan"]) and measure():

@@ -17,6 +17,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from measure_memory import LiveBytes
 
 import models
 import ring_attention as ring
@@ -25,7 +26,7 @@ from parallel import Plan, clip_grad_norm, connect, full
 from train_grpo import (
     Config, Task, Trainer, build, collect, definition, denominator, make_task, prepare,
 )  # fmt: skip
-from tree_attention import LiveBytes, TokenTrie
+from tree_attention import TokenTrie
 
 # check ------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from tree_attention import (
     forests,
     partition,
     plan,
+    segments,
     tree_backward,
 )
 
@@ -159,6 +160,32 @@ def modelled_time(trie, cost=None, /) -> float:
     return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.again
 
 
+def draw(trie, most=40) -> str:
+    """A segment a line: its tokens, how many, and the sequences that end in it."""
+    children, stops = segments(trie)
+    ends = {}
+    for i, token in enumerate(trie.ends.tolist()):
+        ends.setdefault(token, []).append(i)
+
+    # Depth first, with a list instead of recursion: forks may be nested thousands deep.
+    lines = []
+    todo = [(first, 0) for first in reversed(children.get(-1, []))]
+    while todo and len(lines) < most:
+        first, level = todo.pop()
+        stop = stops[first]
+        text = " ".join(str(x) for x in trie.tokens[first : min(stop, first + 8)].tolist())
+        if stop > first + 8:
+            text += f" .. ({stop - first} tokens)"
+        here = [f"{ends[t]} at {t + 1 - first}" for t in range(first, stop) if t in ends]
+        if here:
+            text += f"   ends: {', '.join(here)}"
+        lines.append(f"{'|  ' * level}+- {text}")
+        todo += [(child, level + 1) for child in reversed(children.get(stop - 1, []))]
+    if todo:
+        lines.append(f".. {len(todo)} branches and more")
+    return "\n".join(lines)
+
+
 def describe(argv) -> int:
     """plan FILE.json: the tree of a list of token lists, its blocks, and its partition."""
     parser = argparse.ArgumentParser("tree_attention.py plan")
@@ -169,7 +196,7 @@ def describe(argv) -> int:
     sequences = json.loads(Path(options.file).read_text())
     max_tokens, world = options.max_tokens, options.world
     trie = TokenTrie(sequences)
-    print(trie.draw())
+    print(draw(trie))
     print("\n".join(f"{name:>12} {value}" for name, value in trie.stats()._asdict().items()))
     print(f"\nblocks of at most {max_tokens or 'all'} tokens, depth first:")
     for b, block in enumerate(plan(trie, max_tokens)):

@@ -10,7 +10,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from measure_tree import modelled_time
+from measure_memory import LiveBytes, predict_memory
+from measure_tree import draw, modelled_time
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,6 @@ import tree_attention as tree
 from ring_attention import relative
 from tree_attention import (
     Cost,
-    LiveBytes,
     NonFiniteLoss,
     TinyModel,
     TokenTrie,
@@ -29,7 +29,6 @@ from tree_attention import (
     forests,
     partition,
     plan,
-    predict_memory,
     tree_backward,
     tree_logprobs,
     tree_scores,
@@ -111,12 +110,13 @@ def test_stats_count_tokens_and_pairs():
 
 @pytest.mark.quick
 def test_a_drawing_shows_segments_and_ends():
-    drawn = TokenTrie(tensors([[5, 6, 7], [5, 6, 8], [5, 9], [5, 6]])).draw()
+    drawn = draw(TokenTrie(tensors([[5, 6, 7], [5, 6, 8], [5, 9], [5, 6]])))
     assert drawn == (
         "+- 5\n|  +- 6   ends: [3] at 1\n|  |  +- 7   ends: [0] at 1\n"
         "|  |  +- 8   ends: [1] at 1\n|  +- 9   ends: [2] at 1"
     )
-    assert len(TokenTrie(tensors([[k] for k in range(99)])).draw(most=10).splitlines()) == 11
+    star = TokenTrie(tensors([[k] for k in range(99)]))
+    assert len(draw(star, most=10).splitlines()) == 11
 
 
 @pytest.mark.quick
@@ -152,7 +152,7 @@ def test_thousands_of_forks_and_leaves_need_no_recursion():
             assert len(trie) == tokens
             assert sum(len(block.tokens) for block in plan(trie, 64)) == tokens
             assert sorted(sum(partition(sequences, 8), [])) == list(range(len(sequences)))
-            trie.draw()
+            draw(trie)
     finally:
         sys.setrecursionlimit(limit)
 
@@ -606,7 +606,7 @@ def test_nothing_is_an_ordinary_case():
     result = tree_backward(model, trie, example_loss, max_tokens=3)
     assert result.loss == 0 and result.logprobs == []
     assert [x.shape for x in tree_scores(model, trie, padded=True)] == [(0, 0)] * 2
-    assert tree_scores(model, trie) == [] and trie.draw() == "" and plan(trie) == []
+    assert tree_scores(model, trie) == [] and draw(trie) == "" and plan(trie) == []
     assert all(p.grad is None for p in model.parameters())
     assert partition([], 3) == [[], [], []]
 
