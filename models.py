@@ -151,8 +151,7 @@ DEFINED_ACTIVATIONS = {
 
 
 def defined_frequencies(rope, D, length, longest):
-    """f_n of (5) as floats and the factor on cos and sin, for RoPE that is stretched by one factor
-    or not at all. tests/measure_models.py defines the other types."""
+    """f_n of (5) and the factor on cos and sin; tests/measure_models.py has the other types."""
     factor = {"default": 1, "linear": rope.get("factor")}[rope["rope_type"]]
     return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
 
@@ -309,7 +308,7 @@ def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
 
 def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
     """(5), half-split form; (B, S, R, D) -> the same. `rope_angles` made cos and sin."""
-    # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) |sin|.
+    # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
     a_BSRd, b_BSRd = x_BSRD.chunk(2, -1)
     out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRd, a_BSRd], -1), sin_BS1D)  # (5)
     return out_BSRD.to(x_BSRD.dtype)
@@ -366,14 +365,14 @@ class Attention(nn.Module):
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         # The seam. What this function is decides who sees whom, and where keys and values live.
-        # It may hold only G key heads for H query heads: the groups are its own to match.
+        # It also matches the H heads of q with the G of k and v.
         options = dict(layer=self.layer, scale=self.scale, window=self.window)
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """ffn of (3). `balance` is for `SparseMLP`, which can stand in its place."""
+    """ffn of (3). `balance` is there because `SparseMLP`, which has one, can take its place."""
 
     def __init__(self, config):
         super().__init__()
@@ -405,8 +404,8 @@ class Layer(nn.Module):
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
 
     def forward(self, x_BSM, ropes, attention, balance=None, /):
-        # The states themselves are never normalised: each part adds what it makes of their norm,
-        # so that a gradient reaches every layer undiminished.
+        # The states themselves are never normalised. Each part adds what it makes of their norm,
+        # so that the gradient of the last layer reaches the first undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
         if not self.sandwich:
             x_BSM = x_BSM + h_BSM  # (2)
@@ -628,14 +627,15 @@ def token_logprobs(
 class TokenLogprobs(torch.autograd.Function):
     """(8) and (9), and d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy).
 
-    Plain autograd would keep every chunk's logits for the backward, (N, V) in all. Here nothing of
-    that size outlives its chunk: the backward computes the logits again, for 2 M V flops a token.
+    Plain autograd would keep every chunk's logits for the backward, (N, V) in all. Here a chunk's
+    logits are dropped, and the backward computes them again, for 2 M V flops a token.
     """
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_vM, targets_N, options):
-        # Four sums a token say all. With m the largest logit: the target's logit, the total
-        # sum e^(z - m), the weighted sum (z - m) e^(z - m), and how many ranks own the target.
+        # Four numbers a token are enough. With m the largest logit: the target's logit, the total
+        # sum e^(z - m), the weighted sum (z - m) e^(z - m), and how many ranks own the target. The
+        # last chunks' exponentials stay, so that the backward need not compute those again.
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
@@ -783,7 +783,7 @@ class KVCache:
         self.counts_B = None  # real tokens of each row in the call under way; None: all of them
         self.sliding = set()  # the layers that keep their window only
         self.prompts = None  # `SharedPrompts` after `share`
-        self.own_lengths = self.lengths  # tokens of a row in `layers`: all but a shared prompt
+        self.own_lengths = self.lengths  # of what `layers` holds: all but a shared prompt
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
@@ -798,8 +798,8 @@ class KVCache:
             return sliding_cache_attention(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
 
         # Keys of a row lie in the order of their positions, so one comparison is the whole mask:
-        # it hides later new tokens, and what stands behind a shorter row. One new token a row and
-        # equal lengths leave nothing to hide.
+        # it hides later new tokens, and what stands behind a shorter row. With one new token in
+        # each row and rows of equal length there is nothing to hide.
         S = q_BHSD.shape[2]
         room = self.own_lengths.longest + S
         k_BGCD, v_BGCD = append_to_store(self, layer, k_BGSD, v_BGSD)[:, :, :, :room]
@@ -1081,7 +1081,7 @@ def invert_distribution(p_BV, uniform_B):
 
 
 # B. Guards -----------------------------------------------------------------------------------
-# For what others hand us: configurations, token ids, options are refused by name if they are wrong.
+# For what others hand us: wrong configurations, token ids and options are refused by name.
 # Skip it if you trust them. The only line that computes is the default of `layer_types`.
 
 ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
@@ -1192,14 +1192,14 @@ def complete_and_check_config(config) -> None:
     if set(given) - {FULL, SLIDING}:
         raise ValueError(f"rope_parameters go by layer type, got {given}")
     config.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
-    for wrong, complaint in _mistakes(config):
+    for wrong, complaint in _config_mistakes(config):
         if wrong:
             raise ValueError(complaint)
     for rope in config.rope_parameters.values():
         _check_rope(rope, config.max_position_embeddings, config.head_dim)
 
 
-def _mistakes(config):
+def _config_mistakes(config):
     """(whether it is made, what to say), so ordered that later questions can be asked."""
     if config.sparse_layers:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
@@ -2722,7 +2722,7 @@ def _pieces(name, shape, stored) -> list[Piece]:
     return [Piece(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
-def _region(parameter) -> list[tuple[int, int]]:
+def _local_ranges(parameter) -> list[tuple[int, int]]:
     """This rank's part of a parameter, a [start, stop) per dimension: all, if it is no DTensor."""
     ranges = [(0, n) for n in parameter.shape]
     cuts = enumerate(getattr(parameter, "placements", ()))
@@ -2799,7 +2799,7 @@ def _load(directory, model, dtype, device) -> Transformer:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parts in pieces.items():
-            _fill(parameters[name], parts, tensors)
+            _copy_in(parameters[name], parts, tensors)
         for buffer in model.buffers():
             buffer.zero_()
     return model
@@ -2811,8 +2811,8 @@ def _require_stored(directory, tensors, pieces) -> None:
     missing = sorted(wanted.keys() - tensors)
     unexpected = sorted(tensors.keys() - wanted)
     if missing or unexpected:
-        raise ValueError(f"{directory}: missing tensors {_some(missing)}, "
-                         f"unexpected tensors {_some(unexpected)}")  # fmt: skip
+        raise ValueError(f"{directory}: missing tensors {_first_of(missing)}, "
+                         f"unexpected tensors {_first_of(unexpected)}")  # fmt: skip
     for name, shape in wanted.items():
         path, stored, part = tensors[name]
         if part.get_shape() != list(shape):
@@ -2825,15 +2825,15 @@ def _require_stored(directory, tensors, pieces) -> None:
                              f"one of {', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
 
 
-def _some(names) -> str:
+def _first_of(names) -> str:
     """The first of many names, and how many more there are: a message is one line."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{names[:8]}{more}"
 
 
-def _fill(parameter, parts, tensors):
+def _copy_in(parameter, parts, tensors):
     """Copy this rank's region of a parameter, and read no more of each stored tensor."""
-    region = _region(parameter)
+    region = _local_ranges(parameter)
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     for piece in parts:
         # What to read of this piece, and where it goes. A piece that is one expert goes into that
@@ -2897,8 +2897,8 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    cut = [p for p in model.parameters() if hasattr(p, "placements")]
-    writes = not cut or dist.get_rank() == 0
+    sharded = any(hasattr(p, "placements") for p in model.parameters())
+    writes = not sharded or dist.get_rank() == 0
     plan = _plan_shards(model, max_shard_bytes)
     parameters = dict(model.named_parameters())
     weight_map = {}  # tensor name -> file name
@@ -3081,12 +3081,12 @@ def check(cases=None, transformers=True) -> bool:
     rows = [
         (f"{name}: {path}", error, 1e-12)
         for name, (model_type, changes) in (cases or CASES).items()
-        for path, error in _errors(tiny_model(model_type, **changes))
+        for path, error in _path_errors(tiny_model(model_type, **changes))
     ]
 
     # The rows that need other files. With this one alone it says what is not shown.
     try:
-        rows += _measure().rows(cases, transformers)
+        rows += _measuring_file().rows(cases, transformers)
     except ImportError as missing:
         print(f"SKIP ({missing}): RoPE types dynamic, yarn, llama3; the experts' grouped product "
               "and balance loss; the action expert as one stream; logits and gradients against "
@@ -3102,7 +3102,7 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _errors(model, frequencies=defined_frequencies):
+def _path_errors(model, frequencies=defined_frequencies):
     """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d, frequencies) for d in documents])
@@ -3117,7 +3117,7 @@ def _errors(model, frequencies=defined_frequencies):
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         packed = model(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
         yield "packed, PAD anywhere", _relative(packed[ids >= 0], truth)
-        yield "cache, ragged rows", _relative(*_by_cache(model, documents, truth))
+        yield "cache, ragged rows", _relative(*_logits_by_cache(model, documents, truth))
 
     # (8) and (9) from the definition's logits, with torch's own softmax.
     logp = (truth / 0.7).log_softmax(-1)
@@ -3130,7 +3130,7 @@ def _errors(model, frequencies=defined_frequencies):
     yield "gradient in chunks, worst parameter", _worst_gradient(model, got, want)
 
 
-def _by_cache(model, documents, truth):
+def _logits_by_cache(model, documents, truth):
     """Logits by halves as a ragged batch of prompts, then token by token, and the same of truth."""
     got = []
     want = []
@@ -3155,7 +3155,7 @@ def _by_cache(model, documents, truth):
 # For the command line: which command is here, which in tests/measure_models.py, the exit code.
 # Skip it unless a command does not start.
 
-def _measure():
+def _measuring_file():
     """tests/measure_models.py, if it is there."""
     folder = str(Path(__file__).resolve().parent / "tests")
     if folder not in sys.path:
@@ -3166,7 +3166,7 @@ def _measure():
 def main(argv) -> int:
     """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
     try:
-        code = _command(argv)
+        code = _run_command(argv)
         print(end="", flush=True)
         return code
     except BrokenPipeError:
@@ -3176,7 +3176,7 @@ def main(argv) -> int:
         return 141
 
 
-def _command(argv) -> int:
+def _run_command(argv) -> int:
     if argv == ["check"]:
         return 0 if check() else 1
 
@@ -3184,7 +3184,7 @@ def _command(argv) -> int:
     inspects = argv[:1] == ["inspect"] and len(argv) == 2
     if inspects or argv[:1] in (["bench"], ["control"]):
         try:
-            return _measure().main(argv)
+            return _measuring_file().main(argv)
         except ModuleNotFoundError as missing:
             print(f"{argv[0]} needs tests/measure_models.py: {missing}", file=sys.stderr)
         except ValueError as error:
