@@ -599,8 +599,7 @@ def token_logprobs(
     """Log-prob of each target and entropy of each distribution, (8) and (9).
 
     Returns two (N,) tensors in float32 (float64 for float64), differentiable in hidden and weight.
-    No tensor is larger than (chunk, V). ValueError for other shapes and for targets outside the
-    vocabulary.
+    No tensor is larger than (chunk, V). ValueError for other shapes and targets outside of 0..V-1.
 
     hidden_NM (N, M), weight_vM (V, M): of one floating dtype. targets_N: (N,) int64 in 0..V-1.
     temperature: T of (8).
@@ -724,14 +723,14 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
                                                                 c c c
     """
     # A mask over the packed row would cost S^2 work, most of it between documents that do not see
-    # each other. Documents of about one length are gathered into a rectangle instead, whose
-    # attention is the plain causal one. The MLP, the projections and the head see no padding.
+    # each other. Documents of about one length are gathered into a rectangle instead, padded at
+    # their ends, where causal attention does not look. Only attention ever meets this padding.
     doc_BS = document_ids(lengths, doc_ids, position_ids)
     shape = tuple(doc_BS.shape)
     token_N, lengths = documents_in_order(doc_BS)
     buckets = buckets_by_length(token_N, lengths, waste)
     equal = len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
-    on_device = {}  # device -> the buckets' indices there
+    on_device = {}  # device -> the buckets there, and the places of their real tokens
 
     def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
         if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
@@ -742,19 +741,19 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
 
         device = q_BHSD.device
         if device not in on_device:
-            on_device[device] = [(at.to(device), real.to(device)) for at, real in buckets]
+            parts = [(at.to(device), real.to(device)) for at, real in buckets]
+            on_device[device] = parts, [at[real] for at, real in parts]
+        parts, places = on_device[device]
 
         # For each bucket gather, attend, and keep what is no padding. Each real token is in one
         # bucket once, so that the results put next to each other go back by one copy.
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
-        places = []
         results = []
-        for index_UL, real_UL in on_device[device]:
+        for index_UL, real_UL in parts:
             at_n = index_UL.flatten()
             rows = (x.index_select(0, at_n).unflatten(0, index_UL.shape) for x in flat)
             out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
             results.append(out_UHLD.transpose(1, 2)[real_UL])
-            places.append(index_UL[real_UL])
         out_NHD = torch.zeros_like(flat[0])
         if results:
             out_NHD = out_NHD.index_copy(0, torch.cat(places), torch.cat(results))
@@ -872,7 +871,7 @@ class Sampled(NamedTuple):
     """Tokens (B,) int64 and two log-probs (B,) of each, in float32 or better."""
 
     tokens: torch.Tensor
-    logprobs: torch.Tensor  # under what was sampled: temperature, cuts, what is left sums to 1
+    logprobs: torch.Tensor  # under what was drawn from: after temperature and cuts, summing to 1
     full_logprobs: torch.Tensor  # under softmax(logits / temperature), the whole vocabulary
 
 
@@ -971,12 +970,14 @@ def generate(
             followers = [row]
             if row.append(*token) and token[0] in end:
                 followers = after(row) if after else []
+            if not followers:
+                done.append(row)
             for follower in followers:
                 follower.truncated = follower.new >= max_new_tokens
-            done += [x for x in followers if x.truncated] if followers else [row]
-            still = [x for x in followers if not x.truncated]
-            going += still
-            places += [b] * len(still)
+            done += [x for x in followers if x.truncated]
+            not_ended = [x for x in followers if not x.truncated]
+            going += not_ended
+            places += [b] * len(not_ended)
 
         # Ended rows leave the batch, forks get a row each, and the rest needs no copy.
         if going:
@@ -1022,8 +1023,8 @@ def rows_with_draws(rows, needed, seed):
     """Rows from rows or lists of tokens, each with at least `needed` draws."""
     rows = [row if isinstance(row, Row) else Row(row) for row in rows]
 
-    # One generator over all rows, in their order, also for those that keep their own draws: the
-    # draws of a row do not depend on what the rows before it brought along.
+    # The generator draws for every row, also for one that has draws of its own: what a row gets
+    # depends on its place, and not on what the rows before it brought along.
     if seed is not None and needed:
         generator = torch.Generator().manual_seed(seed)
         for row in rows:
@@ -1790,7 +1791,9 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
 
 def can_group(x_NM, weight_EIM, /) -> bool:
     """Whether F.grouped_mm takes these: dtypes that it has, rows of 16 bytes, not 0 rows."""
-    dtypes = torch.bfloat16, *((torch.float32, torch.float16) if x_NM.device.type == "cpu" else ())
+    dtypes = [torch.bfloat16]
+    if x_NM.device.type == "cpu":
+        dtypes += [torch.float32, torch.float16]
     aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
     return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
 
