@@ -508,8 +508,7 @@ class Transformer(nn.Module):
         return self.model.embed_tokens.weight if tied else self.lm_head.weight
 
     def head_rows(self):
-        """The rows of `head_weight` that are here and, for `token_logprobs`, where they stand in
-        the vocabulary. Tensor parallelism replaces this method."""
+        """This rank's rows of `head_weight`, and which they are. Tensor parallelism replaces it."""
         return self.head_weight, {}
 
     def values(self, hidden, /):
@@ -705,7 +704,7 @@ class TokenLogprobs(torch.autograd.Function):
             else:
                 dweight_vM += dz_nv.T @ hidden_NM[rows]
         if options.group is not None:
-            dist.all_reduce(dhidden_NM, group=options.group)
+            dist.all_reduce(dhidden_NM, group=options.group)  # every rank's rows gave a part
         return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
 
 
@@ -738,9 +737,8 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
         if equal:  # the row cut in pieces is the bucket: views instead of gathers
             qkv = q_BHSD, k_BGSD, v_BGSD
             return attention_of_equal_documents(qkv, lengths[0], options)
-
         device = q_BHSD.device
-        if device not in on_device:
+        if device not in on_device:  # the first layer moves the indices, for all layers
             parts = [(at.to(device), real.to(device)) for at, real in buckets]
             on_device[device] = parts, [at[real] for at, real in parts]
         parts, places = on_device[device]
@@ -2065,10 +2063,10 @@ def buckets_by_length(token_N, lengths, waste):
         buckets[-1].append(d)
 
     # Padding repeats a document's last token, which is after every real query, so that no real row
-    # sees it and its gradient is exactly zero. Lengths 3 2 3 4, a bucket of the first and the last:
+    # sees it and its gradient is exactly zero. Lengths 4 2 5, the bucket of the first and the last:
     #
-    #     starts   0, 8          index    [[0, 1, 2, 2],      real   [[1, 1, 1, 0],
-    #     lengths  3, 4                    [8, 9, 10, 11]]            [1, 1, 1, 1]]
+    #     starts   0, 6          index    [[0, 1, 2, 3, 3],      real   [[1, 1, 1, 1, 0],
+    #     lengths  4, 5                    [6, 7, 8, 9, 10]]             [1, 1, 1, 1, 1]]
     length_D = torch.tensor(lengths, dtype=torch.long)
     end_D = length_D.cumsum(0)
     found = []
@@ -2121,7 +2119,7 @@ def masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, /, *, scale, softcap=None
 
 # H. The cache's other layouts ------------------------------------------------------------------
 # For `KVCache`: where new keys are written, windows of sliding layers, prompts that rows share.
-# Skip it if you generate from full layers and one prompt a row: the first two functions do that.
+# Skip it if you have full layers and one row a prompt: `append_to_store` and what is above it do.
 
 class Lengths(NamedTuple):
     """How many tokens each row holds, and what Python must know of it: no sync in every layer."""
@@ -2132,12 +2130,14 @@ class Lengths(NamedTuple):
 
     @classmethod
     def measured(cls, lengths_B):
+        """What Python must know, read from the device in one go."""
         if not len(lengths_B):
             return cls(lengths_B)
         low, high = torch.stack([lengths_B.min(), lengths_B.max()]).tolist()
         return cls(lengths_B, high, low == high)
 
     def plus(self, counts_B, steps):
+        """The lengths after counts_B[b] more tokens in row b, or after `steps` in each row."""
         if counts_B is not None:
             return Lengths.measured(self.of_B + counts_B)
         return Lengths(self.of_B + steps, self.longest + steps, self.even)
