@@ -1,14 +1,17 @@
 """Qwen2, Qwen3, Qwen3-MoE and Gemma 3 with Hugging Face's checkpoints, and an action expert.
 
-One Transformer; the families differ in a row of a table. The model knows nothing of masks, rings,
-trees or caches: every layer calls one function, `attention(q, k, v, layer=, scale=, window=)`, that
-the caller made. Packed documents and the KV cache below are two such functions, `ring_attention`
-and `tree_attention` close over two more. What a model computes can so be read in 150 lines.
+There is one Transformer, and it does not know which token sees which. Every layer makes queries,
+keys and values and hands them to one function, `attention(q, k, v, layer=, scale=, window=)`, that
+the caller chose. Causal attention, packed documents and the KV cache are three such functions
+below; a ring over many ranks (`ring_attention.py`) and a tree of shared prefixes
+(`tree_attention.py`) are two more. The model's own code stays the same under all of them.
 
     python models.py check          # < 1 min on 2 cores: every path against the definition, float64
     python models.py inspect DIR    # a checkpoint: config, table of tensors, what would be loaded
     python models.py bench          # tokens/s, memory, FLOPs, against transformers if it is there
     python models.py control        # 20 s: trains an action expert on a toy task, prints its error
+
+`check` works with this file alone; the other commands need tests/measure_models.py.
 
 What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
 
@@ -26,79 +29,28 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
     (7)  z_i     = head norm(x^L_i)                gemma: c tanh(z / c), c the final softcap, if any
     (8)  logprob_i(t) = z_it / T - log sum_u exp(z_iu / T)               T the temperature
     (9)  entropy_i    = - sum_u exp(logprob_i(u)) logprob_i(u)
-    (10) balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie sequences s of T_s tokens,
-                   n_se of whose T_s K choices fell on e (a constant for the gradient)
-    (11) b_e     = rate * (steps in which e had less than the mean load - steps it had more)
-    (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
-                   a the actions, eps noise, v what the expert gives
-    (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
 
-`definition` below computes (1)-(7) with Python loops; `check` compares everything with it. With
-this file alone it prints what it skips; the other commands need tests/measure_models.py.
+Appendix E adds (10) and (11), the experts' load; appendix I (12) and (13), the flow of actions.
 
-The families:
-
-    |                   | qwen2     | qwen3            | qwen3_moe         | gemma3_text           |
-    | q, k, v bias      | yes       | `attention_bias` | `attention_bias`  | `attention_bias`      |
-    | o bias            | no        | `attention_bias` | `attention_bias`  | `attention_bias`      |
-    | q/k norm per head | no        | before RoPE      | before RoPE       | before RoPE           |
-    | head_dim, absent  | M / heads | 128              | M / heads         | 256                   |
-    | norm weight (4)   | w         | w                | w                 | 1 + w, in float32     |
-    | norms a layer     | 2         | 2                | 2                 | 4: before, after both |
-    | activation        | silu      | silu             | silu              | gelu, tanh form       |
-    | embedding scale   | -         | -                | -                 | sqrt(M), embed's dtype|
-    | attention scale   | D^-1/2    | D^-1/2           | D^-1/2            | (a)                   |
-    | feed-forward      | dense     | dense            | experts, or dense | dense                 |
-    | sliding layers    | (b)       | (b)              | all or none       | `layer_types`, or (c) |
-    | RoPE theta        | one       | one              | one               | 1e6; 1e4 where sliding|
-    | tied              | by config | by config        | by config         | yes, if not said      |
-
-(a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers from
-`max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default, linear,
-dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers included. A
-multimodal Gemma 3 checkpoint gives its text model. What else would change the numbers is refused.
-
-To add a family, write a row of FAMILIES and a reader, nothing else: the row has the architecture's
-name, the `ModelConfig` fields that no config changes, and transformers' defaults of absent fields;
-the reader takes a config, defaults filled in, and gives the fields that need a rule. `read_layers`
-and `read_rope` know both spellings. If a difference is none of ModelConfig's fields, it is a field
-more, an equation more above, and a line in `definition`. The test
-`test_a_new_family_is_a_row_and_a_reader` adds one; saving needs nothing: `to_hf` writes what the
-reader reads back, or refuses.
-
-Letters:
+Letters in the names of tensors. A capital is a whole dimension; a small letter is a moving part of
+it, such as the n tokens of a chunk, or this rank's share, such as v rows of the V.
 
     B batch rows    S tokens in a row     M model width (hidden_size)   V vocabulary
     H query heads   G key/value heads     D head_dim                    L padded document length
     N tokens (any subset of B x S)        C tokens that a cache has room for
     E experts       K experts a token     I width of an expert          P prefix tokens
     T suffix tokens A action dimensions   U documents in a bucket       R the H + G heads with RoPE
-    J (sequence, token) pairs of `Balance`; in KVCache P prompts of at most J tokens
+    J (sequence, token) pairs of `Balance`; in `SharedPrompts` P prompts of at most J tokens
 
-Small: a moving part, such as the n tokens of a chunk, or this rank's share: v rows of the V.
-
-Cost per token, with W the parameters that a token meets outside the embedding (K of E experts):
-2 W flops forward, 4 W backward, and attention's 4 S H D forward per layer (half is masked out). The
-cache holds 2 G D numbers per token and layer, of `window` tokens in a sliding layer. Log-probs
-never hold a whole (N, V) tensor: chunks, whose logits the backward computes again (2 M V flops a
-token) where more than 2^22 of them would have to be held.
-
-A checkpoint comes from somebody else. Its JSON, its config's fields, its tensors' names, shapes,
-dtypes and values, and the file names in its index are all held to what they should be before they
-are used, and refused by name: a ValueError of one line. So are token ids outside the vocabulary.
-
-Deviates: dynamic RoPE depends on the longest position of this call, not of earlier ones; under it,
-packed is not separate, and a cache keeps the angles that its tokens were written with. (12) has
-pi0's path from noise at 0 to action at 1, and the sign that integrates it forward. b of (11) lives
-in the state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless it is zero.
+Cost per token: 2 W flops forward and 4 W backward, where W counts the parameters outside the
+embedding that a token meets (K of the E experts), and attention's 4 S H D forward per layer, half
+of which a causal mask hides. The cache holds 2 G D numbers per token and layer; a sliding layer
+holds those of the last `window` tokens. Log-probs never hold a whole (N, V) tensor.
 
 Not here: dropout (no released model has any), quantised weights, the vision tower, shared experts.
 
 References: Qwen2 arXiv:2407.10671; Qwen3 arXiv:2505.09388; Gemma 3 arXiv:2503.19786; RoPE
-arXiv:2104.09864 (half-split form); YaRN arXiv:2309.00071; Llama 3 arXiv:2407.21783; RMSNorm
-arXiv:1910.07467; GQA arXiv:2305.13245; (10), (11) DeepSeek-V3 arXiv:2412.19437 eq. 16-20 and
-arXiv:2408.15664; (12), (13) pi0 arXiv:2410.24164; stopped gradient arXiv:2505.23705; min-p
-arXiv:2407.01082.
+arXiv:2104.09864 (half-split form); RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
 """
 
 import dataclasses
@@ -123,10 +75,1014 @@ from torch import nn
 
 # 1. The configuration ------------------------------------------------------------------------
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 ACTIVATIONS = {
     "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }  # fmt: skip
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a `Transformer`. Field names are Hugging Face's wherever it has one.
+
+    A family is nothing but values of these fields: the comments say who sets them, and the table
+    in appendix C has the rest. Values that make no model are a ValueError that names the field.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # M
+    intermediate_size: int  # width inside a dense feed-forward
+    num_hidden_layers: int
+    num_attention_heads: int  # H
+    num_key_value_heads: int  # G: each group of H / G query heads shares a key head
+    head_dim: int  # D, which need not be M / H
+    model_type: str = "qwen3"  # a key of FAMILIES
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False  # the head is the embedding
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    rope_parameters: dict = field(default_factory=dict)  # layer type -> {"rope_type", ..}
+    layer_types: tuple[str, ...] = ()  # FULL or SLIDING for each layer; default all FULL
+    sliding_window: int | None = None
+    qk_norm: bool = True  # norm_q and norm_k of (2): all but Qwen2
+    qkv_bias: bool = False  # Qwen2
+    o_bias: bool = False
+    hidden_act: str = "silu"  # a key of ACTIVATIONS
+    norm_offset: bool = False  # (4) with 1 + w: Gemma
+    sandwich_norms: bool = False  # the norms marked ' in (2) and (3): Gemma
+    scale_embedding: bool = False  # sqrt(M) in (1): Gemma
+    query_pre_attn_scalar: float | None = None  # scale of (2) is its -1/2 power; None: head_dim
+    final_logit_softcapping: float | None = None  # c of (7)
+    num_experts: int = 0  # E
+    num_experts_per_tok: int = 0  # K
+    moe_intermediate_size: int = 0  # I
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[int, ...] = ()  # the indices of the layers with experts
+    router_bias_rate: float = 0.0  # the rate of (11); 0: the router has no bias
+    value_head: bool = False  # a critic, see `Transformer.values`
+
+    def __post_init__(self):
+        complete_and_check_config(self)  # fills in layer_types and rope_parameters
+
+    @classmethod
+    def from_hf(cls, raw, /) -> "ModelConfig":
+        """Read a Hugging Face config: a directory, a config.json, or the dict itself.
+
+        Absent fields get transformers' defaults. A field that would change the numbers and is
+        not implemented is a ValueError that names it.
+        """
+        return read_config(raw)
+
+    def to_hf(self) -> dict:
+        """The config.json that transformers 4 and 5 and `from_hf` read back to this model."""
+        return write_config(self)
+
+
+# 2. The definition ---------------------------------------------------------------------------
+
+SQRT_8_OVER_PI = (8 / math.pi) ** 0.5
+DEFINED_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
+    "gelu_pytorch_tanh": lambda x: x / (1 + (-(SQRT_8_OVER_PI * (x + 0.044715 * x**3))).exp()),
+}
+
+
+def defined_frequencies(rope, D, length, longest):
+    """f_n of (5) and the factor on cos and sin; tests/measure_models.py has the other types."""
+    factor = {"default": 1, "linear": rope.get("factor")}[rope["rope_type"]]
+    return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
+
+
+def definition(model, tokens, /, frequencies=defined_frequencies):
+    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64.
+
+    It takes the model's weights and configuration and none of its code, so that `check` compares
+    two independent readings of the equations.
+    """
+    config = model.config
+    D = config.head_dim
+    # Names are Hugging Face's: a checkpoint's tensors could be read here without a model.
+    weights = {name: p.double() for name, p in model.named_parameters()}
+    activation = DEFINED_ACTIVATIONS[config.hidden_act]
+    scale = (config.query_pre_attn_scalar or D) ** -0.5
+    votes = dict(model.named_buffers())
+
+    def norm(x, name):
+        weight = weights[name + ".weight"]
+        if config.norm_offset:
+            weight = 1 + weight
+        return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()  # (4)
+
+    # Queries, keys or values of one token: (heads, D), its heads below each other.
+    def project(x, name):
+        y = weights[name + "_proj.weight"] @ x + weights.get(name + "_proj.bias", 0)
+        y = y.view(-1, D)
+        return norm(y, name + "_norm") if name + "_norm.weight" in weights else y
+
+    # RoPE turns the plane of x_n and x_(n + D/2) by the angle p f_n. Two turned vectors have a
+    # product that depends on the difference of their positions only.
+    def rotated(x, p, kind):
+        parameters = config.rope_parameters[kind]
+        f, factor = frequencies(parameters, D, len(tokens), config.max_position_embeddings)
+        angle = p * torch.tensor(f, dtype=torch.float64)
+        cos = factor * angle.cos()
+        sin = factor * angle.sin()
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)  # (5)
+
+    def swiglu(h, gate, up, down):
+        return down @ (activation(gate @ h) * (up @ h))
+
+    def feed_forward(h, layer):
+        # A layer without experts has one ffn. One with experts weighs those that its router chose:
+        # the bias has a say in who is chosen, and none in the weights.
+        name = f"model.layers.{layer}.mlp."
+        parts = ("gate_proj", "up_proj", "down_proj")
+        if layer not in config.sparse_layers:
+            return swiglu(h, *(weights[f"{name}{part}.weight"] for part in parts))
+        p = (weights[name + "gate.weight"] @ h).softmax(0)
+        bias = config.router_bias_rate * votes[name + "votes"] if name + "votes" in votes else 0
+        chosen = (-p - bias).argsort()[: config.num_experts_per_tok]
+        total = p[chosen].sum() if config.norm_topk_prob else 1
+        outputs = (swiglu(h, *(weights[f"{name}experts.{part}"][e] for part in parts))
+                   for e in chosen)  # fmt: skip
+        return sum(p[e] / total * out for e, out in zip(chosen, outputs))  # (6)
+
+    # Query head h reads key head h G / H: with H = 4 and G = 2, heads 0 and 1 read key head 0.
+    def attended(i, q, k, v, kind):
+        first = max(0, i - config.sliding_window + 1) if kind == SLIDING else 0
+        out = []
+        for head in range(config.num_attention_heads):
+            g = head * config.num_key_value_heads // config.num_attention_heads
+            score = torch.stack([q[i][head] @ k[j][g] * scale for j in range(first, i + 1)])
+            out.append(sum(p * v[first + j][g] for j, p in enumerate(score.softmax(0))))
+        return torch.cat(out)
+
+    embed = weights["model.embed_tokens.weight"]
+    grow = config.hidden_size**0.5 if config.scale_embedding else 1
+    xs = [grow * embed[t] for t in tokens.tolist()]  # (1)
+    for layer, kind in enumerate(config.layer_types):
+        # All of a layer's q, k and v come before any of its outputs, which replace xs one by one.
+        # p is the position of a token, and i the token whose output is computed.
+        name = f"model.layers.{layer}."
+        at = name + "self_attn."
+        hs = [norm(x, name + "input_layernorm") for x in xs]
+        q = [rotated(project(h, at + "q"), p, kind) for p, h in enumerate(hs)]
+        k = [rotated(project(h, at + "k"), p, kind) for p, h in enumerate(hs)]
+        v = [project(h, at + "v") for h in hs]
+        for i, x in enumerate(xs):
+            a = attended(i, q, k, v, kind)
+            y = weights[at + "o_proj.weight"] @ a + weights.get(at + "o_proj.bias", 0)
+            if config.sandwich_norms:
+                y = x + norm(y, name + "post_attention_layernorm")  # (2), gemma
+                h = feed_forward(norm(y, name + "pre_feedforward_layernorm"), layer)
+                xs[i] = y + norm(h, name + "post_feedforward_layernorm")  # (3), gemma
+            else:
+                y = x + y  # (2)
+                xs[i] = y + feed_forward(norm(y, name + "post_attention_layernorm"), layer)  # (3)
+
+    # Without a head of its own the model uses the embedding; tanh keeps logits inside -c..c.
+    head = weights.get("lm_head.weight", embed)
+    z = torch.stack([head @ norm(x, "model.norm") for x in xs])  # (7)
+    cap = config.final_logit_softcapping
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+# 3. The model --------------------------------------------------------------------------------
+
+class RMSNorm(nn.Module):
+    """(4) over the last dimension: (..., M) -> (..., M)."""
+
+    def __init__(self, width, config):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.offset = config.norm_offset
+        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.offset else 1.0))
+
+    def forward(self, x, /):
+        # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
+        # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
+        # tests/test_models.py::test_rms_norm_accumulates_in_float32.
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # (4)
+        # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
+        # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def rope_frequencies(rope, head_dim, /, *, length, longest):
+    """f of (5), (D/2,) float64, and the factor on cos and sin.
+
+    rope: {"rope_type", "rope_theta", ...}. length: of the longest row of this call, which only
+    dynamic RoPE asks for; longest: max_position_embeddings.
+    """
+    # Pair 0 turns by one radian a token, the last pair by about 1 / theta: it tells far from near
+    # where the fast ones have come round many times.
+    n = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    if rope["rope_type"] == "default":
+        return rope["rope_theta"] ** -n, 1.0
+    return stretched_rope_frequencies(rope, n, length, longest)  # the types for long contexts
+
+
+def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
+    """cos and sin of (5) for `rotate`, each (B, S, 1, D), in float32 or better.
+
+    sin comes with the sign of (5): minus in the first half of D, plus in the second.
+    """
+    # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
+    # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
+    dtype = torch.promote_types(dtype, torch.float32)
+    angle_BS1D = positions_BS.to(dtype)[:, :, None, None] * frequencies.to(dtype)
+    cos_BS1D = angle_BS1D.cos()
+    sin_BS1D = angle_BS1D.sin()
+    if factor != 1:
+        cos_BS1D = cos_BS1D * factor
+        sin_BS1D = sin_BS1D * factor
+    return torch.cat([cos_BS1D, cos_BS1D], -1), torch.cat([-sin_BS1D, sin_BS1D], -1)
+
+
+def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
+    """(5), half-split form; (B, S, R, D) -> the same. `rope_angles` made cos and sin."""
+    # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
+    a_BSRd, b_BSRd = x_BSRD.chunk(2, -1)
+    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRd, a_BSRd], -1), sin_BS1D)  # (5)
+    return out_BSRD.to(x_BSRD.dtype)
+
+
+def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
+    """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
+
+    Right padding needs no mask, since a token sees nothing behind itself. With a window the work
+    and memory are O(S window).
+    """
+    if softcap is not None:
+        raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
+    if window is not None and window < q_BHSD.shape[2]:
+        return windowed_causal_attention(q_BHSD, k_BGSD, v_BGSD, scale, window)
+    options = dict(is_causal=True, scale=scale, enable_gqa=True)
+    return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, **options)
+
+
+class Attention(nn.Module):
+    """(2) without its residual. The heads that exist are read off the weights, not the config:
+    under tensor parallelism a rank holds some of them only, and runs this same code."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        M = config.hidden_size
+        D = config.head_dim
+        H = config.num_attention_heads
+        G = config.num_key_value_heads
+        self.layer = layer
+        self.head_dim = D
+        self.kind = config.layer_types[layer]
+        self.scale = (config.query_pre_attn_scalar or D) ** -0.5
+        self.window = config.sliding_window if self.kind == SLIDING else None
+
+        # Module names here and below are Hugging Face's, so that dense checkpoints need no table.
+        self.q_proj = nn.Linear(M, H * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(H * D, M, bias=config.o_bias)
+        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BSM, ropes, attention, /):
+        # (B, S, M) -> (B, S, heads, D). Norms work on single heads and come before RoPE.
+        q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
+        k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
+
+        # Queries and keys are turned by the same angles: one call for both halves the kernels.
+        H = q_BSHD.shape[2]
+        G = k_BSGD.shape[2]
+        qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])
+        q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
+        v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        # The seam. What this function is decides who sees whom, and where keys and values live.
+        # It also matches the H heads of q with the G of k and v.
+        options = dict(layer=self.layer, scale=self.scale, window=self.window)
+        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
+        return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """ffn of (3). `balance` is there because `SparseMLP`, which has one, can take its place."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.act = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BSM, balance=None, /):
+        # The gate decides, entry by entry, how much of up goes down.
+        return self.down_proj(self.act(self.gate_proj(x_BSM)) * self.up_proj(x_BSM))
+
+
+class Layer(nn.Module):
+    """(2) and (3): a residual block, normalised before its parts and, in Gemma, after them too."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.sandwich = config.sandwich_norms
+        self.self_attn = Attention(config, layer)
+        self.mlp = SparseMLP(config, layer) if layer in config.sparse_layers else MLP(config)
+
+        # post_attention_layernorm is Hugging Face's name for two things: in Gemma the norm' of
+        # (2), in the other families the norm before the feed-forward.
+        self.input_layernorm = RMSNorm(config.hidden_size, config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
+        if self.sandwich:
+            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
+
+    def forward(self, x_BSM, ropes, attention, balance=None, /):
+        # The states themselves are never normalised. Each part adds what it makes of their norm,
+        # so that the gradient of the last layer reaches the first undiminished.
+        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.sandwich:
+            x_BSM = x_BSM + h_BSM  # (2)
+            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), balance)  # (3)
+        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), gemma
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), balance)
+        return x_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), gemma
+
+
+class Decoder(nn.Module):
+    """Everything below the head. A module of its own so that parameter names are Hugging Face's."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config)
+
+
+class Transformer(nn.Module):
+    """A causal language model.
+
+    `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
+    stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
+    to the positions that are scored. Tied embeddings are one parameter,
+    `model.embed_tokens.weight`; there is then no `lm_head`.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.rope = Rope(config)
+        self.attention = causal_attention  # what layers call unless `hidden` is given another
+        self.model = Decoder(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.value_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+        """Final normalised states (B, S, M) of int64 tokens (B, S), or of embeddings (B, S, M).
+
+        positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
+        layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
+        (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
+        layers tell of their routing to, see `Balance`. ValueError for another shape, and for token
+        ids outside the vocabulary.
+        """
+        # A pipeline's later stages get the states of the stage before in place of tokens. Such
+        # embeddings are taken as they are: Gemma's sqrt(M) is not applied to them.
+        embedded = tokens_BS.is_floating_point()
+        if tokens_BS.dim() != (3 if embedded else 2):
+            found = tuple(tokens_BS.shape)
+            raise ValueError(f"tokens must be (B, S), or embeddings (B, S, M); got {found}")
+        x_BSM = tokens_BS if embedded else self.embed(tokens_BS)
+
+        # Positions say how far apart tokens are; which of them see each other is attention's.
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
+        ropes = self.rope(positions, x_BSM.dtype)
+        for layer in self.model.layers:
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
+        return self.model.norm(x_BSM)
+
+    def embed(self, tokens_BS, /):
+        """(1): (B, S) -> (B, S, M)."""
+        # Here and not in embed_tokens, which tensor parallelism replaces: there a token that no
+        # rank has would be a zero in silence.
+        self.require_tokens(tokens_BS)
+        x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
+        if not self.config.scale_embedding:
+            return x_BSM
+        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
+        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
+        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+
+    def logits(self, hidden, /):
+        """(7): (..., M) -> (..., V), in the model's dtype. `hidden` applied the norm already."""
+        z = F.linear(hidden, self.head_weight)  # (7)
+        cap = self.config.final_logit_softcapping
+        return cap * torch.tanh(z / cap) if cap else z
+
+    def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+        """Logits (B, S, V) in the model's dtype; the parameters are those of `hidden`."""
+        options = dict(positions=positions, attention=attention, balance=balance)
+        return self.logits(self.hidden(tokens_BS, **options))
+
+    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
+        """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
+        # Under tensor parallelism a rank has v of the V rows, and the ranks sum what theirs tell.
+        weight_vM, options = self.head_rows()
+        options |= dict(temperature=temperature, softcap=self.config.final_logit_softcapping)
+        options |= dict(vocab_size=self.config.vocab_size)
+        return token_logprobs(hidden, weight_vM, targets, **options)
+
+    @property
+    def head_weight(self):
+        """The (V, M) matrix of (7)."""
+        tied = self.config.tie_word_embeddings
+        return self.model.embed_tokens.weight if tied else self.lm_head.weight
+
+    def head_rows(self):
+        """This rank's rows of `head_weight`, and which they are. Tensor parallelism replaces it."""
+        return self.head_weight, {}
+
+    def values(self, hidden, /):
+        """A critic's value of each state, (..., M) -> (...), float32 or better."""
+        if not self.config.value_head:
+            raise ValueError("this model has no value head; call add_value_head() first")
+        value = self.score(hidden)[..., 0]
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    def add_value_head(self) -> "Transformer":
+        """Give a model that has none a value head of zeros: a critic starts from a policy."""
+        return give_value_head(self)
+
+    def init_weights(self, seed: int):
+        """Draw all weights from a seed, the same in every dtype; see `draw_weights`."""
+        return draw_weights(self, seed)
+
+    def require_tokens(self, tokens, /) -> None:
+        """See `require_tokens_in_vocabulary`: for whoever hands tokens to one stage of many."""
+        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
+
+
+# 4. Mixture of experts -----------------------------------------------------------------------
+
+class SparseMLP(nn.Module):
+    """(6): each token goes to its K likeliest experts. `votes` (E,) is b of (11) over its rate."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer = layer
+        self.top_k = config.num_experts_per_tok
+        self.normalised = config.norm_topk_prob
+        self.rate = config.router_bias_rate
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        if self.rate:
+            # NUMERICS: whole steps, not their product with the rate, so that no cast of the model
+            # rounds b. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
+            self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
+
+    def forward(self, x_BSM, balance=None, /):
+        x_NM = x_BSM.flatten(0, -2)
+        scores_NE, chosen_NK, weight_NK = self.route(x_NM)
+
+        # Each token is copied K times, and the copies are sorted by expert, so that an expert's
+        # rows lie together. Two tokens with K = 2 of E = 3 experts:
+        #
+        #     chosen_NK   [[2, 0], [1, 2]]   flattened 2 0 1 2
+        #     order       [1, 2, 0, 3]       copy 1 goes to expert 0, copy 2 to 1, 0 and 3 to 2
+        #     counts_E    [1, 1, 2]          and order.argsort() = [2, 0, 1, 3] is the way back
+        #
+        # NUMERICS: permutations and then one sum over K: nothing is added in the order that threads
+        # arrive, forward or backward. Pinned by tests/test_families.py::test_moe_is_repeatable.
+        order = chosen_NK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
+        copies_nM = x_NM[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
+        out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
+        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
+        out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6)
+
+        # The balance loss (10) rides on the output, so that this layer's own backward finds it.
+        loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
+        return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
+
+    def route(self, x_NM, /):
+        """p (N, E) of (6), the chosen experts (N, K) and their g (N, K) in x's dtype."""
+        # NUMERICS: softmax and its sum in float32 or better, g cast back, as the models were
+        # trained. Pinned by tests/test_families.py::test_the_router_works_in_float32.
+        wide = torch.promote_types(x_NM.dtype, torch.float32)
+        scores_NE = self.gate(x_NM).softmax(-1, dtype=wide)
+
+        # The bias decides who is chosen. It is no part of g: it would change what the model says.
+        biased_NE = scores_NE + self.rate * self.votes if self.rate else scores_NE
+        chosen_NK = biased_NE.topk(self.top_k, dim=-1).indices
+        weight_NK = scores_NE.gather(-1, chosen_NK)
+        if self.normalised:
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+        return scores_NE, chosen_NK, weight_NK.to(x_NM.dtype)
+
+
+# 5. Log-probabilities in chunks --------------------------------------------------------------
+
+def token_logprobs(
+    hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
+    group=None, vocab_start=0, vocab_size=None,
+):  # fmt: skip
+    """Log-prob of each target and entropy of each distribution, (8) and (9).
+
+    Returns two (N,) tensors in float32 (float64 for float64), differentiable in hidden and weight.
+    No tensor is larger than (chunk, V). ValueError for other shapes and targets outside of 0..V-1.
+
+    hidden_NM (N, M), weight_vM (V, M): of one floating dtype. targets_N: (N,) int64 in 0..V-1.
+    temperature: T of (8).
+    softcap: z := c tanh(z / c) before the temperature (Gemma).
+    chunk: rows a matmul. Default: 2^22 logits' worth, at least 128 rows, at most half of N.
+    group: vocabulary-parallel. Every rank of the group calls with the same hidden and targets, and
+        with its rows of the weight. Every rank gets the same results, the whole gradient of
+        hidden, and its rows' gradient of the weight.
+    vocab_start: this rank has the rows vocab_start .. vocab_start + v.
+    vocab_size: V, which a rank of a group cannot know by itself; without it, a target that is in
+        nobody's rows gives -inf.
+    """
+    require_scorable(hidden_NM, weight_vM, targets_N, group, vocab_size)
+    # By default so many exponentials stay for the backward as fit into 2^22 numbers.
+    kept_chunks = 1
+    if chunk is None:
+        chunk, kept_chunks = default_chunks(len(targets_N), len(weight_vM))
+    if not temperature > 0 or chunk < 1:
+        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
+    options = LogprobOptions(temperature, softcap, chunk, kept_chunks, group, vocab_start)
+    return TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(8) and (9), and d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy).
+
+    Plain autograd would keep every chunk's logits for the backward, (N, V) in all. Here a chunk's
+    logits are dropped, and the backward computes them again, for 2 M V flops a token.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NM, weight_vM, targets_N, options):
+        # Four numbers a token are enough. With m the largest logit: the target's logit, the total
+        # sum e^(z - m), the weighted sum (z - m) e^(z - m), and how many ranks own the target. The
+        # last chunks' exponentials stay, so that the backward need not compute those again.
+        dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
+        sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
+        largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
+        ctx.kept = {}  # first token of a chunk -> its exponentials, what they are relative to
+        for n in range(0, len(targets_N), options.chunk):
+            rows = slice(n, n + options.chunk)
+            if len(ctx.kept) == options.kept_chunks:
+                del ctx.kept[min(ctx.kept)]  # the oldest, before the next is made
+
+            # The target's logit, on the rank that has its row.
+            z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
+            local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)
+            target_n = torch.where(owned_n1, z_nv.gather(-1, local_n1), 0)[:, 0]
+
+            # In place wherever it can be: z becomes z - m, and that becomes (z - m) e^(z - m).
+            largest_N[rows] = z_nv.amax(-1)
+            shifted_nv = z_nv.sub_(largest_N[rows, None])
+            e_nv = shifted_nv.exp()
+            weighted_n = shifted_nv.mul_(e_nv).sum(-1)
+            sums_4N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n, owned_n1[:, 0]])
+            if options.softcap is None:
+                ctx.kept[n] = e_nv, largest_N[rows, None]
+
+        # A rank that has some rows of the vocabulary has some terms of each sum.
+        if options.group is not None:
+            largest_N, sums_4N = combine_over_ranks(largest_N, sums_4N, options.group)
+
+        # log p = z - m - log total, so that -sum p log p = log total - weighted / total. A target
+        # that nobody owns has no logit.
+        target_N, total_N, weighted_N, owners_N = sums_4N
+        lse_N = largest_N + total_N.log()
+        logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)
+        entropy_N = total_N.log() - weighted_N / total_N  # (9)
+        ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, entropy_N)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, dlogprobs_N, dentropy_N):
+        hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        options = ctx.options
+        # z was divided by the temperature, so what goes back to it is divided too. An output that
+        # nobody used has no gradient; for the entropy that saves work.
+        dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N
+        dlogprobs_N = dlogprobs_N / options.temperature
+        if dentropy_N is not None:
+            dentropy_N = dentropy_N / options.temperature
+
+        # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
+        # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
+        dhidden_NM = torch.empty_like(hidden_NM)
+        dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
+        kept, ctx.kept = ctx.kept, {}  # used up here: another backward computes them again
+        for n in range(0, len(targets_N), options.chunk):
+            rows = slice(n, n + options.chunk)
+            entropy = None
+            if dentropy_N is not None:
+                entropy = dentropy_N[rows, None], entropy_N[rows, None]
+            dz_nv = logits_gradient(
+                hidden_NM[rows], weight_vM, targets_N[rows], lse_N[rows, None],
+                dlogprobs_N[rows, None], entropy, kept.pop(n, None), options)  # fmt: skip
+
+            # z = hidden weight^T, so its gradient goes to both. One dtype: add without a copy.
+            dhidden_NM[rows] = dz_nv @ weight_vM
+            if dweight_vM.dtype == dz_nv.dtype:
+                dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
+            else:
+                dweight_vM += dz_nv.T @ hidden_NM[rows]
+        if options.group is not None:
+            dist.all_reduce(dhidden_NM, group=options.group)  # every rank's rows gave a part
+        return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
+
+
+# 6. Packed documents -------------------------------------------------------------------------
+
+def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=1.25):
+    """Causal attention inside each document of a packed batch: the callable for `hidden`.
+
+    Give one of three. lengths: of documents that lie end to end in one row (1, S). doc_ids (B, S)
+    int64: one number per document, -1 for PAD, anywhere. position_ids (B, S) int64: a document
+    starts where a position is not the one before plus 1; -1 is PAD. Nothing sees PAD, and its
+    output is 0. waste: in a bucket the longest document is at most so many times the shortest.
+
+        lengths 3 2 3:   a a a b b c c c   ->   bucket (2, 3):  a a a    bucket (1, 2):  b b
+                                                                c c c
+    """
+    # A mask over the packed row would cost S^2 work, most of it between documents that do not see
+    # each other. Documents of about one length are gathered into a rectangle instead, padded at
+    # their ends, where causal attention does not look. Only attention ever meets this padding.
+    doc_BS = document_ids(lengths, doc_ids, position_ids)
+    shape = tuple(doc_BS.shape)
+    token_N, lengths = documents_in_order(doc_BS)
+    buckets = buckets_by_length(token_N, lengths, waste)
+    equal = len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
+    on_device = {}  # device -> the buckets there, and the places of their real tokens
+
+    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
+        if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
+            raise ValueError(f"packed for {shape} tokens, got {tuple(q_BHSD.shape)}")
+        if equal:  # the row cut in pieces is the bucket: views instead of gathers
+            qkv = q_BHSD, k_BGSD, v_BGSD
+            return attention_of_equal_documents(qkv, lengths[0], options)
+        device = q_BHSD.device
+        if device not in on_device:  # the first layer moves the indices, for all layers
+            parts = [(at.to(device), real.to(device)) for at, real in buckets]
+            on_device[device] = parts, [at[real] for at, real in parts]
+        parts, places = on_device[device]
+
+        # For each bucket gather, attend, and keep what is no padding. Each real token is in one
+        # bucket once, so that the results put next to each other go back by one copy.
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
+        results = []
+        for index_UL, real_UL in parts:
+            at_n = index_UL.flatten()
+            rows = (x.index_select(0, at_n).unflatten(0, index_UL.shape) for x in flat)
+            out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
+            results.append(out_UHLD.transpose(1, 2)[real_UL])
+        out_NHD = torch.zeros_like(flat[0])
+        if results:
+            out_NHD = out_NHD.index_copy(0, torch.cat(places), torch.cat(results))
+        return out_NHD.unflatten(0, shape).transpose(1, 2)
+
+    return attention
+
+
+# 7. The cache --------------------------------------------------------------------------------
+
+class KVCache:
+    """Keys and values of the tokens so far. Row b holds `lengths.of_B[b]` of them, left-aligned.
+
+        row 0   k k k k . .        lengths 4 2, room for C = 6
+        row 1   k k . . . .        the next token of row 1 is written at 2, whatever row 0 does
+
+    `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
+    lengths on. `select(rows)` repeats, drops and reorders rows: a fork of a conversation, finished
+    rows out. Appendix H has two thriftier layouts. A sliding layer keeps its window only, and
+    `share(rows)` makes several rows of each prompt, whose keys full layers go on to hold once.
+    """
+
+    def __init__(self, rows: int, device=None):
+        self.lengths = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
+        self.layers = {}  # layer -> k and v (2, B, G, C, D)
+        self.counts_B = None  # real tokens of each row in the call under way; None: all of them
+        self.sliding = set()  # the layers that keep their window only
+        self.prompts = None  # `SharedPrompts` after `share`
+        self.own_lengths = self.lengths  # of what `layers` holds: all but a shared prompt
+
+    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
+        """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
+        # A prompt has nothing older to see, and its right padding needs no mask.
+        if self.lengths.longest == 0:
+            append_to_store(self, layer, k_BGSD, v_BGSD, window)
+            options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
+            return causal_attention(q_BHSD, k_BGSD, v_BGSD, **options)
+        if softcap is not None:
+            raise ValueError("KVCache has no softcap")
+        if window is not None:
+            return sliding_cache_attention(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
+
+        # Keys of a row lie in the order of their positions, so one comparison is the whole mask:
+        # it hides later new tokens, and what stands behind a shorter row. With one new token in
+        # each row and rows of equal length there is nothing to hide.
+        S = q_BHSD.shape[2]
+        room = self.own_lengths.longest + S
+        k_BGCD, v_BGCD = append_to_store(self, layer, k_BGSD, v_BGSD)[:, :, :, :room]
+        mask_B1SC = None
+        if S > 1 or not self.own_lengths.even:
+            mask_B1SC = keys_up_to(self.own_lengths, S, room)
+        if self.prompts is not None:
+            return self.prompts.attention(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
+        return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
+
+    def advance(self, counts_B=None, /, *, steps=1):
+        """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
+        self.lengths = self.lengths.plus(counts_B, steps)
+        shared = self.prompts is not None
+        self.own_lengths = self.own_lengths.plus(counts_B, steps) if shared else self.lengths
+
+    def select(self, rows, /):
+        """Keep rows (int64 list or tensor), in that order, repeats allowed."""
+        # Indexing copies, so that a row that is kept twice can go on in two ways: a fork.
+        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
+        self.lengths = Lengths.measured(self.lengths.of_B[rows])
+        self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
+        self.own_lengths = self.lengths
+        if self.prompts is not None and len(rows):
+            self.own_lengths = self.prompts.give_rows(self.prompts.prompt_B[rows], self.lengths)
+
+    def share(self, rows, /):
+        """`select(rows)` of rows that are prompts, whose keys full layers keep once."""
+        share_prompts(self, rows)
+
+
+@torch.no_grad()
+def extend(model, cache, tokens_BS, /, counts=None):
+    """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
+    after the last real token of each row. Positions go on from the cache's lengths."""
+    S = tokens_BS.shape[1]
+    positions = cache.lengths.of_B[:, None]
+    if S > 1:
+        positions = positions + torch.arange(S, device=tokens_BS.device)
+
+    # Every layer reads the same lengths; they move on only when all layers have written.
+    cache.counts_B = counts
+    x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
+    cache.advance(counts, steps=S)
+    if counts is None:
+        return model.logits(x_BSM[:, -1])
+    return model.logits(x_BSM[torch.arange(len(counts), device=counts.device), counts - 1])
+
+
+# The idea ends here. What follows makes it fast, strict or connected ---------------------------
+
+# A. Generation -------------------------------------------------------------------------------
+# For whoever samples from the model: rollouts, evaluation, chat.
+# Skip it if you only train on sequences that somebody else has made. min-p: arXiv:2407.01082.
+
+@torch.no_grad()
+def prefill(model, prompts, /):
+    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each."""
+    require_prompts(prompts, model.config.vocab_size)
+    # One right-padded forward. Prompts of equal length have no padding and need no counts.
+    device = model.head_weight.device
+    lengths = [len(prompt) for prompt in prompts]
+    counts = torch.tensor(lengths, device=device) if len(set(lengths)) > 1 else None
+    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = KVCache(len(prompts), device=device)
+    return cache, extend(model, cache, tokens_BS.to(device), counts)
+
+
+class Sampled(NamedTuple):
+    """Tokens (B,) int64 and two log-probs (B,) of each, in float32 or better."""
+
+    tokens: torch.Tensor
+    logprobs: torch.Tensor  # under what was drawn from: after temperature and cuts, summing to 1
+    full_logprobs: torch.Tensor  # under softmax(logits / temperature), the whole vocabulary
+
+
+@torch.no_grad()
+def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=None, min_p=None):
+    """Draw a token a row: invert the cumulative distribution at uniform_B (B,), float64 in [0, 1).
+
+    temperature 0 takes the likeliest token; both log-probs are then under softmax(logits). top_k
+    keeps the k likeliest tokens, top_p of those the fewest that hold so much, min_p what is at
+    least so likely relative to the likeliest; in this order, as in transformers. ValueError for
+    options that mean nothing. Returns `Sampled`.
+    """
+    check_sampling(temperature, top_k, top_p, min_p)
+    dtype = torch.promote_types(logits_BV.dtype, torch.float32)
+    z_BV = logits_BV.to(dtype) if temperature in (0, 1) else logits_BV.to(dtype) / temperature
+
+    # NUMERICS: not log_softmax, whose float32 normaliser adds the terms one by one and loses a long
+    # tail (1e-4 at 150 thousand tokens); torch's sum adds in pairs. Pinned by
+    # tests/test_models.py::test_the_samplers_logprobs_are_the_trainers.
+    largest_B1 = z_BV.amax(-1, keepdim=True)
+    e_BV = (z_BV - largest_B1).exp()
+
+    # The randomness is an argument. A draw depends on its own row and its own uniform number,
+    # never on which rows share the batch: a run can be repeated one row at a time.
+    kept_BV = e_BV
+    if temperature == 0:
+        tokens_B1 = z_BV.argmax(-1, keepdim=True)
+    elif uniform_B.dtype != torch.float64:
+        raise ValueError(f"uniform must be float64 (float32 rounds up to 1), got {uniform_B.dtype}")
+    else:
+        if top_k or min_p or top_p not in (None, 1):
+            kept_BV = e_BV * likeliest_tokens(e_BV, top_k, top_p, min_p)
+        tokens_B1 = invert_distribution(kept_BV, uniform_B)
+
+    # (8) twice: relative to all tokens, which is what the trainer computes, and to the kept ones.
+    score_B = (z_BV.gather(-1, tokens_B1) - largest_B1)[:, 0]
+    full_B = score_B - e_BV.sum(-1).log()
+    cut_B = full_B if kept_BV is e_BV else score_B - kept_BV.sum(-1).log()
+    return Sampled(tokens_B1[:, 0], cut_B, full_B)
+
+
+@torch.inference_mode()
+def generate(
+    model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
+    end=(), after=None, seed=None,
+):  # fmt: skip
+    """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
+
+    rows: `Row`s, or lists of token ids, of which Rows are made.
+    max_new_tokens: a row with so many tokens behind its prompt ends, with `truncated` set.
+    temperature, top_k, top_p, min_p: those of `sample`. 0 is greedy and needs no draws.
+    end: the stop tokens. A sampled one calls `after`.
+    after: after(row) -> the rows that go on in its place. None, the default, ends it; itself with
+        tokens in its queue is the next turn of a conversation; several are a fork. With `after`,
+        rows are returned in the order in which they end.
+    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    check_sampling(**options)
+    rows = rows_with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    if not rows:
+        return []
+
+    # Equal prompts are computed once: GRPO samples a group of answers to each.
+    given = rows
+    prompts = list(dict.fromkeys(tuple(row.tokens) for row in rows))
+    longest = max(map(len, prompts))
+    room = model.config.max_position_embeddings
+    if longest + max_new_tokens > room:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
+                         f"the model's {room} positions; shorten one of them")  # fmt: skip
+    cache, logits_BV = prefill(model, prompts)
+
+    # From prompts to rows: [a, a, b] has the prompts [a, b] and prompt_of_row [0, 0, 1].
+    number = {prompt: n for n, prompt in enumerate(prompts)}
+    prompt_of_row = [number[tuple(row.tokens)] for row in rows]
+    logits_BV = logits_BV[prompt_of_row]
+    if len(rows) > len(prompts):
+        cache.share(prompt_of_row)
+
+    done = []
+    while rows:
+        uniform_B = None
+        if temperature > 0:
+            draws = [row.draws[row.new] for row in rows]
+            uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
+        drawn = sample(logits_BV, uniform_B, **options)
+
+        # Each row takes its token. What goes on may be nothing, the row itself, or several forks;
+        # places says from which row of the batch each of them comes.
+        going = []
+        places = []
+        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
+            followers = [row]
+            if row.append(*token) and token[0] in end:
+                followers = after(row) if after else []
+            if not followers:
+                done.append(row)
+            for follower in followers:
+                follower.truncated = follower.new >= max_new_tokens
+            done += [x for x in followers if x.truncated]
+            not_ended = [x for x in followers if not x.truncated]
+            going += not_ended
+            places += [b] * len(not_ended)
+
+        # Ended rows leave the batch, forks get a row each, and the rest needs no copy.
+        if going:
+            if places != list(range(len(rows))):
+                cache.select(places)
+            last_B1 = torch.tensor([[row.tokens[-1]] for row in going], device=logits_BV.device)
+            logits_BV = extend(model, cache, last_B1)
+        rows = going
+    return done if after else given
+
+
+class Row:
+    """A sequence under way: it takes its next queued token or, with none queued, the sampled one.
+
+    mask says which tokens were sampled; logprobs and full_logprobs are those of `Sampled` (0 where
+    queued); all three have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th
+    token behind the prompt.
+    """
+
+    def __init__(self, prompt, draws=()):
+        self.tokens = list(prompt)
+        self.draws = draws
+        self.queue = deque()  # tokens that come next whatever is sampled: a tool's answer
+        self.new = 0  # tokens behind the prompt
+        self.truncated = False  # ended by the limit
+        targets = max(len(prompt) - 1, 0)
+        self.mask = [False] * targets
+        self.logprobs = [0.0] * targets
+        self.full_logprobs = [0.0] * targets
+
+    def append(self, token, logprob, full_logprob=0.0) -> bool:
+        """Take one token; True if it was the sampled one."""
+        sampled = not self.queue
+        self.tokens.append(token if sampled else self.queue.popleft())
+        self.mask.append(sampled)
+        self.logprobs.append(logprob if sampled else 0.0)
+        self.full_logprobs.append(full_logprob if sampled else 0.0)
+        self.new += 1
+        return sampled
+
+
+def rows_with_draws(rows, needed, seed):
+    """Rows from rows or lists of tokens, each with at least `needed` draws."""
+    rows = [row if isinstance(row, Row) else Row(row) for row in rows]
+
+    # The generator draws for every row, also for one that has draws of its own: what a row gets
+    # depends on its place, and not on what the rows before it brought along.
+    if seed is not None and needed:
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
+    if any(len(row.draws) < needed for row in rows):
+        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
+    return rows
+
+
+def likeliest_tokens(e_BV, top_k, top_p, min_p):
+    """Which tokens top-k, top-p and min-p leave, (B, V) bool: always the likeliest."""
+    sorted_BV, order_BV = e_BV.sort(dim=-1, descending=True, stable=True)
+    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
+    if top_k:
+        keep_BV &= sorted_BV >= sorted_BV[:, min(int(top_k), sorted_BV.shape[1]) - 1, None]
+
+    # A token stays if the likelier ones before it do not hold top_p yet. With 0.5 0.3 0.2 and
+    # top_p 0.7 they hold 0 0.5 0.8: two tokens stay, the fewest that hold 0.7.
+    if top_p is not None:
+        left_BV = (sorted_BV * keep_BV).double()
+        before_BV = left_BV.cumsum(-1) - left_BV
+        keep_BV &= before_BV < top_p * left_BV.sum(-1, keepdim=True)
+    if min_p:
+        keep_BV &= sorted_BV >= min_p * sorted_BV[:, :1]
+    keep_BV[:, 0] = True
+    return torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
+
+
+def invert_distribution(p_BV, uniform_B):
+    """The token (B, 1) at which the running sum of p, of any total, reaches uniform times it."""
+    # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
+    # probabilities; in float64 it is not. First over blocks of 128 tokens, then inside one: a
+    # running sum of V numbers is slow, and so is a float64 copy of p. A token of probability 0 is
+    # never drawn. Pinned by
+    # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
+    if p_BV.shape[1] % 128:
+        p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128))
+    blocks_BnW = p_BV.unflatten(-1, (-1, 128))
+    pieces = blocks_BnW.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
+    sums = [x_BnW.sum(-1, dtype=torch.float64) for x_BnW in pieces]
+    ends_Bn = torch.cat(sums, 1).cumsum(-1)
+
+    # The block whose end lies beyond the target, and then the token inside it.
+    at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
+    block_B1 = torch.searchsorted(ends_Bn, at_B1, right=True).clamp(max=ends_Bn.shape[1] - 1)
+    inside_BW = blocks_BnW[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
+    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_BW.sum(-1, keepdim=True))
+    place_B1 = torch.searchsorted(inside_BW.cumsum(-1), left_B1, right=True)
+
+    # Rounding may carry the rest past the block's last token: take the last that can be drawn.
+    column_W = torch.arange(128, device=p_BV.device)
+    last_B1 = torch.where(inside_BW > 0, column_W, 0).amax(-1, keepdim=True)
+    return block_B1 * 128 + place_B1.minimum(last_B1)
+
+
+# B. Guards -----------------------------------------------------------------------------------
+# For what others hand us: wrong configurations, token ids and options are refused by name.
+# Skip it if you trust them. The only line that computes is the default of `layer_types`.
+
 ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -169,12 +1125,16 @@ def require_field(name, value, kind, /) -> None:
 
     kind: an annotation, such as int | None or tuple[str, ...]. Every field of `ModelConfig` and
     every field of a config.json that a reader uses comes through here before it is used, so that
-    no reader has to ask what it was given. The range goes by the last part of a dotted name.
+    no reader has to ask what it was given.
     """
     if not _is_of_kind(value, kind):
         raise ValueError(f"{name} must be {_in_words(kind)}, got {reprlib.repr(value)}")
+
+    # The range goes by the last part of a dotted name: rope_parameters.factor has that of factor.
+    # A list is in range if each of its numbers is.
     low, high = RANGES.get(name.rpartition(".")[2], (-math.inf, math.inf))
-    for number in value if isinstance(value, list | tuple) else [value]:
+    entries = value if isinstance(value, list | tuple) else [value]
+    for number in entries:
         if isinstance(number, numbers.Real) and not low <= number <= high:
             expected = "positive" if low == POSITIVE else f"at least {low}"
             if high < math.inf:
@@ -210,167 +1170,65 @@ def _in_words(kind) -> str:
     return words[kind]
 
 
-@dataclass
-class ModelConfig:
-    """The shape of a `Transformer`. Field names are Hugging Face's wherever it has one.
+def complete_and_check_config(config) -> None:
+    """Fill in what a new `ModelConfig` left out; ValueError if it describes no model."""
+    # Types and ranges first: all that follows may rely on them.
+    for f in dataclasses.fields(config):
+        require_field(f.name, getattr(config, f.name), f.type)
+    for kind, rope in config.rope_parameters.items():
+        require_field(f"rope_parameters.{kind}", rope, dict)
 
-    layer_types, one per layer, default all "full_attention". rope_parameters: layer type ->
-    {"rope_type", "rope_theta", ...}. sparse_layers: the indices of the layers with experts.
-    router_bias_rate: the rate of (11); 0, the default: no such bias. value_head: see
-    `Transformer.values`.
-    """
+    # One type for each layer; without a list, every layer sees everything before it.
+    config.layer_types = tuple(config.layer_types) or (FULL,) * config.num_hidden_layers
+    kinds = set(config.layer_types)
+    if kinds - {FULL, SLIDING} or len(config.layer_types) != config.num_hidden_layers:
+        raise ValueError(f"layer_types must be {config.num_hidden_layers} of {FULL}, {SLIDING}; "
+                         f"got {reprlib.repr(list(config.layer_types))}")  # fmt: skip
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    model_type: str = "qwen3"
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    eos_token_id: tuple[int, ...] = ()
-    rope_parameters: dict = field(default_factory=dict)
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int | None = None
-    qk_norm: bool = True
-    qkv_bias: bool = False
-    o_bias: bool = False
-    hidden_act: str = "silu"
-    norm_offset: bool = False  # (4) with 1 + w
-    sandwich_norms: bool = False  # the norms marked ' in (2) and (3)
-    scale_embedding: bool = False
-    query_pre_attn_scalar: float | None = None  # None: head_dim
-    final_logit_softcapping: float | None = None
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
-    sparse_layers: tuple[int, ...] = ()
-    router_bias_rate: float = 0.0
-    value_head: bool = False
-
-    def __post_init__(self):
-        # Types and ranges first: all that follows may rely on them.
-        for f in dataclasses.fields(self):
-            require_field(f.name, getattr(self, f.name), f.type)
-        for kind, rope in self.rope_parameters.items():
-            require_field(f"rope_parameters.{kind}", rope, dict)
-        self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
-        kinds = set(self.layer_types)
-        if kinds - {FULL, SLIDING} or len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types must be {self.num_hidden_layers} of {FULL}, {SLIDING}; "
-                             f"got {reprlib.repr(list(self.layer_types))}")  # fmt: skip
-        given, default = self.rope_parameters, {"rope_type": "default", "rope_theta": 10000.0}
-        if set(given) - {FULL, SLIDING}:
-            raise ValueError(f"rope_parameters go by layer type, got {given}")
-        self.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
-        for wrong, complaint in self._mistakes():
-            if wrong:
-                raise ValueError(complaint)
-        for rope in self.rope_parameters.values():
-            _check_rope(rope, self.max_position_embeddings, self.head_dim)
-
-    def _mistakes(self):
-        """(whether it is made, what to say), so ordered that later questions can be asked."""
-        if self.sparse_layers:
-            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-                found = getattr(self, name)
-                yield found < 1, f"{name} must be at least 1 in sparse layers, got {found}"
-        H, G, kinds = self.num_attention_heads, self.num_key_value_heads, self.layer_types
-        yield H % G, f"num_attention_heads {H} must divide by num_key_value_heads {G}"
-        yield H * self.head_dim > WIDEST, (
-            f"num_attention_heads {H} times head_dim {self.head_dim} exceeds {WIDEST}")
-        yield self.head_dim % 2, f"head_dim must be even for half-split RoPE, got {self.head_dim}"
-        yield self.num_experts_per_tok > self.num_experts, (
-            f"num_experts_per_tok {self.num_experts_per_tok} exceeds {self.num_experts} experts")
-        yield SLIDING in kinds and not (self.sliding_window or 0) > 0, (
-            f"sliding layers need a sliding_window, got {self.sliding_window}")
-        yield self.hidden_act not in ACTIVATIONS, (
-            f"hidden_act (or hidden_activation) {self.hidden_act!r} is none of {[*ACTIVATIONS]}")
-        yield any(not 0 <= n < self.num_hidden_layers for n in self.sparse_layers), (
-            f"sparse_layers {self.sparse_layers} are not layers of this model")
-
-    @classmethod
-    def from_hf(cls, raw, /) -> "ModelConfig":
-        """Read a Hugging Face config: a directory, a config.json, or the dict itself.
-
-        Both spellings are read (transformers 4 and 5), absent fields have transformers' defaults.
-        Anything that would change the numbers and is not implemented is a ValueError that names it.
-        """
-        if isinstance(raw, dict):
-            return cls._from_dict(raw)
-        path = Path(raw)
-        if path.is_dir():
-            path = path / "config.json"
-        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
-        try:
-            return cls._from_dict(raw)
-        except ValueError as error:  # whatever is wrong with the fields, say in which file
-            raise ValueError(f"{path}: {error}") from error
-
-    @classmethod
-    def _from_dict(cls, raw):
-        raw = _text_config(raw)
-        if raw["model_type"] not in FAMILIES:
-            raise ValueError(f"model_type {raw['model_type']!r} is not implemented; "
-                             f"implemented: {', '.join(FAMILIES)}")  # fmt: skip
-        family = FAMILIES[raw["model_type"]]
-        raw = COMMON | family.defaults | raw
-        for name in raw.keys() & RAW_FIELDS.keys():
-            require_field(name, raw[name], RAW_FIELDS[name])
-        _refuse_unimplemented(raw)
-
-        fields = {name: raw[name] for name in COMMON}
-        if fields["num_key_value_heads"] is None:
-            fields["num_key_value_heads"] = fields["num_attention_heads"]
-        eos = raw.get("eos_token_id")
-        eos = eos if isinstance(eos, list | tuple) else [eos]
-        fields["eos_token_id"] = tuple(token for token in eos if token is not None)
-        fields["value_head"] = raw.get("value_head", False)
-        return cls(model_type=raw["model_type"], **fields | family.read(raw) | family.fixed)
-
-    def require_same_numbers(self, other, where) -> None:
-        """ValueError if a model of the other configuration would compute something else."""
-        for f in dataclasses.fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
-                raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
-
-    def to_hf(self) -> dict:
-        """The config.json that transformers 4 and 5 and `from_hf` read back to this model."""
-        family = FAMILIES[self.model_type]
-        raw = {name: getattr(self, name) for name in COMMON} | {
-            "architectures": [family.architecture], "model_type": self.model_type,
-            "head_dim": self.head_dim, "attention_bias": self.o_bias, "attention_dropout": 0.0,
-            "layer_types": list(self.layer_types),
-            "use_sliding_window": SLIDING in self.layer_types,
-            "eos_token_id": list(self.eos_token_id) or None, family.act_key: self.hidden_act,
-        }  # fmt: skip
-        optional = [*(MOE if self.num_experts else ()), "sliding_window", "query_pre_attn_scalar",
-                    "final_logit_softcapping", "value_head"]  # fmt: skip
-        raw |= {name: getattr(self, name) for name in optional if getattr(self, name)}
-        if self.num_experts:
-            dense = sorted(set(range(self.num_hidden_layers)) - set(self.sparse_layers))
-            raw |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
-        raw |= _write_rope(self.rope_parameters, family)
-        back, self_hf = ModelConfig.from_hf(raw), dataclasses.replace(self, router_bias_rate=0.0)
-        back.require_same_numbers(self_hf, f"a {self.model_type} config cannot say this: it")
-        return raw
+    # RoPE for each type of layer that there is, and for no other.
+    given = config.rope_parameters
+    default = {"rope_type": "default", "rope_theta": 10000.0}
+    if set(given) - {FULL, SLIDING}:
+        raise ValueError(f"rope_parameters go by layer type, got {given}")
+    config.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
+    for wrong, complaint in _config_mistakes(config):
+        if wrong:
+            raise ValueError(complaint)
+    for rope in config.rope_parameters.values():
+        _check_rope(rope, config.max_position_embeddings, config.head_dim)
 
 
-def _text_config(raw) -> dict:
-    """The text model's part of a config: all of it, or of a multimodal one the inner object."""
-    inner = raw.get("text_config")
-    require_field("text_config", inner, dict | None)
-    if inner is not None:  # what it lacks may stand outside
-        outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
-        raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | inner
-    require_field("model_type", raw.get("model_type"), str)
-    return raw
+def _config_mistakes(config):
+    """(whether it is made, what to say), so ordered that later questions can be asked."""
+    if config.sparse_layers:
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            found = getattr(config, name)
+            yield found < 1, f"{name} must be at least 1 in sparse layers, got {found}"
+    H = config.num_attention_heads
+    G = config.num_key_value_heads
+    D = config.head_dim
+    yield H % G, f"num_attention_heads {H} must divide by num_key_value_heads {G}"
+    yield H * D > WIDEST, f"num_attention_heads {H} times head_dim {D} exceeds {WIDEST}"
+    yield D % 2, f"head_dim must be even for half-split RoPE, got {D}"
+
+    # The router cannot choose more experts than there are; a window of no tokens sees nothing.
+    yield config.num_experts_per_tok > config.num_experts, (
+        f"num_experts_per_tok {config.num_experts_per_tok} exceeds {config.num_experts} experts")
+    yield SLIDING in config.layer_types and not (config.sliding_window or 0) > 0, (
+        f"sliding layers need a sliding_window, got {config.sliding_window}")
+    yield config.hidden_act not in ACTIVATIONS, (
+        f"hidden_act (or hidden_activation) {config.hidden_act!r} is none of {[*ACTIVATIONS]}")
+    yield any(not 0 <= n < config.num_hidden_layers for n in config.sparse_layers), (
+        f"sparse_layers {config.sparse_layers} are not layers of this model")
+
+
+def require_same_numbers(config, other, where) -> None:
+    """ValueError if a model of the other configuration would compute something else."""
+    for f in dataclasses.fields(config):
+        mine = getattr(config, f.name)
+        theirs = getattr(other, f.name)
+        if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
+            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
 
 
 def _check_rope(rope, max_position_embeddings, head_dim):
@@ -382,6 +1240,8 @@ def _check_rope(rope, max_position_embeddings, head_dim):
         raise ValueError(f"rope_type {kind!r} is not implemented; there are {list(ROPE_NEEDS)}")
     if kind in ("yarn", "llama3") and rope.get("original_max_position_embeddings") is None:
         rope["original_max_position_embeddings"] = max_position_embeddings
+
+    # A key that we do not know may change the angles, so it is refused and not ignored.
     unknown = sorted(rope.keys() - ROPE_KEYS.keys())
     missing = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
     if unknown or missing:
@@ -389,6 +1249,7 @@ def _check_rope(rope, max_position_embeddings, head_dim):
                          f"missing {missing}")  # fmt: skip
     if rope.pop("partial_rotary_factor", None) not in (None, 1):
         raise ValueError("partial_rotary_factor other than 1 is not implemented")
+
     # Numbers that are each possible may still divide by zero together, or have no logarithm.
     # Computing f once, beyond the length that dynamic RoPE waits for, is the test of them all.
     longest = max_position_embeddings
@@ -403,71 +1264,101 @@ def _check_rope(rope, max_position_embeddings, head_dim):
         raise ValueError(f"rope_parameters {rope} give angles that are not finite")
 
 
-def _refuse_unimplemented(raw):
-    """Raise for each field that changes the numbers and that this file does not implement."""
-    refused = {
-        "attention_dropout > 0": (raw.get("attention_dropout") or 0) > 0,
-        "use_bidirectional_attention": raw.get("use_bidirectional_attention"),
-        "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
-        "quantization_config": raw.get("quantization_config") is not None,
-    }
-    found = [name for name, present in refused.items() if present]
-    if found:
-        raise ValueError(f"config asks for {', '.join(found)}: not implemented in models.py")
+def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
+    """Refuse token ids that are not in 0..vocab_size - 1.
 
-
-def read_layers(raw, default, /) -> dict:
-    """layer_types and sliding_window; default(layer) -> bool: slides, where no list says so."""
-    slides = map(default, range(raw["num_hidden_layers"]))
-    kinds = raw.get("layer_types") or [SLIDING if slide else FULL for slide in slides]
-    window = raw["sliding_window"] if SLIDING in kinds else None
-    return {"layer_types": tuple(kinds), "sliding_window": window}
-
-
-def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
-    """layer type -> RoPE parameters, from both spellings.
-
-    transformers 4: rope_theta, rope_scaling and, where sliding layers have a theta of their own,
-    rope_local_base_freq, which is never scaled. transformers 5: rope_parameters, one dict, or with
-    sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
+    On the CPU a ValueError names the first one and its place. On a GPU an assertion of the device
+    ends the process at some later call: to look at the ids here, the CPU would have to wait for
+    the GPU in each forward.
     """
-    scaling, new = raw.get("rope_scaling") or {}, raw.get("rope_parameters") or {}
-    by_type = [key for key, value in (new | scaling).items() if isinstance(value, dict)]
-    if by_type and sliding_theta is None:
-        raise ValueError(f"rope_parameters.{by_type[0]} is an object: RoPE per layer type in "
-                         f"{raw['model_type']}: transformers has none")  # fmt: skip
-    out = {}
-    for kind in sorted(set(kinds)):
-        theta = raw.get("rope_theta")
-        if sliding_theta:
-            require_field(f"rope_parameters.{kind}", new.get(kind), dict | None)
-            rope = dict(new.get(kind) or {})
-        else:
-            rope = dict(scaling or new)
-        if sliding_theta and kind == SLIDING:
-            theta = raw.get("rope_local_base_freq", sliding_theta)
-        elif sliding_theta:
-            rope |= scaling
-        rope.setdefault("rope_theta", theta)
-        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-        rope.pop("type", None)
-        for name in ("rope_theta", "rope_type"):
-            require_field(name, rope[name], ROPE_KEYS[name])
-        rope["rope_theta"] = float(rope["rope_theta"])
-        if raw.get("original_max_position_embeddings") and rope["rope_type"] in ("yarn", "llama3"):
-            rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-        out[kind] = rope
-    return out
+    if not tokens.numel():
+        return
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        inside = (tokens >= 0) & (tokens < vocab_size)
+        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
+        return
+
+    # One pass over the ids as a rule. Which of them it is, is asked only when one is wrong.
+    low, high = torch.aminmax(tokens)
+    if low >= 0 and high < vocab_size:
+        return
+    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
+    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
+    raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
+                     f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
 
 
-def _write_rope(ropes, family) -> dict:
-    """Both spellings of `ropes`, as far as the older one can say it."""
-    full = ropes.get(FULL) or next(iter(ropes.values()))
-    if not family.rope_per_type:
-        scaling = None if full["rope_type"] == "default" else full
-        return {"rope_parameters": full, "rope_theta": full["rope_theta"], "rope_scaling": scaling}
-    names = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-    return {"rope_parameters": ropes} | {names[k]: rope["rope_theta"] for k, rope in ropes.items()}
+def require_prompts(prompts, vocab_size) -> None:
+    """ValueError unless every prompt has tokens, and all of them are in the vocabulary."""
+    for prompt in prompts:
+        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
+            raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
+
+
+def require_scorable(hidden, weight, targets, group, vocab_size) -> None:
+    """ValueError for shapes and targets that `token_logprobs` cannot take."""
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        found = f"{tuple(hidden.shape)} and {tuple(targets.shape)}"
+        raise ValueError(f"hidden must be (N, M) and targets (N,), got {found}")
+    # Only a rank of a group that was not told V cannot know which targets there are.
+    if vocab_size is None and group is None:
+        vocab_size = len(weight)
+    if vocab_size is not None:
+        require_tokens_in_vocabulary(targets, vocab_size, what="target")
+
+
+def check_sampling(temperature, top_k, top_p, min_p):
+    """ValueError for options of `sample` that mean nothing."""
+    if temperature < 0 or not math.isfinite(temperature):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if top_k is not None and (top_k != int(top_k) or top_k < 0):
+        raise ValueError(f"top_k must be a number of tokens, 0 or None for all; got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1 or min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1]; got {top_p} and {min_p}")
+
+
+# C. Hugging Face's configurations ------------------------------------------------------------
+# For models that come from or go to Hugging Face: from a config.json to `ModelConfig` and back.
+# Skip it if you build a `ModelConfig` yourself, but for the table of families in `Family`.
+
+class Family(NamedTuple):
+    """What transformers fixes for one model_type: a row of this table.
+
+    |                   | qwen2     | qwen3            | qwen3_moe         | gemma3_text           |
+    | q, k, v bias      | yes       | `attention_bias` | `attention_bias`  | `attention_bias`      |
+    | o bias            | no        | `attention_bias` | `attention_bias`  | `attention_bias`      |
+    | q/k norm per head | no        | before RoPE      | before RoPE       | before RoPE           |
+    | head_dim, absent  | M / heads | 128              | M / heads         | 256                   |
+    | norm weight (4)   | w         | w                | w                 | 1 + w, in float32     |
+    | norms a layer     | 2         | 2                | 2                 | 4: before, after both |
+    | activation        | silu      | silu             | silu              | gelu, tanh form       |
+    | embedding scale   | -         | -                | -                 | sqrt(M), embed's dtype|
+    | attention scale   | D^-1/2    | D^-1/2           | D^-1/2            | (a)                   |
+    | feed-forward      | dense     | dense            | experts, or dense | dense                 |
+    | sliding layers    | (b)       | (b)              | all or none       | `layer_types`, or (c) |
+    | RoPE theta        | one       | one              | one               | 1e6; 1e4 where sliding|
+    | tied              | by config | by config        | by config         | yes, if not said      |
+
+    (a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers
+    from `max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default,
+    linear, dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers
+    included. A multimodal Gemma 3 checkpoint gives its text model.
+
+    To add a family, write a row of FAMILIES and a reader, nothing else. The reader takes a config
+    with its defaults filled in, and gives the fields of `ModelConfig` that need a rule;
+    `read_layers` and `read_rope` know both spellings of theirs. If a difference is none of
+    ModelConfig's fields, it is a field more, an equation more in the module's docstring, and a
+    line in `definition`. The test `test_a_new_family_is_a_row_and_a_reader` adds one. Saving needs
+    nothing: `to_hf` writes what the reader reads back, or refuses.
+    """
+
+    architecture: str
+    read: Callable  # raw config, defaults filled in -> ModelConfig fields that need a rule
+    fixed: dict  # ModelConfig fields that no config changes
+    defaults: dict  # config fields that transformers fills in
+    act_key: str = "hidden_act"
+    rope_per_type: bool = False
 
 
 # What a config that leaves a field out gets from transformers, if its family says nothing else.
@@ -500,6 +1391,154 @@ RAW_FIELDS = {f.name: f.type for f in dataclasses.fields(ModelConfig) if f.name 
 }  # fmt: skip
 
 
+def read_config(raw) -> ModelConfig:
+    """`ModelConfig.from_hf`."""
+    if isinstance(raw, dict):
+        return _config_of_dict(raw)
+    path = Path(raw)
+    if path.is_dir():
+        path = path / "config.json"
+    raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+    try:
+        return _config_of_dict(raw)
+    except ValueError as error:  # whatever is wrong with the fields, say in which file
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _config_of_dict(raw) -> ModelConfig:
+    raw = _text_config(raw)
+    if raw["model_type"] not in FAMILIES:
+        raise ValueError(f"model_type {raw['model_type']!r} is not implemented; "
+                         f"implemented: {', '.join(FAMILIES)}")  # fmt: skip
+
+    # The config wins over its family's defaults, and these over what all families share.
+    family = FAMILIES[raw["model_type"]]
+    raw = COMMON | family.defaults | raw
+    for name in raw.keys() & RAW_FIELDS.keys():
+        require_field(name, raw[name], RAW_FIELDS[name])
+    _refuse_unimplemented(raw)
+
+    # Fields whose name and meaning are the same in all families; the reader adds the others.
+    fields = {name: raw[name] for name in COMMON}
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    eos = raw.get("eos_token_id")
+    eos = eos if isinstance(eos, list | tuple) else [eos]
+    fields["eos_token_id"] = tuple(token for token in eos if token is not None)
+    fields["value_head"] = raw.get("value_head", False)
+    return ModelConfig(model_type=raw["model_type"], **fields | family.read(raw) | family.fixed)
+
+
+def write_config(config) -> dict:
+    """`ModelConfig.to_hf`."""
+    family = FAMILIES[config.model_type]
+    raw = {name: getattr(config, name) for name in COMMON} | {
+        "architectures": [family.architecture], "model_type": config.model_type,
+        "head_dim": config.head_dim, "attention_bias": config.o_bias, "attention_dropout": 0.0,
+        "layer_types": list(config.layer_types),
+        "use_sliding_window": SLIDING in config.layer_types,
+        "eos_token_id": list(config.eos_token_id) or None, family.act_key: config.hidden_act,
+    }  # fmt: skip
+    optional = ["sliding_window", "query_pre_attn_scalar", "final_logit_softcapping", "value_head"]
+    if config.num_experts:
+        optional = [*MOE, *optional]
+    raw |= {name: getattr(config, name) for name in optional if getattr(config, name)}
+    if config.num_experts:
+        dense = sorted(set(range(config.num_hidden_layers)) - set(config.sparse_layers))
+        raw |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
+    raw |= _write_rope(config.rope_parameters, family)
+
+    # Written is right if it reads back: a family's reader cannot say every ModelConfig.
+    back = ModelConfig.from_hf(raw)
+    without_bias = dataclasses.replace(config, router_bias_rate=0.0)
+    require_same_numbers(back, without_bias, f"a {config.model_type} config cannot say this: it")
+    return raw
+
+
+def _text_config(raw) -> dict:
+    """The text model's part of a config: all of it, or of a multimodal one the inner object."""
+    inner = raw.get("text_config")
+    require_field("text_config", inner, dict | None)
+    if inner is not None:  # what it lacks may stand outside
+        outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | inner
+    require_field("model_type", raw.get("model_type"), str)
+    return raw
+
+
+def _refuse_unimplemented(raw):
+    """Raise for each field that changes the numbers and that this file does not implement."""
+    # A field that is there and says "off" is fine: most released configs write them all.
+    refused = {
+        "attention_dropout > 0": (raw.get("attention_dropout") or 0) > 0,
+        "use_bidirectional_attention": raw.get("use_bidirectional_attention"),
+        "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
+        "quantization_config": raw.get("quantization_config") is not None,
+    }
+    found = [name for name, present in refused.items() if present]
+    if found:
+        raise ValueError(f"config asks for {', '.join(found)}: not implemented in models.py")
+
+
+def read_layers(raw, default, /) -> dict:
+    """layer_types and sliding_window; default(layer) -> bool: slides, where no list says so."""
+    slides = map(default, range(raw["num_hidden_layers"]))
+    kinds = raw.get("layer_types") or [SLIDING if slide else FULL for slide in slides]
+    window = raw["sliding_window"] if SLIDING in kinds else None
+    return {"layer_types": tuple(kinds), "sliding_window": window}
+
+
+def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
+    """layer type -> RoPE parameters, from both spellings.
+
+    transformers 4: rope_theta, rope_scaling and, where sliding layers have a theta of their own,
+    rope_local_base_freq, which is never scaled. transformers 5: rope_parameters, one dict, or with
+    sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
+    """
+    scaling = raw.get("rope_scaling") or {}
+    new = raw.get("rope_parameters") or {}
+    by_type = [key for key, value in (new | scaling).items() if isinstance(value, dict)]
+    if by_type and sliding_theta is None:
+        raise ValueError(f"rope_parameters.{by_type[0]} is an object: RoPE per layer type in "
+                         f"{raw['model_type']}: transformers has none")  # fmt: skip
+    out = {}
+    for kind in sorted(set(kinds)):
+        # Where the parameters of this type of layer stand. Only full layers are stretched if
+        # sliding ones have a theta of their own: a window is short in any context.
+        theta = raw.get("rope_theta")
+        if sliding_theta:
+            require_field(f"rope_parameters.{kind}", new.get(kind), dict | None)
+            rope = dict(new.get(kind) or {})
+        else:
+            rope = dict(scaling or new)
+        if sliding_theta and kind == SLIDING:
+            theta = raw.get("rope_local_base_freq", sliding_theta)
+        elif sliding_theta:
+            rope |= scaling
+
+        # Older files say type for rope_type, and put what yarn and llama3 need beside the dict.
+        rope.setdefault("rope_theta", theta)
+        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+        rope.pop("type", None)
+        for name in ("rope_theta", "rope_type"):
+            require_field(name, rope[name], ROPE_KEYS[name])
+        rope["rope_theta"] = float(rope["rope_theta"])
+        if raw.get("original_max_position_embeddings") and rope["rope_type"] in ("yarn", "llama3"):
+            rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+        out[kind] = rope
+    return out
+
+
+def _write_rope(ropes, family) -> dict:
+    """Both spellings of `ropes`, as far as the older one can say it."""
+    full = ropes.get(FULL) or next(iter(ropes.values()))
+    if not family.rope_per_type:
+        scaling = None if full["rope_type"] == "default" else full
+        return {"rope_parameters": full, "rope_theta": full["rope_theta"], "rope_scaling": scaling}
+    names = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
+    return {"rope_parameters": ropes} | {names[k]: rope["rope_theta"] for k, rope in ropes.items()}
+
+
 def read_qwen(raw, /) -> dict:
     """Qwen2 and Qwen3: the fields of ModelConfig that need a rule."""
     slides = raw["use_sliding_window"] and raw["sliding_window"] is not None
@@ -518,7 +1557,10 @@ def read_qwen_moe(raw, /) -> dict:
         raise ValueError(f"layer_types {raw['layer_types']} in qwen3_moe: transformers has no mix")
     fields |= {name: raw[name] for name in MOE}
     fields["num_experts"] = raw.get("num_local_experts") or raw["num_experts"]
-    dense, step = raw["mlp_only_layers"] or (), raw["decoder_sparse_step"]
+
+    # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
+    dense = raw["mlp_only_layers"] or ()
+    step = raw["decoder_sparse_step"]
     layers = range(raw["num_hidden_layers"] if fields["num_experts"] else 0)
     sparse = tuple(n for n in layers if n not in dense and (n + 1) % step == 0)
     return fields | {"sparse_layers": sparse}
@@ -526,6 +1568,7 @@ def read_qwen_moe(raw, /) -> dict:
 
 def read_gemma(raw, /) -> dict:
     """Gemma 3's text model."""
+    # Without a list, every 6th layer is full, the others slide; files spell the 6 in two ways.
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     layers = read_layers(raw, lambda layer: (layer + 1) % pattern != 0)
     return {
@@ -535,17 +1578,6 @@ def read_gemma(raw, /) -> dict:
         "final_logit_softcapping": raw.get("final_logit_softcapping"),
         "rope_parameters": read_rope(raw, layers["layer_types"], 10000.0),
     } | layers  # fmt: skip
-
-
-class Family(NamedTuple):
-    """A row of the table above: what transformers fixes for one model_type."""
-
-    architecture: str
-    read: Callable  # raw config, defaults filled in -> ModelConfig fields that need a rule
-    fixed: dict  # ModelConfig fields that no config changes
-    defaults: dict  # config fields that transformers fills in
-    act_key: str = "hidden_act"
-    rope_per_type: bool = False
 
 
 FAMILIES = {
@@ -571,106 +1603,78 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# 2. The definition ---------------------------------------------------------------------------
+# D. Long contexts, windows, first weights -----------------------------------------------------
+# For models with stretched RoPE or sliding layers, and for those that start from a seed.
+# Skip it for a full-attention model from a checkpoint. YaRN arXiv:2309.00071; Llama 3
+# arXiv:2407.21783.
 
-ROOT = (8 / math.pi) ** 0.5
-DEFINED_ACTIVATIONS = {
-    "silu": lambda x: x / (1 + (-x).exp()),
-    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
-    "gelu_pytorch_tanh": lambda x: x / (1 + (-(ROOT * (x + 0.044715 * x**3))).exp()),
-}
+class Rope:
+    """positions (B, S) -> {layer type: (cos, sin)} for `rotate`, once a forward for all layers."""
 
+    def __init__(self, config):
+        self.config = config
+        self.known = {}  # (layer type, device) -> frequencies and their factor
 
-def defined_frequencies(rope, D, length, longest):
-    """f_n of (5) as floats, and the factor on cos and sin: RoPE types that stretch by none or by
-    one factor. tests/measure_models.py defines the others."""
-    factor = {"default": 1, "linear": rope.get("factor")}[rope["rope_type"]]
-    return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
-
-
-def definition(model, tokens, /, frequencies=defined_frequencies):
-    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64."""
-    c, D, layers = model.config, model.config.head_dim, "model.layers."
-    w = {name: p.double() for name, p in model.named_parameters()}
-    bias = {name[:-5]: c.router_bias_rate * b for name, b in model.named_buffers()}
-    act, scale = DEFINED_ACTIVATIONS[c.hidden_act], (c.query_pre_attn_scalar or D) ** -0.5
-
-    def norm(x, name):  # (4)
-        weight = w[name + ".weight"] + (1 if c.norm_offset else 0)
-        return weight * x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt()
-
-    def heads(x, name, p=None):  # project, split in heads (H, D), normalise, rotate to position p
-        y = (w[name + "_proj.weight"] @ x + w.get(name + "_proj.bias", 0)).view(-1, D)
-        y = norm(y, name + "_norm") if name + "_norm.weight" in w else y
-        if p is None:
-            return y
-        rope = c.rope_parameters[c.layer_types[int(name.split(".")[2])]]
-        f, grow = frequencies(rope, D, len(tokens), c.max_position_embeddings)
-        a, b = y.chunk(2, -1)  # (5)
-        angle = p * torch.tensor(f, dtype=torch.float64)
-        cos, sin = grow * angle.cos(), grow * angle.sin()
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def swiglu(h, gate, up, down):  # (3)
-        return down @ (act(gate @ h) * (up @ h))
-
-    def ffn(h, n):
-        name, parts = f"{layers}{n}.mlp.", ("gate_proj", "up_proj", "down_proj")
-        if n not in c.sparse_layers:
-            return swiglu(h, *(w[f"{name}{part}.weight"] for part in parts))
-        p = (w[name + "gate.weight"] @ h).softmax(0)  # (6)
-        order = (-p - bias.get(name, 0)).argsort()[: c.num_experts_per_tok]
-        total = p[order].sum() if c.norm_topk_prob else 1
-        each = (swiglu(h, *(w[f"{name}experts.{part}"][e] for part in parts)) for e in order)
-        return sum(p[e] / total * out for e, out in zip(order, each))
-
-    embed = w["model.embed_tokens.weight"]
-    grow = c.hidden_size**0.5 if c.scale_embedding else 1
-    xs = [grow * embed[t] for t in tokens.tolist()]  # (1)
-    for n, kind in enumerate(c.layer_types):
-        at, pre = f"{layers}{n}.self_attn.", f"{layers}{n}."
-        hs = [norm(x, pre + "input_layernorm") for x in xs]
-        q, k = ([heads(h, at + s, p) for p, h in enumerate(hs)] for s in "qk")
-        v = [heads(h, at + "v") for h in hs]
-        for i, x in enumerate(xs):
-            first, out = max(0, i - c.sliding_window + 1) if kind == SLIDING else 0, []
-            for head in range(c.num_attention_heads):
-                g = head * c.num_key_value_heads // c.num_attention_heads
-                score = torch.stack([q[i][head] @ k[j][g] * scale for j in range(first, i + 1)])
-                out.append(sum(p * v[first + j][g] for j, p in enumerate(score.softmax(0))))
-            y = w[at + "o_proj.weight"] @ torch.cat(out) + w.get(at + "o_proj.bias", 0)  # (2)
-            if c.sandwich_norms:
-                y = x + norm(y, pre + "post_attention_layernorm")
-                h = ffn(norm(y, pre + "pre_feedforward_layernorm"), n)
-                xs[i] = y + norm(h, pre + "post_feedforward_layernorm")
-            else:  # later i never read xs[i] again: q, k, v of all tokens were made before
-                xs[i] = x + y + ffn(norm(x + y, pre + "post_attention_layernorm"), n)
-    z = torch.stack([w.get("lm_head.weight", embed) @ norm(x, "model.norm") for x in xs])  # (7)
-    cap = c.final_logit_softcapping
-    return cap * torch.tanh(z / cap) if cap else z
+    def __call__(self, positions_BS, dtype, /):
+        out = {}
+        for kind, rope in self.config.rope_parameters.items():
+            # Frequencies are fixed by the configuration. Those of dynamic RoPE depend on the
+            # longest position too, and read a number back from the device at every call.
+            key = kind, positions_BS.device
+            dynamic = rope["rope_type"] == "dynamic"
+            if dynamic or key not in self.known:
+                length = int(positions_BS.max()) + 1 if dynamic and positions_BS.numel() else 0
+                options = dict(length=length, longest=self.config.max_position_embeddings)
+                f, factor = rope_frequencies(rope, self.config.head_dim, **options)
+                self.known[key] = f.to(positions_BS.device), factor
+            out[kind] = rope_angles(positions_BS, *self.known[key], dtype=dtype)
+        return out
 
 
-# 3. The model --------------------------------------------------------------------------------
+def stretched_rope_frequencies(rope, exponents, length, longest):
+    """f of (5) and the factor on cos and sin for the RoPE types that reach beyond the training.
 
-class RMSNorm(nn.Module):
-    """(4). (..., M) -> (..., M)."""
+    exponents: 2n / D of (5), (D/2,) float64.
 
-    def __init__(self, width, config):
-        super().__init__()
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
-        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.offset else 1.0))
+    Deviates: dynamic RoPE depends on the longest position of this call, not of earlier calls.
+    Under it a packed batch is not the same as separate documents, and a cache keeps the angles
+    with which its tokens were written.
+    """
+    kind = rope["rope_type"]
+    theta = rope["rope_theta"]
+    factor = rope.get("factor")
+    head_dim = 2 * len(exponents)
+    # Dynamic: a call that is longer than the training turns everything more slowly, by a larger
+    # theta. Linear: every angle is divided by the factor.
+    if kind == "dynamic":
+        stretch = factor * max(length, longest) / longest - (factor - 1)
+        theta = theta * stretch ** (head_dim / (head_dim - 2))
+    f = theta**-exponents
+    if kind == "linear":
+        return f / factor, 1.0
 
-    def forward(self, x, /):
-        # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
-        # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
-        # tests/test_models.py::test_rms_norm_accumulates_in_float32.
-        if not self.offset:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
-        # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+    # Llama 3: what turns often over the trained length stays as it is, what turns seldom is
+    # divided by the factor, and between the two it is mixed.
+    if kind == "llama3":
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        turns = rope["original_max_position_embeddings"] * f / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(f / factor, f, keep), 1.0
+
+    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times.
+    if kind == "yarn":
+        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
+        betas = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        low, high = (head_dim * math.log(trained / b) / (2 * math.log(theta)) for b in betas)
+        if rope.get("truncate", True):
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head_dim - 1)
+        ramp = (torch.arange(head_dim // 2).double() - low) / ((high - low) or 0.001)
+        return torch.lerp(f, f / factor, ramp.clamp(0, 1)), _yarn_attention_factor(rope)
+    return f, 1.0
 
 
 def _yarn_attention_factor(rope):
@@ -686,352 +1690,78 @@ def _yarn_attention_factor(rope):
     return grown(1)
 
 
-def rope_frequencies(rope, head_dim, /, *, length, longest):
-    """f of (5), (D/2,) float64, and the factor on cos and sin.
-
-    rope: {"rope_type", "rope_theta", ...}. length: of the longest row of this call, which only
-    dynamic RoPE asks for; longest: max_position_embeddings.
-    """
-    n = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    kind, theta, factor = rope["rope_type"], rope["rope_theta"], rope.get("factor")
-    if kind == "dynamic":
-        stretch = factor * max(length, longest) / longest - (factor - 1)
-        theta = theta * stretch ** (head_dim / (head_dim - 2))
-    f = theta**-n
-    if kind == "linear":
-        return f / factor, 1.0
-    if kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        turns = rope["original_max_position_embeddings"] * f / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return torch.lerp(f / factor, f, keep), 1.0
-    if kind == "yarn":
-        length = rope["original_max_position_embeddings"] / (2 * math.pi)
-        betas = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        low, high = (head_dim * math.log(length / b) / (2 * math.log(theta)) for b in betas)
-        if rope.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2).double() - low) / ((high - low) or 0.001)
-        return torch.lerp(f, f / factor, ramp.clamp(0, 1)), _yarn_attention_factor(rope)
-    return f, 1.0
-
-
-def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
-    """cos and sin of (5) for `rotate`, each (B, S, 1, D), in float32 or better."""
-    # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
-    # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
-    dtype = torch.promote_types(dtype, torch.float32)
-    angle_BS1D = positions_BS.to(dtype)[:, :, None, None] * frequencies.to(dtype)
-    cos_BS1D, sin_BS1D = angle_BS1D.cos(), angle_BS1D.sin()
-    if factor != 1:
-        cos_BS1D, sin_BS1D = cos_BS1D * factor, sin_BS1D * factor
-    return torch.cat([cos_BS1D, cos_BS1D], -1), torch.cat([-sin_BS1D, sin_BS1D], -1)
-
-
-def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
-    """(5), half-split form; (B, S, R, D) -> the same. sin has its sign: minus in the first half."""
-    a_BSRd, b_BSRd = x_BSRD.chunk(2, -1)
-    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRd, a_BSRd], -1), sin_BS1D)
-    return out_BSRD.to(x_BSRD.dtype)
-
-
-def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-    """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
-
-    Right padding needs no mask. With a window, blocks of queries against the keys that they can
-    see: O(S window) work and memory.
-    """
-    if softcap is not None:
-        raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
-    S, options = q_BHSD.shape[2], dict(scale=scale, enable_gqa=True)
-    if window is None or window >= S:
-        return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, **options)
-    out, block = [], max(window, 128)
+def windowed_causal_attention(q_BHSD, k_BGSD, v_BGSD, scale, window, /):
+    """Causal attention to the last `window` tokens, (B, H, S, D), in O(S window)."""
+    # Blocks of queries against the keys that they can see. With window 2 and blocks of 3 queries:
+    #
+    #     queries 0 1 2   keys 0 1 2          (at least 128 in truth: a kernel call a block)
+    #     queries 3 4 5   keys 2 3 4 5        the first query sees window - 1 keys before it
+    S = q_BHSD.shape[2]
+    out = []
+    block = max(window, 128)
     for start in range(0, S, block):
-        first, stop = max(0, start - window + 1), min(S, start + block)
-        i, j = (torch.arange(at, stop, device=q_BHSD.device) for at in (start, first))
-        mask = (j <= i[:, None]) & (i[:, None] - j < window)
+        first = max(0, start - window + 1)
+        stop = min(S, start + block)
+        i = torch.arange(start, stop, device=q_BHSD.device)[:, None]
+        j = torch.arange(first, stop, device=q_BHSD.device)
+        mask = (j <= i) & (i - j < window)
         qkv = q_BHSD[:, :, start:stop], k_BGSD[:, :, first:stop], v_BGSD[:, :, first:stop]
-        out.append(F.scaled_dot_product_attention(*qkv, attn_mask=mask, **options))
+        options = dict(attn_mask=mask, scale=scale, enable_gqa=True)
+        out.append(F.scaled_dot_product_attention(*qkv, **options))
     return torch.cat(out, 2)
 
 
-class Attention(nn.Module):
-    """(2) without its residual. The heads that exist are read off the weights, not the config."""
+@torch.no_grad()
+def draw_weights(model, seed: int):
+    """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
 
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer, self.head_dim, self.kind = layer, config.head_dim, config.layer_types[layer]
-        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
-        self.window = config.sliding_window if self.kind == SLIDING else None
-        M, D = config.hidden_size, config.head_dim
-        H, G = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(M, H * D, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(H * D, M, bias=config.o_bias)
-        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
-
-    def forward(self, x_BSM, ropes, attention, /):
-        def heads(x_BSM):
-            return x_BSM.unflatten(-1, (-1, self.head_dim))
-
-        q_BSHD = self.q_norm(heads(self.q_proj(x_BSM)))
-        k_BSGD = self.k_norm(heads(self.k_proj(x_BSM)))
-        H, G = q_BSHD.shape[2], k_BSGD.shape[2]
-        qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])  # one call for both
-        q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
-        v_BGSD = heads(self.v_proj(x_BSM)).transpose(1, 2)
-        options = dict(layer=self.layer, scale=self.scale, window=self.window)
-        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
-        return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """ffn of (3)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act = ACTIVATIONS[config.hidden_act]
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_BSM, balance=None, /):
-        return self.down_proj(self.act(self.gate_proj(x_BSM)) * self.up_proj(x_BSM))
-
-
-class Layer(nn.Module):
-    """(2) and (3): a residual block, normalised before its parts and, in Gemma, after them too."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.self_attn, self.sandwich = Attention(config, layer), config.sandwich_norms
-        self.mlp = SparseMLP(config, layer) if layer in config.sparse_layers else MLP(config)
-        names = ["input_layernorm", "post_attention_layernorm"]
-        if self.sandwich:
-            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        for name in names:
-            self.add_module(name, RMSNorm(config.hidden_size, config))
-
-    def forward(self, x_BSM, ropes, attention, balance=None, /):
-        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
-        if not self.sandwich:
-            x_BSM = x_BSM + h_BSM
-            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), balance)
-        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), balance)
-        return x_BSM + self.post_feedforward_layernorm(h_BSM)
-
-
-class Decoder(nn.Module):
-    """Everything below the head. A module of its own so that parameter names are Hugging Face's."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config)
-
-
-class Rope:
-    """positions (B, S) -> {layer type: (cos, sin)} for `rotate`; computes frequencies once."""
-
-    def __init__(self, config):
-        self.config, self.known = config, {}
-
-    def __call__(self, positions_BS, dtype, /):
-        out = {}
-        for kind, rope in self.config.rope_parameters.items():
-            moving = rope["rope_type"] == "dynamic"
-            key = kind, positions_BS.device
-            if moving or key not in self.known:
-                length = int(positions_BS.max()) + 1 if moving and positions_BS.numel() else 0
-                options = dict(length=length, longest=self.config.max_position_embeddings)
-                f, factor = rope_frequencies(rope, self.config.head_dim, **options)
-                self.known[key] = f.to(positions_BS.device), factor
-            out[kind] = rope_angles(positions_BS, *self.known[key], dtype=dtype)
-        return out
-
-
-class Seeded(nn.Module):
-    """A module whose weights a seed decides."""
-
-    @torch.no_grad()
-    def init_weights(self, seed: int):
-        """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
-
-        A value head starts at zero, so that the first values are 0.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(0 if self.config.norm_offset else 1)
-            elif name.endswith("bias") or name == "score.weight":
-                parameter.zero_()
-            else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
-                draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-                parameter.copy_(draw * self.config.initializer_range)
-        for buffer in self.buffers():
-            buffer.zero_()
-        return self
-
-
-def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
-    """Refuse token ids that are not in 0..vocab_size - 1.
-
-    On the CPU a ValueError that names the first one and its place. On a GPU an assertion of the
-    device, which ends the process at some later call: to look at the ids here, the CPU would have
-    to wait for the GPU in each forward.
+    A value head starts at zero, so that the first values are 0.
     """
-    if not tokens.numel():
-        return
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-        inside = (tokens >= 0) & (tokens < vocab_size)
-        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
-        return
-    low, high = torch.aminmax(tokens)
-    if low >= 0 and high < vocab_size:
-        return
-    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
-    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
-    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
-    raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
-                     f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.fill_(0 if model.config.norm_offset else 1)
+        elif name.endswith("bias") or name == "score.weight":
+            parameter.zero_()
+        else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
+            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(draw * model.config.initializer_range)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
 
 
-class Transformer(Seeded):
-    """A causal language model.
-
-    `forward(tokens)` gives logits (B, S, V); `.hidden(tokens)` stops before the head, (B, S, M);
-    `.logprobs(hidden, targets)` applies the head to the positions that are scored, in chunks.
-    Tied embeddings are one parameter, `model.embed_tokens.weight`; there is then no `lm_head`.
-    With config.value_head, `score` (1, M) is a critic's head, see `values`.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config, self.rope = config, Rope(config)
-        self.attention = causal_attention  # what layers call unless `hidden` is given another
-        self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.value_head:
-            self.score = nn.Linear(config.hidden_size, 1, bias=False)
-
-    @property
-    def head_weight(self):
-        """The (V, M) matrix of (7)."""
-        tied = self.config.tie_word_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
-
-    def add_value_head(self) -> "Transformer":
-        """Give a model that has none a value head of zeros: a critic starts from a policy."""
-        if not self.config.value_head:
-            self.config = dataclasses.replace(self.config, value_head=True)
-            weight = self.head_weight
-            self.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
-            nn.init.zeros_(self.score.weight)
-        return self
-
-    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
-        """Final normalised states (B, S, M) of int64 tokens (B, S), or of embeddings (B, S, M).
-
-        positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
-        layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
-        (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
-        layers tell of their routing to, see `Balance`. Embeddings are taken as they are: Gemma's
-        sqrt(M) is not applied to them.
-        """
-        given = tokens_BS.is_floating_point()
-        if tokens_BS.dim() != 2 + given:
-            found = tuple(tokens_BS.shape)
-            raise ValueError(f"tokens must be (B, S), or embeddings (B, S, M); got {found}")
-        x_BSM = tokens_BS if given else self.embed(tokens_BS)
-        if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
-        ropes = self.rope(positions, x_BSM.dtype)
-        for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
-        return self.model.norm(x_BSM)
-
-    def embed(self, tokens_BS, /):
-        """(1)."""
-        # Here and not in embed_tokens, which tensor parallelism replaces: there a token that no
-        # rank has would be a zero in silence.
-        self.require_tokens(tokens_BS)
-        x_BSM = self.model.embed_tokens(tokens_BS)
-        if not self.config.scale_embedding:
-            return x_BSM
-        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
-        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
-        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
-
-    def require_tokens(self, tokens, /) -> None:
-        """See `require_tokens_in_vocabulary`: for whoever hands tokens to one stage of many."""
-        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
-
-    def logits(self, hidden, /):
-        """(7): (..., M) -> (..., V), in the model's dtype."""
-        z = F.linear(hidden, self.head_weight)
-        cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(z / cap) if cap else z
-
-    def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
-        """Logits (B, S, V), (7), in the model's dtype. Training wants `.logprobs` instead."""
-        options = dict(positions=positions, attention=attention, balance=balance)
-        return self.logits(self.hidden(tokens_BS, **options))
-
-    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
-        """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
-        weight_vM, options = self.head_rows()
-        options |= dict(temperature=temperature, softcap=self.config.final_logit_softcapping)
-        options |= dict(vocab_size=self.config.vocab_size)
-        return token_logprobs(hidden, weight_vM, targets, **options)
-
-    def head_rows(self):
-        """The rows of `head_weight` that are here, and how `token_logprobs` finds the others."""
-        return self.head_weight, {}
-
-    def values(self, hidden, /):
-        """A critic's value of each state, (..., M) -> (...), float32 or better."""
-        if not self.config.value_head:
-            raise ValueError("this model has no value head; call add_value_head() first")
-        value = self.score(hidden)[..., 0]
-        return value.to(torch.promote_types(value.dtype, torch.float32))
+def give_value_head(model) -> Transformer:
+    """`Transformer.add_value_head`."""
+    if not model.config.value_head:
+        model.config = dataclasses.replace(model.config, value_head=True)
+        weight = model.head_weight
+        model.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
+        nn.init.zeros_(model.score.weight)
+    return model
 
 
-# 4. Mixture of experts -----------------------------------------------------------------------
-
-def grouped_linear(x_NM, weight_EIM, counts_E, /):
-    """x[n] @ weight[e(n)].T, (N, I): the first counts[0] rows go to expert 0, and so on.
-
-    counts_E: (E,) int64, sums to N; zeros are fine. torch's grouped product where it can, else one
-    product an expert, which is the definition.
-    """
-    if can_group(x_NM, weight_EIM):
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
-    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
-    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
-
-
-def can_group(x_NM, weight_EIM, /) -> bool:
-    """Whether F.grouped_mm takes these: dtypes that it has, rows of 16 bytes, not 0 rows."""
-    dtypes = torch.bfloat16, *((torch.float32, torch.float16) if x_NM.device.type == "cpu" else ())
-    aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
-    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
-
+# E. Experts: their product and their balance --------------------------------------------------
+# For training mixtures of experts: (6)'s matrices, the balance loss (10), the router's bias (11).
+# Skip it for dense models. DeepSeek-V3 arXiv:2412.19437 eq. 16-20; the bias arXiv:2408.15664.
+#
+#   (10) balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie sequences s of T_s tokens,
+#                  n_se of whose T_s K choices fell on e (a constant for the gradient)
+#   (11) b_e     = rate * (steps in which e had less than the mean load - steps it had more)
+#
+# b of (11) lives in the state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless
+# it is zero.
 
 class Experts(nn.Module):
     """ffn_e of (6) for rows that are sorted by expert: (N, M), counts (E,) -> (N, M)."""
 
     def __init__(self, config):
         super().__init__()
-        E, INNER, M = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        E = config.num_experts
+        M = config.hidden_size
+        INNER = config.moe_intermediate_size
         self.act = ACTIVATIONS[config.hidden_act]
+        # One tensor for all experts of a kind: the checkpoint has one for each, see `_pieces`.
         self.gate_proj = nn.Parameter(torch.empty(E, INNER, M))
         self.up_proj = nn.Parameter(torch.empty(E, INNER, M))
         self.down_proj = nn.Parameter(torch.empty(E, M, INNER))
@@ -1044,50 +1774,29 @@ class Experts(nn.Module):
         return grouped_linear(self.act(gate_NI) * up_NI, self.down_proj, counts_E)
 
 
-class SparseMLP(nn.Module):
-    """(6): each token goes to its K likeliest experts. `votes` (E,) is b of (11) over its rate."""
+def grouped_linear(x_NM, weight_EIM, counts_E, /):
+    """x[n] @ weight[e(n)].T, (N, I): the first counts[0] rows go to expert 0, and so on.
 
-    def __init__(self, config, layer):
-        super().__init__()
-        self.layer, self.top_k = layer, config.num_experts_per_tok
-        self.normalised, self.rate = config.norm_topk_prob, config.router_bias_rate
-        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = Experts(config)
-        if self.rate:
-            # NUMERICS: whole steps, not their product with the rate, so that no cast of the model
-            # rounds b. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
-            self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
-
-    def forward(self, x_BSM, balance=None, /):
-        x_NM = x_BSM.flatten(0, -2)
-        scores_NE, chosen_NK, weight_NK = self.route(x_NM)
-        # NUMERICS: K copies of each row, sorted by expert and back by permutations, then one sum
-        # over K: nothing is added in the order that threads arrive, forward or backward. Pinned by
-        # tests/test_families.py::test_moe_is_repeatable.
-        order = chosen_NK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
-        copies_nM = x_NM[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
-        out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
-        out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
-        out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)
-        loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
-        return out_BSM if loss is None else _Attach.apply(out_BSM, loss)
-
-    def route(self, x_NM, /):
-        """p (N, E) of (6), the chosen experts (N, K) and their g (N, K) in x's dtype."""
-        # NUMERICS: softmax and its sum in float32 or better, g cast back, as the models were
-        # trained. Pinned by tests/test_families.py::test_the_router_works_in_float32.
-        wide = torch.promote_types(x_NM.dtype, torch.float32)
-        scores_NE = self.gate(x_NM).softmax(-1, dtype=wide)
-        biased_NE = scores_NE + self.rate * self.votes if self.rate else scores_NE
-        chosen_NK = biased_NE.topk(self.top_k, dim=-1).indices
-        weight_NK = scores_NE.gather(-1, chosen_NK)
-        if self.normalised:
-            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        return scores_NE, chosen_NK, weight_NK.to(x_NM.dtype)
+    counts_E: (E,) int64, sums to N; zeros are fine.
+    """
+    # torch has this as one kernel for some dtypes and sizes; the loop is its definition.
+    if can_group(x_NM, weight_EIM):
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
+    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
+    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
 
 
-class _Attach(torch.autograd.Function):
+def can_group(x_NM, weight_EIM, /) -> bool:
+    """Whether F.grouped_mm takes these: dtypes that it has, rows of 16 bytes, not 0 rows."""
+    dtypes = [torch.bfloat16]
+    if x_NM.device.type == "cpu":
+        dtypes += [torch.float32, torch.float16]
+    aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
+    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
+
+
+class AttachLoss(torch.autograd.Function):
     """x, with a loss hung on it: the backward that reaches x adds the loss's gradient, once.
 
     A layer can so add its own loss wherever it runs, in a pipeline stage too.
@@ -1121,19 +1830,25 @@ class Balance:
         if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
             found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
             raise ValueError(f"sequences and tokens must be (J,) alike, got {found}")
-        self.sequence_J, self.token_J, self.coef = sequence_J, token_J, coef
-        self.losses, self.counts = {}, {}  # by layer: a recomputed layer overwrites its own
+        self.sequence_J = sequence_J
+        self.token_J = token_J
+        self.coef = coef
+        self.losses = {}  # by layer: a layer that is computed again overwrites its own
+        self.counts = {}
 
     @classmethod
     def documents(cls, doc_ids_BS, /, *, coef=0.0):
         """One sequence per document of a packed batch; doc_ids as in `packed_attention`."""
+        # Ids count within a row: document 0 of row 0 and that of row 1 are two sequences.
         token_J = (doc_ids_BS.flatten() >= 0).nonzero()[:, 0]
         row_J = token_J // doc_ids_BS.shape[1]
         pairs_J2 = torch.stack([row_J, doc_ids_BS.flatten()[token_J]], 1)
         return cls(pairs_J2.unique(dim=0, return_inverse=True)[1], token_J, coef=coef)
 
     def __call__(self, scores_NE, chosen_NK, /, *, layer):
-        (N, E), K = scores_NE.shape, chosen_NK.shape[1]
+        # n_se of (10): each pair (sequence, token) adds the token's K choices to its sequence.
+        N, E = scores_NE.shape
+        K = chosen_NK.shape[1]
         sequences = int(self.sequence_J.max()) + 1 if len(self.sequence_J) else 0
         chosen_NE = scores_NE.new_zeros(N, E).scatter_(1, chosen_NK, 1)
         n_SE = scores_NE.new_zeros(sequences, E)
@@ -1141,6 +1856,8 @@ class Balance:
         self.counts[layer] = n_SE.sum(0)
         if not self.coef:
             return None
+
+        # All but p is a constant: collect it for each token and expert, then one product with p.
         length_S1 = n_SE.sum(1, keepdim=True) / K
         factor_SE = self.coef * E / K * n_SE / length_S1.square().clamp(min=1)
         factor_NE = torch.zeros_like(chosen_NE)
@@ -1158,234 +1875,149 @@ def update_router_bias(model, counts, /):
         if not getattr(mlp, "rate", 0):
             raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
         counts_E = counts_E.double()
-        mlp.votes += (counts_E.mean() - counts_E).sign().long()
+        mlp.votes += (counts_E.mean() - counts_E).sign().long()  # (11)
 
 
-# 5. Log-probabilities in chunks --------------------------------------------------------------
+# F. Log-probs: one chunk, and a vocabulary that is split ---------------------------------------
+# For the loops of `TokenLogprobs`: a chunk's logits, their gradient, sums over ranks.
+# Skip it if the formulas in its docstring are enough for you.
 
 LOGITS = 2**22  # held at a time by default: 16 MiB in float32
 
 
-def token_logprobs(
-    hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
-    group=None, vocab_start=0, vocab_size=None,
-):  # fmt: skip
-    """Log-prob of each target and entropy of each distribution, (8) and (9).
+class LogprobOptions(NamedTuple):
+    """What `token_logprobs` tells its forward and backward."""
 
-    hidden_NM (N, M) and weight_vM (V, M) of one floating dtype, targets_N (N,) int64 in 0..V-1.
-    softcap: z := c tanh(z / c) before the temperature (Gemma). Returns two (N,) tensors in float32
-    (float64 for float64), differentiable in hidden and weight. No tensor is larger than (chunk, V),
-    by default 2^22 logits or 128 rows, and at least two chunks, so that what is held is less than
-    all. The last chunks' exponentials, 2^22 numbers or one chunk, stay for the backward; the logits
-    of earlier chunks are computed again there.
-
-    Vocabulary-parallel: every rank of `group` calls with the same hidden and targets, and the rows
-    vocab_start .. vocab_start + v of the weight. Every rank gets the same results, the whole
-    gradient of hidden and its rows' gradient of the weight.
-
-    vocab_size: V, which a rank of a group cannot know by itself; without a group it is the rows of
-    the weight. A target outside of it is refused by `require_tokens_in_vocabulary`; in a group that
-    was not told V, a target in nobody's rows gives -inf.
-    """
-    if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
-        found = f"{tuple(hidden_NM.shape)} and {tuple(targets_N.shape)}"
-        raise ValueError(f"hidden must be (N, M) and targets (N,), got {found}")
-    (N, _), v, held = hidden_NM.shape, len(weight_vM), 1
-    if vocab_size is None and group is None:
-        vocab_size = v
-    if vocab_size is not None:
-        require_tokens_in_vocabulary(targets_N, vocab_size, what="target")
-    if chunk is None:
-        chunk = max(1, min((N + 1) // 2, max(128, LOGITS // v)))
-        held = max(1, LOGITS // (chunk * v))
-    if not temperature > 0 or chunk < 1:
-        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
-    options = temperature, softcap, chunk, held, group, vocab_start
-    return _TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
+    temperature: float
+    softcap: float | None
+    chunk: int  # rows of hidden at a time
+    kept_chunks: int  # of how many the exponentials stay for the backward
+    group: object  # None, or the ranks that share the vocabulary's rows
+    vocab_start: int
 
 
-def _scaled_logits(hidden_NM, weight_vM, temperature, softcap):
+def default_chunks(N, v):
+    """Rows of a chunk, and of how many chunks the exponentials stay for the backward."""
+    # At least two chunks, so that what is held is less than all. Kept are so many exponentials as
+    # fit into the same 2^22 numbers; with V = 151936 that is one chunk of 128 rows.
+    chunk = max(1, min((N + 1) // 2, max(128, LOGITS // v)))
+    return chunk, max(1, LOGITS // (chunk * v))
+
+
+def scaled_logits(hidden_NM, weight_vM, options):
+    """z / T of (8), capped, (N, v)."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
     z_Nv = F.linear(hidden_NM, weight_vM)
     z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
-    if softcap is not None:
-        z_Nv = softcap * torch.tanh(z_Nv / softcap)
-    return z_Nv if temperature == 1 else z_Nv / temperature
+    if options.softcap is not None:
+        z_Nv = options.softcap * torch.tanh(z_Nv / options.softcap)
+    return z_Nv if options.temperature == 1 else z_Nv / options.temperature
 
 
-def _local_targets(targets_N, rows, group, vocab_start):
-    """Targets from this rank's first row on, others' at 0; which are its own, both (N, 1)."""
-    local_N1 = targets_N[:, None] - vocab_start
-    if group is None:  # all of them: others were refused
+def local_targets(targets_N, rows, options):
+    """Target ids relative to this rank's vocabulary rows, and a mask of those it owns, (N, 1).
+
+    Foreign targets become 0 so that gather stays in range.
+    """
+    local_N1 = targets_N[:, None] - options.vocab_start
+    if options.group is None:  # all of them: others were refused
         return local_N1, torch.ones_like(local_N1, dtype=torch.bool)
-    own_N1 = (local_N1 >= 0) & (local_N1 < rows)
-    return torch.where(own_N1, local_N1, 0), own_N1
+    owned_N1 = (local_N1 >= 0) & (local_N1 < rows)
+    return torch.where(owned_N1, local_N1, 0), owned_N1
 
 
-def _over_ranks(largest_N, found_4N, group):
+def logits_gradient(hidden_NM, weight_vM, targets_N, lse_N1, dlogprob_N1, entropy, kept, options):
+    """The gradient of one chunk's logits z, (N, v), in hidden's dtype.
+
+    hidden_NM, weight_vM, targets_N: as in `token_logprobs`.
+    lse_N1: the log of the sum in (8).
+    dlogprob_N1: the gradient of the log-probs over the temperature.
+    entropy: None if nobody used it, else its gradient over the temperature and its value, (N, 1).
+    kept: None, or the exponentials e^(z - m) of the forward and m; they are overwritten.
+    options: `LogprobOptions`.
+    """
+    # p is e^(z - m) times e^(m - lse): with the exponentials at hand, one product gives the part
+    # -dlogprob p. The entropy's part needs log p, so the logits are computed again.
+    slope_Nv = None
+    if kept is not None and entropy is None:
+        e_Nv, largest_N1 = kept
+        dz_Nv = e_Nv.mul_(-dlogprob_N1 * (largest_N1 - lse_N1).exp())
+    else:
+        z_Nv = scaled_logits(hidden_NM, weight_vM, options)
+        if options.softcap is not None:  # c tanh(z / c) has the slope 1 - tanh^2
+            slope_Nv = 1 - (z_Nv * options.temperature / options.softcap).square()
+        logp_Nv = z_Nv.sub_(lse_N1)
+        factor = -dlogprob_N1
+        if entropy is not None:
+            dentropy_N1, entropy_N1 = entropy
+            factor = logp_Nv * -dentropy_N1 - (dlogprob_N1 + dentropy_N1 * entropy_N1)
+        dz_Nv = logp_Nv.exp_().mul_(factor)
+
+    # onehot(t) adds the log-prob's gradient at the target, on the rank that has it.
+    local_N1, owned_N1 = local_targets(targets_N, len(weight_vM), options)
+    dz_Nv.scatter_add_(-1, local_N1, torch.where(owned_N1, dlogprob_N1, 0))
+    if slope_Nv is not None:
+        dz_Nv.mul_(slope_Nv)
+    return dz_Nv.to(hidden_NM.dtype)
+
+
+def combine_over_ranks(largest_N, sums_4N, group):
     """The largest logit and the sums around it, of the vocabulary's rows of all ranks."""
     # COMM: two messages whatever the chunks, which may differ: shards of a vocabulary are uneven.
     # Pinned by tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
     all_N = largest_N.clone()
     dist.all_reduce(all_N, dist.ReduceOp.MAX, group)
-    target_N, total_N, weighted_N, owners_N = found_4N
+
+    # Sums around this rank's largest logit m become sums around everybody's m': each term shrinks
+    # by e^(m - m'), and (z - m') is (z - m) + (m - m').
+    target_N, total_N, weighted_N, owners_N = sums_4N
     lower_N = largest_N - all_N
-    weighted_N, shrink_N = weighted_N + lower_N * total_N, lower_N.exp()
-    found_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
-    dist.all_reduce(found_4N, group=group)
-    return all_N, found_4N
+    weighted_N = weighted_N + lower_N * total_N
+    shrink_N = lower_N.exp()
+    sums_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
+    dist.all_reduce(sums_4N, group=group)
+    return all_N, sums_4N
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """p = exp(logprob); d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy)."""
+# G. Packing: who lies where; block masks --------------------------------------------------------
+# For `packed_attention`: from ids or positions to buckets. For prefix-LM: attention by a mask.
+# Skip it if the picture in `packed_attention` is enough for you.
 
-    @staticmethod
-    def forward(ctx, hidden_NM, weight_vM, targets_N, options):
-        temperature, softcap, chunk, held, group, vocab_start = options
-        dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
-        found_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
-        largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
-        ctx.kept = {}  # first token of a chunk -> its exponentials, what they are relative to
-        for n in range(0, len(targets_N), chunk):
-            rows = slice(n, n + chunk)
-            if len(ctx.kept) == held:
-                del ctx.kept[min(ctx.kept)]
-            z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
-            at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
-            target_N = torch.where(own_n1, z_nv.gather(-1, at_n1), 0)[:, 0]
-            largest_N[rows] = z_nv.amax(-1)
-            shifted_nv = z_nv.sub_(largest_N[rows, None])
-            e_nv = shifted_nv.exp()
-            weighted_N = shifted_nv.mul_(e_nv).sum(-1)
-            found_4N[:, rows] = torch.stack([target_N, e_nv.sum(-1), weighted_N, own_n1[:, 0]])
-            if softcap is None:
-                ctx.kept[n] = e_nv, largest_N[rows, None]
-        if group is not None:
-            largest_N, found_4N = _over_ranks(largest_N, found_4N, group)
-        target_N, total_N, weighted_N, owners_N = found_4N
-        lse_N = largest_N + total_N.log()
-        entropy_N = total_N.log() - weighted_N / total_N  # (9), around the largest logit
-        logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)
-        ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, entropy_N)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N
-
-    @staticmethod
-    def backward(ctx, dlogprobs_N, dentropy_N):
-        hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
-        temperature, softcap, chunk, _, group, vocab_start = ctx.options
-        # z was divided by the temperature: so is what goes back
-        dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N / temperature
-        dentropy_N = None if dentropy_N is None else dentropy_N / temperature
-        dhidden_NM = torch.empty_like(hidden_NM)
-        # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
-        # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
-        dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
-        kept, ctx.kept = ctx.kept, {}  # used up here: another backward computes them again
-        for n in range(0, len(targets_N), chunk):
-            rows = slice(n, n + chunk)
-            g_n1, lse_n1, slope_nv = dlogprobs_N[rows, None], lse_N[rows, None], None
-            e_nv, largest_n1 = kept.pop(n, (None, None))
-            if e_nv is not None and dentropy_N is None:
-                dz_nv = e_nv.mul_(-g_n1 * (largest_n1 - lse_n1).exp())
-            else:
-                z_nv = _scaled_logits(hidden_NM[rows], weight_vM, temperature, softcap)
-                if softcap is not None:
-                    slope_nv = 1 - (z_nv * temperature / softcap).square()
-                logp_nv, upstream_nv = z_nv.sub_(lse_n1), -g_n1
-                if dentropy_N is not None:
-                    h_n1 = dentropy_N[rows, None]
-                    upstream_nv = logp_nv * -h_n1 - (g_n1 + h_n1 * entropy_N[rows, None])
-                dz_nv = logp_nv.exp_().mul_(upstream_nv)
-            at_n1, own_n1 = _local_targets(targets_N[rows], len(weight_vM), group, vocab_start)
-            dz_nv.scatter_add_(-1, at_n1, torch.where(own_n1, g_n1, 0))
-            if slope_nv is not None:
-                dz_nv.mul_(slope_nv)
-            dz_nv = dz_nv.to(hidden_NM.dtype)
-            dhidden_NM[rows] = dz_nv @ weight_vM
-            if dweight_vM.dtype == dz_nv.dtype:
-                dweight_vM.addmm_(dz_nv.T, hidden_NM[rows])
-            else:
-                dweight_vM += dz_nv.T @ hidden_NM[rows]
-        if group is not None:
-            dist.all_reduce(dhidden_NM, group=group)
-        return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
+def packed_positions(lengths, /):
+    """(1, S) int64: 0..n-1 for each document, the positions that go with `packed_attention`."""
+    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
 
 
-# 6. Attention callables: packed documents, blocks, the cache ---------------------------------
+def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
+    """Log-probs and entropies of many sequences' targets in one packed forward.
 
-def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=1.25):
-    """Causal attention inside each document of a packed batch: the callable for `hidden`.
-
-    One of: lengths, of documents that lie end to end in one row (1, S). doc_ids (B, S) int64, one
-    number per document, -1 for PAD, anywhere. position_ids (B, S): a document starts where a
-    position is not the one before plus 1; -1 is PAD. PAD's output is 0 and nothing sees it.
-
-    Documents of similar length are gathered into padded buckets (the longest at most `waste` times
-    the shortest), so the projections and the MLP see no padding and attention sees little.
-
-        lengths 3 2 3:   a a a b b c c c   ->   bucket (2, 3):  a a a    bucket (1, 2):  b b
-                                                                c c c
+    sequences: B lists of token ids; sequence b's targets are its tokens 1.., T = the longest of
+    them. mask_BT (B, T) bool: which targets to score; the head is applied to those alone. Returns
+    two (B, T) tensors, 0 where mask is off, differentiable; of a critic also its values.
     """
-    doc_BS = _documents(lengths, doc_ids, position_ids)
-    token_N = (doc_BS.flatten() >= 0).nonzero()[:, 0]
-    pairs_N2 = torch.stack([token_N // doc_BS.shape[1], doc_BS.flatten()[token_N]], 1)
-    runs, lengths = pairs_N2.unique_consecutive(dim=0, return_counts=True)
-    if len(runs.unique(dim=0)) < len(runs):
-        raise ValueError("a document id comes back after another one; give each its own number")
-    index, lengths = _buckets(token_N, lengths, waste), lengths.tolist()
-    shape, equal = tuple(doc_BS.shape), len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
-    on_device = {}
+    device = mask_BT.device
+    lengths = [len(s) for s in sequences]
+    tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    length_B = torch.tensor(lengths, device=device)
+    if (column_N >= length_B[row_N] - 1).any():
+        raise ValueError(f"mask reaches beyond a sequence's targets; lengths {lengths}")
 
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
-        if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
-            raise ValueError(f"packed for {shape} tokens, got {tuple(q_BHSD.shape)}")
-        whole = q_BHSD, k_BGSD, v_BGSD
-        if equal:  # views instead of gathers
-            rows = (x.unflatten(2, (-1, lengths[0])).transpose(1, 2).flatten(0, 1) for x in whole)
-            out_UHLD = causal_attention(*rows, **options)
-            return out_UHLD.unflatten(0, (shape[0], -1)).transpose(1, 2).flatten(2, 3)
-        device = q_BHSD.device
-        if device not in on_device:
-            parts = [(i_UL.to(device), real_UL.to(device)) for i_UL, real_UL in index]
-            on_device[device] = parts, [i_UL[real_UL] for i_UL, real_UL in parts]
-        parts, back = on_device[device]
-        flat, out = [x.transpose(1, 2).flatten(0, 1) for x in whole], []
-        for index_UL, real_UL in parts:
-            shape_UL = index_UL.shape
-            rows = (x.index_select(0, index_UL.flatten()).unflatten(0, shape_UL) for x in flat)
-            out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
-            out.append(out_UHLD.transpose(1, 2)[real_UL])
-        out_NHD = torch.zeros_like(flat[0])
-        if out:
-            out_NHD = out_NHD.index_copy(0, torch.cat(back), torch.cat(out))
-        return out_NHD.unflatten(0, shape).transpose(1, 2)
-
-    return attention
+    # Where the token stands in the packed row that predicts each target. Lengths 3 2: sequence 1
+    # starts at 3, so its target 0, which is its token 1, is predicted by packed token 3.
+    start_B = length_B.cumsum(0) - length_B
+    at_N = start_B[row_N] + column_N
+    positions_1S = packed_positions(lengths).to(device)
+    x_1SM = model.hidden(
+        tokens_S[None], positions=positions_1S, attention=packed_attention(lengths))
+    scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
+    if model.config.value_head:
+        scores = *scores, model.values(x_1SM[0, at_N])
+    return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
 
 
-def _buckets(token_N, length_D, waste):
-    """[(index (U, L) of the tokens of U documents, which of them are no padding)], by length.
-
-    Padding repeats a document's last token, which is after every real query, so that no real row
-    sees it and its gradient is exactly zero.
-    """
-    lengths, buckets, index = length_D.tolist(), [], []
-    for d in length_D.argsort(stable=True).tolist():
-        if not buckets or lengths[d] > waste * lengths[buckets[-1][0]]:
-            buckets.append([])
-        buckets[-1].append(d)
-    for bucket in buckets:
-        length_U1, end_U1 = length_D[bucket, None], length_D.cumsum(0)[bucket, None]
-        column_L = torch.arange(lengths[bucket[-1]])
-        at_UL = end_U1 - length_U1 + column_L.minimum(length_U1 - 1)
-        index.append((token_N[at_UL], column_L < length_U1))
-    return index
-
-
-def _documents(lengths, doc_ids, position_ids):
+def document_ids(lengths, doc_ids, position_ids):
     """doc_ids (B, S) int64 on the CPU from whichever of the three was given."""
     given = [x for x in (lengths, doc_ids, position_ids) if x is not None]
     if len(given) != 1:
@@ -1400,36 +2032,60 @@ def _documents(lengths, doc_ids, position_ids):
         raise ValueError(f"doc_ids and position_ids must be (B, S) integers, got {ids_BS.shape}")
     if doc_ids is not None:
         return ids_BS.long()
-    first_B1 = torch.full_like(ids_BS[:, :1], -2)
-    jump_BS = torch.diff(ids_BS, dim=1, prepend=first_B1) != 1
+
+    # A jump is where a position is not the one before plus 1, or a row begins:
+    #
+    #     positions   0 1 2 0 1 -1        jumps  1 0 0 1 0 1        documents  1 1 1 2 2 -1
+    before_B1 = torch.full_like(ids_BS[:, :1], -2)
+    jump_BS = torch.diff(ids_BS, dim=1, prepend=before_B1) != 1
     return torch.where(ids_BS < 0, -1, jump_BS.cumsum(1))
 
 
-def packed_positions(lengths, /):
-    """(1, S) int64: 0..n-1 for each document, the positions that go with `packed_attention`."""
-    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
+def documents_in_order(doc_BS):
+    """The places of all tokens but PAD in the flattened batch, (N,), and how many tokens each
+    document has, in the order in which they lie."""
+    token_N = (doc_BS.flatten() >= 0).nonzero()[:, 0]
+    pairs_N2 = torch.stack([token_N // doc_BS.shape[1], doc_BS.flatten()[token_N]], 1)
+    runs, lengths = pairs_N2.unique_consecutive(dim=0, return_counts=True)
+    if len(runs.unique(dim=0)) < len(runs):
+        raise ValueError("a document id comes back after another one; give each its own number")
+    return token_N, lengths.tolist()
 
 
-def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
-    """Log-probs and entropies of many sequences' targets in one packed forward.
+def buckets_by_length(token_N, lengths, waste):
+    """[(index (U, L) of the tokens of U documents, which of them are no padding)], by length."""
+    # From the shortest document on, a bucket takes documents until one is too long for its first.
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    buckets = []
+    for d in order:
+        if not buckets or lengths[d] > waste * lengths[buckets[-1][0]]:
+            buckets.append([])
+        buckets[-1].append(d)
 
-    sequences: B lists of token ids; sequence b's targets are its tokens 1.., T = the longest of
-    them. mask_BT (B, T) bool: which targets to score; the head is applied to those alone. Returns
-    two (B, T) tensors, 0 where mask is off, differentiable; of a critic also its values.
-    """
-    device, lengths = mask_BT.device, [len(s) for s in sequences]
-    tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
-    row_N, column_N = mask_BT.nonzero(as_tuple=True)
-    length_B = torch.tensor(lengths, device=device)
-    if (column_N >= length_B[row_N] - 1).any():
-        raise ValueError(f"mask reaches beyond a sequence's targets; lengths {lengths}")
-    at_N = (length_B.cumsum(0) - length_B)[row_N] + column_N  # the token that predicts the target
-    positions_1S, attention = packed_positions(lengths).to(device), packed_attention(lengths)
-    x_1SM = model.hidden(tokens_S[None], positions=positions_1S, attention=attention)
-    scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
-    if model.config.value_head:
-        scores = *scores, model.values(x_1SM[0, at_N])
-    return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
+    # Padding repeats a document's last token, which is after every real query, so that no real row
+    # sees it and its gradient is exactly zero. Lengths 4 2 5, the bucket of the first and the last:
+    #
+    #     starts   0, 6          index    [[0, 1, 2, 3, 3],      real   [[1, 1, 1, 1, 0],
+    #     lengths  4, 5                    [6, 7, 8, 9, 10]]             [1, 1, 1, 1, 1]]
+    length_D = torch.tensor(lengths, dtype=torch.long)
+    end_D = length_D.cumsum(0)
+    found = []
+    for bucket in buckets:
+        length_U1 = length_D[bucket, None]
+        end_U1 = end_D[bucket, None]
+        column_L = torch.arange(lengths[bucket[-1]])
+        at_UL = end_U1 - length_U1 + column_L.minimum(length_U1 - 1)
+        found.append((token_N[at_UL], column_L < length_U1))
+    return found
+
+
+def attention_of_equal_documents(qkv, length, options):
+    """Causal attention in rows that are full of documents of one length: no index, only views."""
+    # (B, H, S, D) -> (B S / L, H, L, D): a row is cut in its documents, and they become rows.
+    B = len(qkv[0])
+    cut = (x.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1) for x in qkv)
+    out_UHLD = causal_attention(*cut, **options)
+    return out_UHLD.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
 
 
 def block_attention(block_BS, valid_BS=None, /):
@@ -1461,411 +2117,265 @@ def masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, /, *, scale, softcap=None
     return torch.where(alive_BS1[:, None], out_BHSD, 0)
 
 
+# H. The cache's other layouts ------------------------------------------------------------------
+# For `KVCache`: where new keys are written, windows of sliding layers, prompts that rows share.
+# Skip it if you have full layers and one row a prompt: `append_to_store` and what is above it do.
+
 class Lengths(NamedTuple):
     """How many tokens each row holds, and what Python must know of it: no sync in every layer."""
 
     of_B: torch.Tensor
     longest: int = 0
-    even: bool = True
+    even: bool = True  # all rows hold the same number
 
     @classmethod
     def measured(cls, lengths_B):
+        """What Python must know, read from the device in one go."""
         if not len(lengths_B):
             return cls(lengths_B)
         low, high = torch.stack([lengths_B.min(), lengths_B.max()]).tolist()
         return cls(lengths_B, high, low == high)
 
     def plus(self, counts_B, steps):
+        """The lengths after counts_B[b] more tokens in row b, or after `steps` in each row."""
         if counts_B is not None:
             return Lengths.measured(self.of_B + counts_B)
         return Lengths(self.of_B + steps, self.longest + steps, self.even)
 
 
-class KVCache:
-    """Keys and values of the tokens so far; row b holds `lengths.of_B[b]` of them, left-aligned.
+def keys_up_to(lengths, S, room, /):
+    """The mask (B, 1, S, room) by which new token i of row b sees the slots 0..lengths[b] + i."""
+    last_BS = lengths.of_B[:, None] + torch.arange(S, device=lengths.of_B.device)
+    slot_C = torch.arange(room, device=lengths.of_B.device)
+    return (slot_C <= last_BS[:, :, None])[:, None]
 
-        row 0   k k k k . .        lengths 4 2, room for C = 6
-        row 1   k k . . . .        the next token of row 1 is written at 2, whatever row 0 does
 
-    A sliding layer has room for its window only: the token at position p stands at p % window.
-    `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
-    lengths. `select(rows)` repeats, drops and reorders rows: a fork of a conversation, finished
-    rows out. `share(rows)` makes several rows of each prompt: full layers go on to hold its keys
-    once, sliding layers copy theirs, a few; `own` counts what a row holds behind its prompt.
+def attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale, /):
+    """Attention of S new tokens to the keys of a cache, (B, H, S, D)."""
+    # For one token a row, the H / G heads that share a key are so many queries of one head: each
+    # key is then read once, where the kernel's own grouping would read it for every head.
+    queries = q_BHSD
+    one = q_BHSD.shape[2] == 1
+    if one:
+        queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
+    options = dict(attn_mask=mask_B1SC, scale=scale, enable_gqa=not one)
+    return F.scaled_dot_product_attention(queries, k_BGCD, v_BGCD, **options).reshape(q_BHSD.shape)
+
+
+def append_to_store(cache, layer, k_BGSD, v_BGSD, window=None, /):
+    """Put new k and v behind each row's old ones; the layer's whole store (2, B, G, C, D)."""
+    if window is not None:
+        return _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
+    B, _, S, _ = k_BGSD.shape
+    at = cache.own_lengths
+    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, at.longest + S)
+    if at.even:
+        all_2BGCD[:, :, :, at.longest : at.longest + S] = new_2BGSD
+        return all_2BGCD
+
+    # Each row at its own place. Lengths 4 2 and S = 2: slots [[4, 5], [2, 3]]. Padding that is
+    # written behind a row's real tokens is overwritten by the next ones.
+    slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
+    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
+    all_2BGCD.permute(1, 3, 0, 2, 4)[row_BS, slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+    return all_2BGCD
+
+
+def _with_room(layers, layer, new_2BGSD, need, most=math.inf):
+    """The layer's store, grown if it has no room for `need` tokens a row."""
+    old = layers.get(layer)
+    if old is None or old.shape[3] < need:
+        # By half, at least 32: copies stay rare. A window never needs more than `most`.
+        _, B, G, _, D = new_2BGSD.shape
+        room = min(max(need + 32, need * 3 // 2), most)
+        layers[layer] = new_2BGSD.new_zeros(2, B, G, room, D)
+        if old is not None:
+            layers[layer][:, :, :, : old.shape[3]] = old
+    return layers[layer]
+
+
+def sliding_cache_attention(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
+    """`KVCache.attention` in a sliding layer, whose store is a ring: position p is at p % window.
+
+        window 4, 6 tokens so far     slot       0  1  2  3
+                                      position   4  5  2  3      the next token, 6, replaces 2
+    """
+    S = q_BHSD.shape[2]
+    if S > 1:
+        return _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
+
+    # One new token: once it is written, all that the ring holds is in its window, and the order of
+    # keys is nothing to a softmax. Only slots that a short row has not reached are hidden.
+    room = min(cache.lengths.longest + 1, window)
+    k_BGCD, v_BGCD = _write_in_window(cache, layer, k_BGSD, v_BGSD, window)[:, :, :, :room]
+    mask_B1SC = None if cache.lengths.even else keys_up_to(cache.lengths, 1, room)
+    return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
+
+
+def _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
+    """Several new tokens in a sliding layer: they see the old window and each other."""
+    # They are written only afterwards: the last of them would replace keys that the first one sees.
+    # Which position stands in each slot of the ring: with window 4 and last position 5, slots
+    # 0 1 2 3 are (5 - slot) % 4 = 1 0 3 2 behind it, so they hold 4 5 2 3; less than 0 is nothing.
+    at = cache.lengths
+    room = min(at.longest, window)
+    slot_C = torch.arange(room, device=q_BHSD.device)
+    last_B1 = at.of_B[:, None] - 1
+    old_BC = last_B1 - (last_B1 - slot_C) % window
+
+    # Then the mask is by positions, as in (2).
+    query_BS = at.of_B[:, None] + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    key_Bk = torch.cat([old_BC, query_BS], 1)
+    ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
+    seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
+    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+    k_BGkD, v_BGkD = torch.cat([cache.layers[layer][:, :, :, :room], new_2BGSD], 3)
+    out_BHSD = masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, scale=scale)
+    _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
+    return out_BHSD
+
+
+def _write_in_window(cache, layer, k_BGSD, v_BGSD, window):
+    """Put new k and v into a sliding layer's ring; the ring, (2, B, G, C, D)."""
+    B, _, S, _ = k_BGSD.shape
+    at = cache.lengths
+    cache.sliding.add(layer)
+    need = min(at.longest + S, window)
+    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, need, most=window)
+
+    # Rows of one length whose new tokens do not wrap around are one slice.
+    if at.even and (S == 1 or need < window):
+        slot = at.longest % window
+        all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
+        return all_2BGCD
+
+    # Of each row's new tokens only the last `window` real ones: padding and older ones would
+    # land on slots that hold what is still seen.
+    slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
+    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
+    end_B = at.of_B + (S if cache.counts_B is None else cache.counts_B)
+    keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
+    ring_BC2GD = all_2BGCD.permute(1, 3, 0, 2, 4)
+    new_BS2GD = new_2BGSD.permute(1, 3, 0, 2, 4)
+    ring_BC2GD[row_BS[keep_BS], slot_BS[keep_BS] % window] = new_BS2GD[keep_BS]
+    return all_2BGCD
+
+
+def share_prompts(cache, rows, /) -> None:
+    """`KVCache.share`."""
+    if cache.prompts is not None:
+        raise ValueError("the prompts of this cache are shared already")
+
+    # What full layers hold is taken out before the rows are made, so that it is not copied.
+    lengths = cache.lengths
+    full = cache.layers.keys() - cache.sliding
+    prompts = {layer: cache.layers.pop(layer)[:, :, :, : lengths.longest] for layer in full}
+    cache.select(rows)
+    if prompts:
+        prompt_B = torch.as_tensor(rows, dtype=torch.long, device=lengths.of_B.device)
+        cache.prompts = SharedPrompts(prompts, lengths)
+        cache.own_lengths = cache.prompts.give_rows(prompt_B, cache.lengths)
+
+
+class SharedPrompts:
+    """The keys of P prompts, held once for all the rows of a `KVCache` that begin with them.
+
+        prompt 0   k k k k k     rows 0, 2 and 3 of the cache hold only what comes behind it
+        prompt 1   k k           row 1
     """
 
-    def __init__(self, rows: int, device=None):
-        self.lengths = self.own = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
-        self.layers, self.sliding = {}, set()  # layer -> k and v (2, B, G, C, D); which slide
-        self.counts_B = None  # real tokens a row of the call under way; None: all of them
-        self.prompts = {}  # of `share`: layer -> k and v (2, P, G, J, D), P prompts
-        self.prompt_lengths = None  # of the P prompts
-        self.prompt_B = self.rows_Pn = self.place_B = None  # a row's prompt; a prompt's rows, and
-        # a row's place in that padded table
+    def __init__(self, layers, lengths):
+        self.layers = layers  # layer -> k and v (2, P, G, J, D)
+        self.lengths = lengths  # of the P prompts
+        self.prompt_B = None  # each row's prompt
+        self.rows_Pn = None  # each prompt's rows, padded to the largest group
+        self.place_B = None  # each row's place in that table, flattened
 
-    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
-        S, at = q_BHSD.shape[2], self.own if window is None else self.lengths
-        options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
-        if self.lengths.longest == 0:  # a prompt: nothing older to see; right padding needs no mask
-            self._write(layer, k_BGSD, v_BGSD, window)
-            return causal_attention(q_BHSD, k_BGSD, v_BGSD, **options)
-        if softcap is not None:
-            raise ValueError("KVCache has no softcap")
-        if window is not None and S > 1:
-            return self._windowed(q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
-        room, mask_B1SC = min(at.longest + S, window or at.longest + S), None
-        k_BGCD, v_BGCD = self._write(layer, k_BGSD, v_BGSD, window)[:, :, :, :room]
-        if S > 1 or not at.even:
-            last_BS = at.of_B[:, None] + torch.arange(S, device=q_BHSD.device)
-            key_C = torch.arange(room, device=q_BHSD.device)
-            mask_B1SC = (key_C <= last_BS[:, :, None])[:, None]
-        if window is None and self.prompts:
-            return self._behind_prompts(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
-        queries = q_BHSD
-        if S == 1:  # one token: the heads that share a key are so many queries of one head
-            queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
-        options = dict(attn_mask=mask_B1SC, scale=scale, enable_gqa=S > 1)
-        out = F.scaled_dot_product_attention(queries, k_BGCD, v_BGCD, **options)
-        return out.reshape(q_BHSD.shape)
+    def give_rows(self, prompt_B, row_lengths):
+        """Row b begins with prompt prompt_B[b]; the `Lengths` of the rows behind their prompts."""
+        # Prompts without a row are dropped, and the padding of those that were the longest.
+        used_P, prompt_B = prompt_B.unique(return_inverse=True)
+        if len(used_P) < len(self.lengths.of_B):
+            self.lengths = Lengths.measured(self.lengths.of_B[used_P])
+            longest = self.lengths.longest
+            self.layers = {n: kv[:, used_P, :, :longest] for n, kv in self.layers.items()}
 
-    def _behind_prompts(self, q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale):
-        """One softmax over a prompt's keys, read once for all its rows, and a row's own."""
-        k_PGJD, v_PGJD = self.prompts[layer]
-        (B, G, C, D), S, J = k_BGCD.shape, q_BHSD.shape[2], k_PGJD.shape[2]
+        # Which rows belong to each prompt, padded to the largest group, and the way back:
+        #
+        #     prompt of each row   [0, 1, 0, 0]
+        #     earlier rows of it   [0, 0, 1, 2]
+        #     rows of each prompt  [[0, 2, 3],      row 1 is prompt 1's only row;
+        #                           [1, 0, 0]]      the two zeros are padding
+        #     place of each row    [0, 3, 1, 2]     row 1 lies at 1 * 3 + 0 of the flattened table
+        earlier_B = (prompt_B[:, None] == prompt_B).tril(-1).sum(1)
+        n = int(earlier_B.max()) + 1
+        row_B = torch.arange(len(prompt_B), device=prompt_B.device)
+        self.rows_Pn = row_B.new_zeros(len(used_P), n)
+        self.rows_Pn[prompt_B, earlier_B] = row_B
+        self.place_B = prompt_B * n + earlier_B
+        self.prompt_B = prompt_B
+        return Lengths.measured(row_lengths.of_B - self.lengths.of_B[prompt_B])
+
+    def attention(self, q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale):
+        """One softmax over a prompt's keys, read once for all its rows, and a row's own.
+
+        q_BHSD: the queries of S new tokens.
+        k_BGCD, v_BGCD: the row's own keys and values, behind its prompt.
+        mask_B1SC: which of them a query sees; None: all.
+        layer, scale: as in `KVCache.attention`.
+        """
+        k_PGJD, v_PGJD = self.layers[layer]
+        B, G, C, D = k_BGCD.shape
+        S = q_BHSD.shape[2]
+        J = k_PGJD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
         # tests/test_models.py::test_shared_prompts_change_nothing.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
         q_BGhD = q_BHSD.reshape(B, G, -1, D).to(wide)  # h: the heads of a key times the S tokens
+
+        # Scores of the row's own keys, masked as ever.
         own_BGhC = q_BGhD @ k_BGCD.to(wide).mT
         if mask_B1SC is not None:
             hidden_B11SC = ~mask_B1SC[:, :, None]
             own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(hidden_B11SC, -math.inf)
             own_BGhC = own_BGhSC.flatten(2, 3)
+
+        # Scores of the prompt's keys: the queries of all its rows stand side by side, so that each
+        # key is read once. Shorter prompts have padding to hide.
         shared_BGhJ = self._per_row(self._per_prompt(q_BGhD) @ k_PGJD.to(wide).mT)
-        if not self.prompt_lengths.even:
-            beyond_PJ = torch.arange(J, device=q_BHSD.device) >= self.prompt_lengths.of_B[:, None]
+        if not self.lengths.even:
+            beyond_PJ = torch.arange(J, device=q_BHSD.device) >= self.lengths.of_B[:, None]
             beyond_BJ = beyond_PJ[self.prompt_B]
             shared_BGhJ = shared_BGhJ.masked_fill(beyond_BJ[:, None, None], -math.inf)
+
+        # One softmax over both, and each part of it weighs its own values.
         p_BGhk = (torch.cat([shared_BGhJ, own_BGhC], -1) * scale).softmax(-1)
         p_BGhJ, p_BGhC = p_BGhk.split([J, C], -1)
-        out = self._per_row(self._per_prompt(p_BGhJ) @ v_PGJD.to(wide)) + p_BGhC @ v_BGCD.to(wide)
-        return out.to(q_BHSD.dtype).reshape(q_BHSD.shape)
+        shared_BGhD = self._per_row(self._per_prompt(p_BGhJ) @ v_PGJD.to(wide))
+        out_BGhD = shared_BGhD + p_BGhC @ v_BGCD.to(wide)
+        return out_BGhD.to(q_BHSD.dtype).reshape(q_BHSD.shape)
 
     def _per_prompt(self, x_BGhX):
         """The rows of each prompt side by side: (B, G, h, X) -> (P, G, n h, X)."""
         return x_BGhX[self.rows_Pn].transpose(1, 2).flatten(2, 3)
 
     def _per_row(self, x_PGmX):
-        """The way back."""
+        """The way back from `_per_prompt`: (P, G, n h, X) -> (B, G, h, X)."""
         rows = x_PGmX.unflatten(2, (self.rows_Pn.shape[1], -1)).transpose(1, 2)
         return rows.flatten(0, 1)[self.place_B]
 
-    def _windowed(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window):
-        """Several new tokens in a sliding layer: they see the old window and each other."""
-        S, room, at = q_BHSD.shape[2], min(self.lengths.longest, window), self.lengths
-        slot_C, new_S = (torch.arange(n, device=q_BHSD.device) for n in (room, S))
-        last_B1 = at.of_B[:, None] - 1
-        old_BC = last_B1 - (last_B1 - slot_C) % window  # the position that stands in each slot
-        query_BS = at.of_B[:, None] + new_S
-        key_Bk = torch.cat([old_BC, query_BS], 1)
-        ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
-        seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
-        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-        both = torch.cat([self.layers[layer][:, :, :, :room], new_2BGSD], 3)
-        out_BHSD = masked_attention(q_BHSD, *both, seen_BSk, scale=scale)
-        self._write(layer, k_BGSD, v_BGSD, window)
-        return out_BHSD
 
-    def _write(self, layer, k_BGSD, v_BGSD, window):
-        """Put k and v of new tokens behind each row's old ones; all that the layer has room for."""
-        (B, G, S, D), at = k_BGSD.shape, self.own if window is None else self.lengths
-        need, old, new_2BGSD = at.longest + S, self.layers.get(layer), torch.stack([k_BGSD, v_BGSD])
-        if window is not None:
-            need = min(need, window)
-            self.sliding.add(layer)
-        if old is None or old.shape[3] < need:  # grow by half, at least 32: no room before need
-            room = min(max(need + 32, need * 3 // 2), window or math.inf)
-            self.layers[layer] = k_BGSD.new_zeros(2, B, G, room, D)
-            if old is not None:
-                self.layers[layer][:, :, :, : old.shape[3]] = old
-        all_2BGCD = self.layers[layer]
-        if at.even and (window is None or S == 1 or need < window):
-            slot = at.longest if window is None else at.longest % window
-            all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
-            return all_2BGCD
-        slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
-        row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
-        all_BC2GD, new_BS2GD = (x.permute(1, 3, 0, 2, 4) for x in (all_2BGCD, new_2BGSD))
-        if window is None:
-            all_BC2GD[row_BS, slot_BS] = new_BS2GD
-            return all_2BGCD
-        # Of each row's new tokens only the last `window` real ones: padding and older ones would
-        # land on slots that hold what is still seen.
-        end_B = at.of_B + (S if self.counts_B is None else self.counts_B)
-        keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
-        all_BC2GD[row_BS[keep_BS], slot_BS[keep_BS] % window] = new_BS2GD[keep_BS]
-        return all_2BGCD
-
-    def advance(self, counts_B=None, /, *, steps=1):
-        """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
-        shared, self.lengths = bool(self.prompts), self.lengths.plus(counts_B, steps)
-        self.own = self.own.plus(counts_B, steps) if shared else self.lengths
-
-    def select(self, rows, /):
-        """Keep rows (int64 list or tensor), in that order, repeats allowed."""
-        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
-        self.lengths = self.own = Lengths.measured(self.lengths.of_B[rows])
-        self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
-        if self.prompts and len(rows):
-            self._group(self.prompt_B[rows])
-
-    def share(self, rows, /):
-        """`select(rows)` of rows that are prompts: full layers keep these once, and sliding layers
-        copy their few keys."""
-        if self.prompts:
-            raise ValueError("the prompts of this cache are shared already")
-        self.prompt_lengths, longest = self.lengths, self.lengths.longest
-        full = self.layers.keys() - self.sliding
-        prompts = {layer: self.layers.pop(layer)[:, :, :, :longest] for layer in full}
-        self.select(rows)
-        self.prompts = prompts
-        self._group(torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device))
-
-    def _group(self, prompt_B):
-        """Which rows are each prompt's: prompts without one are dropped, short groups padded."""
-        used_P, self.prompt_B = prompt_B.unique(return_inverse=True)
-        if len(used_P) < len(self.prompt_lengths.of_B):
-            self.prompt_lengths = Lengths.measured(self.prompt_lengths.of_B[used_P])
-            longest = self.prompt_lengths.longest  # without padding that no mask would hide
-            self.prompts = {n: kv[:, used_P, :, :longest] for n, kv in self.prompts.items()}
-        earlier_B = (self.prompt_B[:, None] == self.prompt_B).tril(-1).sum(1)  # of its own prompt
-        n, row_B = int(earlier_B.max()) + 1, torch.arange(len(prompt_B), device=prompt_B.device)
-        self.place_B = self.prompt_B * n + earlier_B
-        self.rows_Pn = row_B.new_zeros(len(used_P), n)
-        self.rows_Pn[self.prompt_B, earlier_B] = row_B
-        self.own = Lengths.measured(self.lengths.of_B - self.prompt_lengths.of_B[self.prompt_B])
-
-
-@torch.no_grad()
-def extend(model, cache, tokens_BS, /, counts=None):
-    """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
-    after the last real token of each row. Positions go on from the cache's lengths."""
-    B, S = tokens_BS.shape
-    positions = cache.lengths.of_B[:, None]
-    if S > 1:
-        positions = positions + torch.arange(S, device=tokens_BS.device)
-    cache.counts_B = counts
-    x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
-    cache.advance(counts, steps=S)
-    if counts is None:
-        return model.logits(x_BSM[:, -1])
-    return model.logits(x_BSM[torch.arange(B, device=counts.device), counts - 1])
-
-
-@torch.no_grad()
-def prefill(model, prompts, /):
-    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each."""
-    device, vocab_size = model.head_weight.device, model.config.vocab_size
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
-    lengths = [len(p) for p in prompts]
-    counts = torch.tensor(lengths, device=device) if len(set(lengths)) > 1 else None
-    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    cache = KVCache(len(prompts), device=device)
-    return cache, extend(model, cache, tokens_BS.to(device), counts)
-
-
-# 7. Generation -------------------------------------------------------------------------------
-
-class Sampled(NamedTuple):
-    """Tokens (B,) int64 and two log-probs (B,) of each, in float32 or better.
-
-    logprobs: under the distribution that was sampled: temperature, then top-k, top-p, min-p, and
-    what is left sums to 1. full_logprobs: under softmax(logits / temperature) over the whole
-    vocabulary. Temperature 0 samples nothing: both are then under softmax(logits).
-    """
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    full_logprobs: torch.Tensor
-
-
-@torch.no_grad()
-def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=None, min_p=None):
-    """Draw a token a row: invert the cumulative distribution at uniform_B (B,), float64 in [0, 1).
-
-    The randomness is an argument, so a draw depends on its own row only, never on which rows share
-    the batch. temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens, top_p
-    of those the fewest that hold so much, min_p what is at least so likely relative to the
-    likeliest; in this order, as in transformers. Returns `Sampled`.
-    """
-    _check_sampling(temperature, top_k, top_p, min_p)
-    dtype = torch.promote_types(logits_BV.dtype, torch.float32)
-    z_BV = logits_BV.to(dtype) if temperature in (0, 1) else logits_BV.to(dtype) / temperature
-    # NUMERICS: not log_softmax, whose float32 normaliser adds the terms one by one and loses a long
-    # tail (1e-4 at 150 thousand tokens); torch's sum adds in pairs. Pinned by
-    # tests/test_models.py::test_the_samplers_logprobs_are_the_trainers.
-    largest_B1 = z_BV.amax(-1, keepdim=True)
-    e_BV = (z_BV - largest_B1).exp()
-    kept_BV = e_BV
-    if temperature == 0:
-        tokens_B1 = z_BV.argmax(-1, keepdim=True)
-    elif uniform_B.dtype != torch.float64:
-        raise ValueError(f"uniform must be float64 (float32 rounds up to 1), got {uniform_B.dtype}")
-    else:
-        if top_k or min_p or top_p not in (None, 1):
-            kept_BV = e_BV * _kept(e_BV, top_k, top_p, min_p)
-        tokens_B1 = _invert(kept_BV, uniform_B)
-    score_B = (z_BV.gather(-1, tokens_B1) - largest_B1)[:, 0]
-    full_B = score_B - e_BV.sum(-1).log()
-    cut_B = full_B if kept_BV is e_BV else score_B - kept_BV.sum(-1).log()
-    return Sampled(tokens_B1[:, 0], cut_B, full_B)
-
-
-def _check_sampling(temperature, top_k, top_p, min_p):
-    if temperature < 0 or not math.isfinite(temperature):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
-    if top_k is not None and (top_k != int(top_k) or top_k < 0):
-        raise ValueError(f"top_k must be a number of tokens, 0 or None for all; got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1 or min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1]; got {top_p} and {min_p}")
-
-
-def _kept(e_BV, top_k, top_p, min_p):
-    """Which tokens top-k, top-p and min-p leave, (B, V) bool: always the likeliest."""
-    sorted_BV, order_BV = e_BV.sort(dim=-1, descending=True, stable=True)
-    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
-    if top_k:
-        keep_BV &= sorted_BV >= sorted_BV[:, min(int(top_k), sorted_BV.shape[1]) - 1, None]
-    if top_p is not None:
-        left_BV = (sorted_BV * keep_BV).double()
-        before_BV = left_BV.cumsum(-1) - left_BV
-        keep_BV &= before_BV < top_p * left_BV.sum(-1, keepdim=True)  # not enough without it
-    if min_p:
-        keep_BV &= sorted_BV >= min_p * sorted_BV[:, :1]
-    keep_BV[:, 0] = True
-    return torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
-
-
-def _invert(p_BV, uniform_B):
-    """The token (B, 1) at which the running sum of p, of any total, reaches uniform times it."""
-    # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
-    # probabilities; in float64 it is not. First over blocks of 128 tokens, then inside one: a
-    # running sum of V numbers is slow, and so is a float64 copy of p. A token of probability 0 is
-    # never drawn. Pinned by
-    # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
-    p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128)) if p_BV.shape[1] % 128 else p_BV
-    blocks_BnW = p_BV.unflatten(-1, (-1, 128))
-    some = blocks_BnW.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
-    ends_Bn = torch.cat([x_BnW.sum(-1, dtype=torch.float64) for x_BnW in some], 1).cumsum(-1)
-    at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
-    block_B1 = torch.searchsorted(ends_Bn, at_B1, right=True).clamp(max=ends_Bn.shape[1] - 1)
-    inside_BW = blocks_BnW[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
-    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_BW.sum(-1, keepdim=True))
-    place_B1 = torch.searchsorted(inside_BW.cumsum(-1), left_B1, right=True)
-    # Rounding may carry the rest past the block's last token: take the last that can be drawn.
-    column_W = torch.arange(128, device=p_BV.device)
-    last_B1 = torch.where(inside_BW > 0, column_W, 0).amax(-1, keepdim=True)
-    return block_B1 * 128 + place_B1.minimum(last_B1)
-
-
-class Row:
-    """A sequence under way: it takes its next queued token or, with none queued, the sampled one.
-
-    mask says which tokens were sampled; logprobs and full_logprobs are those of `Sampled` (0 where
-    queued); all three have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th
-    token behind the prompt.
-    """
-
-    def __init__(self, prompt, draws=()):
-        self.tokens, self.draws, self.queue = list(prompt), draws, deque()
-        self.new, self.truncated = 0, False  # tokens behind the prompt; ended by the limit
-        known = max(len(prompt) - 1, 0)
-        self.mask, self.logprobs, self.full_logprobs = [False] * known, [0.0] * known, [0.0] * known
-
-    def append(self, token, logprob, full_logprob=0.0) -> bool:
-        """Take one token; True if it was the sampled one."""
-        sampled = not self.queue
-        self.tokens.append(token if sampled else self.queue.popleft())
-        self.mask.append(sampled)
-        self.logprobs.append(logprob if sampled else 0.0)
-        self.full_logprobs.append(full_logprob if sampled else 0.0)
-        self.new += 1
-        return sampled
-
-
-@torch.inference_mode()
-def generate(
-    model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
-    end=(), after=None, seed=None,
-):  # fmt: skip
-    """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
-
-    rows: `Row`s, or lists of token ids, of which Rows are made. A row without draws needs `seed`,
-    which makes them. A sampled token in `end` (the stop tokens) calls after(row) -> rows that go on
-    in its place: none, the default, ends it; itself with tokens in its queue is the next turn of a
-    conversation; several are a fork (with `after`, rows are returned as they end). A row of
-    max_new_tokens tokens behind its prompt ends with truncated set. temperature 0 is greedy and
-    needs no draws; the others are those of `sample`. Equal prompts are computed and stored once; an
-    ended row leaves the batch.
-    """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_sampling(*options.values())
-    rows = _with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
-    if not rows:
-        return []
-    given, distinct = rows, dict.fromkeys(tuple(row.tokens) for row in rows)
-    distinct = {prompt: n for n, prompt in enumerate(distinct)}
-    longest, room = max(map(len, distinct)), model.config.max_position_embeddings
-    if longest + max_new_tokens > room:
-        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
-                         f"the model's {room} positions; shorten one of them")  # fmt: skip
-    cache, logits_BV = prefill(model, list(distinct))
-    batch, done = [distinct[tuple(row.tokens)] for row in rows], []
-    logits_BV = logits_BV[batch]
-    if len(batch) > len(distinct):
-        cache.share(batch)
-    while rows:
-        uniform_B = None
-        if temperature > 0:
-            draws = [row.draws[row.new] for row in rows]
-            uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
-        drawn = [x.tolist() for x in sample(logits_BV, uniform_B, **options)]
-        going = []  # (place in the batch, row after this token)
-        for b, (row, token, *logprobs) in enumerate(zip(rows, *drawn)):
-            ended = row.append(token, *logprobs) and token in end
-            followers = (after(row) if after else []) if ended else [row]
-            for follower in followers:
-                follower.truncated = follower.new >= max_new_tokens
-            done += [x for x in followers if x.truncated] if followers else [row]
-            going += [(b, x) for x in followers if not x.truncated]
-        if going:
-            if [b for b, _ in going] != list(range(len(rows))):
-                cache.select([b for b, _ in going])
-            last_B1 = torch.tensor([[row.tokens[-1]] for _, row in going], device=logits_BV.device)
-            logits_BV = extend(model, cache, last_B1)
-        rows = [row for _, row in going]
-    return done if after else given
-
-
-def _with_draws(rows, needed, seed):
-    """Rows from rows or lists of tokens, each with at least `needed` draws."""
-    rows = [row if isinstance(row, Row) else Row(row) for row in rows]
-    if seed is not None and needed:
-        generator = torch.Generator().manual_seed(seed)
-        for row in rows:
-            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
-            row.draws = row.draws if len(row.draws) else made
-    if any(len(row.draws) < needed for row in rows):
-        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
-    return rows
-
-
-# 8. An action expert -------------------------------------------------------------------------
+# I. An action expert --------------------------------------------------------------------------
+# For robots (pi0, pi0.7): a second, narrower stream that reads a prefix's keys and writes actions.
+# Skip it for language models. pi0 arXiv:2410.24164; stopped gradient arXiv:2505.23705.
+#
+#   (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
+#                  a the actions, eps noise, v what the expert gives
+#   (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
+#
+# (12) has pi0's path from noise at 0 to actions at 1, and the sign that integrates it forward.
 
 class Prefix:
     """A prefix's keys and values by layer, and the attention of the suffix that follows it.
@@ -1882,10 +2392,14 @@ class Prefix:
     """
 
     def __init__(self, attention=None, *, valid_BP=None, positions_BP=None, detach=False):
-        self.attention, self.detach = attention or causal_attention, detach
-        self.valid_BP, self.positions_BP, self.layers = valid_BP, positions_BP, {}
+        self.attention = attention or causal_attention
+        self.valid_BP = valid_BP
+        self.positions_BP = positions_BP
+        self.detach = detach
+        self.layers = {}  # layer -> k and v, each (B, G, P, D)
 
     def record(self, q_BHPD, k_BGPD, v_BGPD, /, *, layer, **options):
+        """The callable for the prefix: it attends as it would, and leaves its keys behind."""
         self.layers[layer] = tuple(x.detach() if self.detach else x for x in (k_BGPD, v_BGPD))
         return self.attention(q_BHPD, k_BGPD, v_BGPD, layer=layer, **options)
 
@@ -1893,25 +2407,30 @@ class Prefix:
         """The callable of a suffix at these positions; blocks_T: default all one block."""
 
         def suffix(q_BHTD, k_BGTD, v_BGTD, /, *, layer, scale, window=None, softcap=None):
+            # Queries are the suffix; keys are the prefix and then the suffix, k = P + T of them.
             k_BGPD, v_BGPD = self.layers[layer]
-            (B, _, P, _), T = k_BGPD.shape, q_BHTD.shape[2]
+            B, _, P, _ = k_BGPD.shape
+            T = q_BHTD.shape[2]
             seen_BTk = torch.ones(B, T, P + T, dtype=torch.bool, device=q_BHTD.device)
             if self.valid_BP is not None:
                 seen_BTk[:, :, :P] &= self.valid_BP[:, None].bool()
             if blocks_T is not None:
                 seen_BTk[:, :, P:] &= blocks_T <= blocks_T[:, None]
+
+            # A window goes by positions, which PAD in the prefix may have moved.
             if window is not None:
                 at_BP = torch.arange(P, device=q_BHTD.device)[None]
                 at_BP = at_BP if self.positions_BP is None else self.positions_BP
                 key_Bk = torch.cat([at_BP.expand(B, P), positions_BT.expand(B, T)], 1)
                 seen_BTk &= positions_BT[:, :, None] - key_Bk[:, None] < window
-            k_BGkD, v_BGkD = torch.cat([k_BGPD, k_BGTD], 2), torch.cat([v_BGPD, v_BGTD], 2)
+            k_BGkD = torch.cat([k_BGPD, k_BGTD], 2)
+            v_BGkD = torch.cat([v_BGPD, v_BGTD], 2)
             return masked_attention(q_BHTD, k_BGkD, v_BGkD, seen_BTk, scale=scale, softcap=softcap)
 
         return suffix
 
 
-class ActionExpert(Seeded):
+class ActionExpert(nn.Module):
     """v of (12): a second, narrower stream of layers that reads a prefix's keys and values.
 
     config: its own hidden_size and intermediate_size; layers, head_dim and num_key_value_heads must
@@ -1925,18 +2444,28 @@ class ActionExpert(Seeded):
         M = config.hidden_size
         if config.sparse_layers or M % 2:
             raise ValueError(f"an action expert is dense and of even width, got {config}")
-        self.config, self.rope, self.action_dim = config, Rope(config), action_dim
+        self.config = config
+        self.rope = Rope(config)
+        self.action_dim = action_dim
+
+        # From actions and their time to tokens, and back; then layers like the prefix model's.
         self.action_in_proj = nn.Linear(action_dim, M)
-        self.action_time_mlp_in, self.action_time_mlp_out = nn.Linear(2 * M, M), nn.Linear(M, M)
+        self.action_time_mlp_in = nn.Linear(2 * M, M)
+        self.action_time_mlp_out = nn.Linear(M, M)
         self.action_out_proj = nn.Linear(M, action_dim)
         self.state_proj = nn.Linear(state_dim, M) if state_dim else None
         self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
         self.norm = RMSNorm(M, config)
 
+    def init_weights(self, seed: int):
+        """Draw all weights from a seed, the same in every dtype; see `draw_weights`."""
+        return draw_weights(self, seed)
+
     def require_fits(self, prefix_config) -> None:
         """ValueError if the prefix's keys and values cannot be attended to."""
         for name in ("num_hidden_layers", "head_dim", "num_key_value_heads", "layer_types"):
-            mine, theirs = getattr(self.config, name), getattr(prefix_config, name)
+            mine = getattr(self.config, name)
+            theirs = getattr(prefix_config, name)
             if mine != theirs:
                 raise ValueError(f"{name} is {mine} in the expert and {theirs} in the prefix")
 
@@ -1949,13 +2478,18 @@ class ActionExpert(Seeded):
         """
         if (self.state_proj is None) != (state is None):
             raise ValueError(f"this expert {'needs a' if self.state_proj else 'has no'} state")
-        width = self.config.hidden_size
-        time_BM = time_features(tau_B, width).to(actions_BTA.dtype)
-        time_BTM = time_BM[:, None].expand(-1, actions_BTA.shape[1], -1)
+
+        # Each action token hears of its noisy action and of the time.
+        T = actions_BTA.shape[1]
+        time_BM = time_features(tau_B, self.config.hidden_size).to(actions_BTA.dtype)
+        time_BTM = time_BM[:, None].expand(-1, T, -1)
         x_BsM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
         x_BsM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BsM)))
         if state is not None:
             x_BsM = torch.cat([self.state_proj(state)[:, None], x_BsM], 1)
+
+        # The state's token is block 0 and does not see the actions; they are block 1, see it and
+        # each other: the expert plans all of them at once.
         place_s = torch.arange(x_BsM.shape[1], device=x_BsM.device)
         positions_Bs = positions_B1 + place_s
         blocks_s = (place_s > 0).long() if state is not None else None
@@ -1963,7 +2497,7 @@ class ActionExpert(Seeded):
         attention = prefix.after(positions_Bs, blocks_s)
         for layer in self.layers:
             x_BsM = layer(x_BsM, ropes, attention)
-        return self.action_out_proj(self.norm(x_BsM)[:, -actions_BTA.shape[1] :])
+        return self.action_out_proj(self.norm(x_BsM)[:, -T:])
 
 
 def time_features(tau_B, width, /):
@@ -1982,10 +2516,12 @@ def flow_time(uniform, /):
 
 def flow_matching_loss(velocity, actions_BTA, noise_BTA, tau_B, /):
     """(12) for each row, (B,), float32 or better. velocity(x (B, T, A), tau (B,)) -> (B, T, A)."""
+    # A straight path from noise to actions has the same velocity at every tau: their difference.
     tau_B11 = tau_B[:, None, None]
     x_BTA = tau_B11 * actions_BTA + (1 - tau_B11) * noise_BTA
     error_BTA = velocity(x_BTA, tau_B) - (actions_BTA - noise_BTA)
-    return error_BTA.to(torch.promote_types(error_BTA.dtype, torch.float32)).square().mean((1, 2))
+    wide = torch.promote_types(error_BTA.dtype, torch.float32)
+    return error_BTA.to(wide).square().mean((1, 2))  # (12)
 
 
 @torch.no_grad()
@@ -1993,11 +2529,14 @@ def sample_actions(velocity, noise_BTA, /, *, steps=10):
     """(13): `steps` Euler steps from noise to actions (B, T, A)."""
     x_BTA = noise_BTA
     for n in range(steps):
-        x_BTA = x_BTA + velocity(x_BTA, x_BTA.new_full(x_BTA.shape[:1], n / steps)) / steps
+        tau_B = x_BTA.new_full(x_BTA.shape[:1], n / steps)
+        x_BTA = x_BTA + velocity(x_BTA, tau_B) / steps  # (13)
     return x_BTA
 
 
-# 9. Checkpoints ------------------------------------------------------------------------------
+# J. Checkpoints -------------------------------------------------------------------------------
+# For weights on disk: Hugging Face's directories both ways, whole or into a sharded model; JSON.
+# Skip it unless a checkpoint is refused, or you write one of another form.
 
 def _safetensors():
     """The library, with its submodule for torch: only checkpoints need it."""
@@ -2106,16 +2645,15 @@ def _open_shard(path):
 
 
 def _weight_map(index) -> dict:
-    """Tensor name -> file name from an index. Files beside the index only.
-
-    A checkpoint comes from somebody else: a name that leads out of its directory would have us read
-    any file of this machine. A link inside the directory, as Hugging Face's cache makes them, is
-    its owner's doing, and fine.
-    """
+    """Tensor name -> file name from an index. Files beside the index only."""
     listed = read_json(index, what="the index of a checkpoint in several files").get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise ValueError(f"{index}: weight_map must be an object that names each tensor's file, "
                          f"got {reprlib.repr(listed)}")  # fmt: skip
+
+    # A checkpoint comes from somebody else: a name that leads out of its directory would have us
+    # read any file of this machine. A link inside the directory, as Hugging Face's cache makes
+    # them, is its owner's doing, and fine.
     for name, file in listed.items():
         plain = isinstance(file, str) and file not in ("", ".", "..")
         if not plain or any(character in file for character in "/\\:\0"):
@@ -2139,9 +2677,12 @@ def _open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     `model.language_model.`: that alone, under text-only names, and the number of other tensors.
     """
     directory = Path(directory)
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
     if not index.exists() and not single.exists():
         raise ValueError(f"no model.safetensors and no index in {directory}")
+
+    # Which tensors the index promises in which file, and which the files have.
     listed = _weight_map(index) if index.exists() else {}
     named = {name: directory / file for name, file in listed.items()}
     readers = {path: _open_shard(path) for path in sorted({*named.values()}) or [single]}
@@ -2152,8 +2693,12 @@ def _open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
     tensors = {n: Stored(path, n, readers[path].get_slice(n)) for n, path in found.items()}
     if not any(".language_model." in f".{name}" for name in tensors):
         return tensors, 0
-    text, head = {}, "lm_head.weight"
-    for old, new in ("model.language_model.", "model."), ("language_model.", ""), (head, head):
+
+    # The text model's tensors lose their prefix; the vision tower's are left out.
+    head = "lm_head.weight"
+    renamed = {"model.language_model.": "model.", "language_model.": "", head: head}
+    text = {}
+    for old, new in renamed.items():
         text |= {new + n.removeprefix(old): x for n, x in tensors.items() if n.startswith(old)}
     return text, len(tensors) - len(text)
 
@@ -2169,6 +2714,8 @@ class Piece(NamedTuple):
 
 def _pieces(name, shape, stored) -> list[Piece]:
     """The stored tensors that make parameter `name`: itself, or for experts one each or fused."""
+    # We keep the experts of a layer in one parameter. Checkpoints of transformers 4 have one
+    # tensor for each expert; later ones stack the experts, with gate and up behind each other.
     path, _, leaf = name.rpartition(".")
     if not path.endswith(".experts") or leaf == "down_proj" and name in stored:
         return [Piece(name, shape)]
@@ -2179,20 +2726,24 @@ def _pieces(name, shape, stored) -> list[Piece]:
     return [Piece(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
-def _region(parameter) -> list[tuple[int, int]]:
+def _local_ranges(parameter) -> list[tuple[int, int]]:
     """This rank's part of a parameter, a [start, stop) per dimension: all, if it is no DTensor."""
     ranges = [(0, n) for n in parameter.shape]
     cuts = enumerate(getattr(parameter, "placements", ()))
-    # FSDP's cut of what TP cut already comes last, though its mesh dimension is the first
+    # FSDP's cut of what TP cut already comes last, though its mesh dimension is the first. 10 rows
+    # over 4 ranks are cut after 3, 6 and 9: the last shard is shorter, and may be empty.
     for mesh_dim, placement in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
         if placement.is_replicate():
             continue
-        (a, b), ranks = ranges[placement.dim], parameter.device_mesh.size(mesh_dim)
-        size = -(-(b - a) // ranks)
-        a = min(a + size * parameter.device_mesh.get_local_rank(mesh_dim), b)
-        ranges[placement.dim] = a, min(a + size, b)
+        start, stop = ranges[placement.dim]
+        ranks = parameter.device_mesh.size(mesh_dim)
+        size = -(-(stop - start) // ranks)
+        first = min(start + size * parameter.device_mesh.get_local_rank(mesh_dim), stop)
+        ranges[placement.dim] = first, min(first + size, stop)
+
+    # PyTorch decides what a shard is; if it decided otherwise, the weights would be wrong.
     local = list(parameter.to_local().shape) if hasattr(parameter, "to_local") else None
-    if local is not None and local != [b - a for a, b in ranges]:
+    if local is not None and local != [stop - start for start, stop in ranges]:
         raise ValueError(f"cannot cut {parameter.placements}: {ranges} against a shard of {local}")
     return ranges
 
@@ -2229,7 +2780,8 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
 
 def _load(directory, model, dtype, device) -> Transformer:
     """`load_hf` on this rank."""
-    config, (tensors, _) = ModelConfig.from_hf(directory), _open_checkpoint(directory)
+    config = ModelConfig.from_hf(directory)
+    tensors, _ = _open_checkpoint(directory)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)  # some writers store the tied matrix twice
 
@@ -2239,30 +2791,32 @@ def _load(directory, model, dtype, device) -> Transformer:
     if new:
         with torch.device("meta"):
             model = Transformer(config)
-    lost = dataclasses.replace(model.config, router_bias_rate=0.0)
-    config.require_same_numbers(lost, directory)
+    without_bias = dataclasses.replace(model.config, router_bias_rate=0.0)
+    require_same_numbers(config, without_bias, directory)
     pieces = {name: _pieces(name, p.shape, tensors) for name, p in model.named_parameters()}
-    _require_fits(directory, tensors, pieces)
+    _require_stored(directory, tensors, pieces)
 
+    # Now it fits: allocate, and read one tensor at a time.
     if new:
         stored = DTYPES[next(iter(tensors.values())).part.get_dtype()]
         model = model.to(dtype or stored).to_empty(device=device or "cpu")
-    have = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parts in pieces.items():
-            _fill(have[name], parts, tensors)
+            _copy_in(parameters[name], parts, tensors)
         for buffer in model.buffers():
             buffer.zero_()
     return model
 
 
-def _require_fits(directory, tensors, pieces) -> None:
+def _require_stored(directory, tensors, pieces) -> None:
     """ValueError unless the stored tensors are those that the pieces ask for, of dtypes we read."""
     wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
+    missing = sorted(wanted.keys() - tensors)
+    unexpected = sorted(tensors.keys() - wanted)
     if missing or unexpected:
-        raise ValueError(f"{directory}: missing tensors {_some(missing)}, "
-                         f"unexpected tensors {_some(unexpected)}")  # fmt: skip
+        raise ValueError(f"{directory}: missing tensors {_first_of(missing)}, "
+                         f"unexpected tensors {_first_of(unexpected)}")  # fmt: skip
     for name, shape in wanted.items():
         path, stored, part = tensors[name]
         if part.get_shape() != list(shape):
@@ -2275,18 +2829,21 @@ def _require_fits(directory, tensors, pieces) -> None:
                              f"one of {', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
 
 
-def _some(names) -> str:
+def _first_of(names) -> str:
     """The first of many names, and how many more there are: a message is one line."""
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return f"{names[:8]}{more}"
 
 
-def _fill(parameter, parts, tensors):
+def _copy_in(parameter, parts, tensors):
     """Copy this rank's region of a parameter, and read no more of each stored tensor."""
-    region = _region(parameter)
+    region = _local_ranges(parameter)
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     for piece in parts:
-        cut, into = list(region), local
+        # What to read of this piece, and where it goes. A piece that is one expert goes into that
+        # expert's slice, if it is here; one that is fused begins at a row of its own.
+        cut = list(region)
+        into = local
         if piece.expert is not None:
             (first, stop), *cut = region
             if not first <= piece.expert < stop:
@@ -2296,7 +2853,7 @@ def _fill(parameter, parts, tensors):
             cut[-2] = cut[-2][0] + piece.row, cut[-2][1] + piece.row
         if into.numel():
             stored = tensors[piece.name]
-            into.copy_(stored.part[tuple(slice(a, b) for a, b in cut)])
+            into.copy_(stored.part[tuple(slice(start, stop) for start, stop in cut)])
             # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
             # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
             # by tests/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
@@ -2344,24 +2901,24 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    cut = [p for p in model.parameters() if hasattr(p, "placements")]
-    writes = not cut or dist.get_rank() == 0
+    sharded = any(hasattr(p, "placements") for p in model.parameters())
+    writes = not sharded or dist.get_rank() == 0
     plan = _plan_shards(model, max_shard_bytes)
     parameters = dict(model.named_parameters())
-    weight_map, written, problem = {}, [], None
+    weight_map = {}  # tensor name -> file name
+    written = []
+    problem = None
 
     # The rank that writes goes on to gather after a failed write: the others are waiting for it.
     for n, names in enumerate(plan):
         place = f"-{n + 1:05}-of-{len(plan):05}" if len(plan) > 1 else ""
-        file, tensors = f"model{place}.safetensors", {}
+        file = f"model{place}.safetensors"
+        tensors = {}
         for name in names:
             whole = parameters[name].detach()
             whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-            if not writes or problem is not None:
-                continue
-            for piece in _pieces(name, whole.shape, ()):
-                part = whole if piece.expert is None else whole[piece.expert].clone()
-                tensors[piece.name] = part.cpu().contiguous()
+            if writes and problem is None:
+                tensors |= _tensors_of(name, whole)
         if writes and problem is None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -2370,6 +2927,8 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
             except OSError as error:
                 problem = error
             weight_map |= dict.fromkeys(tensors, file)
+
+    # Config and index last, and only then are the files moved over the old ones.
     if writes and problem is None:
         try:
             written += _write_config(directory, raw, weight_map, model)
@@ -2380,6 +2939,15 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         for path in written:
             path.unlink(missing_ok=True)
     _raise_on_all_ranks(problem, model)
+
+
+def _tensors_of(name, whole) -> dict:
+    """The tensors of a file that hold a parameter, on the CPU, under their names there."""
+    tensors = {}
+    for piece in _pieces(name, whole.shape, ()):
+        part = whole if piece.expert is None else whole[piece.expert].clone()
+        tensors[piece.name] = part.cpu().contiguous()
+    return tensors
 
 
 def _write_tensors(tensors, path) -> None:
@@ -2393,7 +2961,8 @@ def _write_tensors(tensors, path) -> None:
 
 def _plan_shards(model, max_bytes) -> list[list[str]]:
     """Names of parameters, file by file."""
-    plan, size = [[]], 0
+    plan = [[]]
+    size = 0  # of the file under way; one parameter alone may be larger than max_bytes
     for name, p in model.named_parameters():
         size += p.numel() * p.element_size()
         if size > max_bytes and plan[-1]:
@@ -2410,6 +2979,8 @@ def _write_config(directory, raw, weight_map, model) -> list[Path]:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         texts["model.safetensors.index.json"] = index
+
+    # Nobody else knows of these files yet, so whoever fails removes them.
     written = [directory / f"{name}.partial" for name in texts]
     for path, value in zip(written, texts.values(), strict=True):
         try:
@@ -2435,7 +3006,9 @@ def _replace_checkpoint(directory, written):
         os.replace(path, name)
 
 
-# 10. check -----------------------------------------------------------------------------------
+# K. check -------------------------------------------------------------------------------------
+# For `python models.py check`: tiny models of every family, each path against the definition.
+# Skip it unless a row fails, or you add a path. Tests use `tiny` and `tiny_model` too.
 
 TINY = {  # what a tiny model of each family needs beyond the sizes
     "qwen2": dict(qk_norm=False, qkv_bias=True),
@@ -2494,7 +3067,8 @@ def _relative(a, b):
 
 def _worst_gradient(model, got, want):
     """The largest relative error of a parameter's gradient, under one random upstream gradient."""
-    upstream, parameters = torch.randn_like(want), list(model.parameters())
+    upstream = torch.randn_like(want)
+    parameters = list(model.parameters())
     grads = [torch.autograd.grad((x * upstream).sum(), parameters, retain_graph=True)
              for x in (got, want)]  # fmt: skip
     return max(map(_relative, *grads))
@@ -2511,14 +3085,18 @@ def check(cases=None, transformers=True) -> bool:
     rows = [
         (f"{name}: {path}", error, 1e-12)
         for name, (model_type, changes) in (cases or CASES).items()
-        for path, error in _errors(tiny_model(model_type, **changes))
+        for path, error in _path_errors(tiny_model(model_type, **changes))
     ]
+
+    # The rows that need other files. With this one alone it says what is not shown.
     try:
-        rows += _measure().rows(cases, transformers)
+        rows += _measuring_file().rows(cases, transformers)
     except ImportError as missing:
         print(f"SKIP ({missing}): RoPE types dynamic, yarn, llama3; the experts' grouped product "
               "and balance loss; the action expert as one stream; logits and gradients against "
               "transformers")  # fmt: skip
+
+    # A table to read, and one line for a program. NaN counts as infinitely wrong.
     print(f"{'path against its definition':55} relative error")
     for name, error, bound in rows:
         print(f"{name:55} {error:.1e}  {'ok' if error <= bound else f'FAILED, above {bound}'}")
@@ -2528,21 +3106,24 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _errors(model, frequencies=defined_frequencies):
+def _path_errors(model, frequencies=defined_frequencies):
     """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d, frequencies) for d in documents])
     alone = torch.cat([model(d[None])[0] for d in documents])
     yield "one at a time", _relative(alone, truth)
     yield "gradient, worst parameter", _worst_gradient(model, alone, truth)
+
+    # Two rows of two documents, one PAD before each.
     with torch.no_grad():
-        # two rows of two documents, one PAD before each
         tokens = torch.cat([F.pad(d, (1, 0)) for d in documents]).view(2, 15)
         positions = torch.cat([torch.arange(-1, len(d)) for d in documents]).view(2, 15)
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         packed = model(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
         yield "packed, PAD anywhere", _relative(packed[ids >= 0], truth)
-        yield "cache, ragged rows", _relative(*_by_cache(model, documents, truth))
+        yield "cache, ragged rows", _relative(*_logits_by_cache(model, documents, truth))
+
+    # (8) and (9) from the definition's logits, with torch's own softmax.
     logp = (truth / 0.7).log_softmax(-1)
     targets = torch.randint(model.config.vocab_size, (len(truth),))
     hidden = torch.cat([model.hidden(d[None])[0] for d in documents])
@@ -2553,25 +3134,32 @@ def _errors(model, frequencies=defined_frequencies):
     yield "gradient in chunks, worst parameter", _worst_gradient(model, got, want)
 
 
-def _by_cache(model, documents, truth):
+def _logits_by_cache(model, documents, truth):
     """Logits by halves as a ragged batch of prompts, then token by token, and the same of truth."""
-    got, want = [], []
+    got = []
+    want = []
+    # A row: a document, its logits by the definition, and how many of its tokens the cache has.
     parts = zip(documents, truth.split([len(d) for d in documents]))
     rows = [(d, z, (len(d) + 1) // 2) for d, z in parts]
     cache, logits = prefill(model, [d[:n].tolist() for d, _, n in rows])
     while True:
-        got, want = [*got, *logits], [*want, *(z[n - 1] for _, z, n in rows)]
+        got += [*logits]
+        want += [z[n - 1] for _, z, n in rows]
         keep = [b for b, (d, _, n) in enumerate(rows) if n < len(d)]
         if not keep:
             return torch.stack(got), torch.stack(want)
+
+        # Rows at their end leave the cache, and the others are fed one token more.
         cache.select(keep)
         rows = [(d, z, n + 1) for d, z, n in (rows[b] for b in keep)]
         logits = extend(model, cache, torch.stack([d[n - 1 : n] for d, _, n in rows]))
 
 
-# 11. main ------------------------------------------------------------------------------------
+# L. main --------------------------------------------------------------------------------------
+# For the command line: which command is here, which in tests/measure_models.py, the exit code.
+# Skip it unless a command does not start.
 
-def _measure():
+def _measuring_file():
     """tests/measure_models.py, if it is there."""
     folder = str(Path(__file__).resolve().parent / "tests")
     if folder not in sys.path:
@@ -2582,7 +3170,7 @@ def _measure():
 def main(argv) -> int:
     """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
     try:
-        code = _command(argv)
+        code = _run_command(argv)
         print(end="", flush=True)
         return code
     except BrokenPipeError:
@@ -2592,13 +3180,15 @@ def main(argv) -> int:
         return 141
 
 
-def _command(argv) -> int:
+def _run_command(argv) -> int:
     if argv == ["check"]:
         return 0 if check() else 1
+
+    # The other commands are long, need what only tests need, and are imported when asked for.
     inspects = argv[:1] == ["inspect"] and len(argv) == 2
     if inspects or argv[:1] in (["bench"], ["control"]):
         try:
-            return _measure().main(argv)
+            return _measuring_file().main(argv)
         except ModuleNotFoundError as missing:
             print(f"{argv[0]} needs tests/measure_models.py: {missing}", file=sys.stderr)
         except ValueError as error:

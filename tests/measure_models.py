@@ -68,7 +68,7 @@ def rope_errors(name):
     """(path, error) of one of CASES against `models.definition`."""
     model_type, changes = CASES[name]
     model = tiny_model(model_type, **changes)
-    errors = models._errors(model, defined_frequencies)
+    errors = models._path_errors(model, defined_frequencies)
     if name != "qwen3 dynamic":
         return [*errors]
     # it depends on the call's longest row: neither packed nor in pieces

@@ -327,7 +327,7 @@ def test_shared_prompts_change_nothing(seed):
         keep = torch.randint(len(rows), (max(1, len(rows) - 1),), generator=generator).tolist()
         cache.select(keep)
         rows = [rows[b] for b in keep]
-    shared, own = cache.prompts[1][0], cache.layers[1][0]
+    shared, own = cache.prompts.layers[1][0], cache.layers[1][0]
     assert len(shared) <= len({tuple(row[:3]) for row in rows}) and shared.shape[2] <= longest
     assert own.shape[2] < longest + 48  # what is behind the prompts, and room
 
