@@ -357,7 +357,7 @@ class Attention(nn.Module):
         q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
         k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
 
-        # Queries and keys are turned by the same angles: one call for both halves the kernels.
+        # Queries and keys are turned by the same angles, and so in one call.
         H = q_BSHD.shape[2]
         G = k_BSGD.shape[2]
         qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])
@@ -2152,8 +2152,8 @@ def keys_up_to(lengths, S, room, /):
 
 def attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale, /):
     """Attention of S new tokens to the keys of a cache, (B, H, S, D)."""
-    # For one token a row, the H / G heads that share a key are so many queries of one head: each
-    # key is then read once, where the kernel's own grouping would read it for every head.
+    # For one token a row, the H / G heads that share a key head are so many queries of one head,
+    # so that one product for each key head serves them all.
     queries = q_BHSD
     one = q_BHSD.shape[2] == 1
     if one:
