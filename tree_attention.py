@@ -639,7 +639,7 @@ class _Engine:
         self.balance.require_router(routing)
 
         edges_e = self.edges[b]
-        scores = ()
+        scores = ()  # a block of leaves has no edge to score
         if len(edges_e):
             scores = _score_edges(
                 self.model, hidden_1nM[0], tokens_n, self.trie, edges_e, self.temperature
