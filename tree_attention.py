@@ -591,7 +591,8 @@ class _Engine:
                 continue
 
             # With recompute, a block that others hang from keeps no graph while they run, only its
-            # keys and values on the stack. A block with none below goes backward next in any case.
+            # keys and values on the stack. A block with none below goes backward next: it always
+            # keeps its graph.
             children = self.children[b].tolist()
             keep = loss_fn is not None and not (recompute and children)
             with torch.set_grad_enabled(keep):
@@ -638,7 +639,7 @@ class _Engine:
         self.balance.require_router(routing)
 
         edges_e = self.edges[b]
-        scores = ()
+        scores = ()  # a block of leaves has no edge to score
         if len(edges_e):
             scores = _score_edges(
                 self.model, hidden_1nM[0], tokens_n, self.trie, edges_e, self.temperature
