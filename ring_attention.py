@@ -117,7 +117,7 @@ def visible_pairs(queries, keys, window, /):
     as a key, and its bit in rows is off as a query. A `Mask` (appendix A) makes and holds the three
     arguments; `mask.slice(queries, keys)` is a part of it.
     """
-    # In the tree key 1 has the interval 1..3, so rows 1 and 2 see it, and row 3 does not.
+    # In the tree key 1 has start 1 and end 3, so rows 1 and 2 see it, and row 3 does not.
     index_Bq1 = queries.index[:, :, None]
     see_Bqk = (keys.start[:, None] <= index_Bq1) & (index_Bq1 < keys.end[:, None])  # (1)
     see_Bqk &= queries.rows[:, :, None]
