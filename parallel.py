@@ -14,9 +14,9 @@ tests/ beside it, every kind of plan.
 
 What it must equal, for ranks r and the loss L = sum_r L_r:
 
-    (1)  g      = sum_r dL_r / dtheta
-    (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
-    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           unclipped if not finite
+    (1)  grad   = sum_r dL_r / dtheta
+    (2)  norm   = sqrt( sum of the squares of grad's distinct entries )   the same on every rank
+    (3)  theta <- optimiser( theta, grad min(1, max_norm / norm) )        unclipped if not finite
     (4)  f, into split matrices:    x forward           sum_r dx_r backward   section 3 says why
     (5)  g, out of them:            sum_r y_r forward   dy backward
 
@@ -102,7 +102,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp, pipelining
-from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -123,11 +122,11 @@ def definition(model, x_BM, /, *, lr, max_norms) -> torch.Tensor:
         # divides by this same number: that is why its terms need no weights when they are added.
         loss = model.hidden(x_BM).square().sum() / len(x_BM)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
-        norms.append(sum((g * g).sum() for g in gradients).sqrt())
+        norms.append(sum((grad * grad).sum() for grad in gradients).sqrt())
 
         # One factor for all parameters: clipping shortens the gradient and keeps its direction.
-        for p, g in zip(model.parameters(), gradients):
-            p.data -= lr * g * min(1.0, max_norm / norms[-1])
+        for p, grad in zip(model.parameters(), gradients):
+            p.data -= lr * grad * min(1.0, max_norm / norms[-1])
 
     weights = [p.detach().flatten() for p in model.parameters()]
     return torch.cat([torch.stack(norms), *weights])
@@ -272,9 +271,10 @@ class Grid(NamedTuple):
 #
 #     x --f--> [W by rows] --> y_r = x_r --> [W by columns] --g--> y
 #
-# Sequence parallelism also shares the tokens out where no matrix is split. An all-reduce is a
-# scatter-add and a gather; each moves to its side of the split matrices, so the bytes are the same:
-# f becomes gather forward, scatter-add backward, and g the other way round.
+# Sequence parallelism. Between g and the next f stand norms and residuals, which treat each token
+# by itself: all t ranks would compute the same. Instead each keeps a t-th of the tokens there. An
+# all-reduce is a scatter-add and then a gather, so g does the first half, the next f does the
+# second, and no byte more is sent. Backward, each does the other's half.
 
 
 def _gather_tokens(x_BsM, group):
@@ -358,7 +358,6 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
     gives the right gradient: `logprobs` sums what the vocabulary's parts tell of it.
     """
     group = mesh.get_group()
-    first_rank = mesh.get_local_rank() == 0
     rows = Shard(0)
     columns = Shard(1)
     whole = Replicate()
@@ -373,7 +372,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
 
         # o's bias comes before the sum over ranks, which would add it t times. So the first rank
         # sees the bias and the others see zero times it; its gradient is a sum of such terms too.
-        seen = 1 if first_rank else 0
+        seen = 1 if mesh.get_local_rank() == 0 else 0
         split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=seen)
 
         # Every rank holds the norms of q and k whole, but applies them to its own heads only.
@@ -420,7 +419,6 @@ def _vocabulary_parallel(model, mesh, sequence):
     """Split the rows of the embedding and of the head, where this part of a model has them."""
     group = mesh.get_group()
     world = mesh.size()
-    rows = Shard(0)
 
     # Parts are cut as torch cuts: ceil(V / t) rows each, and the last rank takes what is left.
     # V = 7, t = 2: rank 0 has rows 0 1 2 3, rank 1 rows 4 5 6, and their `first` is 0 and 4.
@@ -440,23 +438,26 @@ def _vocabulary_parallel(model, mesh, sequence):
     def head_rows():
         # The whole (N, V) logits never exist: each rank has its rows of the head, and
         # `token_logprobs` adds up over the group what the softmax needs of them.
-        weight_vM = model.head_weight.to_local(grad_placements=[rows])
+        weight_vM = model.head_weight.to_local(grad_placements=[Shard(0)])
         return weight_vM, dict(group=group, vocab_start=first)
 
     # `logprobs` asks model.head_rows() for its weight: from here on it gets this rank's part.
     if hasattr(model, "lm_head"):
-        _place_parameter(model.lm_head, "weight", mesh, (rows,))
+        _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
     model.head_rows = head_rows
 
     # Replace `forward` of this one module object. Calling the module still runs its hooks, which
     # show it the plain rows. Under zbv two stages share one embedding: the second finds it done.
     embedding = getattr(model.model, "embed_tokens", None)
     if embedding is not None and not isinstance(embedding.weight, DTensor):
-        split_parameters(embedding, mesh, weight=rows)
+        split_parameters(embedding, mesh, weight=Shard(0))
         embedding.forward = embed
 
 
 # 5. Expert parallelism -----------------------------------------------------------------------
+#
+# A layer's experts are dealt over ranks. A token's row travels to the ranks of its experts and
+# back, because rows are small and experts are large.
 
 
 def dispatch_experts(x_NM, counts_E, experts, group, /):
@@ -510,8 +511,8 @@ def expert_parallel(model, mesh) -> None:
         # goes by etp, rows of gate and up, columns of down, as in a dense MLP.
         rows = (Shard(0), Shard(1))
         columns = (Shard(0), Shard(2))
-        mesh_of_both = mesh["ep", "etp"]
-        split_parameters(experts, mesh_of_both, gate_proj=rows, up_proj=rows, down_proj=columns)
+        split = dict(gate_proj=rows, up_proj=rows, down_proj=columns)
+        split_parameters(experts, mesh["ep", "etp"], **split)
 
         # Nothing else of the model changes: its call of experts(x, counts) now goes over the wire.
         # run=run binds this layer's function; without it all layers would call the last one's.
@@ -524,8 +525,8 @@ def expert_parallel(model, mesh) -> None:
 #
 # A stage is some of the layers, and states travel from stage to stage, their gradients back. One
 # batch would keep one stage busy and the others waiting, so it is cut into microbatches. 1F1B: a
-# stage begins with as many forwards as there are stages behind it and itself, then takes backward
-# and forward in turn. It thus holds the activations of at most p microbatches, however many follow.
+# stage begins with as many forwards as there are stages from it to the last one, then takes
+# backward and forward in turn. So it never holds the activations of more than p microbatches.
 # F0 is the forward of microbatch 0; 2 stages, 4 microbatches:
 #
 #     rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
@@ -561,18 +562,21 @@ def stage_part(model, stage, stages):
 
 
 # 7. Gradients --------------------------------------------------------------------------------
+#
+# Ranks that hold a parameter have terms of its gradient for one of two reasons. Some had other
+# tokens: the data shares, and the ranks of a context, where only attention looks across. Others had
+# the same tokens and did another part of the work: `terms`, and the two ends of a pipeline. Each
+# reason has a sum of its own. In the plan d2t2, ranks 0 and 1 have the same tokens, 2 and 3 too:
+#
+#     rows of q_proj, split by t    over d: ranks 0 + 2, ranks 1 + 3
+#     a norm under SP, `terms`      over d: ranks 0 + 2, ranks 1 + 3; over t: ranks 0 + 1, 2 + 3
 
-TIED = "model.embed_tokens.weight"
+TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
 
 
 def local(tensor):
     """The plain tensor that is on this rank: of a DTensor its part, which shares its memory."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def full(tensor):
-    """The whole of a possibly sharded tensor. Collective if it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def holders(grid, name):
@@ -803,13 +807,8 @@ def parallelize(
     if attention is not None:
         model.attention = attention
 
-    # What this rank will train: the model, or its stages of a pipeline, each a model itself.
-    if plan.pp == 1:
-        whole = model
-        parts = [model]
-    else:
-        whole = Pipeline(model, device_mesh, schedule)
-        parts = list(whole.parts.values())
+    # What this rank will train: the model, or some stages of it, each of which is a model itself.
+    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
 
     # Attributes tell the functions of sections 7 and 8, which get only the model, how it was split:
     # `grid`, the communicators; `mode`, who sums gradients and who holds moments; `sequence`; and a
@@ -820,7 +819,7 @@ def parallelize(
     whole.mode = mode
     whole.sequence = sequence
 
-    for part in parts:
+    for part in parts_of(whole):
         part.grid = device_mesh
         # The order matters. Tensor and expert parallelism first, on plain weights.
         if plan.tp > 1:
@@ -839,8 +838,7 @@ def parallelize(
         if mode == "fsdp":
             shard(part, offload=offload)
 
-        # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
-        if plan.cp > 1 and plan.tp > 1 and sequence and plan.pp == 1:
+        if plan.cp > 1 and plan.tp > 1 and sequence:
             _with_even_lengths(part, device_mesh)
     return whole
 
@@ -1645,6 +1643,9 @@ def require_even_lengths(grid, lengths, device) -> None:
 
 def _with_even_lengths(model, grid):
     """Let `hidden` first agree on the lengths of the ranks that share a sequence."""
+    # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
+    if grid.plan.pp > 1:
+        return
     run = model.hidden
 
     def hidden(tokens_BS, /, **options):
@@ -1670,6 +1671,11 @@ def _require_whole_weights(model):
 #
 # Gradients in few messages, ZeRO's rows, learning rates, weights of a model copied into another,
 # and the comparison of replicas. Skip what you do not call: each function stands by itself.
+
+
+def full(tensor):
+    """The whole of a possibly sharded tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def is_split(p) -> bool:
@@ -1724,10 +1730,10 @@ def persistent_buffers(model) -> dict:
 
 @torch.no_grad()
 def copy_weights(source, target) -> None:
-    """target's parameters and buffers := source's, gathered if sharded, one at a time, in target's
-    dtypes.
+    """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
 
-    Every rank of the plan calls it; of a pipeline, the stage that holds a tensor sends it.
+    source: of any plan. target: whole, on every rank. Sharded tensors are gathered one at a time;
+    of a pipeline, the stage that holds a tensor sends it. ValueError if names or shapes differ.
     """
     held = dict(source.named_parameters()) | persistent_buffers(source)
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
@@ -1953,10 +1959,10 @@ def _digests(model, optimizer) -> dict:
 
 
 def connect(device="", *, timeout=60, threads=1) -> str:
-    """Join torchrun's process group, or one of a single rank without torchrun; this rank's device.
+    """Join torchrun's process group, or without torchrun make one of a single rank.
 
     device: "cpu", "cuda" or "" (CUDA where there is one). timeout: seconds that a collective waits
-    for a rank before it fails. threads: CPU threads of this rank.
+    for a rank before it fails. threads: CPU threads of this rank. Returns this rank's device.
     """
     torch.set_num_threads(threads)
     if dist.is_initialized():
@@ -2043,7 +2049,7 @@ def agree(function):
 
 
 def summed(values, device) -> list:
-    """A list of numbers, or of lists of numbers, summed over ranks in float64."""
+    """Sum a list of numbers, or of lists of numbers, over all ranks in float64. Collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.tolist()
@@ -2122,6 +2128,7 @@ def is_lost_rank(error) -> bool:
 
 
 def _raised_while_sending(error) -> bool:
+    """Whether an error came out of torch.distributed, or out of a file here that sends."""
     torch_folder = Path(torch.__file__).parent
     own_folder = Path(__file__).resolve().parent
     # From the frame that raised outwards, through torch, to the first frame of somebody else.
@@ -2195,6 +2202,7 @@ def sealed(state) -> dict:
 
 
 def _crc32(path):
+    """The checksum of a file's bytes, read 4 MiB at a time."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -2224,7 +2232,10 @@ def _inspect(path, counts):
 
 
 def _undamaged(path):
-    """A checkpoint's JSON state, and {name: bytes} of its files, which have their checksums."""
+    """A checkpoint's JSON state, and the sizes of its files, {name: bytes}.
+
+    ValueError if a file is missing, or has another size or checksum than state.json says.
+    """
     path = Path(path)
     # First the list of files, then their sizes, then their bytes: each needs the one before.
     try:
@@ -2242,12 +2253,13 @@ def _undamaged(path):
 
 
 def _damaged(path, names):
+    """The error, to be raised, that names the damaged files of a checkpoint."""
     listed = ", ".join(names)
     return ValueError(f"checkpoint {path}: {listed} is damaged (size or checksum differs)")
 
 
 def _read_state(file) -> dict:
-    """state.json, without the constants and overflows that JSON has no word for, and its seal."""
+    """Read state.json; ValueError for numbers that are not finite, and for a seal that is wrong."""
 
     # Python's JSON reads NaN, Infinity and 1e999 (as infinity). No state of ours has them.
     def refuse(constant):
@@ -2264,7 +2276,7 @@ def _read_state(file) -> dict:
 
 
 def _require_files(path, state) -> dict:
-    """{name: [bytes, checksum]} of the files that a state lists, all there and of those sizes."""
+    """The files that a state lists, {name: [bytes, checksum]}; each is there and has its size."""
     listed = state.get("files")
     if not isinstance(listed, dict) or ".metadata" not in listed:
         raise ValueError("state.json lists no .metadata among its files")
@@ -2475,19 +2487,21 @@ def _unpickle(raw):
 
 
 def _fields(record, name, *keys):
-    """Values of the state of a record that must be an object of a class."""
+    """The values under `keys` in the state of a record, which must ask for an object `name`."""
     if not (isinstance(record, _Record) and record.name == name and isinstance(record.state, dict)):
         raise ValueError(f"something else where a {name.rpartition('.')[2]} belongs")
     return [record.state.get(key) for key in keys]
 
 
 def _integers(values):
+    """The values, if they can be sizes and offsets: integers, no truth values, of 0 or more."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError("sizes and offsets must be integers of 0 or more")
     return values
 
 
 def _size(record):
+    """A torch.Size, made here, of the tuple that a record would have called it with."""
     _fields(record, "torch.Size")
     (sizes,) = record.arguments
     if not isinstance(sizes, tuple):
@@ -2495,7 +2509,7 @@ def _size(record):
     return torch.Size(_integers(sizes))
 
 
-def _tensor_entry(name, record) -> dcp_metadata.TensorStorageMetadata:
+def _tensor_entry(name, record) -> dcp.metadata.TensorStorageMetadata:
     """A tensor's dtype and size, and the chunks that it is cut into, which tile it."""
     if not (isinstance(record, _Record) and record.name == f"{META}TensorStorageMetadata"):
         raise ValueError(f"entry {name:.80} is no tensor; refusing to unpickle it")
@@ -2516,14 +2530,14 @@ def _tensor_entry(name, record) -> dcp_metadata.TensorStorageMetadata:
     pairs = [_fields(chunk, f"{META}ChunkStorageMetadata", "offsets", "sizes") for chunk in chunks]
     chunks = []
     for offsets, sizes in pairs:
-        chunks.append(dcp_metadata.ChunkStorageMetadata(_size(offsets), _size(sizes)))
+        chunks.append(dcp.metadata.ChunkStorageMetadata(_size(offsets), _size(sizes)))
     _require_tiled(name, size, chunks)
-    properties = dcp_metadata.TensorProperties(dtype=DTYPES[dtype])
-    return dcp_metadata.TensorStorageMetadata(properties, size, chunks)
+    properties = dcp.metadata.TensorProperties(dtype=DTYPES[dtype])
+    return dcp.metadata.TensorStorageMetadata(properties, size, chunks)
 
 
 def _require_tiled(name, size, chunks):
-    """Every entry of a tensor is in exactly one chunk."""
+    """ValueError unless every entry of a tensor is in exactly one of its chunks."""
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise ValueError(f"a chunk of {name:.80} has another number of dimensions")
@@ -2554,7 +2568,11 @@ class Stored(NamedTuple):
 
 
 def _places(record, entries, sizes) -> dict:
-    """{index of a chunk: Stored}: every chunk once, the bytes of every file end to end."""
+    """Where each chunk is stored, {index of a chunk: Stored}.
+
+    ValueError unless every chunk is stored once and chunks fill every file end to end. sizes: as
+    in `read_table`.
+    """
     if not isinstance(record, dict):
         raise ValueError("it does not say where its chunks are")
     places = {}
@@ -2566,14 +2584,14 @@ def _places(record, entries, sizes) -> dict:
             raise ValueError(f"it names the file {named}, which state.json does not list")
         if not isinstance(name, str) or info.state.get("transform_descriptors"):
             raise ValueError("a chunk without a name, or one that would have to be decoded")
-        where = dcp_metadata.MetadataIndex(name, _size(offset))
+        where = dcp.metadata.MetadataIndex(name, _size(offset))
         if where in places:
             raise ValueError(f"a chunk of {name:.80} is stored twice")
         places[where] = Stored(file, *_integers((start, length)))
 
     # DCP may leave out a chunk without entries, such as the rows of a rank that has none.
     chunks = {
-        dcp_metadata.MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes)
+        dcp.metadata.MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes)
         for name, entry in entries.items()
         for chunk in entry.chunks
     }
@@ -2592,7 +2610,7 @@ def _places(record, entries, sizes) -> dict:
     return places
 
 
-def read_table(path, sizes) -> dcp_metadata.Metadata:
+def read_table(path, sizes) -> dcp.metadata.Metadata:
     """DCP's table of contents of a checkpoint, made of verified values, else ValueError.
 
     sizes: {name: bytes} of the checkpoint's files; the table may name no others.
@@ -2603,7 +2621,7 @@ def read_table(path, sizes) -> dcp_metadata.Metadata:
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
             raise ValueError("it does not say which tensors there are")
         entries = {name: _tensor_entry(name, entry) for name, entry in named.items()}
-        return dcp_metadata.Metadata(entries, storage_data=_places(stored, entries, sizes))
+        return dcp.metadata.Metadata(entries, storage_data=_places(stored, entries, sizes))
     except Exception as error:  # a damaged program may fail anywhere, and in any way
         raise ValueError(
             f"checkpoint {path}: .metadata is damaged or not of this program: "
@@ -2617,7 +2635,7 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(path)
         self.table = table
         self.expected = {
-            dcp_metadata.MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
+            dcp.metadata.MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
             for name, entry in table.state_dict_metadata.items()
             for chunk in entry.chunks
         }
