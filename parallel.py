@@ -352,10 +352,11 @@ def add_terms(x, group):
 
 
 def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
-    """Split heads, inner widths and vocabulary over `mesh`; tokens between them, with `sequence`.
+    """Split heads, inner widths and vocabulary over `mesh`; with `sequence` also tokens between.
 
-    `hidden` takes and gives whole sequences on every rank. A loss that all ranks compute alike
-    gives the right gradient: `logprobs` sums what the vocabulary's parts tell of it.
+    expert_tensor: over how many ranks section 5 splits an expert's width, 1 or all of the mesh.
+    `hidden` takes and gives whole sequences on every rank, and all ranks then compute the same
+    loss; `logprobs` sums over them what its softmax needs of each part of the vocabulary.
     """
     group = mesh.get_group()
     rows = Shard(0)
@@ -364,7 +365,7 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
 
     for layer in model.model.layers:
         # Attention: the rows of q, k and v are heads, and heads do not talk to each other. So each
-        # rank runs attention on its own heads, and o, by columns, sums what they say.
+        # rank runs attention on its own heads, and o, split by columns, sums their outputs.
         attention = layer.self_attn
         for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
             split_parameters(linear, mesh, weight=rows, bias=rows)
@@ -372,8 +373,8 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
 
         # o's bias comes before the sum over ranks, which would add it t times. So the first rank
         # sees the bias and the others see zero times it; its gradient is a sum of such terms too.
-        seen = 1 if mesh.get_local_rank() == 0 else 0
-        split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=seen)
+        factor = 1 if mesh.get_local_rank() == 0 else 0
+        split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=factor)
 
         # Every rank holds the norms of q and k whole, but applies them to its own heads only.
         for norm in (attention.q_norm, attention.k_norm):
@@ -387,8 +388,8 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 split_parameters(norm, mesh, weight=whole, terms=sequence)
 
         # A dense MLP: gate and up by rows, down by columns. Experts are split in section 5. Their
-        # router is whole, and sees either its rank's tokens or its rank's part of the inner width
-        # of what comes back: a term, both times.
+        # router is whole, and a rank has a term of its gradient in both cases: with whole experts
+        # a rank routes its own tokens only; with split ones it has terms of the experts' outputs.
         mlp = layer.mlp
         if hasattr(mlp, "experts"):
             split_parameters(mlp.gate, mesh, weight=whole, terms=True)
@@ -1976,7 +1977,7 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     if cuda:
         torch.cuda.set_device(device)
 
-    # gloo besides NCCL, because checkpoints and JSON objects travel as CPU tensors.
+    # gloo besides NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
@@ -2151,7 +2152,8 @@ def write_checkpoint(path, tensors, state) -> None:
     """Collective. Write `tensors` by DCP and `state` as JSON into the directory `path`.
 
     tensors: {name: tensor}, DTensors where they are sharded. All or nothing: a temporary directory
-    is renamed once every byte and its checksum are on disk. OSError on every rank if it fails.
+    is renamed once every byte and its checksum are on disk. Raises on every rank, ValueError for a
+    state that is no finite JSON, before anything is touched, and OSError if it cannot be written.
     """
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
