@@ -427,7 +427,7 @@ def _vocabulary_parallel(model, mesh, sequence):
 
     def embed(tokens_BS):
         if sequence:
-            _require_even(tokens_BS.shape[1], world)
+            _require_divisible(tokens_BS.shape[1], world)
         # A lookup is a product with one-hot rows, so the embedding is split by columns in the sense
         # of (5): each token's row is on one rank, the others add zeros. Token ids 5 2 5 on rank 1
         # are local rows 1 -2 1, of which the second is another's: it reads row 0, times zero.
@@ -840,7 +840,7 @@ def parallelize(
             shard(part, offload=offload)
 
         if plan.cp > 1 and plan.tp > 1 and sequence:
-            _with_even_lengths(part, device_mesh)
+            _check_lengths_first(part, device_mesh)
     return whole
 
 
@@ -1607,7 +1607,8 @@ def _refuse_what_cannot_be(
             f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
 
 
-def _require_even(length, t):
+def _require_divisible(length, t):
+    """ValueError for sequences of a length that t ranks cannot share out evenly."""
     if length % t:
         raise ValueError(
             f"{length} tokens a sequence must divide by t = {t} where tokens are shared out; "
@@ -1624,7 +1625,7 @@ def require_even_lengths(grid, lengths, device) -> None:
     odd = [length for length in lengths if length % t]
     own = [*odd, *lengths, 0][0]
     if grid.plan.cp == 1:
-        _require_even(own, t)
+        _require_divisible(own, t)
         return
 
     # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 one rank alone would refuse
@@ -1642,7 +1643,7 @@ def require_even_lengths(grid, lengths, device) -> None:
             f"sequence, for a zigzag to a multiple of 2 c t = {2 * grid.plan.cp * t}")  # fmt: skip
 
 
-def _with_even_lengths(model, grid):
+def _check_lengths_first(model, grid):
     """Let `hidden` first agree on the lengths of the ranks that share a sequence."""
     # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
     if grid.plan.pp > 1:
@@ -2411,7 +2412,13 @@ class _Record:
 
 
 def _unpickle(raw):
-    """What a pickle of DCP's table says, as dicts, lists, tuples, texts, numbers and records."""
+    """What a pickle of DCP's table says, as dicts, lists, tuples, texts, numbers and records.
+
+    The dict {"w": 7} is such a program, and its value is what STOP finds on top of the stack:
+
+        instruction    EMPTY_DICT    MARK    "w"       7           SETITEMS    STOP
+        stack          {}            {}      {} "w"    {} "w" 7    {"w": 7}
+    """
     stack = []
     marks = []  # heights of the stack at which an unfinished container begins
     memo = {}  # what was read before, by its number, to be put on the stack again
