@@ -121,12 +121,12 @@ def definition(model, x_BM, /, *, lr, max_norms) -> torch.Tensor:
         # The count is that of the whole batch. A rank of a plan has only some of the rows, and
         # divides by this same number: that is why its terms need no weights when they are added.
         loss = model.hidden(x_BM).square().sum() / len(x_BM)
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        norms.append(sum((grad * grad).sum() for grad in gradients).sqrt())
+        gradients = torch.autograd.grad(loss, list(model.parameters()))  # (1)
+        norms.append(sum((grad * grad).sum() for grad in gradients).sqrt())  # (2)
 
         # One factor for all parameters: clipping shortens the gradient and keeps its direction.
         for p, grad in zip(model.parameters(), gradients):
-            p.data -= lr * grad * min(1.0, max_norm / norms[-1])
+            p.data -= lr * grad * min(1.0, max_norm / norms[-1])  # (3)
 
     weights = [p.detach().flatten() for p in model.parameters()]
     return torch.cat([torch.stack(norms), *weights])
@@ -637,11 +637,11 @@ def reduce_gradients(model) -> int:
             sum_in_messages(gradients, group)  # (1)
 
     # Then sum over the ranks that hold the same parameter and have terms of its gradient.
-    # NUMERICS: in this order, because an all-reduce gives all of its ranks the same bits, but two
-    # groups that sum the same numbers may add them in other orders, as a ring's order goes by the
-    # place in the message. For the same reason split and whole parameters have messages of their
-    # own: parts of a vocabulary may differ in length, and would move what follows. So replicas stay
-    # bitwise alike. Pinned by
+    # NUMERICS: this sum comes last, because an all-reduce gives its ranks the same bits. Were the
+    # sum over data last, tensor ranks would get theirs from different groups, and two groups may
+    # add the same numbers in other orders, as a ring's order goes by the place in the message. So
+    # split and whole parameters have messages of their own too: parts of a vocabulary may differ
+    # in length, and would move what follows. Replicas stay bitwise alike. Pinned by
     # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
     for name, p in trained:
         # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
