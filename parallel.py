@@ -1,7 +1,9 @@
-"""Plans: data, tensor, context, pipeline and expert parallelism, each equal to one process.
+"""Plans: data, tensor, context, expert and pipeline parallelism, each equal to one process.
 
-Each rank computes some terms of one sum; terms are added, nothing is averaged. So neither the
-number of ranks nor who holds what can change the result beyond rounding.
+The idea. A loss is a sum over tokens, so its gradient is a sum too. Each rank computes some terms
+of that sum; what this file does is to add terms where they belong together. Nothing is averaged,
+because every term is already divided by a count of the whole batch. So neither the number of ranks
+nor who holds what can change the result beyond rounding.
 
     python parallel.py check               # every plan on this CPU against one process, float64
     python parallel.py plan p2d2t2         # its ranks, groups, and the memory of a rank
@@ -10,15 +12,16 @@ number of ranks nor who holds what can change the result beyond rounding.
 With this file alone, check compares ddp and fsdp of a toy; with models.py, ring_attention.py and
 tests/ beside it, every kind of plan.
 
-What it must equal, for ranks r and the loss L = sum_r L_r (each already divided by a global count):
+What it must equal, for ranks r and the loss L = sum_r L_r:
 
-    (1)  g      = sum_r dL_r / dtheta
-    (2)  norm   = sqrt( sum over distinct gradient entries of g^2 )       the same on every rank
-    (3)  theta <- optimiser( theta, g min(1, max_norm / norm) )           not if norm is not finite
+    (1)  grad   = sum_r dL_r / dtheta
+    (2)  norm   = sqrt( sum of the squares of grad's distinct entries )   the same on every rank
+    (3)  theta <- optimiser( theta, grad min(1, max_norm / norm) )        unclipped if not finite
     (4)  f, into split matrices:    x forward           sum_r dx_r backward   section 3 says why
     (5)  g, out of them:            sum_r y_r forward   dy backward
 
-SP is sequence parallelism, the router is a mixture's gate.
+What each kind of parallelism splits and sends. The plan d2t2 has two data shares and two tensor
+ranks; SP is sequence parallelism; the router is a mixture's gate; "+ over" is an all-reduce.
 
   |          | split               | forward               | backward              | of a weight's |
   |          |                     |                       |                       | gradient      |
@@ -41,19 +44,23 @@ The ends, under t: forward a scatter-add behind the embedding and a gather of th
 all-reduce without SP), and two all-reduces of (N,) numbers for log-probs over the vocabulary's
 parts; backward a gather, and an all-reduce of the last states' gradient.
 
-`ddp` reduces once per optimiser step, so micro-batches cost no message, and ranks may run different
-numbers of them, none included: it and zero1 suit trees. Under fsdp, t, c, e and p each forward is
-collective: all ranks of a group run the same calls.
+`ddp` reduces once per optimiser step. Micro-batches therefore cost no message, and ranks may run
+different numbers of them, or none: it and zero1 suit trees. Under fsdp, t, c, e and p every forward
+is collective: all ranks of a group must make the same calls.
 
 Numbers a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
 
-    B rows   S tokens   M width   N rows for experts   E experts   W ranks
+    B rows   S tokens   M width   N rows for experts   E experts   V vocabulary   W ranks
     Small: this rank's part of what the capital names: n of the N rows
     etp: over how many of the t ranks an expert's inner width is split, 1 or t
 
 How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2 averages
 by default; here it is told to sum. Without SP experts need etp = t.
+
+To copy a part: `clip_grad_norm` takes any nn.Module and needs `local`, `full`, `copies` and TIED;
+`reduce_gradients` too, and needs `local`, `holders`, TIED, and from the appendices `is_split`,
+`sharded`, `reshard` and `sum_in_messages`; `Plan` needs KINDS and appendix D.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
 `LocalOptimizer(after_step=)`); the routers' balance loss under a plan; ranks that only generate;
@@ -95,26 +102,1869 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import torch.utils.checkpoint as ckpt
 from torch.distributed import fsdp, pipelining
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.flop_counter import FlopCounterMode
 
-# 1. Joining, agreeing, leaving ---------------------------------------------------------------
+# 1. The definition ---------------------------------------------------------------------------
+
+
+def definition(model, x_BM, /, *, lr, max_norms) -> torch.Tensor:
+    """One process takes a step of plain SGD for each of `max_norms`; (1)-(3) are written out.
+
+    model: a module with `hidden`; its weights are changed. x_BM: the whole batch. Returns one
+    vector: the norm of each step, and then all weights after the last one.
+    """
+    norms = []
+    for max_norm in max_norms:
+        # The count is that of the whole batch. A rank of a plan has only some of the rows, and
+        # divides by this same number: that is why its terms need no weights when they are added.
+        loss = model.hidden(x_BM).square().sum() / len(x_BM)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))  # (1)
+        norms.append(sum((grad * grad).sum() for grad in gradients).sqrt())  # (2)
+
+        # One factor for all parameters: clipping shortens the gradient and keeps its direction.
+        for p, grad in zip(model.parameters(), gradients):
+            p.data -= lr * grad * min(1.0, max_norm / norms[-1])  # (3)
+
+    weights = [p.detach().flatten() for p in model.parameters()]
+    return torch.cat([torch.stack(norms), *weights])
+
+
+# 2. Plans: which rank does what --------------------------------------------------------------
+
+KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How many ranks each kind of parallelism has, and which ones.
+
+        d2t2            4 ranks: data 2, tensor 2             p2d2t2        pipeline 2 besides
+        d2t2e4          the same ranks: experts over all 4    d2c2          context 2
+        (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
+        archon:d2t2     a backend's name, archon[actor]:d2t2 a role's too
+
+    Letters d t p c e stand once each, in any order. The ranks are the cells of a grid (pp, dp, cp,
+    tp), numbered with tp innermost, because tensor ranks send most and should be neighbours:
+
+        p2d2t2    pp 0: dp 0: 0 1      groups("tp"): [0 1] [2 3] [4 5] [6 7]
+                        dp 1: 2 3      groups("dp"): [0 2] [1 3] [4 6] [5 7]
+                  pp 1: dp 0: 4 5      groups("pp"): [0 4] [1 5] [2 6] [3 7]
+                        dp 1: 6 7      groups("fsdp"): as dp here; with context, d and c together
+
+    For experts, the d c t ranks of a stage are numbered once more as a grid (expert-dp, ep, etp),
+    etp innermost, which is 1 or tp. Ranks of one expert-dp group hold the same experts.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    backend: str | None = None
+    name: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """From a string; ValueError says where it is wrong. `Allocation.parse` takes + and |."""
+        return _Grammar(text).one_plan()
+
+    def __post_init__(self):
+        _require_degrees(self)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks. e does not count: experts are dealt over ranks that are there."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts: d c t / (e etp)."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    @property
+    def shapes(self) -> tuple[dict, dict]:
+        """Names and degrees of the rank grid, outermost first, for attention and for experts."""
+        attention = dict(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
+        experts = {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
+        return attention, experts
+
+    def groups(self, kind: str) -> list[list[int]]:
+        """The ranks of each group of a kind, see KINDS; no communicator is made."""
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}; came {kind!r}")
+        attention, experts = self.shapes
+        shape = attention if kind in attention or kind == "fsdp" else experts
+
+        # Lay the ranks out as the grid and move the wanted dimensions last; each row is then a
+        # group. For d2t2 and "dp":
+        #
+        #     grid (dp, tp)   [[0 1]     dp last   [[0 2]     groups   [0 2] and [1 3]
+        #                      [2 3]]               [1 3]]
+        names = ("dp", "cp") if kind == "fsdp" else (kind,)
+        wanted = [n for n, name in enumerate(shape) if name in names]
+        grid = np.arange(self.world).reshape([*shape.values()])
+        grid = np.moveaxis(grid, wanted, range(-len(wanted), 0))
+        return grid.reshape(-1, math.prod(shape[name] for name in names)).tolist()
+
+    def require_fits(self, *, world=None, config=None, microbatches=None, ulysses=False) -> None:
+        """ValueError if it does not fit a number of ranks, a model (ModelConfig), a step.
+
+        ulysses: context parallelism deals heads out, so c must divide them too.
+        """
+        _require_fits(self, world, config, microbatches, ulysses)
+
+    def describe(self) -> str:
+        """One line of degrees, and the grid of ranks of each stage: a row a (dp, cp), tp across."""
+        return _describe(self)
+
+    def __str__(self):
+        """The shortest string that parses to this plan again."""
+        return _shortest_text(self)
+
+
+class Grid(NamedTuple):
+    """A plan's communicators. Every rank makes all of them, in one order: `Grid.make(plan)`.
+
+    A DeviceMesh is a grid of ranks with a process group along each of its named dimensions.
+    """
+
+    plan: Plan
+    dense: DeviceMesh  # (pp, replicate, fsdp, tp); fsdp: the ranks that shard weights, dp and cp
+    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
+    context: dist.ProcessGroup  # the ranks that share sequences
+    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
+    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
+    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
+
+    @classmethod
+    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
+        """All communicators of a plan; every rank of the world calls it, or none comes back.
+
+        shard: HSDP, weights are sharded over so many of the dp ranks; all by default.
+        """
+        return _make_grid(plan, device_type, shard)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the dp shares of the batch is this rank's."""
+        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
+
+
+# 3. The operators f and g --------------------------------------------------------------------
+#
+# Take a matrix product y = W x whose W is too large for one rank. There are two ways to cut W.
+#
+# By rows, y_r = W_r x: every rank needs all of x and has a part of y. The loss sees x in every
+# y_r, so dx = sum_r W_r^T dy_r: each rank has a term of dx, and none has dx.
+#   (4)  f on x:  nothing forward, all-reduce of dx backward.
+#
+# By columns, y = sum_r W_r x_r: every rank needs a part of x and has a term of y. Once y is summed
+# all ranks compute alike with it, so each has all of dy, and dx_r = W_r^T dy needs no message.
+#   (5)  g on y:  all-reduce forward, nothing backward.
+#
+# Rows first and columns next is what makes this cheap: y_r of the first is x_r of the second, and
+# what stands between them (attention by heads, an MLP's activation) needs no message at all.
+#
+#     x --f--> [W by rows] --> y_r = x_r --> [W by columns] --g--> y
+#
+# Sequence parallelism. Between g and the next f stand norms and residuals, which treat each token
+# by itself: all t ranks would compute the same. Instead each keeps a t-th of the tokens there. An
+# all-reduce is a scatter-add and then a gather, so g does the first half, the next f does the
+# second, and no byte more is sent. Backward, each does the other's half.
+
+
+def _gather_tokens(x_BsM, group):
+    """The tokens of all ranks in the order of the ranks, (B, s, M) -> (B, S, M)."""
+    parts = [torch.empty_like(x_BsM) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x_BsM.contiguous(), group)
+    return torch.cat(parts, 1)
+
+
+def _scatter_add_tokens(x_BSM, group):
+    """Sum over ranks, of which each rank gets its own tokens, (B, S, M) -> (B, s, M)."""
+    parts = [part.contiguous() for part in x_BSM.chunk(dist.get_world_size(group), 1)]
+    own_BsM = torch.empty_like(parts[0])
+    dist.reduce_scatter(own_BsM, parts, group=group)
+    return own_BsM
+
+
+def _own_tokens(x_BSM, group):
+    """This rank's tokens of a tensor that all ranks have, (B, S, M) -> (B, s, M); no message."""
+    return x_BSM.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+def _sum_over_ranks(x, group):
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _unchanged(x, group):
+    return x.view_as(x)
+
+
+class _Operator(torch.autograd.Function):
+    """Does one thing forward and another backward; both are functions of (x, group)."""
+
+    @staticmethod
+    def forward(ctx, x, group, forward, backward):
+        ctx.group = group
+        ctx.backward_of_x = backward
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.backward_of_x(dx, ctx.group), None, None, None
+
+
+def enter_split(x, group, sequence):
+    """f: on the way into matrices split by rows. sequence: x comes with this rank's tokens only."""
+    if sequence:
+        return _Operator.apply(x, group, _gather_tokens, _scatter_add_tokens)  # (4)
+    return _Operator.apply(x, group, _unchanged, _sum_over_ranks)  # (4)
+
+
+def leave_split(x, group, sequence):
+    """g: on the way out of a matrix split by columns. sequence: return this rank's tokens only."""
+    if sequence:
+        return _Operator.apply(x, group, _scatter_add_tokens, _gather_tokens)  # (5)
+    return _Operator.apply(x, group, _sum_over_ranks, _unchanged)  # (5)
+
+
+def add_terms(x, group):
+    """(5): the sum over a group of terms of any shape, one of each rank. The loss that follows must
+    be the same on all of them: each rank's gradient is then already the whole one."""
+    return leave_split(x, group, sequence=False)
+
+
+# 4. Tensor parallelism -----------------------------------------------------------------------
+#
+# `split_parameters(module, mesh, weight=Shard(0))` keeps this rank's rows of a weight that all
+# ranks have. The parameter becomes a DTensor under its old name, so that checkpoints and optimisers
+# know the whole; while the module runs, it sees the plain tensor of its own rows (appendix A).
+# `terms=True` marks a parameter that every rank holds whole, but of whose gradient a rank computes
+# only a term: `reduce_gradients` adds those up. `enter_and_leave(first, last, ..)` applies f to
+# what comes into the module `first`, and g to what comes out of the module `last`.
+
+
+def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
+    """Split heads, inner widths and vocabulary over `mesh`; with `sequence` also tokens between.
+
+    expert_tensor: over how many ranks section 5 splits an expert's width, 1 or all of the mesh.
+    `hidden` takes and gives whole sequences on every rank, and all ranks then compute the same
+    loss; `logprobs` sums over them what its softmax needs of each part of the vocabulary.
+    """
+    group = mesh.get_group()
+    rows = Shard(0)
+    columns = Shard(1)
+    whole = Replicate()
+
+    for layer in model.model.layers:
+        # Attention: the rows of q, k and v are heads, and heads do not talk to each other. So each
+        # rank runs attention on its own heads, and o, split by columns, sums their outputs.
+        attention = layer.self_attn
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj):
+            split_parameters(linear, mesh, weight=rows, bias=rows)
+        split_parameters(attention.o_proj, mesh, weight=columns)
+
+        # o's bias comes before the sum over ranks, which would add it t times. So the first rank
+        # sees the bias and the others see zero times it; its gradient is a sum of such terms too.
+        factor = 1 if mesh.get_local_rank() == 0 else 0
+        split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=factor)
+
+        # Every rank holds the norms of q and k whole, but applies them to its own heads only.
+        for norm in (attention.q_norm, attention.k_norm):
+            split_parameters(norm, mesh, weight=whole, terms=True)
+        enter_and_leave(attention, attention.o_proj, group, sequence)
+
+        # The layer's own norms stand where tokens are shared out: with `sequence` a rank has the
+        # term of its tokens, and without it every rank has the whole gradient.
+        for name, norm in layer.named_children():
+            if name.endswith("layernorm"):
+                split_parameters(norm, mesh, weight=whole, terms=sequence)
+
+        # A dense MLP: gate and up by rows, down by columns. Experts are split in section 5. Their
+        # router is whole, and a rank has a term of its gradient in both cases: with whole experts
+        # a rank routes its own tokens only; with split ones it has terms of the experts' outputs.
+        mlp = layer.mlp
+        if hasattr(mlp, "experts"):
+            split_parameters(mlp.gate, mesh, weight=whole, terms=True)
+            if expert_tensor > 1:
+                enter_and_leave(mlp, mlp, group, sequence)
+        else:
+            for linear in (mlp.gate_proj, mlp.up_proj):
+                split_parameters(linear, mesh, weight=rows)
+            split_parameters(mlp.down_proj, mesh, weight=columns)
+            enter_and_leave(mlp, mlp.down_proj, group, sequence)
+
+    # The last states are gathered, so that the caller has whole sequences. What follows is computed
+    # alike on all ranks and gives each the whole gradient, so backward takes its own tokens' part
+    # of it. A scatter-add, as in (4), would count it t times.
+    norm = model.model.norm
+    if not isinstance(norm, torch.nn.Identity):  # else a stage that others follow
+        split_parameters(norm, mesh, weight=whole, terms=sequence)
+        if sequence:
+            norm.register_forward_hook(
+                lambda _, args, out: _Operator.apply(out, group, _gather_tokens, _own_tokens)
+            )
+    if hasattr(model, "score"):  # a critic's head: whole, and computed alike on all ranks
+        split_parameters(model.score, mesh, weight=whole)
+    _vocabulary_parallel(model, mesh, sequence)
+
+
+def _vocabulary_parallel(model, mesh, sequence):
+    """Split the rows of the embedding and of the head, where this part of a model has them."""
+    group = mesh.get_group()
+    world = mesh.size()
+
+    # Parts are cut as torch cuts: ceil(V / t) rows each, and the last rank takes what is left.
+    # V = 7, t = 2: rank 0 has rows 0 1 2 3, rank 1 rows 4 5 6, and their `first` is 0 and 4.
+    first = mesh.get_local_rank() * -(-model.config.vocab_size // world)
+
+    def embed(tokens_BS):
+        if sequence:
+            _require_divisible(tokens_BS.shape[1], world)
+        # A lookup is a product with one-hot rows, so the embedding is split by columns in the sense
+        # of (5): each token's row is on one rank, the others add zeros. Token ids 5 2 5 on rank 1
+        # are local rows 1 -2 1, of which the second is another's: it reads row 0, times zero.
+        local_BS = tokens_BS - first
+        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
+        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
+        return leave_split(x_BSM, group, sequence)
+
+    def head_rows():
+        # The whole (N, V) logits never exist: each rank has its rows of the head, and
+        # `token_logprobs` adds up over the group what the softmax needs of them.
+        weight_vM = model.head_weight.to_local(grad_placements=[Shard(0)])
+        return weight_vM, dict(group=group, vocab_start=first)
+
+    # `logprobs` asks model.head_rows() for its weight: from here on it gets this rank's part.
+    if hasattr(model, "lm_head"):
+        _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
+    model.head_rows = head_rows
+
+    # Replace `forward` of this one module object. Calling the module still runs its hooks, which
+    # show it the plain rows. Under zbv two stages share one embedding: the second finds it done.
+    embedding = getattr(model.model, "embed_tokens", None)
+    if embedding is not None and not isinstance(embedding.weight, DTensor):
+        split_parameters(embedding, mesh, weight=Shard(0))
+        embedding.forward = embed
+
+
+# 5. Expert parallelism -----------------------------------------------------------------------
+#
+# A layer's experts are dealt over ranks. A token's row travels to the ranks of its experts and
+# back, because rows are small and experts are large.
+
+
+def dispatch_experts(x_NM, counts_E, experts, group, /):
+    """Send rows to the ranks that hold their experts, run `experts` there, and send rows back.
+
+    x_NM: rows sorted by expert. counts_E: how many of them each of all E experts gets; rank r of
+    the group holds the r-th E / W experts. experts: called with rows sorted by expert and the
+    counts of this rank's experts. Returns (N, M), in the order of x_NM. Ranks and experts without a
+    row take part with none.
+    """
+    world = dist.get_world_size(group)
+    counts_We = counts_E.view(world, -1)
+    # COMM: every rank sends every rank its counts first, so both sides of the second message know
+    # its size. Pinned by tests/test_parallel.py::test_experts_and_ranks_without_a_token.
+    arriving_We = torch.empty_like(counts_We)
+    dist.all_to_all_single(arriving_We, counts_We.contiguous(), group=group)
+
+    # Rows are sorted by expert and experts lie by rank: what goes to one rank is one stretch. The
+    # gradient takes the same way in the other direction, so each move is the other's backward.
+    rows_to = counts_We.sum(1).tolist()
+    rows_from = arriving_We.sum(1).tolist()
+    to_experts = functools.partial(_exchange, gives=rows_to, takes=rows_from)
+    back_home = functools.partial(_exchange, gives=rows_from, takes=rows_to)
+    rows_nM = _Operator.apply(x_NM, group, to_experts, back_home)
+
+    # Rows arrive sorted by rank and then by expert. Sort them by expert, stably, and undo it after.
+    # Two ranks send this rank's experts a and b [3 1] and [1 1] rows:
+    #
+    #     they arrive as       a a a b | a b
+    #     order_n              0 1 2 4 3 5
+    #     sorted               a a a a b b      counts [4 2]
+    expert_n = torch.arange(arriving_We.shape[1], device=x_NM.device).repeat(world)
+    order_n = expert_n.repeat_interleave(arriving_We.flatten()).argsort(stable=True)
+    out_nM = experts(rows_nM.index_select(0, order_n), arriving_We.sum(0))
+    out_nM = out_nM.index_select(0, order_n.argsort())
+    return _Operator.apply(out_nM, group, back_home, to_experts)
+
+
+def _exchange(x_NM, group, gives, takes):
+    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it."""
+    out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
+    dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
+    return out_nM
+
+
+def expert_parallel(model, mesh) -> None:
+    """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
+    group = mesh["ep"].get_group()
+    for experts in experts_of(model):
+        # Weights are (E, inner, M), and down (E, M, inner). Dimension 0 goes by ep. The inner width
+        # goes by etp, rows of gate and up, columns of down, as in a dense MLP.
+        rows = (Shard(0), Shard(1))
+        columns = (Shard(0), Shard(2))
+        split = dict(gate_proj=rows, up_proj=rows, down_proj=columns)
+        split_parameters(experts, mesh["ep", "etp"], **split)
+
+        # Nothing else of the model changes: its call of experts(x, counts) now goes over the wire.
+        # run=run binds this layer's function; without it all layers would call the last one's.
+        if mesh["ep"].size() > 1:
+            run = experts.forward
+            experts.forward = lambda x, counts, run=run: dispatch_experts(x, counts, run, group)
+
+
+# 6. Pipelines --------------------------------------------------------------------------------
+#
+# A stage is some of the layers, and states travel from stage to stage, their gradients back. One
+# batch would keep one stage busy and the others waiting, so it is cut into microbatches. 1F1B: a
+# stage begins with as many forwards as there are stages from it to the last one, then takes
+# backward and forward in turn. So it never holds the activations of more than p microbatches.
+# F0 is the forward of microbatch 0; 2 stages, 4 microbatches:
+#
+#     rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
+#     rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3
+#
+# torch.distributed.pipelining runs such schedules; appendix B gives it our stages. The loss exists
+# on the last stage only. The losses of microbatches are terms of one sum, as those of ranks are.
+
+
+def stage_part(model, stage, stages):
+    """A copy of stage `stage` of a whole model: its layers under their own names, and the ends.
+
+    Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
+    and, as the head, in the last.
+    """
+    first = stage == 0
+    last = stage == stages - 1
+
+    # 5 layers in 2 stages are [0 1 2] and [3 4]. Layers keep their numbers, so that a parameter has
+    # one name in the model, in its stage and in a checkpoint of any plan.
+    own_layers = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
+    others = [layer for n, layer in enumerate(model.model.layers) if n not in own_layers]
+    if not last:
+        others += [model.model.norm, getattr(model, "lm_head", None), getattr(model, "score", None)]
+    if not first and not (last and model.config.tie_word_embeddings):
+        others.append(model.model.embed_tokens)
+
+    # A stage that others follow hands its states on as they are, without the last norm.
+    part = _copy_without(others, model)
+    if not last:
+        part.model.norm = torch.nn.Identity()
+    return part
+
+
+# 7. Gradients --------------------------------------------------------------------------------
+#
+# Ranks that hold a parameter have terms of its gradient for one of two reasons. Some had other
+# tokens: the data shares, and the ranks of a context, where only attention looks across. Others had
+# the same tokens and did another part of the work: `terms`, and the two ends of a pipeline. Each
+# reason has a sum of its own. In the plan d2t2, ranks 0 and 1 have the same tokens, 2 and 3 too:
+#
+#     rows of q_proj, split by t    over d: ranks 0 + 2, ranks 1 + 3
+#     a norm under SP, `terms`      over d: ranks 0 + 2, ranks 1 + 3; over t: ranks 0 + 1, 2 + 3
+
+TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
+
+
+def local(tensor):
+    """The plain tensor that is on this rank: of a DTensor its part, which shares its memory."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def holders(grid, name):
+    """The group of ranks with the same part of a parameter and other tokens.
+
+    Experts are dealt over ranks of other data shares too, so fewer ranks hold the same ones. None,
+    torch's default group of all ranks, without a plan.
+    """
+    if grid is None:
+        return None
+    return grid.experts["expert-dp"].get_group() if ".mlp.experts." in name else grid.data
+
+
+def copies(p, ranks: int) -> int:
+    """How many of the `ranks` that hold p hold a copy of each of its entries.
+
+    On 4 ranks, d2t2, a norm has 4 copies and a matrix that t splits has 2. FSDP over d then splits
+    that matrix again, and each entry is on one rank.
+    """
+    if not isinstance(p, DTensor):
+        return ranks
+    parts = 1
+    for n, placement in enumerate(p.placements):
+        if not (placement.is_replicate() or placement.is_partial()):
+            parts *= p.device_mesh.size(n)
+    return ranks // parts
+
+
+def reduce_gradients(model) -> int:
+    """(1): sum each parameter's gradient over ranks, in place. Collective, once before each step.
+
+    A rank without a gradient adds zeros. FSDP has summed over data ranks in backward already.
+    Returns the position, counted from the last parameter because backward reaches that first, of
+    this rank's first parameter whose own gradient is not finite; -1 if there is none.
+    """
+    reshard(model)  # else the gradients of the root's shards are out of sight
+    grid = getattr(model, "grid", None)
+
+    # Go from the last parameter to the first, as backward does. A rank that had no tokens has no
+    # gradients; it must send zeros, or the others would wait for it.
+    suspect = -1
+    trained = []
+    by_message = {}
+    for position, (name, p) in enumerate(reversed(list(model.named_parameters()))):
+        if not p.requires_grad:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if suspect < 0 and not local(p.grad).isfinite().all():
+            suspect = position
+        trained.append((name, p))
+        by_message.setdefault((holders(grid, name), is_split(p)), []).append(local(p.grad))
+
+    # First sum over the ranks with other tokens and the same part of the parameter.
+    if not sharded(model) and dist.get_world_size() > 1:
+        for (group, _), gradients in by_message.items():
+            sum_in_messages(gradients, group)  # (1)
+
+    # Then sum over the ranks that hold the same parameter and have terms of its gradient.
+    # NUMERICS: this sum comes last, because an all-reduce gives its ranks the same bits. Were the
+    # sum over data last, tensor ranks would get theirs from different groups, and two groups may
+    # add the same numbers in other orders, as a ring's order goes by the place in the message. So
+    # split and whole parameters have messages of their own too: parts of a vocabulary may differ
+    # in length, and would move what follows. Replicas stay bitwise alike. Pinned by
+    # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
+    for name, p in trained:
+        # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
+        # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+        if getattr(p, "terms", False):
+            total = local(p.grad)
+            dist.all_reduce(total, group=p.device_mesh.get_group())  # (1)
+            p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
+
+        if name == TIED and getattr(model, "split_tie", False):
+            # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient.
+            # Stages between them do not. Pinned by
+            # tests/test_parallel.py::test_every_plan_is_one_process.
+            dist.all_reduce(local(p.grad), group=grid.ends)  # (1)
+    return suspect
+
+
+def clip_grad_norm(model, max_norm: float):
+    """(2) and the factor of (3): scale the reduced gradients in place, on all ranks alike.
+
+    Returns the norm before it, a 0-d tensor. Where that is not finite, no gradient is changed.
+    Collective for a model of a plan.
+    """
+    grid = getattr(model, "grid", None)
+    reduced = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    if grid is None:
+        norm = full(torch.nn.utils.get_total_norm([p.grad for _, p in reduced]))  # (2)
+    else:
+        # torch's function knows the parts of a DTensor, but not that other stages hold other
+        # parameters, nor that both ends of a pipeline hold one. So square and add up here.
+        # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
+        # counts every distinct entry once, and gives all ranks the same bits. Pinned by
+        # tests/test_parallel.py::test_every_plan_is_one_process.
+        ranks_of_stage = grid.plan.world // grid.plan.pp
+        squares = []
+        for name, p in reduced:
+            norm = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64)
+            k = copies(p, ranks_of_stage)
+            if name == TIED and getattr(model, "split_tie", False):
+                k *= 2  # the first and the last stage
+            squares.append(norm.square() / k)
+        norm = torch.stack(squares).sum()
+        dist.all_reduce(norm)
+        norm = norm.sqrt()  # (2)
+
+    # NUMERICS: torch's own clip divides by norm + 1e-6; (3) does not.
+    # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
+    if norm.isfinite() and norm > max_norm:
+        for _, p in reduced:
+            local(p.grad).mul_(max_norm / norm.item())  # (3)
+    return norm
+
+
+# 8. The optimiser, ZeRO-1 and FSDP -----------------------------------------------------------
+#
+# After (1) the ranks that hold a parameter hold the same gradient, and would all make the same
+# update and keep the same two moments of AdamW. There are three ways to deal with that:
+#
+#            weights    gradients    moments     messages of a step
+#     ddp    whole      whole        whole       sum gradients
+#     zero1  whole      whole        own rows    sum gradients, gather updated weights
+#     fsdp   own rows   own rows     own rows    gather weights, scatter-add gradients, a layer at
+#                                                a time, in every forward and backward
+#
+# ddp is a plain optimiser behind `reduce_gradients`; `LocalOptimizer` is zero1; torch's FSDP2 is
+# fsdp, and `shard` (appendix C) tells it which layers are a unit, and to sum, not to average.
+
+
+class LocalOptimizer:
+    """A torch optimiser on the plain tensors that are on this rank: what DTensors and shards hold.
+
+    model: any module, or what `parallelize` returned. make: from a list of parameters to the
+    optimiser, as in lambda p: torch.optim.AdamW(p, lr=1e-5). zero: ZeRO-1, each of the ranks with
+    the same weights updates some of their rows, holds the state of those alone, and sends them to
+    the others. after_step: called with the model once its weights are new, for Float8's scales.
+    """
+
+    def __init__(self, model, make, *, zero=False, after_step=None):
+        if zero:
+            _require_whole_weights(model)
+        self.model = model
+        self.zero = zero
+        self.after_step = after_step
+
+        # The optimiser gets views of the model's own memory: what it updates is the model. AdamW
+        # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
+        self.mine = {}
+        for name, p in model.named_parameters():
+            rows = self._own_rows(name, local(p.detach()))
+            self.mine[name] = torch.nn.Parameter(rows, requires_grad=p.requires_grad)
+        self.inner = make([*self.mine.values()])
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def _own_rows(self, name, x):
+        """The rows of a tensor that this rank updates: 5 rows on 2 ranks are 0 1 2 and 3 4."""
+        if not self.zero:
+            return x
+        group = holders(self.model.grid, name)
+        parts = x.chunk(dist.get_world_size(group))
+        rank = dist.get_rank(group)
+        # chunk makes fewer parts than ranks where rows run out; the last ranks then have none.
+        return parts[rank] if rank < len(parts) else x[:0]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """(3): one update from .grad; a parameter without one keeps its value."""
+        named = dict(self.model.named_parameters())
+        for name, rows in self.mine.items():
+            grad = named[name].grad
+            rows.grad = None if grad is None else self._own_rows(name, local(grad))
+        self.inner.step()  # (3)
+
+        # Under ZeRO each rank has updated its rows of its own copy: now all get all rows.
+        if self.zero:
+            for name, p in named.items():
+                group = holders(self.model.grid, name)
+                gather_rows(local(p.detach()), self.mine[name], group)
+        if self.after_step is not None:
+            self.after_step(self.model)
+
+    def zero_grad(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+
+# 9. The public call --------------------------------------------------------------------------
+
+
+def parallelize(
+    model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
+    ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False, offload=False,
+):  # fmt: skip
+    """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
+
+    model: a `models.Transformer`, on the device where it will run; it is changed.
+    plan: a `Plan` for as many ranks as there are.
+    device_mesh: `Grid.make(plan)`.
+    attention: the callable of context parallelism, which the layers call from here on; plans with
+        c > 1 need one.
+    mode: "ddp" (whole copies, one reduction a step), "fsdp" (FSDP2; HSDP where the grid
+        replicates), "zero1" (as ddp, with `LocalOptimizer(zero=True)`); section 8 compares them.
+    sequence: share tokens out over the tensor ranks where no matrix is split; such sequences
+        divide by t.
+    schedule: of a pipeline, see SCHEDULES. A plan with p > 1 gives a `Pipeline`, else the model
+        itself comes back, changed.
+    ac: activations that are computed again: "none", "full", "layers" or "op", see
+        `checkpoint_layers`; "memory_budget": torch.compile chooses what to keep.
+    ac_every: of "layers", every how many-th layer is computed again.
+    ac_debug: print the FLOPs that are computed again, a line a layer.
+    memory_budget: of ac="memory_budget", the share of the activations that is kept, 0 to 1.
+    compile: torch.compile each layer by itself, for any length.
+    offload: keep the shards of fsdp on the CPU, see `shard`.
+
+    Raises ValueError on every rank, before the first message, for what cannot be.
+
+    The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
+    same sequences; those of one context group its tokens; those of different dp other sequences.
+    """
+    _refuse_what_cannot_be(
+        plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
+        schedule=schedule, ac=ac, ac_every=ac_every, memory_budget=memory_budget, compile=compile,
+        offload=offload)  # fmt: skip
+    if attention is not None:
+        model.attention = attention
+
+    # What this rank will train: the model, or some stages of it, each of which is a model itself.
+    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
+
+    # Attributes tell the functions of sections 7 and 8, which get only the model, how it was split:
+    # `grid`, the communicators; `mode`, who sums gradients and who holds moments; `sequence`; and a
+    # Pipeline's own `split_tie`, that its two ends hold one embedding. They read them by
+    # getattr(model, "grid", None), and take a model without them for a whole copy on each rank. So
+    # reduce_gradients, clip_grad_norm and LocalOptimizer work on any nn.Module.
+    whole.grid = device_mesh
+    whole.mode = mode
+    whole.sequence = sequence
+
+    for part in parts_of(whole):
+        part.grid = device_mesh
+        # The order matters. Tensor and expert parallelism first, on plain weights.
+        if plan.tp > 1:
+            mesh = device_mesh.dense["tp"]
+            tensor_parallel(part, mesh, sequence=sequence, expert_tensor=plan.etp)
+        if plan.ep * plan.etp > 1:
+            expert_parallel(part, device_mesh.experts)
+
+        # Then wrap the layers: what is computed again includes the messages inside a layer.
+        if ac in ("full", "layers", "op"):
+            checkpoint_layers(part.model.layers, ac, every=ac_every, debug=ac_debug)
+        if compile:
+            _compile_layers(part.model.layers, memory_budget if ac == "memory_budget" else None)
+
+        # FSDP last, because it shards again what the others have left of a weight.
+        if mode == "fsdp":
+            shard(part, offload=offload)
+
+        if plan.cp > 1 and plan.tp > 1 and sequence:
+            _check_lengths_first(part, device_mesh)
+    return whole
+
+
+# =============================================================================================
+# The idea ends here. What follows makes it strict, fast and connected: nobody needs it to
+# understand the sections above.
+# =============================================================================================
+
+# A. Split parameters -------------------------------------------------------------------------
+#
+# How a module comes to hold and to see only this rank's part of its weights, by DTensors and hooks.
+# Skip it unless you add a module that tensor or expert parallelism must split.
+
+
+def _place_parameter(module, name, mesh, placements, terms=False):
+    """Keep this rank's part of a parameter that all ranks have, as a DTensor of the same name.
+
+    terms: its gradients on the ranks are terms of a sum.
+    """
+    p = getattr(module, name)
+
+    # Cut along one dimension of the mesh after the other. chunk gives the first ranks one row more
+    # where rows do not divide, which is how a DTensor's own Shard cuts.
+    own = p.detach()
+    for n, placement in enumerate(placements):
+        if placement.is_shard():
+            own = own.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
+
+    # clone, because a view would keep the whole weight alive. The shape of the whole must be said:
+    # from unequal parts torch cannot tell it without a message.
+    whole = dict(shape=p.shape, stride=p.stride())
+    placed = DTensor.from_local(own.clone(), mesh, placements, run_check=False, **whole)
+    parameter = torch.nn.Parameter(placed, requires_grad=p.requires_grad)
+    parameter.terms = terms
+    setattr(module, name, parameter)
+
+
+def split_parameters(module, mesh, *, terms=False, factor=1, **placements):
+    """Place parameters (name=placement); while the module runs it sees them as plain tensors.
+
+    terms: what a rank computes of their gradients is a term of a sum over the mesh. factor: of what
+    the module sees.
+    """
+    seen = {}
+    for name, placement in placements.items():
+        if getattr(module, name, None) is not None:
+            placement = placement if isinstance(placement, tuple) else (placement,)
+            _place_parameter(module, name, mesh, placement, terms)
+            seen[name] = (Partial(),) if terms else placement
+
+    # Before the module runs, an entry in its __dict__ shadows the parameter: Python looks there
+    # first, and only then does nn.Module look into _parameters. So `self.weight` is for that time
+    # the plain tensor of this rank, as a function of the DTensor, into whose .grad backward then
+    # goes. After the module has run, or failed, the entry is taken out again.
+    def show(module, args):
+        # NUMERICS: DTensor's default takes a plain tensor's gradient to be whole on every rank; a
+        # norm that saw this rank's tokens or heads has a term of it, and says so. Pinned by
+        # tests/test_parallel.py::test_every_plan_is_one_process.
+        for name, placement in seen.items():
+            p = module._parameters[name]
+            plain = p.to_local(grad_placements=placement)
+            module.__dict__[name] = plain if factor == 1 else plain * factor
+
+    def cover(module, args, output):
+        for name in seen:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(show)
+    module.register_forward_hook(cover, always_call=True)
+
+
+def enter_and_leave(first, last, group, sequence):
+    """f on the way into the module `first`, g on the way out of the module `last`."""
+
+    def entering(module, args):
+        return enter_split(args[0], group, sequence), *args[1:]
+
+    def leaving(module, args, out):
+        return leave_split(out, group, sequence)
+
+    first.register_forward_pre_hook(entering)
+    last.register_forward_hook(leaving)
+
+
+# B. Running a pipeline -----------------------------------------------------------------------
+#
+# Stages as the schedules of torch.distributed.pipelining want them, and a forward without them.
+# Skip it unless you use p: section 6 says what a pipeline is.
+
+
+class Micro(NamedTuple):
+    """A microbatch: (B, S) token ids, their positions, and the attention of their documents."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: object = None  # None: the model's
+
+
+SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
+             "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
+             "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
+
+
+def _copy_without(others, model):
+    """A deep copy of a model in which these of its modules are absent."""
+    # deepcopy looks up by id(object) what it has copied already. Entries made beforehand tell it to
+    # put None where those modules are, so that they are never copied, and to share attention, which
+    # may hold a process group and cannot be copied.
+    copied = {id(module): None for module in others}
+    copied[id(model.attention)] = model.attention
+    part = copy.deepcopy(model, copied)
+
+    # Take the Nones out of the tables of children.
+    for module in (part, part.model, part.model.layers):
+        module._modules = {name: m for name, m in module._modules.items() if m is not None}
+    return part
+
+
+class _Stage(torch.nn.Module):
+    """What torch's schedule runs: (index of a microbatch, or the states before) -> states.
+
+    A schedule hands tensors from stage to stage and nothing else. So each stage looks up positions
+    and attention of a microbatch itself, by the index that all stages are given.
+    """
+
+    def __init__(self, part, pipeline):
+        super().__init__()
+        self.part = part
+        self.micros = pipeline.micros
+
+    def forward(self, x, index):
+        tokens, positions, attention = self.micros[int(index)]
+        x = x if x.is_floating_point() else tokens
+        return self.part.hidden(x, positions=positions, attention=attention)
+
+
+class Pipeline:
+    """This rank's stages of a model, run by a schedule of torch.distributed.pipelining.
+
+    1f1b gives a rank one stage, the others two. Interleaved, of 4 stages on 2 ranks, rank 0 has 0
+    and 2 (a and c below), so that a rank waits for half a rank's layers only:
+
+        rank 0   F0a F1a F0c F1c ..
+        rank 1   ... F0b F1b F0d ..
+
+    zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward's weights are done apart from its
+    inputs. A Pipeline has the parameters of its stages under the names of the whole model.
+    """
+
+    def __init__(self, model, grid, schedule):
+        p = grid.plan.pp
+        rank = grid.dense["pp"].get_local_rank()
+        like = next(model.parameters())
+        self.grid = grid
+        self.config = model.config
+        self.like = dict(dtype=like.dtype, device=like.device)  # the states between stages
+        self.schedule, per_rank = SCHEDULES[schedule]
+
+        # What `_Stage` and the loss of the current step look up; filled by `forward_backward`.
+        self.micros = []
+        self.loss_fn = None
+        self.runs = {}  # (shape, number) of microbatches -> torch's schedule for them
+
+        # Which rank has each stage. 4 stages on 2 ranks: 0 1 0 1 interleaved, 0 1 1 0 as a V.
+        self.stages = p * per_rank
+        self.rank_of = [*range(p)] * per_rank
+        if schedule == "zbv":
+            self.rank_of = [*range(p), *reversed(range(p))]
+        mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+        self.parts = {stage: stage_part(model, stage, self.stages) for stage in mine}
+
+        # A tied embedding is in the first and in the last stage. Under zbv one rank has both, and
+        # they share it; else two ranks do, and reduce_gradients sums over them (`split_tie`).
+        tied = model.config.tie_word_embeddings
+        self.split_tie = tied and schedule != "zbv"
+        if tied and schedule == "zbv" and rank == 0:
+            self.parts[self.stages - 1].model.embed_tokens = self.parts[0].model.embed_tokens
+
+    @property
+    def last(self):
+        """The part with the head, None on ranks that do not have it."""
+        return self.parts.get(self.stages - 1)
+
+    def named_parameters(self):
+        named = (pair for part in self.parts.values() for pair in part.named_parameters())
+        return iter(dict(named).items())
+
+    def parameters(self):
+        return (p for _, p in self.named_parameters())
+
+    def named_buffers(self):
+        named = (pair for part in self.parts.values() for pair in part.named_buffers())
+        return iter(dict(named).items())
+
+    def buffers(self):
+        return (buffer for _, buffer in self.named_buffers())
+
+    def forward_backward(self, micros, loss_fn) -> list:
+        """Gradients of the sum of loss_fn(k, hidden of microbatch k); the losses where `last` is.
+
+        All ranks of the plan call it with microbatches of the same number and shape, each padded to
+        the longest; `loss_fn` runs on the last stage, where `last.logprobs` is.
+        """
+        shape = tuple(micros[0].tokens.shape)
+        n = len(micros)
+        p = self.grid.plan.pp
+        if any(tuple(micro.tokens.shape) != shape for micro in micros):
+            raise ValueError("microbatches of a step must have one shape; pad them to the longest")
+        self._require_tokens(micros)
+        self.grid.plan.require_fits(microbatches=n)
+        if self.stages > p and n % p:
+            raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
+
+        # Torch's schedule is made for a shape, since its stages keep buffers of that shape. The
+        # stages hold on to the list `micros`, so it is filled and not replaced.
+        if (shape, n) not in self.runs:
+            self.runs[shape, n] = self._schedule_of(shape, n)
+        self.micros[:] = micros
+        self.loss_fn = loss_fn
+
+        # Only the first stage is given an input and only the last one targets. Both are indices of
+        # microbatches: `_Stage` and `loss_fn` know the rest.
+        losses = []
+        index = torch.arange(n, device=self.like["device"])
+        inputs = (index,) if 0 in self.parts else ()
+        options = dict(target=index, losses=losses) if self.last is not None else {}
+        self.runs[shape, n].step(*inputs, index=index, return_outputs=False, **options)
+        return [loss.detach() for loss in losses]
+
+    def _schedule_of(self, shape, n):
+        """Torch's schedule for n microbatches of a shape."""
+        # Examples of what a stage takes and gives: under sequence parallelism a part of the tokens,
+        # but the last stage has gathered them. scale_grads=False: torch would average the losses.
+        states = torch.empty(self._states_shape(shape), **self.like, requires_grad=True)
+        whole = torch.empty(*shape, states.shape[2], **self.like, requires_grad=True)
+        index = states.new_zeros(1, dtype=torch.int64)
+        stages = []
+        for number, part in self.parts.items():
+            stages.append(pipelining.PipelineStage(
+                _Stage(part, self), number, self.stages, states.device,
+                input_args=index if number == 0 else states,
+                output_args=whole if part is self.last else states,
+                group=self.grid.dense["pp"].get_group(),
+            ))  # fmt: skip
+
+        def loss_of(hidden, index):
+            return self.loss_fn(int(index), hidden)
+
+        given = stages if self.stages > self.grid.plan.pp else stages[0]
+        return self.schedule(given, n, loss_fn=loss_of, scale_grads=False)
+
+    @torch.no_grad()
+    def forward(self, micros) -> list | None:
+        """`hidden` of each microbatch where `last` is, without gradient or loss; None elsewhere."""
+        # DEVIATES: torch's schedules cannot run zbv forward only (2.13), so these few lines do, for
+        # all of them. COMM: a microbatch's stages run one after another, and all ranks take the
+        # microbatches in one order, so each send meets the receive it waits for. Pinned by
+        # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
+        self._require_tokens(micros)
+        group = self.grid.dense["pp"].get_group()
+        at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
+        out = []
+        for tokens, positions, attention in micros:
+            x = tokens
+            for stage, part in sorted(self.parts.items()):
+                # Where one rank has two neighbouring stages, as at the turn of a V, x stays here.
+                if stage and at[stage - 1] != dist.get_rank():
+                    x = torch.empty(*self._states_shape(tokens.shape), **self.like)
+                    dist.recv(x, at[stage - 1], group=group)
+                x = part.hidden(x, positions=positions, attention=attention)
+                if part is not self.last and at[stage + 1] != dist.get_rank():
+                    dist.send(x.contiguous(), at[stage + 1], group=group)
+            out.append(x)
+        return out if self.last is not None else None
+
+    def _require_tokens(self, micros):
+        """ValueError on every stage for tokens that only the first one would find wrong."""
+        part = next(iter(self.parts.values()))
+        for micro in micros:
+            part.require_tokens(micro.tokens)
+        if self.sequence and self.grid.plan.tp > 1:
+            lengths = [micro.tokens.shape[1] for micro in micros]
+            require_even_lengths(self.grid, lengths, self.like["device"])
+
+    def _states_shape(self, shape):
+        """Shape of the hidden states that one stage sends to the next, for tokens of a shape."""
+        t = self.grid.plan.tp if self.sequence else 1
+        return shape[0], shape[1] // t, self.config.hidden_size
+
+
+# C. FSDP's units, and activations that are computed again -------------------------------------
+#
+# What torch's FSDP2, activation checkpointing and compiler are told about a model's layers.
+# Skip it unless you use fsdp or ac, or want to know why FSDP2 does not average here.
+
+
+def shard(model, *, offload=False) -> None:
+    """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged.
+
+    model: whole, or of tensor and expert parallelism, with `.model.layers` and `.hidden`. offload:
+    shards, their gradients and so the optimiser live on the CPU.
+    """
+    pin_memory = torch.cuda.is_available()
+    policy = fsdp.CPUOffloadPolicy(pin_memory=pin_memory) if offload else fsdp.OffloadPolicy()
+    grid = getattr(model, "grid", None)
+
+    # A layer is a unit: its weights are gathered just before it runs and dropped after. Experts are
+    # a unit of their own over fewer ranks, as other ranks hold copies of them than of the rest. The
+    # inner units come first: fully_shard takes what lies in a module and is in no unit yet.
+    mesh = None
+    units = []
+    if grid is not None:
+        replicates = grid.dense["replicate"].size() > 1
+        mesh = grid.dense["replicate", "fsdp"] if replicates else grid.dense["fsdp"]
+        units = [(experts, grid.experts["expert-dp"]) for experts in experts_of(model)]
+    units += [(module, mesh) for module in (*model.model.layers, model)]
+
+    for module, ranks in units:
+        fsdp.fully_shard(module, mesh=ranks, offload_policy=policy)
+        # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
+        # pre-multiplied sum, hence the second call.
+        # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    # The root's own weights (embedding, norm, head) are gathered when one calls the model's
+    # `forward`. Training here calls `hidden`, so that must gather them too.
+    fsdp.register_fsdp_forward_method(model, "hidden")
+
+
+def experts_of(model) -> list:
+    """The modules that hold all experts of a layer."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def sharded(model) -> bool:
+    """Whether FSDP holds the model's weights. Not read off the parameters: between forward and
+    backward the root's are whole."""
+    return getattr(model, "mode", None) == "fsdp" or isinstance(model, fsdp.FSDPModule)
+
+
+def reshard(model) -> None:
+    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
+    for part in parts_of(model):
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
+
+
+def parts_of(model) -> list:
+    """The stages of a pipeline that this rank has, else the model itself."""
+    return list(model.parts.values()) if isinstance(model, Pipeline) else [model]
+
+
+# What "op" keeps: products, and what costs a message; norms, activations, rotations come again.
+KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention"}  # fmt: skip
+
+
+def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
+    """Compute layers again in the backward instead of keeping their activations.
+
+    ac: "full": of every layer, only its input is kept; "layers": so for every `every`-th layer, the
+    others keep all; "op": products and attention are kept (KEPT), the rest is computed again. No
+    parameter's name changes. debug: print the FLOPs of what was computed again, a line a layer.
+    """
+    _require_every(every)
+
+    def policy(context, op, *args, **options):
+        kept = op._overloadpacket.__name__ in KEPT
+        return ckpt.CheckpointPolicy.MUST_SAVE if kept else ckpt.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def counted(n, run, *args):
+        if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
+            return run(*args)
+        counter = FlopCounterMode(display=False)
+        try:  # torch leaves by an exception once it has all that the backward needs
+            with counter:
+                return run(*args)
+        finally:
+            by_op = counter.get_flop_counts()["Global"].items()
+            again = sum(flops for op, flops in by_op if ac != "op" or op.__name__ not in KEPT)
+            print(f"layer {n}: {again} FLOPs again", flush=True)
+
+    options = dict(use_reentrant=False)
+    if ac == "op":
+        options["context_fn"] = functools.partial(ckpt.create_selective_checkpoint_contexts, policy)
+
+    # The layer object keeps its place and its names; only what calling it runs is replaced. run=run
+    # binds each layer's own forward.
+    for n, layer in enumerate(layers):
+        if ac != "layers" or n % every == 0:
+            run = functools.partial(counted, n, layer.forward) if debug else layer.forward
+            layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
+
+
+def _require_every(every):
+    if type(every) is not int or every < 1:
+        raise ValueError(f"every n-th layer needs an integer n of 1 or more; came {every!r}")
+
+
+def _compile_layers(layers, memory_budget):
+    """torch.compile of each layer; memory_budget: the share of activations to keep, None: all."""
+    if memory_budget is not None:
+        torch._functorch.config.activation_memory_budget = memory_budget
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
+# D. Plans as text, and what they fit ----------------------------------------------------------
+#
+# The grammar of plan strings, their printing, and the refusals of degrees that do not fit.
+# Skip it unless a plan was refused and you want to know why, or you copy `Plan`.
+
+BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
+
+
+def _require_degrees(plan):
+    """ValueError for degrees of which no grid of ranks can be made."""
+    degrees = dict(d=plan.dp, c=plan.cp, t=plan.tp, p=plan.pp, e=plan.ep, etp=plan.etp)
+    for letter, degree in degrees.items():
+        if not (isinstance(degree, int) and degree > 0):
+            raise ValueError(f"{letter} must be an integer of 1 or more; came {degree!r}")
+    if plan.name is not None and plan.backend is None:
+        raise ValueError(f"the name {plan.name!r} needs a backend, as in archon[actor]:d2")
+    if plan.etp not in (1, plan.tp):
+        raise ValueError(f"the experts' t = {plan.etp} must be 1 or attention's t = {plan.tp}")
+    if plan.ep == 1:
+        return
+
+    # Folding: an expert group is whole context groups, and whole tensor groups unless those split
+    # an expert's width; and expert groups divide the stage. So c2t2e2 is refused and c2t2e4 is not.
+    if plan.etp == 1:
+        inner = plan.cp * plan.tp
+        what = "c * t"
+    else:
+        inner = plan.cp
+        what = "c"
+    outer = plan.dp * inner
+    if plan.ep % inner:
+        raise ValueError(f"e = {plan.ep} must be a multiple of {what} = {inner}")
+    if outer % plan.ep:
+        raise ValueError(f"e = {plan.ep} must divide d * {what} = {outer}")
+
+
+def _require_fits(plan, world, config, microbatches, ulysses):
+    """`Plan.require_fits`: ValueError for ranks, a model or a step that a plan does not fit."""
+    if world is not None and world != plan.world:
+        raise ValueError(
+            f"{plan} is for p * d * c * t = {plan.world} ranks, but there are {world}; start "
+            f"{plan.world}, or change the plan")  # fmt: skip
+    if microbatches is not None and plan.pp > 1 and microbatches < plan.pp:
+        raise ValueError(
+            f"{microbatches} microbatches are fewer than the {plan.pp} stages of {plan}; cut "
+            f"the batch smaller")  # fmt: skip
+    if config is None:
+        return
+    if not config.sparse_layers and (plan.ep > 1 or plan.etp > 1):
+        raise ValueError(f"{plan} spreads experts, but the model is dense; leave e and ffn out")
+
+    # What each degree cuts into equal parts. A dense model has no experts, and its fields for them
+    # may hold anything: they count only where the plan cuts them.
+    heads = config.num_attention_heads
+    cuts = [
+        ("t", plan.tp, "query heads", heads),
+        ("t", plan.tp, "key heads", config.num_key_value_heads),
+        ("t", plan.tp, "rows of intermediate_size", config.intermediate_size),
+    ]
+    if ulysses:
+        cuts.append(("t * c", plan.tp * plan.cp, "query heads (ulysses)", heads))
+    if plan.ep > 1:
+        cuts.append(("e", plan.ep, "experts", config.num_experts))
+    if plan.etp > 1:
+        what = "rows of moe_intermediate_size"
+        cuts.append(("ffn's t", plan.etp, what, config.moe_intermediate_size))
+    for letter, degree, what, size in cuts:
+        if size % degree:
+            raise ValueError(f"plan {plan}: {letter} = {degree} must divide the {size} {what}")
+
+    layers = config.num_hidden_layers
+    if plan.pp > layers:
+        raise ValueError(f"plan {plan}: p = {plan.pp} stages are more than the {layers} layers")
+
+
+def _describe(plan):
+    """`Plan.describe`: degrees, then a line for each tensor group with its place in the grid."""
+    attention, _ = plan.shapes
+    degrees = attention | {"ep": plan.ep, "etp": plan.etp}
+    lines = [" ".join(f"{kind}={degree}" for kind, degree in degrees.items())]
+
+    # Tensor groups come in the order of the grid, so the number of a group is its cell without tp.
+    width = len(str(plan.world - 1))
+    for number, ranks in enumerate(plan.groups("tp")):
+        place = np.unravel_index(number, (plan.pp, plan.dp, plan.cp))
+        where = "  ".join(f"{k} {n}" for k, n in zip(("pp", "dp", "cp"), place, strict=True))
+        lines.append(f"{where} | {' '.join(f'{rank:>{width}}' for rank in ranks)}")
+    return "\n".join(lines)
+
+
+def _shortest_text(plan):
+    """`str(plan)`: all degrees are written down, and then those of 1 are left out."""
+    text = f"p{plan.pp}d{plan.dp}t{plan.tp}c{plan.cp}"
+    if plan.etp > 1:
+        text = f"(attn:{text}|ffn:p{plan.pp}e{plan.ep}t{plan.etp})"
+    else:
+        text = f"{text}e{plan.ep}"
+    text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"
+    name = f"[{plan.name}]" if plan.name else ""
+    return f"{plan.backend}{name}:{text}" if plan.backend else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Plans on devices: `a+b` on separate ones, `a|b` on the same, which binds tighter.
+
+    groups: one tuple of plans for each set of devices, e.g. sglang:d4t2+archon:d4p2t2 is
+    ((sglang:d4t2,), (archon:p2d4t2,)). All plans of a set have one world.
+    """
+
+    groups: tuple[tuple[Plan, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Allocation":
+        """From a string; ValueError says where it is wrong."""
+        grammar = _Grammar(text)
+        groups = []
+        while not groups or grammar.read(r"\+"):
+            plans = [grammar.plan()]
+            while grammar.read(r"\|"):
+                plans.append(grammar.plan())
+            # On the same devices every plan must use all of them.
+            if len({plan.world for plan in plans}) > 1:
+                worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
+                raise ValueError(f"plans on the same devices need one world: {worlds}")
+            groups.append(tuple(plans))
+        grammar.read(r"\Z", "the end")
+        return cls(tuple(groups))
+
+    @property
+    def world(self) -> int:
+        """The number of devices of all sets together."""
+        return sum(plans[0].world for plans in self.groups)
+
+    def __str__(self):
+        return "+".join("|".join(map(str, plans)) for plans in self.groups)
+
+
+class _Grammar:
+    """Reads a text from left to right, one method a rule:
+
+        plan    =  [ backend [ "[" name "]" ] ":" ] ( "(" hybrid ")" | hybrid | degrees )
+        hybrid  =  "attn:" degrees "|" "ffn:" degrees
+        degrees =  one or more of a letter and a number [1-9][0-9]*, each letter once
+    """
+
+    def __init__(self, text):
+        if not isinstance(text, str):
+            raise ValueError(f"a plan is a string such as d2t2; came {text!r}")
+        self.text = text
+        self.at = 0  # how far it has been read
+
+    def fail(self, expected):
+        came = repr(self.text[self.at :]) if self.at < len(self.text) else "the end"
+        where = f"plan {self.text!r}, position {self.at}"
+        raise ValueError(f"{where}: expected {expected}; came {came}")
+
+    def read(self, pattern, expected=None):
+        """Read past what matches here. Where nothing does: ValueError if something is expected,
+        else None."""
+        found = re.compile(pattern).match(self.text, self.at)
+        if found:
+            self.at = found.end()
+        elif expected:
+            self.fail(expected)
+        return found
+
+    def one_plan(self):
+        """A plan that is all of the text."""
+        plan = self.plan()
+        self.read(r"\Z", "the end")
+        return plan
+
+    def plan(self):
+        # attn: and ffn: look like backends, but begin a hybrid.
+        backend = None
+        name = None
+        if found := self.read(r"(?!attn:|ffn:)([a-z]+)(?:\[(\w+)\])?:"):
+            backend, name = found.groups()
+            if backend not in BACKENDS:
+                raise ValueError(f"plan {self.text!r}: backend {backend!r} is none of {BACKENDS}")
+
+        paren = self.read(r"\(")
+        hybrid = paren or self.text.startswith("attn:", self.at)
+        degrees = self.hybrid() if hybrid else self.degrees("dtpce")
+        if paren:
+            self.read(r"\)", "')'")
+        names = dict(d="dp", c="cp", t="tp", p="pp", e="ep", etp="etp")
+        return Plan(**{names[k]: n for k, n in degrees.items()}, backend=backend, name=name)
+
+    def hybrid(self):
+        self.read("attn:", "'attn:'")
+        attention = self.degrees("dtpc")
+        self.read(r"\|", "'|'")
+        self.read("ffn:", "'ffn:'")
+        experts = self.degrees("detp")
+
+        # The experts use the ranks of attention, once more and in another way. So ffn's p and d
+        # say nothing new: they may be left out, and where they stand they must agree.
+        stages = attention.get("p", 1)
+        if experts.get("p", stages) != stages:
+            raise ValueError(
+                f"plan {self.text!r}: attn has p{stages}, ffn p{experts['p']}; they must agree, or "
+                f"leave ffn's p out")  # fmt: skip
+        e = experts.get("e", 1)
+        etp = experts.get("t", 1)
+        ranks = math.prod(attention.get(k, 1) for k in "dtc")
+        if "d" in experts and experts["d"] * e * etp != ranks:
+            raise ValueError(
+                f"plan {self.text!r}: attn has d * t * c = {ranks} ranks a stage, ffn d * e * t = "
+                f"{experts['d'] * e * etp}; they must agree, or leave ffn's d out")  # fmt: skip
+        return attention | {"e": e, "etp": etp}
+
+    def degrees(self, letters):
+        """{letter: number}; of these letters, each at most once."""
+        found = {}
+        while pair := self.read(r"([a-z])([1-9][0-9]*)(?![0-9])"):
+            letter, number = pair.groups()
+            if letter not in letters or letter in found:
+                self.at = pair.start()  # the error should point at the letter, not behind it
+                self.fail(f"one of {' '.join(k for k in letters if k not in found)}, each once")
+            found[letter] = int(number)
+        if not found:
+            self.fail(f"a letter of {' '.join(letters)} and a number of 1 or more")
+        return found
+
+
+# E. Communicators ----------------------------------------------------------------------------
+#
+# The process groups and meshes of a plan, each made once, with the same patience.
+# Skip it unless ranks wait for each other while groups are made.
+
+
+def _make_grid(plan, device_type, shard):
+    """`Grid.make`. Every group waits as long for a rank as the default group does."""
+    plan.require_fits(world=dist.get_world_size())
+    shard = plan.dp if shard is None else shard
+    if plan.dp % shard:
+        raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
+    patience = patience_of(device_type)
+    made = {}  # lists of ranks -> this rank's group among them, so that none is made twice
+
+    def group_among(lists):
+        lists = tuple(tuple(ranks) for ranks in lists)
+        if lists == (tuple(range(plan.world)),):
+            return dist.group.WORLD
+        if lists not in made:
+            # COMM: every rank makes every group, in one order, its own among them.
+            # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+            made[lists], _ = dist.new_subgroups_by_enumeration(lists, timeout=patience)
+        return made[lists]
+
+    def mesh_of(shape):
+        """A mesh of these degrees by name, with a group along each of its dimensions."""
+        ranks = np.arange(plan.world).reshape([*shape.values()])
+        groups = []
+        for n, degree in enumerate(shape.values()):
+            along = np.moveaxis(ranks, n, -1).reshape(-1, degree)
+            groups.append(group_among(along.tolist()))
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
+
+    # The ranks that work on the same sequences are, of each data share, all stages, c and t. Of
+    # p2d2: ranks by (pp, dp) are [0 1], [2 3], so the replicas are [0 2] and [1 3].
+    dense = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
+    by_stage = np.arange(plan.world).reshape(plan.pp, plan.dp, -1)
+    replicas = by_stage.swapaxes(0, 1).reshape(plan.dp, -1).tolist()
+    ends = None
+    if plan.pp > 1:
+        ends = group_among([[stages[0], stages[-1]] for stages in plan.groups("pp")])
+    return Grid(
+        plan, dense=mesh_of(dense), experts=mesh_of(plan.shapes[1]),
+        context=group_among(plan.groups("cp")), data=group_among(plan.groups("fsdp")),
+        replica=group_among(replicas), ends=ends,
+    )  # fmt: skip
+
+
+def patience_of(device_type) -> datetime.timedelta:
+    """How long the default group's collectives wait for a rank; other groups should wait as long.
+
+    torch gives any further group its backend's own default instead: 30 minutes for gloo, 10 for
+    NCCL, whatever the default group was given.
+    """
+    backend = dist.group.WORLD._get_backend(torch.device(device_type))
+    return backend.options._timeout
+
+
+# F. What parallelize refuses ------------------------------------------------------------------
+#
+# Each sentence here is raised on every rank, before anything is changed and before a message.
+# Skip it: the messages say what was expected.
+
+AC = "none", "full", "layers", "op", "memory_budget"
+MODES = "ddp", "fsdp", "zero1"
+
+
+def _refuse_what_cannot_be(
+    plan, model, grid, *, attention, mode, sequence, schedule, ac, ac_every, memory_budget, compile,
+    offload,
+):  # fmt: skip
+    """ValueError for what cannot be, from what every rank has, before the first message.
+
+    The parameters are those of `parallelize`. Nothing of the model is changed yet, so that a caller
+    may mend the call and make it again.
+    """
+    config = model.config
+
+    # Values that are none of those that there are.
+    given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
+    for name, value, known in given:
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
+    _require_every(ac_every)
+    number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
+    if not (number and 0 <= memory_budget <= 1):
+        raise ValueError(f"memory_budget is a share between 0 and 1; came {memory_budget!r}")
+
+    # A plan, a grid and a model that do not belong together. The degrees decide; a backend's name
+    # may differ.
+    if plan.shapes != grid.plan.shapes:
+        raise ValueError(
+            f"plan {plan} was given the grid of plan {grid.plan}; use Grid.make(plan) of this one")
+    if getattr(model, "grid", None) is not None or isinstance(model, fsdp.FSDPModule):
+        raise ValueError(
+            "this model is split or sharded already; parallelize takes a whole one, once")
+    plan.require_fits(world=dist.get_world_size(), config=config)
+    if plan.pp == 1 and schedule != "1f1b":
+        raise ValueError(f"schedule={schedule!r} is of a pipeline, but plan {plan} has no p")
+    _, stages_of_rank = SCHEDULES[schedule]
+    stages = plan.pp * stages_of_rank
+    if plan.pp > 1 and stages > config.num_hidden_layers:
+        raise ValueError(
+            f"{schedule} cuts {stages} stages, but the model has {config.num_hidden_layers} layers")
+
+    # Options that need one another, or exclude one another.
+    if grid.dense["replicate"].size() > 1 and mode != "fsdp":
+        raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
+    uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
+    if uneven and mode != "ddp":
+        raise ValueError(
+            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly; torch cannot"
+            f' save such parts sharded again over d c > 2; pad it, or use mode="ddp"')  # fmt: skip
+    if offload and mode != "fsdp":
+        raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
+    if ac == "memory_budget" and not compile:
+        raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
+    if plan.cp > 1 and attention is None:
+        raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
+    if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
+        raise ValueError(
+            "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
+            'follow; use schedule="1f1b" or mode="zero1"')  # fmt: skip
+    if config.sparse_layers and plan.tp > 1 and not sequence and plan.etp == 1:
+        raise ValueError(
+            f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
+            f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
+
+
+def _require_divisible(length, t):
+    """ValueError for sequences of a length that t ranks cannot share out evenly."""
+    if length % t:
+        raise ValueError(
+            f"{length} tokens a sequence must divide by t = {t} where tokens are shared out; "
+            f"pad to {-(-length // t) * t}")  # fmt: skip
+
+
+def require_even_lengths(grid, lengths, device) -> None:
+    """ValueError if t does not divide this rank's lengths, or those of another of its context.
+
+    lengths: of the sequences of one forward, or of all microbatches of a step.
+    """
+    # One length speaks for all of them: the first that t does not divide, where there is one.
+    t = grid.plan.tp
+    odd = [length for length in lengths if length % t]
+    own = [*odd, *lengths, 0][0]
+    if grid.plan.cp == 1:
+        _require_divisible(own, t)
+        return
+
+    # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 one rank alone would refuse
+    # its part, and the other would wait for its keys until the timeout.
+    # COMM: an all-gather of one number over the ranks that share the sequence, once a forward,
+    # so that all of them refuse, with one text. Pinned by
+    # tests/test_parallel_faults.py::test_an_odd_share_of_a_sequence_is_refused_by_every_rank.
+    parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(grid.plan.cp)]
+    dist.all_gather(parts, torch.tensor([own], device=device), group=grid.context)
+    found = [int(part) for part in parts]
+    if any(length % t for length in found):
+        raise ValueError(
+            f"the {grid.plan.cp} ranks that share a sequence have {', '.join(map(str, found))} "
+            f"tokens of it; each must divide by t = {t} where tokens are shared out; pad the "
+            f"sequence, for a zigzag to a multiple of 2 c t = {2 * grid.plan.cp * t}")  # fmt: skip
+
+
+def _check_lengths_first(model, grid):
+    """Let `hidden` first agree on the lengths of the ranks that share a sequence."""
+    # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
+    if grid.plan.pp > 1:
+        return
+    run = model.hidden
+
+    def hidden(tokens_BS, /, **options):
+        require_even_lengths(grid, [tokens_BS.shape[1]], tokens_BS.device)
+        return run(tokens_BS, **options)
+
+    model.hidden = hidden
+
+
+def _require_whole_weights(model):
+    """ValueError for ZeRO-1 on a model whose weights are sharded, or are nobody's to share out."""
+    # Ranks that shard the weights too hold other rows each: sending them around would overwrite
+    # one rank's rows with another's.
+    mode = getattr(model, "mode", None)
+    if mode != "zero1" or sharded(model):
+        came = "fsdp" if sharded(model) else mode
+        raise ValueError(
+            f'zero=True shares out the states of whole weights: it needs a model of '
+            f'parallelize(.., mode="zero1"); came mode={came!r}')  # fmt: skip
+
+
+# G. Messages, states and replicas -------------------------------------------------------------
+#
+# Gradients in few messages, ZeRO's rows, learning rates, weights of a model copied into another,
+# and the comparison of replicas. Skip what you do not call: each function stands by itself.
+
+
+def full(tensor):
+    """The whole of a possibly sharded tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def is_split(p) -> bool:
+    """Whether a rank holds only a part of a parameter."""
+    return isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
+
+
+def sum_in_messages(gradients, group):
+    """Sum gradients over a group in place, up to 64 a message: a message costs time of its own."""
+    if dist.get_world_size(group) == 1:
+        return
+    for n in range(0, len(gradients), 64):
+        together = gradients[n : n + 64]
+        flat = torch.cat([g.reshape(-1) for g in together])
+        dist.all_reduce(flat, group=group)
+        for g, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+def gather_rows(whole, rows, group):
+    """Fill `whole` with the rows that each rank of the group has updated, in the ranks' order."""
+    # COMM: rows are padded to equal stretches, so all send alike, also one without a row.
+    # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+    world = dist.get_world_size(group)
+    stretch = -(-len(whole) // world)
+    sent = whole.new_zeros(stretch, *whole.shape[1:])
+    sent[: len(rows)] = rows
+    parts = [torch.empty_like(sent) for _ in range(world)]
+    dist.all_gather(parts, sent, group=group)
+    whole.copy_(torch.cat(parts)[: len(whole)])
+
+
+def name_suspects(model, suspect: int) -> str:
+    """Which rank had which non-finite gradient first, from every rank's `reduce_gradients`."""
+    names = [name for name, _ in model.named_parameters()][::-1]
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
+    named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
+    return ", ".join(named) or "no single gradient: their norm overflowed"
+
+
+def persistent_buffers(model) -> dict:
+    """Name -> buffer, of those that belong to a model's state, such as the votes of a router."""
+    found = {}
+    for part in parts_of(model):
+        for prefix, module in part.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+@torch.no_grad()
+def copy_weights(source, target) -> None:
+    """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
+
+    source: of any plan. target: whole, on every rank. Sharded tensors are gathered one at a time;
+    of a pipeline, the stage that holds a tensor sends it. ValueError if names or shapes differ.
+    """
+    held = dict(source.named_parameters()) | persistent_buffers(source)
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+
+    # What all stages together hold, and who sends each tensor: the first stage that has it.
+    holds = {name: tuple(x.shape) for name, x in held.items()}
+    senders = {}
+    group = None
+    if isinstance(source, Pipeline):
+        group = source.grid.dense["pp"].get_group()
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, holds, group=group)
+        for stage in reversed(range(len(found))):
+            holds |= found[stage]
+            senders |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
+
+    # Compared before the first of them moves, and by what every rank knows now.
+    wants = {name: tuple(x.shape) for name, x in wanted.items()}
+    if holds != wants:
+        differ = sorted(name for name, _ in holds.items() ^ wants.items())
+        raise ValueError(f"models differ: {sorted(set(differ))}")
+
+    for name, q in wanted.items():
+        whole = full(held[name]) if name in held else torch.empty_like(q)
+        if name in senders:
+            # COMM: stages gather what they hold in one order, then its first holder sends the
+            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            whole = whole.contiguous().to(q.dtype)
+            dist.broadcast(whole, src=senders[name], group=group)
+        q.copy_(whole)
+
+
+def lr_factor(
+    step, /, *, warmup, total, decay="linear", decay_steps=None, min_ratio=0.0, first_step="nonzero"
+) -> float:
+    """The multiple of lr that a step uses: warm-up, stable, decay.
+
+    step: 0 .. total - 1.
+    warmup: so many steps rise to 1.
+    total: steps of the run.
+    decay: the fall, of the share d of it that is done: "linear" 1 - d, "sqrt" 1 - sqrt(d),
+        "cosine" (1 + cos(pi d)) / 2; "constant" does not fall.
+    decay_steps: so many steps at the end fall; None: all behind the warm-up.
+    min_ratio: what they fall towards.
+    first_step: "nonzero": step 0 uses 1 / warmup, as in torchtitan; "zero": 0, as in Hugging Face
+        and verl.
+
+    For warmup 2, total 10, linear:
+
+        nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
+        zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
+    """
+    falls = {"constant": lambda d: 1.0, "linear": lambda d: 1 - d,
+             "sqrt": lambda d: 1 - math.sqrt(d),
+             "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2}  # fmt: skip
+    if decay not in falls or first_step not in ("nonzero", "zero"):
+        raise ValueError(
+            f'decay must be one of {", ".join(falls)} and first_step "nonzero" or "zero"; came '
+            f"{decay!r} and {first_step!r}")  # fmt: skip
+    decay_steps = total - warmup if decay_steps is None else decay_steps
+    if not (0 <= warmup <= total and 0 <= decay_steps <= total - warmup and 0 <= min_ratio <= 1):
+        raise ValueError(
+            f"warm-up {warmup} and decay {decay_steps} must fit into {total} steps, and min_ratio "
+            f"{min_ratio} between 0 and 1")  # fmt: skip
+
+    # The rise. Then d is 0 until the fall begins, decay_steps before the end.
+    if step < warmup:
+        risen = step + 1 if first_step == "nonzero" else step
+        return risen / warmup
+    done = max(0, step - (total - decay_steps)) / max(decay_steps, 1)
+    return min_ratio + (1 - min_ratio) * falls[decay](min(done, 1.0))
+
+
+def adamw_state(states, p) -> dict:
+    """AdamW's state of a parameter, made as before its first step if it is absent."""
+    if not states[p]:
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        states[p] |= dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    return states[p]
+
+
+def _state_as_dtensor(optimizer, name, p, x):
+    """A tensor of a LocalOptimizer's state, with the sharding of its parameter p; memory is shared.
+
+    A checkpoint needs it, to know where in the whole this rank's entries lie.
+    """
+    mesh = None
+    placements = ()
+    if isinstance(p, DTensor):
+        mesh = p.device_mesh
+        placements = tuple(p.placements)
+
+    # ZeRO-1 cuts the rows that the mesh has left once more. 8 rows, t = 2, and then d = 2:
+    #
+    #     t 0, d 0: rows 0 1    t 0, d 1: rows 2 3    t 1, d 0: rows 4 5    t 1, d 1: rows 6 7
+    #
+    # The mesh (d, t) reads from left to right, as if d had cut first and had rows 0-3 and 4-7.
+    # _StridedShard(split_factor=2) says that a later dimension has cut the rows in 2 before.
+    if optimizer.zero:
+        grid = optimizer.model.grid
+        factor = 1
+        for n, placement in enumerate(placements):
+            if placement == Shard(0):
+                factor *= mesh.size(n)
+        by_copies = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+        names = () if mesh is None else mesh.mesh_dim_names
+        if ".mlp.experts." in name:
+            mesh = grid.experts["expert-dp", *names]
+        else:
+            mesh = grid.dense["fsdp", *names]
+        placements = (by_copies, *placements)
+
+    if mesh is None:
+        return x
+    whole = dict(shape=p.shape, stride=p.stride())
+    return DTensor.from_local(x, mesh, placements, run_check=False, **whole)
+
+
+def training_tensors(model, optimizer) -> dict:
+    """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent.
+
+    model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer. optimizer:
+    a LocalOptimizer, or torch's AdamW.
+    """
+    reshard(model)
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[f"model.{name}"] = p.detach()
+        # Of a LocalOptimizer the moments are plain tensors of this rank, and are told where they
+        # lie; the number of steps has no dimension and is everywhere the same.
+        if isinstance(optimizer, LocalOptimizer):
+            state = dict(adamw_state(optimizer.state, optimizer.mine[name]))
+            for key, x in state.items():
+                state[key] = _state_as_dtensor(optimizer, name, p, x) if x.dim() else x
+        else:
+            state = adamw_state(optimizer.state, p)
+        for key, x in state.items():
+            tensors[f"optimizer.{name}.{key}"] = x
+    for name, buffer in persistent_buffers(model).items():
+        tensors[f"buffer.{name}"] = buffer
+    return tensors
+
+
+def replica_difference(model, optimizer=None) -> str | None:
+    """Collective. The ranks and the first tensor at which replicas differ, None if none does.
+
+    Two ranks that hold the same entries of the same parameter, of its optimiser's state or of a
+    buffer must hold the same bits, whatever the plan. The text is the same on every rank. Without a
+    plan all ranks are replicas but for what a DTensor says of itself. optimizer: a LocalOptimizer
+    or torch's; without one only the model is compared.
+    """
+    reshard(model)
+    mine = _digests(model, optimizer)
+    tables = [None] * dist.get_world_size()
+    # COMM: one gather of 8 bytes and a name a tensor; every rank then compares all tables, so that
+    # all say the same. Pinned by tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
+    dist.all_gather_object(tables, mine)
+
+    # For every (name, part) that any rank holds: which ranks have which digest of it.
+    differing = set()
+    first = None
+    for held in dict.fromkeys(key for table in tables for key in table):
+        by_digest = {}
+        for rank, table in enumerate(tables):
+            if held in table:
+                by_digest.setdefault(table[held], []).append(rank)
+        if len(by_digest) > 1:
+            first = first or (held, by_digest)
+            differing.add(held)
+    if first is None:
+        return None
+
+    # Nobody can say which of two replicas is right; of several, the largest set comes first.
+    (name, _), by_digest = first
+    sets = []
+    for ranks in sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks)):
+        word = "ranks" if len(ranks) > 1 else "rank"
+        sets.append(f"{word} {' '.join(map(str, ranks))}")
+    others = {name for name, _ in differing} - {name}
+    more = f"; {len(others)} more tensors differ" if others else ""
+    return f"replicas differ in {name}: {' / '.join(sets)} hold other bits{more}"
+
+
+def _digests(model, optimizer) -> dict:
+    """(name, which part of it) -> digest, of all that this rank holds."""
+    own = isinstance(optimizer, LocalOptimizer)
+    table = {}
+
+    def enter(name, tensor):
+        # A DTensor tells where its part lies in the whole, as it does for a checkpoint; a plain
+        # tensor is whole.
+        part = "whole"
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()
+            part = f"{tuple(chunk.offsets)} + {tuple(chunk.sizes)}"
+        flat = local(tensor.detach()).contiguous().reshape(-1)
+        bits = flat.view(torch.uint8).cpu().numpy()
+        table[name, part] = hashlib.blake2b(bits, digest_size=8).digest()
+
+    for name, p in model.named_parameters():
+        enter(name, p)
+        if optimizer is None:
+            continue
+        # Read with get: asking a torch optimiser for the state of a parameter would make one.
+        state = optimizer.state.get(optimizer.mine[name] if own else p, {})
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                if own and value.dim() > 0:
+                    value = _state_as_dtensor(optimizer, name, p, value)
+                enter(f"{name} ({key})", value)
+        rest = {key: None if torch.is_tensor(x) else repr(x) for key, x in state.items()}
+        text = repr(sorted(rest.items())).encode()
+        table[f"{name} (names of its states)", ""] = hashlib.blake2b(text, digest_size=8).digest()
+    for name, buffer in persistent_buffers(model).items():
+        enter(name, buffer)
+    return table
+
+
+# H. Joining, agreeing, leaving ----------------------------------------------------------------
+#
+# Process groups that survive restarts, errors that name lost ranks, and an end that all agree on.
+# Skip it unless you write a training loop of your own, or a run does not start.
 
 
 def connect(device="", *, timeout=60, threads=1) -> str:
-    """Join torchrun's process group, or one of a single rank without torchrun; this rank's device.
+    """Join torchrun's process group, or without torchrun make one of a single rank.
 
     device: "cpu", "cuda" or "" (CUDA where there is one). timeout: seconds that a collective waits
-    for a rank before it fails. threads: CPU threads of this rank.
+    for a rank before it fails. threads: CPU threads of this rank. Returns this rank's device.
     """
     torch.set_num_threads(threads)
     if dist.is_initialized():
@@ -122,11 +1972,13 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         warnings.warn(text, stacklevel=2)
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
 
+    # One process drives one device: torchrun's LOCAL_RANK says which of the machine's.
     cuda = device != "cpu" and torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
 
+    # gloo besides NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
@@ -134,7 +1986,9 @@ def connect(device="", *, timeout=60, threads=1) -> str:
             store, rank, world = next(dist.rendezvous("env://", timeout=patience))
             store = store_of_this_attempt(store, rank, world, timeout)
         else:
-            store, rank, world = dist.HashStore(), 0, 1
+            store = dist.HashStore()
+            rank = 0
+            world = 1
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=patience
         )
@@ -180,16 +2034,6 @@ def store_of_this_attempt(store, rank, world, timeout):
             raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
 
 
-def patience_of(device_type) -> datetime.timedelta:
-    """How long the default group's collectives wait for a rank; other groups should wait as long.
-
-    torch gives any further group its backend's own default instead: 30 minutes for gloo, 10 for
-    NCCL, whatever the default group was given.
-    """
-    backend = dist.group.WORLD._get_backend(torch.device(device_type))
-    return backend.options._timeout
-
-
 def agree(function):
     """Rank 0 calls function(); every rank returns its value, or raises its error as ValueError."""
     box = [None, None]
@@ -207,7 +2051,7 @@ def agree(function):
 
 
 def summed(values, device) -> list:
-    """A list of numbers, or of lists of numbers, summed over ranks in float64."""
+    """Sum a list of numbers, or of lists of numbers, over all ranks in float64. Collective."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return total.tolist()
@@ -253,6 +2097,7 @@ def naming_lost_ranks(where, advice):
     try:
         yield
     except RuntimeError as error:
+        # A single rank has nobody to lose, and an error of its own keeps its own text.
         world = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
         if int(world) == 1 or not is_lost_rank(error):
             raise
@@ -285,6 +2130,7 @@ def is_lost_rank(error) -> bool:
 
 
 def _raised_while_sending(error) -> bool:
+    """Whether an error came out of torch.distributed, or out of a file here that sends."""
     torch_folder = Path(torch.__file__).parent
     own_folder = Path(__file__).resolve().parent
     # From the frame that raised outwards, through torch, to the first frame of somebody else.
@@ -297,1331 +2143,19 @@ def _raised_while_sending(error) -> bool:
     return False
 
 
-# 2. Plans ------------------------------------------------------------------------------------
-
-
-TIED = "model.embed_tokens.weight"
-KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"
-BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How many ranks each kind of parallelism has, and which ones.
-
-        d2t2            4 ranks: data 2, tensor 2             p2d2t2        pipeline 2 besides
-        d2t2e4          the same ranks: experts over all 4    d2c2          context 2
-        (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
-        archon:d2t2     a backend's name, archon[actor]:d2t2 a role's too
-
-    Letters d t p c e, each once, any order. Rank r sits at (pp, dp, cp, tp), tp innermost; for the
-    experts the d c t ranks of a stage are (expert-dp, ep, etp) again, etp innermost, 1 or tp.
-
-        p2d2t2    pp 0: dp 0: 0 1      groups("tp"): [0 1] [2 3] [4 5] [6 7]
-                        dp 1: 2 3      groups("dp"): [0 2] [1 3] [4 6] [5 7]
-                  pp 1: dp 0: 4 5      groups("pp"): [0 4] [1 5] [2 6] [3 7]
-                        dp 1: 6 7      groups("fsdp"): as dp here; with context, d and c together
-    """
-
-    dp: int = 1
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-    backend: str | None = None
-    name: str | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Plan":
-        """From a string; ValueError says where it is wrong. `Allocation.parse` takes + and |."""
-        reader = _Reader(text)
-        plan = reader.plan()
-        reader.takes(r"\Z", "the end")
-        return plan
-
-    def __post_init__(self):
-        degrees = dict(d=self.dp, c=self.cp, t=self.tp, p=self.pp, e=self.ep, etp=self.etp)
-        for letter, degree in degrees.items():
-            if not (isinstance(degree, int) and degree > 0):
-                raise ValueError(f"{letter} must be an integer of 1 or more; came {degree!r}")
-        if self.name is not None and self.backend is None:
-            raise ValueError(f"the name {self.name!r} needs a backend, as in archon[actor]:d2")
-        if self.etp not in (1, self.tp):
-            raise ValueError(f"the experts' t = {self.etp} must be 1 or attention's t = {self.tp}")
-        if self.ep == 1:
-            return
-        # Folding: an expert group is whole context (and tensor) groups, and divides the stage.
-        inner = self.cp * (self.tp if self.etp == 1 else 1)
-        outer, what = self.dp * inner, "c * t" if self.etp == 1 else "c"
-        if self.ep % inner:
-            raise ValueError(f"e = {self.ep} must be a multiple of {what} = {inner}")
-        if outer % self.ep:
-            raise ValueError(f"e = {self.ep} must divide d * {what} = {outer}")
-
-    @property
-    def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def edp(self) -> int:
-        """How many ranks hold the same experts: d c t / (e etp)."""
-        return self.dp * self.cp * self.tp // (self.ep * self.etp)
-
-    @property
-    def shapes(self) -> tuple[dict, dict]:
-        """Names and degrees of the rank grid, outermost first, for attention and for experts."""
-        attention = dict(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
-        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
-
-    def groups(self, kind: str) -> list[list[int]]:
-        """The ranks of each group of a kind, see KINDS; no communicator is made."""
-        attention, experts = self.shapes
-        shape = attention if kind in attention or kind == "fsdp" else experts
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}; came {kind!r}")
-        names = ("dp", "cp") if kind == "fsdp" else (kind,)
-        along = [n for n, name in enumerate(shape) if name in names]
-        grid = np.arange(self.world).reshape([*shape.values()])
-        grid = np.moveaxis(grid, along, range(-len(along), 0))
-        return grid.reshape(-1, math.prod(shape[name] for name in names)).tolist()
-
-    def require_fits(self, *, world=None, config=None, microbatches=None, ulysses=False) -> None:
-        """ValueError if it does not fit a number of ranks, a model (ModelConfig), a step.
-
-        ulysses: context parallelism deals heads out, so c must divide them too.
-        """
-        if world is not None and world != self.world:
-            raise ValueError(
-                f"{self} is for p * d * c * t = {self.world} ranks, but there are {world}; start "
-                f"{self.world}, or change the plan")  # fmt: skip
-        if microbatches is not None and self.pp > 1 and microbatches < self.pp:
-            raise ValueError(
-                f"{microbatches} microbatches are fewer than the {self.pp} stages of {self}; cut "
-                f"the batch smaller")  # fmt: skip
-        if config is None:
-            return
-        if not config.sparse_layers and (self.ep > 1 or self.etp > 1):
-            raise ValueError(f"{self} spreads experts, but the model is dense; leave e and ffn out")
-        heads, inner = config.num_attention_heads, config.moe_intermediate_size
-        for letter, degree, what, size in (
-            ("t", self.tp, "query heads", heads),
-            ("t", self.tp, "key heads", config.num_key_value_heads),
-            ("t", self.tp, "rows of intermediate_size", config.intermediate_size),
-            ("t * c", self.tp * self.cp if ulysses else 1, "query heads (ulysses)", heads),
-            ("e", self.ep, "experts", config.num_experts if self.ep > 1 else 0),
-            ("ffn's t", self.etp, "rows of moe_intermediate_size", inner if self.etp > 1 else 0),
-        ):
-            if size % degree:
-                raise ValueError(f"plan {self}: {letter} = {degree} must divide the {size} {what}")
-        layers = config.num_hidden_layers
-        if self.pp > layers:
-            raise ValueError(f"plan {self}: p = {self.pp} stages are more than the {layers} layers")
-
-    def describe(self) -> str:
-        """One line of degrees, and the grid of ranks of each stage: a row a (dp, cp), tp across."""
-        degrees = self.shapes[0] | {"ep": self.ep, "etp": self.etp}
-        lines, width = [" ".join(f"{k}={n}" for k, n in degrees.items())], len(str(self.world - 1))
-        for row, ranks in enumerate(self.groups("tp")):
-            place = np.unravel_index(row, (self.pp, self.dp, self.cp))
-            where = "  ".join(f"{k} {n}" for k, n in zip(("pp", "dp", "cp"), place, strict=True))
-            lines.append(f"{where} | {' '.join(f'{rank:>{width}}' for rank in ranks)}")
-        return "\n".join(lines)
-
-    def __str__(self):
-        """The shortest string that parses to this plan again."""
-        text = f"p{self.pp}d{self.dp}t{self.tp}c{self.cp}"
-        apart = f"(attn:{text}|ffn:p{self.pp}e{self.ep}t{self.etp})"
-        text = apart if self.etp > 1 else f"{text}e{self.ep}"
-        text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"
-        name = f"[{self.name}]" if self.name else ""
-        return f"{self.backend}{name}:{text}" if self.backend else text
-
-
-@dataclasses.dataclass(frozen=True)
-class Allocation:
-    """Plans on devices: `a+b` on separate ones, `a|b` on the same, which binds tighter.
-
-    groups: one tuple of plans for each set of devices, e.g. sglang:d4t2+archon:d4p2t2 is
-    ((sglang:d4t2,), (archon:p2d4t2,)). All plans of a set have one world.
-    """
-
-    groups: tuple[tuple[Plan, ...], ...]
-
-    @classmethod
-    def parse(cls, text: str) -> "Allocation":
-        reader, groups = _Reader(text), []
-        while not groups or reader.takes(r"\+"):
-            plans = [reader.plan()]
-            while reader.takes(r"\|"):
-                plans.append(reader.plan())
-            if len({plan.world for plan in plans}) > 1:
-                worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
-                raise ValueError(f"plans on the same devices need one world: {worlds}")
-            groups.append(tuple(plans))
-        reader.takes(r"\Z", "the end")
-        return cls(tuple(groups))
-
-    @property
-    def world(self) -> int:
-        return sum(plans[0].world for plans in self.groups)
-
-    def __str__(self):
-        return "+".join("|".join(map(str, plans)) for plans in self.groups)
-
-
-class _Reader:
-    """The grammar, one method a rule, left to right:
-
-        plan    =  [ backend [ "[" name "]" ] ":" ] ( "(" hybrid ")" | hybrid | dims )
-        hybrid  =  "attn:" dims "|" "ffn:" dims
-        dims    =  one or more of a letter and a number [1-9][0-9]*, each letter once
-    """
-
-    def __init__(self, text):
-        if not isinstance(text, str):
-            raise ValueError(f"a plan is a string such as d2t2; came {text!r}")
-        self.text, self.at = text, 0
-
-    def fail(self, expected):
-        came = repr(self.text[self.at :]) if self.at < len(self.text) else "the end"
-        where = f"plan {self.text!r}, position {self.at}"
-        raise ValueError(f"{where}: expected {expected}; came {came}")
-
-    def takes(self, pattern, expected=None):
-        """Read past what matches here; where nothing does None, or ValueError if it is needed."""
-        found = re.compile(pattern).match(self.text, self.at)
-        if found:
-            self.at = found.end()
-        elif expected:
-            self.fail(expected)
-        return found
-
-    def plan(self):
-        backend = name = None
-        if found := self.takes(r"(?!attn:|ffn:)([a-z]+)(?:\[(\w+)\])?:"):
-            backend, name = found.groups()
-            if backend not in BACKENDS:
-                raise ValueError(f"plan {self.text!r}: backend {backend!r} is none of {BACKENDS}")
-        paren = self.takes(r"\(")
-        hybrid = paren or self.text.startswith("attn:", self.at)
-        degrees = self.hybrid() if hybrid else self.dims("dtpce")
-        if paren:
-            self.takes(r"\)", "')'")
-        names = dict(d="dp", c="cp", t="tp", p="pp", e="ep", etp="etp")
-        return Plan(**{names[k]: n for k, n in degrees.items()}, backend=backend, name=name)
-
-    def hybrid(self):
-        self.takes("attn:", "'attn:'")
-        attention = self.dims("dtpc")
-        self.takes(r"\|", "'|'")
-        self.takes("ffn:", "'ffn:'")
-        experts = self.dims("detp")
-        stages = attention.get("p", 1)
-        if experts.get("p", stages) != stages:
-            raise ValueError(
-                f"plan {self.text!r}: attn has p{stages}, ffn p{experts['p']}; they must agree, or "
-                f"leave ffn's p out")  # fmt: skip
-        e, etp = experts.get("e", 1), experts.get("t", 1)
-        ranks = math.prod(attention.get(k, 1) for k in "dtc")
-        if "d" in experts and experts["d"] * e * etp != ranks:
-            raise ValueError(
-                f"plan {self.text!r}: attn has d * t * c = {ranks} ranks a stage, ffn d * e * t = "
-                f"{experts['d'] * e * etp}; they must agree, or leave ffn's d out")  # fmt: skip
-        return attention | {"e": e, "etp": etp}
-
-    def dims(self, letters):
-        degrees = {}
-        while found := self.takes(r"([a-z])([1-9][0-9]*)(?![0-9])"):
-            letter, number = found.groups()
-            if letter not in letters or letter in degrees:
-                self.at = found.start()
-                self.fail(f"one of {' '.join(k for k in letters if k not in degrees)}, each once")
-            degrees[letter] = int(number)
-        if not degrees:
-            self.fail(f"a letter of {' '.join(letters)} and a number of 1 or more")
-        return degrees
-
-
-# 3. Operators -------------------------------------------------------------------------------
+# I. Checkpoints -------------------------------------------------------------------------------
 #
-# W by rows, y_r = W_r x: the loss sees x in every y_r, so dx = sum_r W_r^T dy_r, a term a rank.
-#   (4)  f:  x forward, all-reduce of dx backward.
-# W by columns, y = sum_r W_r x_r: each rank has a term of y, and dx_r = W_r^T dy needs all of dy.
-#   (5)  g:  all-reduce forward, dy backward.
-# Sequence parallel, tokens shared out where no matrix is split: an all-reduce is a reduce-scatter
-# and an all-gather, and each is moved to its side: f = gather forward, scatter the sum backward.
-
-
-def _whole(x, group):  # along dimension 1, the tokens, like the other parts here
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts, 1)
-
-
-def _summed_part(x, group):
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), 1)]
-    out = torch.empty_like(parts[0])
-    dist.reduce_scatter(out, parts, group=group)
-    return out
-
-
-def _sum(x, group):
-    total = x.contiguous().clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _part(x, group):
-    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
-
-
-def _same(x, group):
-    return x.view_as(x)
-
-
-class _Move(torch.autograd.Function):
-    """One way forward, another backward; both of (x, group)."""
-
-    @staticmethod
-    def forward(ctx, x, group, forward, backward):
-        ctx.rest = group, backward
-        return forward(x, group)
-
-    @staticmethod
-    def backward(ctx, dx):
-        group, backward = ctx.rest
-        return backward(dx, group), None, None, None
-
-
-# into and out of split matrices, by whether the tokens are shared out between them (sequence)
-ENTER = {False: (_same, _sum), True: (_whole, _summed_part)}  # f
-LEAVE = {False: (_sum, _same), True: (_summed_part, _whole)}  # g
-
-
-def add_terms(x, group):
-    """(5): the sum over a group of terms that each rank has some of; the loss is alike on all."""
-    return _Move.apply(x, group, _sum, _same)
-
-
-def _exchange(x_NM, group, gives, takes):
-    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it."""
-    out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
-    dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
-    return out_nM
-
-
-def dispatch_experts(x_NM, counts_E, experts, group, /):
-    """Rows sorted by expert -> the rank that holds it, through `experts`, and back: (N, M).
-
-    counts_E: rows for each of all E experts; rank r of the group holds the r-th E / world of them.
-    Ranks and experts without a row take part with none.
-    """
-    world = dist.get_world_size(group)
-    counts_WE = counts_E.view(world, -1)
-    # COMM: every rank sends every rank its counts first, so both sides of the second message know
-    # its size. Pinned by tests/test_parallel.py::test_experts_and_ranks_without_a_token.
-    arriving_WE = torch.empty_like(counts_WE)
-    dist.all_to_all_single(arriving_WE, counts_WE.contiguous(), group=group)
-    gives, takes = (c.sum(1).tolist() for c in (counts_WE, arriving_WE))
-    there = functools.partial(_exchange, gives=gives, takes=takes)
-    back = functools.partial(_exchange, gives=takes, takes=gives)
-    rows_nM = _Move.apply(x_NM, group, there, back)
-    # they come by rank, then expert: sort by expert, and back
-    kind_n = torch.arange(arriving_WE.shape[1], device=x_NM.device).repeat(world)
-    order_n = kind_n.repeat_interleave(arriving_WE.flatten()).argsort(stable=True)
-    out_nM = experts(rows_nM.index_select(0, order_n), arriving_WE.sum(0))
-    out_nM = out_nM.index_select(0, order_n.argsort())
-    return _Move.apply(out_nM, group, back, there)
-
-
-# 4. Plans applied to a model -----------------------------------------------------------------
-
-
-class Grid(NamedTuple):
-    """A plan's communicators. Every rank makes all of them, in one order."""
-
-    plan: Plan
-    dense: DeviceMesh  # (pp, replicate, fsdp, tp); fsdp: the ranks that shard weights, dp and cp
-    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
-    context: dist.ProcessGroup  # the ranks that share sequences
-    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
-    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
-    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
-
-    @classmethod
-    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """shard: HSDP, weights are sharded over so many of the dp ranks; all by default.
-
-        Every group waits as long for a rank as the default group does, see `patience_of`.
-        """
-        plan.require_fits(world=dist.get_world_size())
-        shard = plan.dp if shard is None else shard
-        if plan.dp % shard:
-            raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
-        patience = patience_of(device_type)
-        made = {}  # lists of ranks -> this rank's group among them, so that none is made twice
-
-        def group_among(lists):
-            lists = tuple(tuple(ranks) for ranks in lists)
-            if lists == (tuple(range(plan.world)),):
-                return dist.group.WORLD
-            if lists not in made:
-                # COMM: every rank makes every group, in one order, its own among them.
-                # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-                made[lists], _ = dist.new_subgroups_by_enumeration(lists, timeout=patience)
-            return made[lists]
-
-        def mesh_of(shape):
-            """A mesh of these degrees by name, with a group along each of its dimensions."""
-            ranks = np.arange(plan.world).reshape([*shape.values()])
-            groups = []
-            for n, degree in enumerate(shape.values()):
-                along = np.moveaxis(ranks, n, -1).reshape(-1, degree)
-                groups.append(group_among(along.tolist()))
-            names = tuple(shape)
-            return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
-
-        dense = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
-        # The ranks that work on the same sequences: of each d, all stages, c and t.
-        by_stage = np.arange(plan.world).reshape(plan.pp, plan.dp, -1)
-        replicas = by_stage.swapaxes(0, 1).reshape(plan.dp, -1).tolist()
-        ends = None
-        if plan.pp > 1:
-            ends = group_among([[stages[0], stages[-1]] for stages in plan.groups("pp")])
-        return cls(
-            plan, dense=mesh_of(dense), experts=mesh_of(plan.shapes[1]),
-            context=group_among(plan.groups("cp")), data=group_among(plan.groups("fsdp")),
-            replica=group_among(replicas), ends=ends,
-        )  # fmt: skip
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the dp shares of the batch is this rank's."""
-        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
-
-
-def _place(module, name, mesh, placements, terms=False):
-    """Keep this rank's part of a parameter that all ranks have, as a DTensor of the same name.
-
-    terms: its gradients on the ranks are terms of a sum.
-    """
-    p = getattr(module, name)
-    local = p.detach()
-    for n, placement in enumerate(placements):
-        if placement.is_shard():
-            local = local.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
-    whole = dict(shape=p.shape, stride=p.stride())
-    local = DTensor.from_local(local.clone(), mesh, placements, run_check=False, **whole)
-    placed = torch.nn.Parameter(local, requires_grad=p.requires_grad)
-    placed.terms = terms
-    setattr(module, name, placed)
-
-
-def _split(module, mesh, *, terms=False, factor=1, **placements):
-    """Place parameters (name=placement); while the module runs it sees them as plain tensors.
-
-    terms: what a rank computes of their gradients is a term of a sum over the mesh. factor: of what
-    the module sees.
-    """
-    seen = {}
-    for name, placement in placements.items():
-        if getattr(module, name, None) is not None:
-            placement = placement if isinstance(placement, tuple) else (placement,)
-            _place(module, name, mesh, placement, terms)
-            seen[name] = (Partial(),) if terms else placement
-
-    def show(module, args):
-        # NUMERICS: DTensor's default takes a plain tensor's gradient to be whole on every rank; a
-        # norm that saw this rank's tokens or heads has a term of it, and says so. Pinned by
-        # tests/test_parallel.py::test_every_plan_is_one_process.
-        for name, placement in seen.items():
-            p = module._parameters[name]
-            plain = p.to_local(grad_placements=placement)
-            module.__dict__[name] = plain if factor == 1 else plain * factor
-
-    def cover(module, args, output):
-        for name in seen:
-            module.__dict__.pop(name, None)
-
-    module.register_forward_pre_hook(show)
-    module.register_forward_hook(cover, always_call=True)
-
-
-def _between(first, last, group, sequence):
-    """(4) on the way into `first`, (5) on the way out of `last`."""
-    enter, leave = ENTER[sequence], LEAVE[sequence]
-    enters = lambda _, args: (_Move.apply(args[0], group, *enter), *args[1:])  # noqa: E731
-    first.register_forward_pre_hook(enters)
-    last.register_forward_hook(lambda _, args, out: _Move.apply(out, group, *leave))
-
-
-def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
-    """Split heads, inner widths and vocabulary over `mesh`; tokens between them, with `sequence`.
-
-    `hidden` takes and gives whole sequences on every rank. A loss that all ranks compute alike
-    gives the right gradient: `logprobs` sums what the vocabulary's parts tell of it.
-    """
-    group, rank = mesh.get_group(), mesh.get_local_rank()
-    rows, columns, whole = Shard(0), Shard(1), Replicate()
-    norms = dict(weight=whole, terms=sequence)
-    for layer in model.model.layers:
-        at, mlp = layer.self_attn, layer.mlp
-        for linear in (at.q_proj, at.k_proj, at.v_proj):
-            _split(linear, mesh, weight=rows, bias=rows)
-        _split(at.o_proj, mesh, weight=columns)
-        _split(at.o_proj, mesh, bias=whole, terms=True, factor=int(rank == 0))  # added once
-        for norm in (at.q_norm, at.k_norm):
-            _split(norm, mesh, weight=whole, terms=True)
-        for name, norm in layer.named_children():
-            if name.endswith("layernorm"):
-                _split(norm, mesh, **norms)
-        _between(at, at.o_proj, group, sequence)
-        if hasattr(mlp, "experts"):
-            _split(mlp.gate, mesh, weight=whole, terms=True)
-            if expert_tensor > 1:
-                _between(mlp, mlp, group, sequence)
-        else:
-            for linear in (mlp.gate_proj, mlp.up_proj):
-                _split(linear, mesh, weight=rows)
-            _split(mlp.down_proj, mesh, weight=columns)
-            _between(mlp, mlp.down_proj, group, sequence)
-    norm = model.model.norm
-    if not isinstance(norm, torch.nn.Identity):  # else a stage that others follow
-        _split(norm, mesh, **norms)
-        if sequence:
-            norm.register_forward_hook(lambda _, args, out: _Move.apply(out, group, _whole, _part))
-    if hasattr(model, "score"):
-        _split(model.score, mesh, weight=whole)
-    _vocabulary_parallel(model, mesh, sequence)
-
-
-def _vocabulary_parallel(model, mesh, sequence):
-    """Split the rows of the embedding and of the head, where this part of a model has them."""
-    group, rank, world, rows = mesh.get_group(), mesh.get_local_rank(), mesh.size(), Shard(0)
-    embedding = getattr(model.model, "embed_tokens", None)
-    if hasattr(model, "lm_head"):
-        _place(model.lm_head, "weight", mesh, (rows,))
-    first = rank * -(-model.config.vocab_size // world)  # the last shard may be shorter
-
-    def embed(tokens_BS):
-        if sequence and tokens_BS.shape[1] % world:
-            S = tokens_BS.shape[1]
-            raise ValueError(
-                f"{S} tokens a sequence must divide by t = {world} where tokens are shared out; "
-                f"pad to {-(-S // world) * world}")  # fmt: skip
-        local_BS = tokens_BS - first
-        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
-        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
-        return _Move.apply(x_BSM, group, *LEAVE[sequence])
-
-    def head_rows():
-        weight = model.head_weight.to_local(grad_placements=[rows])
-        return weight, dict(group=group, vocab_start=first)
-
-    model.head_rows = head_rows
-    if embedding is not None and not isinstance(embedding.weight, DTensor):  # zbv: done already
-        _split(embedding, mesh, weight=rows)
-        embedding.forward = embed
-
-
-def experts_of(model) -> list:
-    """The modules that hold all experts of a layer."""
-    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-
-def expert_parallel(model, mesh) -> None:
-    """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
-    placements = dict(gate_proj=(Shard(0), Shard(1)), up_proj=(Shard(0), Shard(1)),
-                      down_proj=(Shard(0), Shard(2)))  # fmt: skip
-    group = mesh["ep"].get_group()
-    for experts in experts_of(model):
-        _split(experts, mesh["ep", "etp"], **placements)
-        if mesh["ep"].size() > 1:
-            run = experts.forward
-            experts.forward = lambda x, counts, run=run: dispatch_experts(x, counts, run, group)
-
-
-class Micro(NamedTuple):
-    """A microbatch: (B, S) token ids, their positions, and the attention of their documents."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    attention: object = None  # None: the model's
-
-
-SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
-             "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
-             "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
-
-
-def stage_part(model, stage, stages):
-    """A copy of stage `stage` of a whole model: its layers under their own names, and the ends.
-
-    Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
-    and, as the head, in the last.
-    """
-    first, last, tied = stage == 0, stage == stages - 1, model.config.tie_word_embeddings
-    kept = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
-    others = [layer for n, layer in enumerate(model.model.layers) if n not in kept]
-    if not last:
-        others += [model.model.norm, *(getattr(model, name, None) for name in ("lm_head", "score"))]
-    if not (first or last and tied):
-        others.append(model.model.embed_tokens)
-    # what other stages have is not copied, nor is attention, which may hold a process group
-    instead = {id(module): None for module in others} | {id(model.attention): model.attention}
-    part = copy.deepcopy(model, instead)
-    for module in (part, part.model, part.model.layers):
-        module._modules = {name: m for name, m in module._modules.items() if m is not None}
-    if not last:
-        part.model.norm = torch.nn.Identity()
-    return part
-
-
-class _Stage(torch.nn.Module):
-    """What torch's schedule runs: (index of a microbatch, or the states before) -> states."""
-
-    def __init__(self, part, pipeline):
-        super().__init__()
-        self.part, self.micros = part, pipeline.micros
-
-    def forward(self, x, index):
-        tokens, positions, attention = self.micros[int(index)]
-        x = x if x.is_floating_point() else tokens
-        return self.part.hidden(x, positions=positions, attention=attention)
-
-
-class Pipeline:
-    """This rank's stages of a model, run by a schedule of torch.distributed.pipelining.
-
-    1f1b, 2 stages, 4 microbatches (F forward, B backward):     interleaved: rank 0 has stages 0, 2
-
-        rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3                  rank 0   F0a F1a F0c F1c ..
-        rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3                     rank 1   ... F0b F1b F0d ..
-
-    It has the parameters of its stages under the names of the whole model. zbv: rank r has stages
-    r and 2 p - 1 - r, and a backward's weights are done apart from its inputs.
-    """
-
-    def __init__(self, model, grid, schedule):
-        self.grid, self.micros, self.runs, self.loss_fn = grid, [], {}, None
-        like = next(model.parameters())
-        self.like = dict(dtype=like.dtype, device=like.device)  # the states between stages
-        self.schedule, per_rank = SCHEDULES[schedule]
-        p, rank = grid.plan.pp, grid.dense["pp"].get_local_rank()
-        self.stages, self.config = p * per_rank, model.config
-        self.rank_of = [*range(p)] * per_rank  # of each stage
-        if schedule == "zbv":
-            self.rank_of = [*range(p), *reversed(range(p))]
-        mine = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
-        self.parts = {stage: stage_part(model, stage, self.stages) for stage in mine}
-        self.split_tie = model.config.tie_word_embeddings and schedule != "zbv"
-        if model.config.tie_word_embeddings and schedule == "zbv" and rank == 0:
-            self.parts[self.stages - 1].model.embed_tokens = self.parts[0].model.embed_tokens
-
-    @property
-    def last(self):
-        """The part with the head, None on ranks that do not have it."""
-        return self.parts.get(self.stages - 1)
-
-    def named_parameters(self):
-        named = (pair for part in self.parts.values() for pair in part.named_parameters())
-        return iter(dict(named).items())
-
-    def parameters(self):
-        return (p for _, p in self.named_parameters())
-
-    def named_buffers(self):
-        named = (pair for part in self.parts.values() for pair in part.named_buffers())
-        return iter(dict(named).items())
-
-    def buffers(self):
-        return (buffer for _, buffer in self.named_buffers())
-
-    def _schedule(self, shape, n):
-        states = torch.empty(self._between(shape), **self.like, requires_grad=True)
-        whole = torch.empty(*shape, states.shape[2], **self.like, requires_grad=True)
-        stages, group = [], self.grid.dense["pp"].get_group()
-        for stage, part in self.parts.items():
-            stages.append(pipelining.PipelineStage(
-                _Stage(part, self), stage, self.stages, states.device,
-                input_args=states.new_zeros(1, dtype=torch.int64) if stage == 0 else states,
-                output_args=whole if part is self.last else states, group=group,
-            ))  # fmt: skip
-        given = stages if self.stages > self.grid.plan.pp else stages[0]
-        loss_fn = lambda hidden, index: self.loss_fn(int(index), hidden)  # noqa: E731
-        return self.schedule(given, n, loss_fn=loss_fn, scale_grads=False)
-
-    def forward_backward(self, micros, loss_fn) -> list:
-        """Gradients of the sum of loss_fn(k, hidden of microbatch k); the losses where `last` is.
-
-        All ranks of the plan call it with microbatches of the same number and shape, each padded to
-        the longest; `loss_fn` runs on the last stage, where `last.logprobs` is.
-        """
-        shape, n, plan = tuple(micros[0].tokens.shape), len(micros), self.grid.plan
-        if any(tuple(micro.tokens.shape) != shape for micro in micros):
-            raise ValueError("microbatches of a step must have one shape; pad them to the longest")
-        self._require_tokens(micros)
-        plan.require_fits(microbatches=n)
-        if self.stages > plan.pp and n % plan.pp:
-            raise ValueError(f"{n} microbatches must divide by the {plan.pp} ranks of the pipeline")
-        if (shape, n) not in self.runs:
-            self.runs[shape, n] = self._schedule(shape, n)
-        self.micros[:], self.loss_fn, losses = micros, loss_fn, []
-        index = torch.arange(n, device=self.like["device"])
-        first = (index,) if 0 in self.parts else ()
-        options = dict(target=index, losses=losses) if self.last is not None else {}
-        self.runs[shape, n].step(*first, index=index, return_outputs=False, **options)
-        return [loss.detach() for loss in losses]
-
-    @torch.no_grad()
-    def forward(self, micros) -> list | None:
-        """`hidden` of each microbatch where `last` is, without gradient or loss; None elsewhere."""
-        # DEVIATES: torch's schedules cannot run zbv forward only (2.13), so these few lines do, for
-        # all of them. COMM: a microbatch's stages run one after another, and all ranks take the
-        # microbatches in one order, so each send meets the receive it waits for. Pinned by
-        # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
-        self._require_tokens(micros)
-        group, out = self.grid.dense["pp"].get_group(), []
-        at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
-        for tokens, positions, attention in micros:
-            x = tokens
-            for stage, part in sorted(self.parts.items()):
-                if stage and at[stage - 1] != dist.get_rank():
-                    x = torch.empty(*self._between(tokens.shape), **self.like)
-                    dist.recv(x, at[stage - 1], group=group)
-                x = part.hidden(x, positions=positions, attention=attention)
-                if part is not self.last and at[stage + 1] != dist.get_rank():
-                    dist.send(x.contiguous(), at[stage + 1], group=group)
-            out.append(x)
-        return out if self.last is not None else None
-
-    def _require_tokens(self, micros):
-        """ValueError on every stage for tokens that only the first one would find wrong."""
-        part = next(iter(self.parts.values()))
-        for micro in micros:
-            part.require_tokens(micro.tokens)
-        if self.sequence and self.grid.plan.tp > 1:
-            lengths = [micro.tokens.shape[1] for micro in micros]
-            require_even_lengths(self.grid, lengths, self.like["device"])
-
-    def _between(self, shape):
-        """Of the states between stages, for tokens of a shape."""
-        t = self.grid.plan.tp if self.sequence else 1
-        return shape[0], shape[1] // t, self.config.hidden_size
-
-
-# What "op" keeps: products, and what costs a message; norms, activations, rotations come again.
-KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention"}  # fmt: skip
-
-
-def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
-    """Compute layers again in the backward instead of keeping their activations.
-
-    ac: "full": of every layer, only its input is kept; "layers": so for every `every`-th layer, the
-    others keep all; "op": products and attention are kept (KEPT), the rest is computed again. No
-    parameter's name changes. debug: print the FLOPs of what was computed again, a line a layer.
-    """
-    _require_every(every)
-
-    def policy(context, op, *args, **options):
-        kept = op._overloadpacket.__name__ in KEPT
-        return ckpt.CheckpointPolicy.MUST_SAVE if kept else ckpt.CheckpointPolicy.PREFER_RECOMPUTE
-
-    def counted(n, run, *args):
-        if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
-            return run(*args)
-        counter = FlopCounterMode(display=False)
-        try:  # torch leaves by an exception once it has all that the backward needs
-            with counter:
-                return run(*args)
-        finally:
-            by_op = counter.get_flop_counts()["Global"].items()
-            again = sum(flops for op, flops in by_op if ac != "op" or op.__name__ not in KEPT)
-            print(f"layer {n}: {again} FLOPs again", flush=True)
-
-    options = dict(use_reentrant=False)
-    if ac == "op":
-        options["context_fn"] = functools.partial(ckpt.create_selective_checkpoint_contexts, policy)
-    for n, layer in enumerate(layers):
-        if ac != "layers" or n % every == 0:
-            run = functools.partial(counted, n, layer.forward) if debug else layer.forward
-            layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
-
-
-AC = "none", "full", "layers", "op", "memory_budget"
-MODES = "ddp", "fsdp", "zero1"
-
-
-def _require_every(every):
-    if type(every) is not int or every < 1:
-        raise ValueError(f"every n-th layer needs an integer n of 1 or more; came {every!r}")
-
-
-def require_even_lengths(grid, lengths, device) -> None:
-    """ValueError if t does not divide this rank's lengths, or those of another of its context.
-
-    lengths: of the sequences of one forward, or of all microbatches of a step.
-    """
-    t = grid.plan.tp
-    odd = [length for length in lengths if length % t]
-    # One length speaks for all: the first that does not divide, where there is one.
-    own = [*odd, *lengths, 0][0]
-    found = [own]
-
-    if grid.plan.cp > 1:
-        # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 one rank alone would refuse
-        # its part, and the other would wait for its keys until the timeout.
-        # COMM: an all-gather of one number over the ranks that share the sequence, once a forward,
-        # so that all of them refuse, with one text. Pinned by
-        # tests/test_parallel_faults.py::test_an_odd_share_of_a_sequence_is_refused_by_every_rank.
-        parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(grid.plan.cp)]
-        dist.all_gather(parts, torch.tensor([own], device=device), group=grid.context)
-        found = [int(part) for part in parts]
-
-    if all(length % t == 0 for length in found):
-        return
-    if grid.plan.cp == 1:
-        raise ValueError(
-            f"{own} tokens a sequence must divide by t = {t} where tokens are shared out; pad to "
-            f"{-(-own // t) * t}")  # fmt: skip
-    raise ValueError(
-        f"the {grid.plan.cp} ranks that share a sequence have {', '.join(map(str, found))} tokens "
-        f"of it; each must divide by t = {t} where tokens are shared out; pad the sequence, for a "
-        f"zigzag to a multiple of 2 c t = {2 * grid.plan.cp * t}")  # fmt: skip
-
-
-def _with_even_lengths(model, grid):
-    """Let `hidden` first agree on the lengths of the ranks that share a sequence."""
-    run = model.hidden
-
-    def hidden(tokens_BS, /, **options):
-        require_even_lengths(grid, [tokens_BS.shape[1]], tokens_BS.device)
-        return run(tokens_BS, **options)
-
-    model.hidden = hidden
-
-
-def _refuse(
-    plan, model, grid, *, attention, mode, sequence, schedule, ac, ac_every, memory_budget, compile,
-    offload,
-):  # fmt: skip
-    """ValueError for what cannot be, from what every rank has, before the first message.
-
-    Nothing of the model is changed yet, so that a caller may mend the call and make it again.
-    """
-    config = model.config
-    given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
-    for name, value, known in given:
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; came {value!r}")
-    _require_every(ac_every)
-    number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
-    if not (number and 0 <= memory_budget <= 1):
-        raise ValueError(f"memory_budget is a share between 0 and 1; came {memory_budget!r}")
-    # The degrees decide; a backend's name may differ.
-    if plan.shapes != grid.plan.shapes:
-        raise ValueError(
-            f"plan {plan} was given the grid of plan {grid.plan}; use Grid.make(plan) of this one")
-    if getattr(model, "grid", None) is not None or isinstance(model, fsdp.FSDPModule):
-        raise ValueError(
-            "this model is split or sharded already; parallelize takes a whole one, once")
-    plan.require_fits(world=dist.get_world_size(), config=config)
-    if plan.pp == 1 and schedule != "1f1b":
-        raise ValueError(f"schedule={schedule!r} is of a pipeline, but plan {plan} has no p")
-    stages = plan.pp * SCHEDULES[schedule][1]
-    if plan.pp > 1 and stages > config.num_hidden_layers:
-        raise ValueError(
-            f"{schedule} cuts {stages} stages, but the model has {config.num_hidden_layers} layers")
-    if grid.dense["replicate"].size() > 1 and mode != "fsdp":
-        raise ValueError(f'a grid that replicates shards is for mode="fsdp"; came mode={mode!r}')
-    uneven = plan.tp > 1 and config.vocab_size % plan.tp and plan.dp * plan.cp > 2
-    if uneven and mode != "ddp":
-        raise ValueError(
-            f"t = {plan.tp} cuts {config.vocab_size} rows of the vocabulary unevenly; torch cannot"
-            f' save such parts sharded again over d c > 2; pad it, or use mode="ddp"')  # fmt: skip
-    if offload and mode != "fsdp":
-        raise ValueError(f'offload=True moves shards: it needs mode="fsdp"; came {mode!r}')
-    if ac == "memory_budget" and not compile:
-        raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
-    if plan.cp > 1 and attention is None:
-        raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
-    if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
-        raise ValueError(
-            "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
-            'follow; use schedule="1f1b" or mode="zero1"')  # fmt: skip
-    if config.sparse_layers and plan.tp > 1 and not sequence and plan.etp == 1:
-        raise ValueError(
-            f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
-            f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
-
-
-def parallelize(
-    model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
-    ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False, offload=False,
-):  # fmt: skip
-    """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
-
-    device_mesh: Grid.make(plan). attention: the callable of context parallelism, which the layers
-    call from here on; plans with c > 1 need one. mode: "ddp" (whole copies, one reduction a step),
-    "fsdp" (FSDP2; HSDP where the grid replicates), "zero1" (as ddp, with the optimiser's states
-    sharded: `LocalOptimizer(zero=True)`). sequence: share tokens out over the tensor ranks where no
-    matrix is split; such sequences divide by t. schedule: of a pipeline, see SCHEDULES; a plan with
-    p > 1 gives a `Pipeline`, else the model itself comes back, changed. ac: activations that are
-    computed again, see `checkpoint_layers`; "memory_budget": torch.compile's own choice, to keep
-    that share of them. compile: each layer by itself, for any length. offload: see `shard`.
-
-    The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
-    same sequences; those of one context group its tokens; those of different dp other sequences.
-    """
-    _refuse(
-        plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
-        schedule=schedule, ac=ac, ac_every=ac_every, memory_budget=memory_budget, compile=compile,
-        offload=offload)  # fmt: skip
-    if attention is not None:
-        model.attention = attention
-    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
-    whole.grid, whole.mode, whole.sequence = device_mesh, mode, sequence
-    for part in [model] if plan.pp == 1 else whole.parts.values():
-        if plan.tp > 1:
-            mesh = device_mesh.dense["tp"]
-            tensor_parallel(part, mesh, sequence=sequence, expert_tensor=plan.etp)
-        if plan.ep * plan.etp > 1:
-            expert_parallel(part, device_mesh.experts)
-        part.grid = device_mesh
-        if ac in ("full", "layers", "op"):
-            checkpoint_layers(part.model.layers, ac, every=ac_every, debug=ac_debug)
-        if ac == "memory_budget":
-            torch._functorch.config.activation_memory_budget = memory_budget
-        for layer in part.model.layers if compile else ():
-            layer.compile(dynamic=True)
-        if mode == "fsdp":
-            shard(part, offload=offload)
-        # A pipeline agrees on its microbatches' lengths once a step, before the first of them.
-        if plan.cp > 1 and plan.tp > 1 and sequence and plan.pp == 1:
-            _with_even_lengths(part, device_mesh)
-    return whole
-
-
-# 5. Gradients --------------------------------------------------------------------------------
-
-
-def shard(model, *, offload=False) -> None:
-    """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged.
-
-    Experts are a part of their own: other ranks hold copies of them than of the rest. offload:
-    shards, their gradients and so the optimiser live on the CPU.
-    """
-    cuda = torch.cuda.is_available()
-    policy = fsdp.CPUOffloadPolicy(pin_memory=cuda) if offload else fsdp.OffloadPolicy()
-    grid, mesh, parts = getattr(model, "grid", None), None, []
-    if grid is not None:
-        mesh = grid.dense[("replicate", "fsdp") if grid.dense["replicate"].size() > 1 else "fsdp"]
-        parts = [(module, grid.experts["expert-dp"]) for module in experts_of(model)]
-    for module, over in parts + [(module, mesh) for module in (*model.model.layers, model)]:
-        fsdp.fully_shard(module, mesh=over, offload_policy=policy)
-        # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
-        # pre-multiplied sum, hence the second call.
-        # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-    fsdp.register_fsdp_forward_method(model, "hidden")
-
-
-def sharded(model) -> bool:
-    """Not read off the parameters: between forward and backward the root's are whole."""
-    return getattr(model, "mode", None) == "fsdp" or isinstance(model, fsdp.FSDPModule)
-
-
-def reshard(model) -> None:
-    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-    for part in model.parts.values() if isinstance(model, Pipeline) else [model]:
-        if isinstance(part, fsdp.FSDPModule):
-            part.reshard()
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def full(tensor):
-    """The whole of a possibly sharded tensor. Collective if it is sharded."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def holders(grid, name):
-    """The ranks with the same part of a parameter and other tokens; without a plan all, None."""
-    if grid is None:
-        return None
-    return grid.experts["expert-dp"].get_group() if ".mlp.experts." in name else grid.data
-
-
-def reduce_gradients(model) -> int:
-    """(1) in place; a rank without a gradient adds zeros. FSDP has done it in backward.
-
-    Returns the position, counted from the last parameter because backward reaches that first, of
-    this rank's first parameter whose own gradient is not finite; -1 if there is none.
-    """
-    reshard(model)  # else the gradients of the root's shards are out of sight
-    suspect, backwards = -1, list(model.named_parameters())[::-1]
-    backwards = [(n, name, p) for n, (name, p) in enumerate(backwards) if p.requires_grad]
-    grid, by_message = getattr(model, "grid", None), {}
-    for n, name, p in backwards:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if suspect < 0 and not local(p.grad).isfinite().all():
-            suspect = n
-        kind = holders(grid, name), is_split(p)
-        by_message.setdefault(kind, []).append(local(p.grad))
-
-    # First over the ranks with other tokens. FSDP has done so in backward.
-    if not sharded(model) and dist.get_world_size() > 1:
-        for (group, _), grads in by_message.items():
-            _reduce_together(grads, group)
-
-    # Then over the ranks that hold the same parameter and have terms of its gradient.
-    # NUMERICS: in this order, because an all-reduce gives all of its ranks the same bits, but two
-    # groups that sum the same numbers may add them in other orders, as a ring's order goes by the
-    # place in the message. For the same reason split and whole parameters have messages of their
-    # own: parts of a vocabulary may differ in length, and would move what follows. So replicas stay
-    # bitwise alike. Pinned by
-    # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
-    for _, name, p in backwards:
-        # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
-        # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-        if getattr(p, "terms", False):
-            total = local(p.grad)
-            dist.all_reduce(total, group=p.device_mesh.get_group())
-            p.grad = DTensor.from_local(total, p.device_mesh, p.placements, run_check=False)
-        if name == TIED and getattr(model, "split_tie", False):
-            # COMM: both ends of a pipeline hold the embedding; each has a term of its gradient.
-            # Stages between them do not. Pinned by
-            # tests/test_parallel.py::test_every_plan_is_one_process.
-            dist.all_reduce(local(p.grad), group=grid.ends)
-    return suspect
-
-
-def is_split(p) -> bool:
-    """Whether a rank holds only a part of a parameter."""
-    return isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
-
-
-def _reduce_together(grads, group):
-    """Sum gradients over a group, up to 64 a message."""
-    if dist.get_world_size(group) == 1:
-        return
-    for n in range(0, len(grads), 64):
-        some = grads[n : n + 64]
-        flat = torch.cat([g.reshape(-1) for g in some])
-        dist.all_reduce(flat, group=group)
-        for g, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
-            g.copy_(part.view_as(g))
-
-
-def copies(p, ranks: int) -> int:
-    """On how many of the `ranks` that hold parts of a parameter each of its entries is."""
-    if not isinstance(p, DTensor):
-        return ranks
-    split = (n for n, x in enumerate(p.placements) if not (x.is_replicate() or x.is_partial()))
-    return ranks // math.prod(p.device_mesh.size(n) for n in split)
-
-
-def clip_grad_norm(model, max_norm: float):
-    """(2) and (3): scale the reduced gradients in place; the norm before it, a 0-d tensor.
-
-    Gradients of a norm that is not finite are left alone.
-    """
-    grid, named = getattr(model, "grid", None), dict(model.named_parameters())
-    named = {name: p for name, p in named.items() if p.grad is not None}
-    if grid is None:
-        norm = full(torch.nn.utils.get_total_norm([p.grad for p in named.values()]))
-    else:
-        # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
-        # counts every distinct entry once, and gives all ranks the same bits. Pinned by
-        # tests/test_parallel.py::test_every_plan_is_one_process.
-        ranks, tied = grid.plan.world // grid.plan.pp, TIED * getattr(model, "split_tie", False)
-        squares = []
-        for name, p in named.items():
-            norm = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64)
-            squares.append(norm.square() / (copies(p, ranks) * (1 + (name == tied))))
-        norm = torch.stack(squares).sum()
-        dist.all_reduce(norm)
-        norm = norm.sqrt()
-    # NUMERICS: torch's own clip divides by norm + 1e-6; (3) does not.
-    # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
-    if norm.isfinite() and norm > max_norm:
-        for p in named.values():
-            local(p.grad).mul_(max_norm / norm.item())
-    return norm
-
-
-def name_suspects(model, suspect: int) -> str:
-    """Which rank had which non-finite gradient first, from every rank's `reduce_gradients`."""
-    names = [name for name, _ in model.named_parameters()][::-1]
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
-    named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
-    return ", ".join(named) or "no single gradient: their norm overflowed"
-
-
-def persistent_buffers(model) -> dict:
-    """Name -> buffer, of those that belong to a model's state, such as the votes of a router."""
-    found = {}
-    for part in model.parts.values() if isinstance(model, Pipeline) else [model]:
-        for prefix, module in part.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
-
-
-@torch.no_grad()
-def copy_weights(source, target) -> None:
-    """target's parameters and buffers := source's, gathered if sharded, one at a time, in target's
-    dtypes.
-
-    Every rank of the plan calls it; of a pipeline, the stage that holds a tensor sends it.
-    """
-    held = dict(source.named_parameters()) | persistent_buffers(source)
-    wanted = dict(target.named_parameters()) | persistent_buffers(target)
-
-    # What all stages together hold, and who sends each tensor: the first stage that has it.
-    holds, senders, group = {name: tuple(x.shape) for name, x in held.items()}, {}, None
-    if isinstance(source, Pipeline):
-        group = source.grid.dense["pp"].get_group()
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, holds, group=group)
-        for stage in reversed(range(len(found))):
-            holds |= found[stage]
-            senders |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
-
-    # Compared before the first of them moves, and by what every rank knows now.
-    wants = {name: tuple(x.shape) for name, x in wanted.items()}
-    if holds != wants:
-        differ = sorted(name for name, _ in holds.items() ^ wants.items())
-        raise ValueError(f"models differ: {sorted(set(differ))}")
-
-    for name, q in wanted.items():
-        whole = full(held[name]) if name in held else torch.empty_like(q)
-        if name in senders:
-            # COMM: stages gather what they hold in one order, then its first holder sends the
-            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            whole = whole.contiguous().to(q.dtype)
-            dist.broadcast(whole, src=senders[name], group=group)
-        q.copy_(whole)
-
-
-def lr_factor(
-    step, /, *, warmup, total, decay="linear", decay_steps=None, min_ratio=0.0, first_step="nonzero"
-) -> float:
-    """The multiple of lr that step 0 .. total - 1 uses: warm-up, stable, decay.
-
-    warmup steps rise to 1, the last decay_steps (None: all behind the warm-up) fall towards
-    min_ratio: "linear" 1 - d, "sqrt" 1 - sqrt(d), "cosine" (1 + cos(pi d)) / 2, d the share of them
-    that is done; "constant" does not fall. first_step "nonzero": step 0 uses 1 / warmup, as in
-    torchtitan; "zero": 0, as in Hugging Face and verl. For warmup 2, total 10, linear:
-
-        nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
-        zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
-    """
-    falls = {"constant": lambda d: 1.0, "linear": lambda d: 1 - d,
-             "sqrt": lambda d: 1 - math.sqrt(d),
-             "cosine": lambda d: (1 + math.cos(math.pi * d)) / 2}  # fmt: skip
-    if decay not in falls or first_step not in ("nonzero", "zero"):
-        raise ValueError(
-            f'decay must be one of {", ".join(falls)} and first_step "nonzero" or "zero"; came '
-            f"{decay!r} and {first_step!r}")  # fmt: skip
-    decay_steps = total - warmup if decay_steps is None else decay_steps
-    if not (0 <= warmup <= total and 0 <= decay_steps <= total - warmup and 0 <= min_ratio <= 1):
-        raise ValueError(
-            f"warm-up {warmup} and decay {decay_steps} must fit into {total} steps, and min_ratio "
-            f"{min_ratio} between 0 and 1")  # fmt: skip
-    if step < warmup:
-        return (step + (first_step == "nonzero")) / warmup
-    done = max(0, step - (total - decay_steps)) / max(decay_steps, 1)
-    return min_ratio + (1 - min_ratio) * falls[decay](min(done, 1.0))
-
-
-class LocalOptimizer:
-    """A torch optimiser on the plain tensors that are on this rank: what DTensors and shards hold.
-
-    make: from a list of parameters to the optimiser. zero: ZeRO-1, each of the ranks with the same
-    weights updates a stretch of their rows, holds its state alone, and sends it to the others.
-    after_step: called with the model once its weights are new; Float8's scales would go there.
-    """
-
-    def __init__(self, model, make, *, zero=False, after_step=None):
-        # Ranks that shard the weights too hold other rows each: sending them around would overwrite
-        # one rank's rows with another's.
-        if zero and (getattr(model, "mode", None) != "zero1" or sharded(model)):
-            came = "fsdp" if sharded(model) else getattr(model, "mode", None)
-            raise ValueError(
-                f'zero=True shares out the states of whole weights: it needs a model of '
-                f'parallelize(.., mode="zero1"); came mode={came!r}')  # fmt: skip
-        self.model, self.zero, self.after_step = model, zero, after_step
-        self.mine = {}  # name -> the part of the parameter that is updated here; shares its memory
-        for name, p in model.named_parameters():
-            part = self._part(name, local(p.detach()))
-            self.mine[name] = torch.nn.Parameter(part, requires_grad=p.requires_grad)
-        self.inner = make([*self.mine.values()])
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def _part(self, name, x):
-        if not self.zero:
-            return x
-        group = holders(self.model.grid, name)
-        parts, rank = x.chunk(dist.get_world_size(group)), dist.get_rank(group)
-        return parts[rank] if rank < len(parts) else x[:0]
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One update from .grad; a parameter without one keeps its value."""
-        named = dict(self.model.named_parameters())
-        for name, part in self.mine.items():
-            grad = named[name].grad
-            part.grad = None if grad is None else self._part(name, local(grad))
-        self.inner.step()
-        for name, p in named.items() if self.zero else ():
-            group = holders(self.model.grid, name)
-            whole = local(p.detach())
-            # COMM: rows are padded to equal stretches, so all send alike, also one without a row.
-            # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-            rows = -(-len(whole) // dist.get_world_size(group))
-            sent = whole.new_zeros(rows, *whole.shape[1:])
-            sent[: len(self.mine[name])] = self.mine[name]
-            parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, sent, group=group)
-            whole.copy_(torch.cat(parts)[: len(whole)])
-        if self.after_step is not None:
-            self.after_step(self.model)
-
-    def zero_grad(self) -> None:
-        for p in self.model.parameters():
-            p.grad = None
-
-    def states(self, name, p) -> dict:
-        """The state of a parameter, sharded as it is, as DTensors that share its memory."""
-        state = adamw_state(self.state, self.mine[name])
-        return {key: self._sharded(name, p, x) if x.dim() else x for key, x in state.items()}
-
-    def _sharded(self, name, p, x):
-        mesh, placements = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ())
-        if self.zero:
-            names, grid = mesh.mesh_dim_names if mesh is not None else (), self.model.grid
-            # Rows were split by the mesh first, and then along the copies: the other way round than
-            # the order of the dimensions says.
-            factor = math.prod(mesh.size(n) for n, s in enumerate(placements) if s == Shard(0))
-            first = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
-            placements, expert = (first, *placements), ".mlp.experts." in name
-            mesh = grid.experts["expert-dp", *names] if expert else grid.dense["fsdp", *names]
-        if mesh is None:
-            return x
-        whole = dict(shape=p.shape, stride=p.stride())
-        return DTensor.from_local(x, mesh, placements, run_check=False, **whole)
-
-
-def adamw_state(states, p) -> dict:
-    """AdamW's state of a parameter, made as before its first step if it is absent."""
-    if not states[p]:
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        states[p] |= dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-    return states[p]
-
-
-def training_tensors(model, optimizer) -> dict:
-    """Every tensor that a resumed run needs, under flat names; AdamW's states made if absent.
-
-    model.NAME and optimizer.NAME.KEY of a parameter, buffer.NAME of a persistent buffer.
-    """
-    reshard(model)
-    tensors, own = {}, isinstance(optimizer, LocalOptimizer)
-    for name, p in model.named_parameters():
-        state = optimizer.states(name, p) if own else adamw_state(optimizer.state, p)
-        tensors[f"model.{name}"] = p.detach()
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in state.items()}
-    tensors |= {f"buffer.{name}": buffer for name, buffer in persistent_buffers(model).items()}
-    return tensors
-
-
-def replica_difference(model, optimizer=None) -> str | None:
-    """Collective. The ranks and the first tensor at which replicas differ, None if none does.
-
-    Two ranks that hold the same entries of the same parameter, of its optimiser's state or of a
-    buffer must hold the same bits, whatever the plan. The text is the same on every rank. Without a
-    plan all ranks are replicas but for what a DTensor says of itself. optimizer: a LocalOptimizer
-    or torch's; without one only the model is compared.
-    """
-    reshard(model)
-    mine = _held_bits(model, optimizer)
-    tables = [None] * dist.get_world_size()
-    # COMM: one gather of 8 bytes and a name a tensor; every rank then compares all tables, so that
-    # all say the same. Pinned by tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
-    dist.all_gather_object(tables, mine)
-
-    differing, first = set(), None
-    for held in dict.fromkeys(key for table in tables for key in table):
-        by_digest = {}
-        for rank, table in enumerate(tables):
-            if held in table:
-                by_digest.setdefault(table[held], []).append(rank)
-        if len(by_digest) > 1:
-            first = first or (held, by_digest)
-            differing.add(held)
-    if first is None:
-        return None
-
-    # Nobody can say which of two replicas is right; of several, the largest set comes first.
-    (name, _), by_digest = first
-    ranks = sorted(by_digest.values(), key=lambda ranks: (-len(ranks), ranks))
-    sets = " / ".join(f"rank{'s' * (len(some) > 1)} {' '.join(map(str, some))}" for some in ranks)
-    others = {name for name, _ in differing} - {name}
-    more = f"; {len(others)} more tensors differ" if others else ""
-    return f"replicas differ in {name}: {sets} hold other bits{more}"
-
-
-def _held_bits(model, optimizer) -> dict:
-    """(name, which part of it) -> digest, of all that this rank holds."""
-    own = isinstance(optimizer, LocalOptimizer)
-    table = {}
-
-    def enter(name, tensor):
-        # A DTensor tells where its part lies in the whole, as it does for a checkpoint; a plain
-        # tensor is whole.
-        part = "whole"
-        if isinstance(tensor, DTensor):
-            (chunk,) = tensor.__create_chunk_list__()
-            part = f"{tuple(chunk.offsets)} + {tuple(chunk.sizes)}"
-        flat = local(tensor.detach()).contiguous().reshape(-1)
-        bits = flat.view(torch.uint8).cpu().numpy()
-        table[name, part] = hashlib.blake2b(bits, digest_size=8).digest()
-
-    for name, p in model.named_parameters():
-        enter(name, p)
-        if optimizer is None:
-            continue
-        # Read with get: asking a torch optimiser for the state of a parameter would make one.
-        state = optimizer.state.get(optimizer.mine[name] if own else p, {})
-        for key, value in state.items():
-            if torch.is_tensor(value):
-                sharded_too = own and value.dim() > 0
-                value = optimizer._sharded(name, p, value) if sharded_too else value
-                enter(f"{name} ({key})", value)
-        rest = {key: None if torch.is_tensor(x) else repr(x) for key, x in state.items()}
-        text = repr(sorted(rest.items())).encode()
-        table[f"{name} (names of its states)", ""] = hashlib.blake2b(text, digest_size=8).digest()
-    for name, buffer in persistent_buffers(model).items():
-        enter(name, buffer)
-    return table
-
-
-# 6. Checkpoints ------------------------------------------------------------------------------
+# What a run writes so that it can go on under any plan, all or nothing, and how it is read back.
+# Skip it unless a checkpoint was refused, or you write checkpoints of your own.
 
 
 def write_checkpoint(path, tensors, state) -> None:
-    """Collective. `tensors` by DCP and `state` as JSON in the directory `path`, all or nothing:
-    a temporary directory, renamed once every byte and its checksum are on disk."""
+    """Collective. Write `tensors` by DCP and `state` as JSON into the directory `path`.
+
+    tensors: {name: tensor}, DTensors where they are sharded. All or nothing: a temporary directory
+    is renamed once every byte and its checksum are on disk. Raises on every rank, ValueError for a
+    state that is no finite JSON, before anything is touched, and OSError if it cannot be written.
+    """
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
 
@@ -1631,14 +2165,17 @@ def write_checkpoint(path, tensors, state) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint {path}: its state is no finite JSON: {error}") from error
 
-    agree(require_json)  # what could be written and never read again
+    # JSON would write NaN, and no reader would take it: refuse it before anything is deleted.
+    agree(require_json)
 
     def start():
+        # What a run that was cut short has left here.
         for stale in (partial, path):
             shutil.rmtree(stale, ignore_errors=True)
         partial.mkdir(parents=True)
 
     def finish():
+        # state.json comes last, with size and checksum of every other file, and then the rename.
         files = {f.name: [f.stat().st_size, _crc32(f)] for f in sorted(partial.iterdir())}
         with (partial / "state.json").open("w") as file:
             json.dump(sealed(state | {"files": files}), file)
@@ -1668,6 +2205,7 @@ def sealed(state) -> dict:
 
 
 def _crc32(path):
+    """The checksum of a file's bytes, read 4 MiB at a time."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -1697,14 +2235,23 @@ def _inspect(path, counts):
 
 
 def _undamaged(path):
-    """A checkpoint's JSON state, and {name: bytes} of its files, which have their checksums."""
+    """A checkpoint's JSON state, and the sizes of its files, {name: bytes}.
+
+    ValueError if a file is missing, or has another size or checksum than state.json says.
+    """
     path = Path(path)
+    # First the list of files, then their sizes, then their bytes: each needs the one before.
     try:
-        state, files, damaged = _read_state(path / "state.json"), {}, []
+        # Nothing that an unsealed state says is used: it may be of any type.
+        state = _read_state(path / "state.json")
+        files = {}
+        damaged = []
         if not isinstance(state, dict) or state != sealed(state):
             damaged.append("state.json")
         else:
             files = _listed_files(path, state)
+
+        # Every file that the state lists has the size and the checksum that it had when written.
         for name, (size, crc) in files.items():
             if (path / name).stat().st_size != size or _crc32(path / name) != crc:
                 damaged.append(name)
@@ -1722,6 +2269,7 @@ def _undamaged(path):
 def _read_state(file):
     """What state.json says. Numbers that are not finite are refused: JSON has no word for them."""
 
+    # Python's JSON reads NaN, Infinity and 1e999 (as infinity). No state of ours has them.
     def refuse(constant):
         raise ValueError(f"{constant} is no number")
 
@@ -1755,12 +2303,88 @@ def is_plain(name) -> bool:
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
-# DCP pickles its table of contents. A pickle is a program for a small stack machine, whose
-# instructions can import any object by name, call it, and set its attributes. So it is not run as
-# Python would: `_unpickle` is that machine with the instructions that DCP's table needs, in which a
-# name stays text, a call and an object stay a record of what was asked for, and nothing of Python's
-# is ever looked up, called or changed. `read_table` makes DCP's own objects from such records, each
-# value of the type and in the range that it must have.
+def read_checkpoint(path, tensors, *, counts=()) -> dict:
+    """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
+    returns its JSON state, see `verify_checkpoint` for counts.
+
+    Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
+    What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
+    """
+    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    shapes = [mine] * dist.get_world_size()
+    dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
+    wanted = {name: shape for some in shapes for name, shape in some.items()}
+
+    def inspect():
+        state, table = _inspect(path, counts)
+        saved = {name: tuple(entry.size) for name, entry in table.state_dict_metadata.items()}
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise ValueError(
+                    f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
+                    f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
+        return state, table
+
+    state, table = agree(inspect)
+    try:
+        dcp.load(tensors, storage_reader=SafeReader(path, table))
+    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
+        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in sorted(error.failures.items()))
+        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
+    return state
+
+
+def checkpoints(directory):
+    """The step-NNNNNNNN directories, oldest first."""
+    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
+
+
+def superseded(directory, step, keep):
+    """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
+    ones, which a resume from here has found damaged."""
+    # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
+    found = checkpoints(directory)
+    saved = Path(directory) / f"step-{step:08d}"
+    up_to_it = [path for path in found if path <= saved]
+    later = [path for path in found if path > saved]
+    return up_to_it[:-keep] + later
+
+
+def newest_checkpoint(directory):
+    """The newest undamaged checkpoint; damaged ones are named and passed over. None if there is
+    none at all; if none is whole, ValueError, so that a run is not begun again by mistake.
+
+    A crash or a disk does not leave a right seal on wrong contents. Such a checkpoint was made so;
+    it is not passed over but refused, when `read_checkpoint` reads it.
+    """
+    found = checkpoints(directory)
+    # Reading all bytes for their checksum takes a while, so only of as many as it takes.
+    for path in reversed(found):
+        try:
+            _undamaged(path)
+            return str(path)
+        except ValueError as error:
+            print(f"warning: {error}; trying an older one", file=sys.stderr)
+    if found:
+        raise ValueError(
+            f"no checkpoint in {directory} is whole ({', '.join(path.name for path in found)}): "
+            f"put a copy of one back, or begin again with --overwrite"
+        )
+    return None
+
+
+# J. The table of contents of a checkpoint, read without running it ----------------------------
+#
+# DCP pickles its table, and unpickling a stranger's file can run a stranger's program.
+# Skip it unless you load checkpoints that somebody else could have written.
+
+
+# A pickle is a program for a small stack machine, whose instructions can import any object by name,
+# call it, and set its attributes. So it is not run as Python would: `_unpickle` is that machine
+# with the instructions that DCP's table needs, in which a name stays text, a call and an object
+# stay a record of what was asked for, and nothing of Python's is ever looked up, called or changed.
+# `read_table` makes DCP's own objects from such records, each value of the type and in the range
+# that it must have.
 
 META = "torch.distributed.checkpoint.metadata."
 STORED = "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -1780,12 +2404,22 @@ class _Record:
     """An object that a pickle asks for: a name, what it would be called with, and its state."""
 
     def __init__(self, name, arguments):
-        self.name, self.arguments, self.state = name, arguments, {}
+        self.name = name
+        self.arguments = arguments
+        self.state = {}
 
 
 def _unpickle(raw):
-    """What a pickle of DCP's table says, as dicts, lists, tuples, texts, numbers and records."""
-    stack, marks, memo = [], [], {}
+    """What a pickle of DCP's table says, as dicts, lists, tuples, texts, numbers and records.
+
+    The dict {"w": 7} is such a program, and its value is what STOP finds on top of the stack:
+
+        instruction    EMPTY_DICT    MARK    "w"       7           SETITEMS    STOP
+        stack          {}            {}      {} "w"    {} "w" 7    {"w": 7}
+    """
+    stack = []
+    marks = []  # heights of the stack at which an unfinished container begins
+    memo = {}  # what was read before, by its number, to be put on the stack again
 
     def since_mark():
         start = marks.pop()
@@ -1860,19 +2494,21 @@ def _unpickle(raw):
 
 
 def _fields(record, name, *keys):
-    """Values of the state of a record that must be an object of a class."""
+    """The values under `keys` in the state of a record, which must ask for an object `name`."""
     if not (isinstance(record, _Record) and record.name == name and isinstance(record.state, dict)):
         raise ValueError(f"something else where a {name.rpartition('.')[2]} belongs")
     return [record.state.get(key) for key in keys]
 
 
 def _integers(values):
+    """The values, if they can be sizes and offsets: integers, no truth values, of 0 or more."""
     if not all(type(value) is int and value >= 0 for value in values):
         raise ValueError("sizes and offsets must be integers of 0 or more")
     return values
 
 
 def _size(record):
+    """A torch.Size, made here, of the tuple that a record would have called it with."""
     _fields(record, "torch.Size")
     (sizes,) = record.arguments
     if not isinstance(sizes, tuple):
@@ -1880,10 +2516,12 @@ def _size(record):
     return torch.Size(_integers(sizes))
 
 
-def _tensor_entry(name, record) -> TensorStorageMetadata:
+def _tensor_entry(name, record) -> dcp.metadata.TensorStorageMetadata:
     """A tensor's dtype and size, and the chunks that it is cut into, which tile it."""
     if not (isinstance(record, _Record) and record.name == f"{META}TensorStorageMetadata"):
         raise ValueError(f"entry {name:.80} is no tensor; refusing to unpickle it")
+
+    # Its properties: a dtype that DCP may load, and the one layout whose chunks can be narrowed.
     properties, size, chunks = _fields(record, record.name, "properties", "size", "chunks")
     if not (isinstance(properties, _Record) and properties.name == f"{META}TensorProperties"):
         raise ValueError(f"{name:.80} has no properties")
@@ -1893,15 +2531,20 @@ def _tensor_entry(name, record) -> TensorStorageMetadata:
     strided = isinstance(layout, _Record) and layout.name == STRIDED
     if not (strided and layout.arguments == ("torch.strided",)):
         raise ValueError(f"{name:.80} is no strided tensor")
+
+    # Where its chunks lie. A table with a hole, or with two chunks over one entry, would load half.
     size = _size(size)
     pairs = [_fields(chunk, f"{META}ChunkStorageMetadata", "offsets", "sizes") for chunk in chunks]
-    chunks = [ChunkStorageMetadata(_size(offsets), _size(sizes)) for offsets, sizes in pairs]
+    chunks = []
+    for offsets, sizes in pairs:
+        chunks.append(dcp.metadata.ChunkStorageMetadata(_size(offsets), _size(sizes)))
     _require_tiled(name, size, chunks)
-    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), size, chunks)
+    properties = dcp.metadata.TensorProperties(dtype=DTYPES[dtype])
+    return dcp.metadata.TensorStorageMetadata(properties, size, chunks)
 
 
 def _require_tiled(name, size, chunks):
-    """Every entry of a tensor is in exactly one chunk."""
+    """ValueError unless every entry of a tensor is in exactly one of its chunks."""
     for chunk in chunks:
         if len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size):
             raise ValueError(f"a chunk of {name:.80} has another number of dimensions")
@@ -1913,6 +2556,8 @@ def _require_tiled(name, size, chunks):
     count = sum(math.prod(chunk.sizes) for chunk in filled)
     if not inside or count != math.prod(size):
         raise ValueError(f"the chunks of {name:.80} do not tile it")
+
+    # Two boxes meet if they meet in every dimension. C chunks, D dimensions, c of them behind n.
     begin_CD = np.array([chunk.offsets for chunk in filled], dtype=np.int64)
     end_CD = np.array(ends, dtype=np.int64)
     for n in range(len(filled) - 1):
@@ -1930,7 +2575,11 @@ class Stored(NamedTuple):
 
 
 def _places(record, entries, sizes) -> dict:
-    """{index of a chunk: Stored}: every chunk once, the bytes of every file end to end."""
+    """Where each chunk is stored, {index of a chunk: Stored}.
+
+    ValueError unless every chunk is stored once and chunks fill every file end to end. sizes: as
+    in `read_table`.
+    """
     if not isinstance(record, dict):
         raise ValueError("it does not say where its chunks are")
     places = {}
@@ -1942,14 +2591,14 @@ def _places(record, entries, sizes) -> dict:
             raise ValueError(f"it names the file {named}, which state.json does not list")
         if not isinstance(name, str) or info.state.get("transform_descriptors"):
             raise ValueError("a chunk without a name, or one that would have to be decoded")
-        where = MetadataIndex(name, _size(offset))
+        where = dcp.metadata.MetadataIndex(name, _size(offset))
         if where in places:
             raise ValueError(f"a chunk of {name:.80} is stored twice")
         places[where] = Stored(file, *_integers((start, length)))
 
     # DCP may leave out a chunk without entries, such as the rows of a rank that has none.
     chunks = {
-        MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes)
+        dcp.metadata.MetadataIndex(name, chunk.offsets): math.prod(chunk.sizes)
         for name, entry in entries.items()
         for chunk in entry.chunks
     }
@@ -1968,7 +2617,7 @@ def _places(record, entries, sizes) -> dict:
     return places
 
 
-def read_table(path, sizes) -> Metadata:
+def read_table(path, sizes) -> dcp.metadata.Metadata:
     """DCP's table of contents of a checkpoint, made of verified values, else ValueError.
 
     sizes: {name: bytes} of the checkpoint's files; the table may name no others.
@@ -1979,7 +2628,7 @@ def read_table(path, sizes) -> Metadata:
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named):
             raise ValueError("it does not say which tensors there are")
         entries = {name: _tensor_entry(name, entry) for name, entry in named.items()}
-        return Metadata(entries, storage_data=_places(stored, entries, sizes))
+        return dcp.metadata.Metadata(entries, storage_data=_places(stored, entries, sizes))
     except Exception as error:  # a damaged program may fail anywhere, and in any way
         raise ValueError(
             f"checkpoint {path}: .metadata is damaged or not of this program: "
@@ -1993,7 +2642,7 @@ class SafeReader(dcp.FileSystemReader):
         super().__init__(path)
         self.table = table
         self.expected = {
-            MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
+            dcp.metadata.MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
             for name, entry in table.state_dict_metadata.items()
             for chunk in entry.chunks
         }
@@ -2016,6 +2665,7 @@ class SafeReader(dcp.FileSystemReader):
 
     def _read(self, item, planner):
         """One stored chunk, or a part of it, into the part of a tensor that wants it."""
+        # The slice of the file that the table names is a torch.save of one chunk.
         index = item.storage_index
         place = self.table.storage_data[index]
         with (Path(self.path) / place.file).open("rb") as file:
@@ -2024,6 +2674,8 @@ class SafeReader(dcp.FileSystemReader):
         tensor = isinstance(saved, torch.Tensor) and saved.layout == torch.strided
         if not tensor or (saved.dtype, saved.shape) != self.expected[index]:
             raise ValueError(f"{place.file}: {index.fqn} is not stored as the table says")
+
+        # A plan with other shards wants a box of the chunk: cut it out, dimension by dimension.
         target = planner.resolve_tensor(item).detach()
         for dimension, start in enumerate(item.storage_offsets):
             saved = saved.narrow(dimension, start, item.lengths[dimension])
@@ -2031,72 +2683,10 @@ class SafeReader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-def read_checkpoint(path, tensors, *, counts=()) -> dict:
-    """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
-    returns its JSON state, see `verify_checkpoint` for counts.
-
-    Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
-    What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
-    """
-    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = [mine] * dist.get_world_size()
-    dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
-    wanted = {name: shape for some in shapes for name, shape in some.items()}
-
-    def inspect():
-        state, table = _inspect(path, counts)
-        saved = {name: tuple(entry.size) for name, entry in table.state_dict_metadata.items()}
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
-                    f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
-        return state, table
-
-    state, table = agree(inspect)
-    try:
-        dcp.load(tensors, storage_reader=SafeReader(path, table))
-    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
-        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in sorted(error.failures.items()))
-        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
-    return state
-
-
-def checkpoints(directory):
-    """The step-NNNNNNNN directories, oldest first."""
-    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
-
-
-def superseded(directory, step, keep):
-    """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
-    ones, which a resume from here has found damaged."""
-    found, own = checkpoints(directory), Path(directory) / f"step-{step:08d}"
-    return [p for p in found if p <= own][:-keep] + [p for p in found if p > own]
-
-
-def newest_checkpoint(directory):
-    """The newest undamaged checkpoint; damaged ones are named and passed over. None if there is
-    none at all; if none is whole, ValueError, so that a run is not begun again by mistake.
-
-    A crash or a disk does not leave a right seal on wrong contents. Such a checkpoint was made so;
-    it is not passed over but refused, when `read_checkpoint` reads it.
-    """
-    found = checkpoints(directory)
-    for path in reversed(found):
-        try:
-            _undamaged(path)
-            return str(path)
-        except ValueError as error:
-            print(f"warning: {error}; trying an older one", file=sys.stderr)
-    if found:
-        raise ValueError(
-            f"no checkpoint in {directory} is whole ({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with --overwrite"
-        )
-    return None
-
-
-# 7. check ------------------------------------------------------------------------------------
+# K. check -------------------------------------------------------------------------------------
+#
+# Two optimiser steps of a toy, ddp and fsdp on 1 to 3 ranks against `definition`, and every plan.
+# Skip it: `python parallel.py check` runs it.
 
 
 class _Toy(torch.nn.Module):
@@ -2114,41 +2704,36 @@ class _Toy(torch.nn.Module):
         return self.head(x_BM)
 
 
-ROWS, LR, CLIP = 7, 0.5, (0.1, 1e9)  # rows of data; the first step clips, the second does not
+ROWS = 7  # of data
+LR = 0.5
+CLIP = 0.1, 1e9  # the first step clips, the second does not
 
 
 def _toy():
+    """The same toy and the same (ROWS, 5) data on every rank."""
     torch.manual_seed(0)
     return _Toy().double(), torch.randn(ROWS, 5).double()
 
 
-def definition():
-    """Norms and weights after the two steps in one process, (1)-(3) written out for plain SGD."""
-    model, x_BM = _toy()
-    norms = []
-    for max_norm in CLIP:
-        loss = model.hidden(x_BM).square().sum() / ROWS
-        grads = torch.autograd.grad(loss, list(model.parameters()))
-        norms.append(sum((g * g).sum() for g in grads).sqrt())
-        for p, g in zip(model.parameters(), grads):
-            p.data -= LR * g * min(1.0, max_norm / norms[-1])
-    return torch.cat([torch.stack(norms), *(p.detach().flatten() for p in model.parameters())])
-
-
 def _toy_step(rank, world, mode, store, out):
-    """The same by this file, on rows rank, rank + world, ..; rank 0 leaves the result in `out`."""
+    """What `definition` computes, by this file; rank 0 leaves the result in the file `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     model, x_BM = _toy()
     if mode == "fsdp":
         shard(model)
-    optimizer, norms = torch.optim.SGD(model.parameters(), lr=LR), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+
+    # This rank's rows are rank, rank + world, ..: unequal shares of 7 rows, so that a mean over
+    # ranks would be wrong. Its loss is divided by the count of all rows.
+    norms = []
     for max_norm in CLIP:
         (model.hidden(x_BM[rank::world]).square().sum() / ROWS).backward()
         reduce_gradients(model)
         norms.append(clip_grad_norm(model, max_norm))
         optimizer.step()
         optimizer.zero_grad()
+
     result = [torch.stack(norms), *(full(p.detach()).flatten() for p in model.parameters())]
     if rank == 0:
         torch.save(torch.cat(result), out)
@@ -2158,20 +2743,28 @@ def _toy_step(rank, world, mode, store, out):
 
 def check() -> bool:
     """Norms and weights after two steps: every mode and number of ranks against `definition`."""
-    results, run = {}, torch.multiprocessing.start_processes
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         for mode, world in itertools.product(("ddp", "fsdp"), (1, 2, 3)):
-            store, out = f"{folder}/store-{mode}-{world}", f"{folder}/out-{mode}-{world}"
-            run(_toy_step, (world, mode, store, out), nprocs=world, start_method="fork")
+            store = f"{folder}/store-{mode}-{world}"
+            out = f"{folder}/out-{mode}-{world}"
+            torch.multiprocessing.start_processes(
+                _toy_step, (world, mode, store, out), nprocs=world, start_method="fork"
+            )
             results[f"{mode}, {world} ranks"] = torch.load(out, weights_only=True)
-    truth = definition()  # behind the forks: autograd's threads do not survive one
+
+    # The truth comes behind the forks: autograd's threads do not survive one.
+    model, x_BM = _toy()
+    truth = definition(model, x_BM, lr=LR, max_norms=CLIP)
     rows = {}  # name -> the relative error, and what it may be
     for name, result in results.items():
-        rows[name] = ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item(), 1e-12
+        error = ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item()
+        rows[name] = (error, 1e-12)
     try:
         rows |= {name: (error, 1e-10) for name, error in _measure().matrix().items()}
     except ImportError as missing:
         print(f"every other plan: SKIP ({missing}); it would compare them with one process")
+
     for name, (error, budget) in rows.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= budget else 'FAILED'}")
     ok = all(error <= budget for error, budget in rows.values())

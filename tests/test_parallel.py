@@ -60,8 +60,8 @@ def test_every_plan_is_one_process(tmp_path, name):
 def _with_fault(rank, fault, text, kind, options):
     """The worst gradient error where one term of a sum is forgotten."""
     if fault == "norms":  # a norm's term of its gradient is taken for the whole
-        place = parallel._place
-        parallel._place = lambda *x: place(*x[:4])
+        place = parallel._place_parameter
+        parallel._place_parameter = lambda *x: place(*x[:4])
     elif fault == "tie":
         reduce = parallel.reduce_gradients
 
