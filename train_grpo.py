@@ -6,9 +6,8 @@ from the global batch of one optimiser step before any micro-batch is cut, and g
 over ranks: so micro-batches, ranks, packing and order cannot change it. **Data and randomness are
 functions of (seed, step, group, rollout)**, never of a generator's state: so the number of ranks,
 a kill and a resume cannot change them either. Two ranks make the run of one process: in float64
-to rounding, at every step. In float32 rounding differs from the start, and since a sampled token is
-either this one or that one, two such runs draw other tokens sooner or later (step 12 of the default
-run), and are then different runs that learn alike. A resumed run repeats every bit.
+to rounding, at every step; in float32 until rounding draws another token (step 12 of the default
+run), and then they are two runs that learn alike. A resumed run repeats every bit.
 
     python train_grpo.py                                      # guess: 1.00 solved, 40 s
     torchrun --nproc-per-node 2 train_grpo.py                 # the same on two processes
@@ -44,9 +43,8 @@ update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no
              constant       w_i = 1               Z = sequences * max_new_tokens
 
 Letters: B trajectories; T positions of their padded log-prob vectors (the targets are tokens[1:],
-so a trajectory of L tokens has L - 1); G rollouts of a group; N scored tokens; K sums for metrics.
-In the appendices S packed tokens and M the model's width. Capital: the whole, the same on every
-rank that works on it. Small: this rank's share, n of the N scored, s of the S tokens.
+so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums.
+In the appendices S packed tokens, M the model's width; small letters are one rank's share.
 
 Metrics (metrics.jsonl, one line a step; every normaliser is global):
 
@@ -108,18 +106,15 @@ import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
-    Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
-    sharded, summed,
+    Grid, LocalOptimizer, Micro, Pipeline, Plan, Stop, add_terms, agree, clip_grad_norm, connect,
+    copy_weights, lr_factor, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
+    read_checkpoint, reduce_gradients, replica_difference, reshard, shard, sharded, summed,
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
-from tree_attention import (
-    Cost, TokenTrie, redistribute, tree_backward, tree_scores,
-)  # fmt: skip
+from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
 
 
-# 1. The definition: the loss by Python's floats ----------------------------------------------
+# 1. The definition: the loss by Python's floats -----------------------------------------------
 
 
 def definition(lp, old, A, w, Z, clip_low, clip_high):
@@ -143,7 +138,7 @@ def definition(lp, old, A, w, Z, clip_low, clip_high):
     return total / Z
 
 
-# 2. Advantages: which rollouts were better than expected -------------------------------------
+# 2. Advantages: which rollouts were better than expected --------------------------------------
 
 
 def advantages(rewards_G, /, kind):
@@ -356,8 +351,9 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
 
 
 def loss_metrics(totals, gap_max) -> dict:
-    """Metrics by their names, from the `SUMS` of a whole batch, a dict of numbers, and its largest
-    gap. The loss is divided already; everything else becomes a mean over sampled tokens."""
+    """Metrics by their names, from the `SUMS` of a whole batch and its largest gap, all numbers."""
+    # The loss is divided by Z already. The others are means over sampled tokens, not over
+    # sequences, micro-batches or ranks, whatever the aggregation of the loss.
     count = max(totals["tokens"], 1.0)
     return {
         "loss/token_mean": totals["loss"],
@@ -373,8 +369,28 @@ def loss_metrics(totals, gap_max) -> dict:
 
 # 4. The loop: rollouts, advantages, updates ---------------------------------------------------
 #
-# A step is one batch of rollouts and a few optimiser steps on it. `config` is the command line,
-# a `Config` (appendix A); `task` makes prompts and answers to answers (appendix E).
+# A step is one batch of rollouts and a few optimiser steps on it. `config` is the command line
+# (appendix A); `task` makes prompts and replies to answers (appendix E). What the parts of a step
+# hand on are lists of these:
+
+
+@dataclass
+class Trajectory:
+    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
+
+    group: int
+    tokens: list[int]
+    mask: np.ndarray  # bool: was sampled by the policy, and counts in the loss
+    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
+    reward: float = 0.0
+    truncated: bool = False
+    path: list = field(default_factory=list)  # see branch_advantages
+    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # of the critic, before the step
+    returns: np.ndarray | None = None
 
 
 def train_step(config, task, trainer, log, step):
@@ -410,7 +426,7 @@ def collect(config, task, generator, step):
     """
     mine = {}
     kept = []
-    rewards_NG = np.zeros((0, config.group))  # of all ranks, a row for each group played so far
+    rewards_PG = np.zeros((0, config.group))  # of all ranks, a row for each group played so far
     tokens_and_truncated = np.zeros(2)
     first_prompt = step * config.prompts * config.max_rounds
     for _ in range(config.max_rounds):
@@ -419,23 +435,23 @@ def collect(config, task, generator, step):
         #     round 1   groups 0 1 2 3   kept 0 2     (1 and 3 had equal rewards)
         #     round 2   groups 4 5       kept 0 2 4 5
         missing = config.prompts - len(kept)
-        groups = range(len(rewards_NG), len(rewards_NG) + missing)
+        groups = range(len(rewards_PG), len(rewards_PG) + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, generator, starts, key=(config.seed, step))
 
         # Each rank fills in its own rows and leaves zeros elsewhere; the sum over ranks is then
         # the whole table on every rank, and all ranks drop the same groups.
-        round_NG = np.zeros((len(groups), config.group))
+        round_PG = np.zeros((len(groups), config.group))
         for (group, _, _), trajectories in zip(starts, played):
             mine[group] = trajectories
-            round_NG[group - groups[0]] = [t.reward for t in trajectories]
+            round_PG[group - groups[0]] = [t.reward for t in trajectories]
             tokens_and_truncated[0] += sum(t.mask.sum() for t in trajectories)
             tokens_and_truncated[1] += sum(t.truncated for t in trajectories)
-        round_NG = np.array(summed(round_NG.tolist(), generator.head_weight.device))
-        rewards_NG = np.concatenate([rewards_NG, round_NG])
+        round_PG = np.array(summed(round_PG.tolist(), generator.head_weight.device))
+        rewards_PG = np.concatenate([rewards_PG, round_PG])
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
-        for group, rewards_G in zip(groups, round_NG):
+        for group, rewards_G in zip(groups, round_PG):
             equal = (rewards_G == rewards_G[0]).all()
             if not (config.dynamic_sampling and equal):
                 kept.append(group)
@@ -447,12 +463,12 @@ def collect(config, task, generator, step):
         refuse_nothing_finite(config, step)
 
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
-    solved_NG = rewards_NG >= 1
+    solved_PG = rewards_PG >= 1
     return mine, kept, {
-        "reward/mean": rewards_NG.mean(), "reward/solved": solved_NG.mean(),
-        "reward/groups_none": (~solved_NG).all(1).mean(),
-        "reward/groups_all": solved_NG.all(1).mean(),
-        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards_NG.size,
+        "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
+        "reward/groups_none": (~solved_PG).all(1).mean(),
+        "reward/groups_all": solved_PG.all(1).mean(),
+        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards_PG.size,
     }  # fmt: skip
 
 
@@ -544,7 +560,7 @@ def update(config, trainer, mine, kept, step):
     }  # fmt: skip
 
 
-# 5. The trainer: policy, optimiser and generator -----------------------------------------------
+# 5. The trainer: policy, optimiser and generator ----------------------------------------------
 
 
 def pack(batch, micro_tokens, *, tree=False):
@@ -575,19 +591,22 @@ def pack(batch, micro_tokens, *, tree=False):
     return micros
 
 
-def padded(vectors, like):
-    """Ragged numpy vectors -> one (B, T) tensor of `like`'s dtype and device, zero where short."""
-    out_BT = np.zeros((len(vectors), max(map(len, vectors))))
-    for b, vector in enumerate(vectors):
-        out_BT[b, : len(vector)] = vector
-    return torch.from_numpy(out_BT).to(like)
+def loss_inputs(config, micro, lp_BT):
+    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
 
+    def column(name):
+        return padded([getattr(t, name) for t in micro], lp_BT)
 
-# The keyword arguments of `grpo_loss` that are flags.
-LOSS_SETTINGS = (
-    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
-    "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
-)  # fmt: skip
+    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
+    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
+    options["sampler_BT"] = column("sampler_logprobs")
+    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
+    if micro[0].ref_logprobs is not None:
+        options["ref_BT"] = column("ref_logprobs")
+    if config.advantage == "gae":
+        options["old_value_BT"] = column("values")
+        options["return_BT"] = column("returns")
+    return old_BT, column("advantages"), options
 
 
 class Trainer:
@@ -630,24 +649,6 @@ class Trainer:
         temperature = self.config.temperature
         return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
 
-    def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, Z):
-        """`grpo_loss` of a scored micro-batch: its part of (7), and what `loss_metrics` needs."""
-
-        def column(name):
-            return padded([getattr(t, name) for t in micro], lp_BT)
-
-        # `prepare` gives these to all trajectories of a step or to none.
-        old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
-        tensors = dict(sampler_BT=column("sampler_logprobs"), entropy_BT=entropy_BT)
-        if micro[0].ref_logprobs is not None:
-            tensors["ref_BT"] = column("ref_logprobs")
-        if self.config.advantage == "gae":
-            tensors["value_BT"] = value_BT
-            tensors["old_value_BT"] = column("values")
-            tensors["return_BT"] = column("returns")
-        settings = {name: getattr(self.config, name) for name in LOSS_SETTINGS}
-        return grpo_loss(lp_BT, old_BT, column("advantages"), mask_BT, Z=Z, **tensors, **settings)
-
     def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
         """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
 
@@ -656,15 +657,19 @@ class Trainer:
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
+        Z = num_global_valid_tokens
         measured = []
 
         def loss_of(micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
+            # (7) of some scored trajectories; what is measured on the way is kept for the metrics.
             if supervised:
-                scored = micro, mask_BT, lp_BT, entropy_BT
-                loss, sums = likelihood_loss(self.config, *scored, num_global_valid_tokens)
+                loss, sums = likelihood_loss(self.config, micro, mask_BT, lp_BT, entropy_BT, Z)
             else:
-                scored = micro, mask_BT, lp_BT, entropy_BT, value_BT
-                loss, sums = self.loss(*scored, num_global_valid_tokens)
+                old_BT, advantage_BT, options = loss_inputs(self.config, micro, lp_BT)
+                options["entropy_BT"] = entropy_BT
+                if self.config.advantage == "gae":
+                    options["value_BT"] = value_BT
+                loss, sums = grpo_loss(lp_BT, old_BT, advantage_BT, mask_BT, Z=Z, **options)
             measured.append(sums)
             return loss
 
@@ -734,26 +739,7 @@ class Trainer:
         return state
 
 
-# 6. Rollouts: what is sampled, and with which random numbers -----------------------------------
-
-
-@dataclass
-class Trajectory:
-    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
-
-    group: int
-    tokens: list[int]
-    mask: np.ndarray  # bool: was sampled by the policy, and counts in the loss
-    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
-    reward: float = 0.0
-    truncated: bool = False
-    path: list = field(default_factory=list)  # see branch_advantages
-    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
-    advantages: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
-    ref_logprobs: np.ndarray | None = None
-    values: np.ndarray | None = None  # of the critic, before the step
-    returns: np.ndarray | None = None
+# 6. Rollouts: what is sampled, and with which random numbers ----------------------------------
 
 
 def uniforms(key, count):
@@ -827,8 +813,7 @@ def rollout(
     max_new_tokens  of a trajectory behind its prompt, the task's replies included
     temperature     of sampling; 0 is greedy
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
-    forks           children of a trajectory at each of its first
-    fork_turns      turn boundaries
+    forks           children of a trajectory at each of its first fork_turns turn boundaries
     """
     if not starts:
         return []
@@ -861,7 +846,7 @@ def rollout(
 # =============================================================================================
 
 
-# A. Settings: flags, their help, what cannot be combined -------------------------------------
+# A. Settings: flags, their help, what cannot be combined --------------------------------------
 # For whoever looks up a flag, or adds one. Who knows what a setting means can skip everything but
 # the fields of Config, and the table of papers.
 
@@ -1094,6 +1079,13 @@ class Config:
             "--device cuda: torch sees no CUDA device here")
 
 
+# The keyword arguments of `grpo_loss` that are flags.
+LOSS_SETTINGS = (
+    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
+    "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
+)  # fmt: skip
+
+
 def _flag(name):
     """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
@@ -1160,7 +1152,7 @@ def resumed_config(path, given) -> Config:
     return Config(**(stored | given))
 
 
-# B. A batch on many ranks: shards, plans, pipelines, and metrics of all ranks ------------------
+# B. A batch on many ranks: shards, plans, pipelines, and metrics of all ranks -----------------
 # How the Trainer's few calls reach other ranks: packed batches under tensor, context, pipeline and
 # expert parallelism. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
@@ -1195,6 +1187,14 @@ def adamw(config, model, plan):
     if plan is None:
         return make(model.parameters())
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
+
+
+def padded(vectors, like):
+    """Ragged numpy vectors -> one (B, T) tensor of `like`'s dtype and device, zero where short."""
+    out_BT = np.zeros((len(vectors), max(map(len, vectors))))
+    for b, vector in enumerate(vectors):
+        out_BT[b, : len(vector)] = vector
+    return torch.from_numpy(out_BT).to(like)
 
 
 def head_part(model):
@@ -1341,6 +1341,8 @@ def lay_out_one(trainer, micro, length):
 
 def context_attention(trainer, document_1S):
     """Attention inside documents, their tokens spread over the ranks of the context group."""
+    # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what each
+    # pair of ranks needs. A layer with a window narrows it further.
     group = trainer.grid.context
     method = trainer.config.cp_method
     mask = ring_attention.Mask.documents(doc_ids=document_1S)
@@ -1430,7 +1432,8 @@ def score_batch(trainer, batch, model, kind) -> list:
     """A numpy vector (L - 1,) for each trajectory; kind: logprobs, entropies or values."""
     # The policy under a plan is run by all ranks of a replica, on what all of them hold; this
     # rank's trajectories begin at `first`. The reference is whole on every rank, and runs alone.
-    together, first = batch, 0
+    together = batch
+    first = 0
     if model is trainer.model:
         together, first = gather_replica(trainer, batch)
     micros = micro_batches(trainer, together)
@@ -1494,7 +1497,7 @@ def skip_step(trainer, suspect):
     return text
 
 
-# C. Trees: forked rollouts, and prefixes that are run once --------------------------------------
+# C. Trees: forked rollouts, and prefixes that are run once ------------------------------------
 # Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
 # prefixes at the cost of their distinct tokens (--tree). Without those flags, skip it.
 
@@ -1658,7 +1661,7 @@ def backward_by_blocks(trainer, batch, loss_of) -> int:
     return tokens_of(trie, batch)
 
 
-# D. PPO's critic, and the KL in the reward --------------------------------------------------------
+# D. PPO's critic, and the KL in the reward ----------------------------------------------------
 # Advantages of single tokens, from a value head on the policy's states, and rewards that pay for
 # the distance to the reference. For --advantage gae and --kl-in reward; GRPO needs neither.
 
@@ -1754,7 +1757,7 @@ def critic_advantages(config, trainer, batch) -> dict:
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
-# E. Tasks ------------------------------------------------------------------------------------
+# E. Tasks -------------------------------------------------------------------------------------
 # What is played: the interface of a task, four tasks, and how a task's file is loaded. Who brings a
 # task of their own reads `Task` and `Guess`; everybody else can skip it.
 
@@ -1773,13 +1776,19 @@ class Task:
         """Tasks are made as Class(config)."""
 
     def prompt(self, rng, index: int, held_out: bool):
-        """-> (state, prompt tokens). rng: numpy Generator of this (seed, step, group); index counts
-        the prompts of the run, or from 0 those of an evaluation (held_out)."""
+        """Begin a group: returns (state, prompt tokens).
+
+        rng is a numpy Generator of this (seed, step, group). index counts the prompts of the run,
+        or from 0 those of an evaluation (held_out).
+        """
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """answer: a turn's tokens, its end token last -> (state, reply tokens, reward); None for
-        the reply ends the trajectory. An answer cut off by max_new_tokens is never shown."""
+        """Hear a turn: returns (new state, reply tokens, reward); None for the reply ends it.
+
+        answer: the turn's tokens, its end token last. One cut off by max_new_tokens never comes
+        here.
+        """
         raise NotImplementedError
 
     def demo(self, state, rng) -> list[int]:
@@ -1787,6 +1796,7 @@ class Task:
         raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
 
     def show(self, tokens: list[int]) -> str:
+        """Tokens as a person reads them, for samples.jsonl and errors."""
         return " ".join(map(str, tokens))
 
 
@@ -1805,6 +1815,7 @@ def naming_the_task(file):
     try:
         yield
     except (Exception, SystemExit) as error:
+        # The innermost line of the task's own file: what it called may have raised elsewhere.
         where = Path(file).name
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename).resolve() == Path(file).resolve():
@@ -1829,7 +1840,9 @@ class Symbols(Task):
     """A task over a few named symbols; the last one ends a turn."""
 
     def __init__(self, names):
-        self.names, self.vocab_size, self.end = names, len(names), (len(names) - 1,)
+        self.names = names
+        self.vocab_size = len(names)
+        self.end = (len(names) - 1,)
 
     def show(self, tokens):
         return " ".join(self.names[t] if t < len(self.names) else f"<{t}>" for t in tokens)
@@ -1837,6 +1850,7 @@ class Symbols(Task):
 
 def deal(seed, index, size) -> int:
     """Card `index` of an endless row of shuffled decks of 0..size-1: no batch is lopsided."""
+    # size 3: cards 0 1 2 are deck 0, cards 3 4 5 deck 1; each deck is shuffled by its own number.
     deck, place = divmod(index, size)
     return int(np.random.default_rng([seed, deck]).permutation(size)[place])
 
@@ -1858,7 +1872,9 @@ class Guess(Symbols):
     """
 
     def __init__(self, config):
-        self.size, self.turns, self.seed = config.size, config.turns, config.seed
+        self.size = config.size
+        self.turns = config.turns
+        self.seed = config.seed
         super().__init__([str(n) for n in range(self.size)] + ["?", "higher", "lower", "."])
 
     def prompt(self, rng, index, held_out):
@@ -1884,11 +1900,15 @@ class Guess(Symbols):
 
 
 class Sort(Symbols):
-    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .` Reward 1 for the right
-    answer, half the share of right places for another one of the right length."""
+    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .`
+
+    The reward is 1 for the right answer, and half the share of right places for another one of the
+    right length.
+    """
 
     def __init__(self, config):
-        self.size, self.length = config.size, config.length
+        self.size = config.size
+        self.length = config.length
         super().__init__([f"s{n}" for n in range(self.size)] + ["?", "."])
         for held_out in (False, True):  # raises now, not at the first evaluation
             self.prompt(np.random.default_rng(0), 0, held_out)
@@ -1903,7 +1923,7 @@ class Sort(Symbols):
     def reply(self, state, answer):
         if len(answer) != self.length + 1:
             return state, None, 0.0
-        right = sum(a == b for a, b in zip(answer, state)) / self.length
+        right = len([a for a, b in zip(answer, state) if a == b]) / self.length
         return state, None, 1.0 if right == 1 else 0.5 * right
 
 
@@ -1917,22 +1937,29 @@ class Lookup(Symbols):
     """
 
     def __init__(self, config):
-        self.size, self.seed, names = config.size, config.seed, range(config.size)
-        super().__init__([f"k{n}" for n in names] + [f"v{n}" for n in names] + ["?", "=", "."])
+        self.size = config.size
+        self.seed = config.seed
+        keys = [f"k{n}" for n in range(self.size)]
+        values = [f"v{n}" for n in range(self.size)]
+        super().__init__([*keys, *values, "?", "=", "."])
 
     def prompt(self, rng, index, held_out):
-        key, table = deal(self.seed, index, self.size), rng.integers(self.size, size=self.size)
+        key = deal(self.seed, index, self.size)
+        table = rng.integers(self.size, size=self.size)
         table[key] = deal(self.seed + 1, index, self.size)
         return (key, tuple(table.tolist()), None), [2 * self.size, key]
 
     def reply(self, state, answer):
+        # `value` is None until the table has been asked; it is then what the second answer should
+        # be. Tokens: keys 0 .. size - 1, values size .. 2 size - 1.
         key, table, value = state
         first = 0 if value is None else self.size
         if len(answer) != 2 or not first <= answer[0] < first + self.size:
             return state, None, 0.0
         if value is None:
             value = self.size + table[answer[0]]
-            return (key, table, value), [2 * self.size + 1, value], 0.5 if answer[0] == key else 0.1
+            reward = 0.5 if answer[0] == key else 0.1
+            return (key, table, value), [2 * self.size + 1, value], reward
         return state, None, 0.5 if answer[0] == value else 0.1
 
     def demo(self, state, rng):
@@ -1940,28 +1967,36 @@ class Lookup(Symbols):
 
 
 class Jsonl(Task):
-    """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is
-    what follows `####` (the whole answer, if nothing does). Reward 1 for an answer that ends in
-    `####` and an equal number or text; so the template has to ask for it.
-    Every tenth question, by its hash, is held out. Needs the checkpoint's tokenizer.json."""
+    """Questions from a file of {"question", "answer"} lines, GSM8K's format.
+
+    The gold answer is what follows `####` (the whole answer, if nothing does). The reward is 1 for
+    an answer that ends in `####` and an equal number or text; so the template has to ask for it.
+    Every tenth question, by its hash, is held out. It needs the checkpoint's tokenizer.json.
+    """
 
     def __init__(self, config):
         self.tokenizer = models.load_tokenizer(config.model)
         shape = ModelConfig.from_hf(config.model)
-        self.vocab_size, self.end = self.tokenizer.get_vocab_size(), shape.eos_token_id
+        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.end = shape.eos_token_id
         if not self.end:
             raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
-        template, close = config.template, self.tokenizer.token_to_id("<|im_end|>")
+
+        template = config.template
+        close = self.tokenizer.token_to_id("<|im_end|>")
         if "{question}" not in template:
             raise ValueError(f"--template must contain {{question}}, got {template!r}")
         if close is not None:  # ChatML; base checkpoints do not name its end in config.json
             template = f"<|im_start|>user\n{template}<|im_end|>\n<|im_start|>assistant\n"
             self.end = tuple({*self.end, close})
+
+        # Every line is encoded and checked now, so that a bad one is named before the run starts.
         room = shape.max_position_embeddings - config.max_new_tokens
         self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
         for number, row in models.read_json_lines(config.data):
             where = f"{config.data} line {number}"
-            question, answer = row.get("question"), row.get("answer")
+            question = row.get("question")
+            answer = row.get("answer")
             if not isinstance(question, str) or not isinstance(answer, str):
                 raise ValueError(f"{where} holds no question and answer, two strings")
             tokens = self._encode(template.replace("{question}", question))
@@ -2001,20 +2036,25 @@ def final_answer(text):
 def same_answer(a, b):
     """Equal as numbers (1,000 = 1000.0 = $1000) or, where one is no number, as stripped text."""
 
+    # A number, or None. float() would also take nan, inf and 1e3, which nobody writes as an answer.
     def number(text):
         plain = re.sub(r"[,$%\s]", "", text).rstrip(".")
         return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
 
     if a is None or b is None:
         return False
-    x, y = number(a), number(b)
-    return a.strip() == b.strip() if x is None or y is None else x == y
+    x = number(a)
+    y = number(b)
+    if x is None or y is None:
+        return a.strip() == b.strip()
+    return x == y
 
 
 TASKS = {"guess": Guess, "sort": Sort, "lookup": Lookup, "jsonl": Jsonl}
 
 
 def make_task(config) -> Task:
+    """The task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task in TASKS:
         return TASKS[config.task](config)
     file, _, name = config.task.rpartition(":")
@@ -2031,19 +2071,25 @@ def make_task(config) -> Task:
         raise ValueError(f"{file} has no class {name!r}")
     with naming_the_task(file):
         task = getattr(module, name)(config)
-    size, end = getattr(task, "vocab_size", 0), getattr(task, "end", ())
+
+    # A class in a file need not derive from Task, so nothing can be taken for granted.
+    size = getattr(task, "vocab_size", 0)
+    end = getattr(task, "end", ())
     if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
         raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
     return task
 
 
-# F. Prompts, evaluation, demonstrations -----------------------------------------------------------
+# F. Prompts, evaluation, demonstrations -------------------------------------------------------
 # Which prompts a step and an evaluation play, and the supervised steps before the first rollout.
 # Who believes that all of it is a function of (seed, step, group) can skip it.
 
 
 # The first part of every random stream's key after the seed, so that no two streams are the same.
-ROLLOUT, EVALUATION, DEMO_PROMPT, DEMO_PLAY = 1, 2, 3, 4
+ROLLOUT = 1
+EVALUATION = 2
+DEMO_PROMPT = 3
+DEMO_PLAY = 4
 
 
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
@@ -2167,7 +2213,7 @@ def warm_start(config, task, trainer):
     trainer.optimizer.state.clear()
 
 
-# G. The run: models, checkpoints, log -------------------------------------------------------------
+# G. The run: models, checkpoints, log ---------------------------------------------------------
 # What surrounds the loop of part one so that it can be killed, resumed, watched and trusted. Who
 # wants the algorithm can skip it; who wants to know what a run writes reads `run` and `Log`.
 
@@ -2195,6 +2241,7 @@ def warn(text):
 
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
+    # A checkpoint's weights, or random ones that depend on the seed alone.
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
         if task.vocab_size > model.config.vocab_size:
@@ -2213,6 +2260,7 @@ def build(config, task, device):
     if config.advantage == "gae":
         model.add_value_head()
 
+    # Their weights are replaced before use, by the first push and by `keep_reference`.
     def frozen(dtype):
         return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
 
@@ -2231,8 +2279,8 @@ def train(config, device) -> int:
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
-        plan, world = Plan.parse(config.plan), dist.get_world_size()
-        plan.require_fits(world=world, config=model.config, ulysses=ulysses)
+        world = dist.get_world_size()
+        Plan.parse(config.plan).require_fits(world=world, config=model.config, ulysses=ulysses)
 
     with contextlib.ExitStack() as held:  # the lock on the run's directory
         with naming_lost_ranks(lambda: "setting up", "look at its error"):
@@ -2248,6 +2296,7 @@ def require_room(config, task, positions):
     Every rank looks at the same first prompts, one to train on and one held out, so that all refuse
     alike; prompts of other lengths are `generate`'s to refuse when they come.
     """
+    # `generate` would refuse them too, but on one rank in the middle of a step.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         rng = np.random.default_rng([config.seed, stream, 0, 0])
         with asking(task):
@@ -2261,9 +2310,13 @@ def require_room(config, task, positions):
 
 def run(config, task, trainer, out) -> int:
     """`train`, from the moment that the directory `out` is this run's."""
-    log, step, stop, solved = Log(config, out, task), 0, Stop(), None
+    log = Log(config, out, task)
+    stop = Stop()
+    step = 0
+    solved = None
     generator = trainer.generator
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
+        # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             step = trainer.load_checkpoint(found)["step"]
@@ -2274,10 +2327,13 @@ def run(config, task, trainer, out) -> int:
         keep_reference(out, trainer, resumed=bool(found))
         trainer.push_weights()
         log.begin(step, generator)
+
+        # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
             solved = train_step(config, task, trainer, log, step)
             step += 1
-            last, signalled = step == config.steps, stop.agreed(trainer.device)
+            last = step == config.steps
+            signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
                 saved = save(config, trainer, out, step)
                 if last and not saved:
@@ -2290,6 +2346,7 @@ def run(config, task, trainer, out) -> int:
                 state = f"saved after {step} steps" if saved else newest_good(out)
                 log.say(f"{name}: {state}; go on with --resume --out {out}")
                 return 128 + signalled
+
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
         if config.model:  # the generator holds the last weights whole, in its own dtype
@@ -2307,6 +2364,8 @@ def save(config, trainer, out, step) -> bool:
     """
     if trainer.skipped_in_a_row:
         return False
+
+    # Collective, and so before anything is written by anybody.
     difference = replica_difference(trainer.model, trainer.optimizer)
     if difference:
         raise FloatingPointError(
@@ -2340,6 +2399,7 @@ def timed(seconds, phase):
 
 def keep_reference(out, trainer, resumed):
     """The frozen reference is the policy at the first step; it is stored, so that resume has it."""
+    # Without it a resumed run would measure its KL against the weights that it resumes with.
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
         if resumed:
@@ -2362,8 +2422,13 @@ class Log:
     )  # fmt: skip
 
     def __init__(self, config, out, task):
-        self.config, self.out, self.task, self.on = config, Path(out), task, dist.get_rank() == 0
-        self.started, self.events, self.text = time.perf_counter(), None, None
+        self.config = config
+        self.out = Path(out)
+        self.task = task
+        self.on = dist.get_rank() == 0  # everything else is for rank 0 alone
+        self.started = time.perf_counter()
+        self.events = None
+        self.text = None
         self.advice = f"go on with --resume --out {out}"
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
@@ -2377,13 +2442,17 @@ class Log:
     def begin(self, start, model):
         if not self.on:
             return
-        c, count = self.config, sum(p.numel() for p in model.parameters())
+        c = self.config
+        count = sum(p.numel() for p in model.parameters())
         self.say(json.dumps(dataclasses.asdict(c)))
         self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
+
+        # Lines behind the checkpoint belong to steps that are now done again.
         for name in ("metrics.jsonl", "samples.jsonl"):
             with writing(self.out / name, self.advice):
                 cut_lines(self.out / name, start)
+
         self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
         self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
 
@@ -2397,6 +2466,8 @@ class Log:
         if self.events:
             for name, value in metrics.items():
                 self.events.add_scalar(name, value, step)
+
+        # The table has a line now and then, and metrics.jsonl one for each step.
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
             shown = [metrics.get(name) for name in self.COLUMNS.values()]
             cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
@@ -2448,6 +2519,7 @@ def whole_lines(path) -> list[dict]:
 
 def cut_lines(path, step):
     """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
+    # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
     partial = path.with_suffix(".tmp")
     kept = []
     for line in whole_lines(path):
@@ -2459,13 +2531,14 @@ def cut_lines(path, step):
     partial.replace(path)
 
 
-# H. Curves -----------------------------------------------------------------------------------
+# H. Curves ------------------------------------------------------------------------------------
 # `train_grpo.py plot`, a PNG or text of what runs wrote to metrics.jsonl. Everybody can skip it who
 # draws with other means.
 
 
 def plot(runs) -> None:
     """reward/mean and eval/solved by step: curve.png in the first run; text if no matplotlib."""
+    # All runs are read before anything is drawn, so that a mistake in the last is named at once.
     curves = {}
     for run in runs:
         path = Path(run) / "metrics.jsonl"
@@ -2475,6 +2548,7 @@ def plot(runs) -> None:
         for number, line in enumerate(curves[run], 1):
             if not {"step", "reward/mean"} <= line.keys():
                 raise ValueError(f"{path} line {number} has no step and reward/mean")
+
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -2499,7 +2573,7 @@ def plot(runs) -> None:
     print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# I. Commands: the run's directory, main ------------------------------------------------------
+# I. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 

@@ -17,8 +17,9 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import models
 from train_grpo import (
-    Config, Trainer, Trajectory, advantages, branch_advantages, build, definition, demonstrations,
-    denominator, loss_weight, lr_factor, make_task, pack, policy_loss,
+    SUMS, Config, Trainer, Trajectory, advantages, branch_advantages, build, definition,
+    demonstrations, denominator, grpo_loss, loss_metrics, loss_weight, lr_factor, make_task,
+    normaliser, pack, policy_loss,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -86,6 +87,54 @@ def test_loss_and_gradient_are_trls(case):
     loss, grad = our_loss_and_gradient(case)
     assert abs(loss - case["loss"]) <= 1e-12
     assert (grad - tensor(case["grad"])).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("case", COVERED, ids=label)
+def test_grpo_loss_by_keywords_is_trls(case):
+    """The same in one call: log-probs in, the loss and the sums of its metrics out."""
+    given = {k: tensor(v) for k, v in GOLDEN.items() if isinstance(v, list) and k != "cases"}
+    lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
+    aggregation, Z = AGGREGATIONS[case["aggregation"]]
+    old = given["old_logprobs"] if case["old"] else None
+    sampler = lp.detach() if old is None else old
+    loss, sums = grpo_loss(
+        lp, old, given["advantages"][:, None], mask, Z=Z, aggregation=aggregation,
+        objective="cispo" if case["aggregation"] == "cispo" else "clip", ratio=case["ratio"],
+        clip_low=GOLDEN["clip"][0], clip_high=GOLDEN["clip"][1],
+        cispo_bound=GOLDEN["cispo_bound"], dual_clip=case["dual_clip"] or 0.0,
+        sampler_BT=sampler - given["importance_weights"].log() if case["importance"] else None,
+        importance_cap=1e9 if case["importance"] else 0.0, kl_coef=case["beta"],
+        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"],
+    )  # fmt: skip
+    loss = loss - case["entropy_coef"] * (given["entropy"] * mask).sum() / mask.sum()
+    loss.backward()
+    assert abs(loss.item() - case["loss"]) <= 1e-12
+    assert (lp.grad - tensor(case["grad"])).abs().max() <= 1e-12
+    assert sums["tokens"] == mask.sum() and 0 <= sums["clipped"] <= mask.sum()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
+    x = made(5)
+    value, old, returns = torch.randn(3, *x.mask.shape, dtype=torch.float64)
+    names = dict(ref_BT=x.ref, entropy_BT=x.entropy, value_BT=value, old_value_BT=old)
+    names |= dict(return_BT=returns, sampler_BT=x.old + 0.1)
+    how = dict(aggregation=aggregation, kl_coef=0.1, entropy_coef=0.2, importance_cap=2.0)
+    whole, sums = grpo_loss(x.lp, x.old, x.A, x.mask, **names, **how)
+    Z = normaliser(x.mask, aggregation=aggregation, max_new_tokens=16)
+    parts = []
+    for b in range(len(x.mask)):
+        row = {name: tensor[b] for name, tensor in names.items()}
+        parts.append(grpo_loss(x.lp[b], x.old[b], x.A[b], x.mask[b], Z=Z, **row, **how))
+    assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), abs=1e-13)
+    for name in sums.keys() - {"gap_max"}:
+        total = sum(some[name].item() for _, some in parts)
+        assert total == pytest.approx(sums[name].item(), abs=1e-12), name
+    metrics = loss_metrics({name: sums[name].item() for name in SUMS}, sums["gap_max"].item())
+    count = x.mask.sum().item()
+    assert metrics["entropy/token_mean"] == pytest.approx(x.entropy[x.mask].sum().item() / count)
+    gap = (x.lp - x.old - 0.1)[x.mask].abs()
+    assert metrics["logprob_gap/max"] == gap.max() and metrics["loss/token_mean"] == whole
 
 
 def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
