@@ -122,7 +122,7 @@ def definition(lp, old, A, w, Z, clip_low, clip_high):
 
     lp and old hold, for each sequence, a list of its sampled tokens' log-probs now and before the
     step's first update. A and w hold one number a sequence: its advantage and its weight. Z is the
-    denominator. `check` compares `grpo_loss` with this.
+    denominator. `check` compares the Trainer's loss with this.
     """
     total = 0.0
     for i in range(len(lp)):
@@ -146,7 +146,7 @@ def advantages(rewards_G, /, kind):
 
     The group's own mean is the baseline, so nothing has to be learned to have one. kind:
     `group_std`, `group_mean` or `leave_one_out`; ValueError for another one. (`per_branch` and
-    `gae` give one trajectory several advantages: `branch_advantages`, `gae`.)
+    `gae` give one trajectory several advantages: appendices C and D.)
     """
     # Equal rewards say nothing. The advantage is then exactly 0, which rewards - mean would miss
     # by rounding; `group_std` would blow that rounding up to numbers that look like a signal.
@@ -168,8 +168,8 @@ def advantages(rewards_G, /, kind):
 # 3. The loss: equations (2) to (7), in this order ---------------------------------------------
 #
 # Pure functions of tensors (B, T), a row for each sequence and a column for each target, or of (T,)
-# for one sequence. mask says which targets the policy sampled. Everything else is shown to the
-# policy and not done by it: prompts, the task's replies, padding. It may hold any number, even NaN.
+# for one sequence. mask says which targets the policy sampled. The others were shown to it, prompts
+# and replies of the task, or are padding: log-probs there may be anything, even NaN.
 
 
 def divergence(d, /, kind):
@@ -250,6 +250,12 @@ def policy_loss(
 
 def loss_weight(mask_BT, aggregation):
     """w of (7), float64, (B, 1) for a mask (B, T): known of each sequence without any other."""
+    # Two sequences, of one sampled token with loss a and of three with losses b, c, d, sum to
+    #
+    #     token_mean     (a + b + c + d) / 4
+    #     sequence_mean  (a + (b + c + d) / 3) / 2            each token of a long answer weighs less
+    #     constant       (a + b + c + d) / (2 max_new_tokens)  Z does not depend on what was sampled
+    #
     # A sequence without a sampled token has only zeros to weigh; 1 keeps its weight finite.
     count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
     if aggregation == "sequence_mean":
@@ -281,8 +287,8 @@ def grpo_loss(
     advantage_BT     A of (1), whatever broadcasts
     mask_BT          bool: which tokens the policy sampled
     Z                of (7), summed over everything that one optimiser step sees; None: of these
-    aggregation      token_mean | sequence_mean | constant: w and Z of (7); the last needs
-    max_new_tokens   the most tokens that a sequence may have
+    aggregation      token_mean | sequence_mean | constant: w and Z of (7)
+    max_new_tokens   the most tokens that a sequence may have; for the Z of `constant`
     objective        clip | cispo, (3)
     ratio            token | sequence, (2)
     clip_low/high    the ratio is clipped to 1 - low .. 1 + high
@@ -303,11 +309,11 @@ def grpo_loss(
     if sampler_BT is None:
         sampler_BT = old_BT
 
-    # One weight for each token: old over sampler, cut off above, since its mean is 1 but its tail
-    # is long.
+    # One weight a token, p_old / p_sampler. Its mean is 1, but its tail is long: hence a cap.
     importance_BT = None
     if importance_cap:
-        importance_BT = (old_BT - sampler_BT).exp().clamp(max=importance_cap)
+        log_weight_BT = torch.where(mask_BT, old_BT - sampler_BT, 0.0)
+        importance_BT = log_weight_BT.exp().clamp(max=importance_cap)
     l_BT, stats = policy_loss(
         lp_BT, old_BT, advantage_BT, mask_BT, objective=objective, ratio=ratio, clip_low=clip_low,
         clip_high=clip_high, dual_clip=dual_clip, cispo_bound=cispo_bound, kl=kl, kl_coef=kl_coef,
@@ -439,8 +445,9 @@ def collect(config, task, generator, step):
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, generator, starts, key=(config.seed, step))
 
-        # Each rank fills in its own rows and leaves zeros elsewhere; the sum over ranks is then
-        # the whole table on every rank, and all ranks drop the same groups.
+        # `draw_prompts` gave rank r the groups r, r + world, r + 2 world, ... Each rank fills in
+        # its own rows and leaves zeros elsewhere: the sum over ranks is the whole table on every
+        # rank, and all ranks drop the same groups.
         round_PG = np.zeros((len(groups), config.group))
         for (group, _, _), trajectories in zip(starts, played):
             mine[group] = trajectories
@@ -815,9 +822,6 @@ def rollout(
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
     """
-    if not starts:
-        return []
-
     # Without forks a play for each rollout. With them only the roots, each for `share` rollouts:
     # group 4, forks 2, fork_turns 1 begins with rollouts 0 and 2, which stand for 0 1 and 2 3.
     share = forks**fork_turns

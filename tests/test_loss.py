@@ -137,6 +137,17 @@ def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
     assert metrics["logprob_gap/max"] == gap.max() and metrics["loss/token_mean"] == whole
 
 
+def test_masked_tokens_reach_no_gradient_through_the_importance_weight():
+    x = made(6)
+    for v in (x.lp, x.old):
+        v[~x.mask] = math.nan
+    lp = x.lp.requires_grad_()
+    loss, sums = grpo_loss(lp, x.old, x.A, x.mask, sampler_BT=x.old + 0.1, importance_cap=0.5)
+    loss.backward()
+    assert loss.isfinite() and not lp.grad[~x.mask].any() and lp.grad[x.mask].any()
+    assert all(value.isfinite() for value in sums.values())
+
+
 def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
     assert (len(GOLDEN["cases"]), len(COVERED)) == (200, 146)
     assert all(tensor(c["grad"]).norm() > 1e-3 for c in COVERED)
