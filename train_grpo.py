@@ -120,9 +120,12 @@ from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_sc
 def definition(lp, old, A, w, Z, clip_low, clip_high):
     """The loss of a batch, slowly: (2) `token`, (3) `clip` and (7). Returns a float.
 
-    lp and old hold, for each sequence, a list of its sampled tokens' log-probs now and before the
-    step's first update. A and w hold one number a sequence: its advantage and its weight. Z is the
-    denominator. `check` compares the Trainer's loss with this.
+    lp, old               for each sequence its sampled tokens' log-probs, now and before the step
+    A, w                  for each sequence its advantage and its weight
+    Z                     the denominator
+    clip_low, clip_high   how far below and above 1 the ratio may go
+
+    `check` compares the Trainer's loss with this.
     """
     total = 0.0
     for i in range(len(lp)):
@@ -192,11 +195,13 @@ def policy_loss(
 ):  # fmt: skip
     """(2)-(5) of each token: l_BT, and a dict of detached statistics, all 0 where mask is off.
 
-    lp_BT, old_BT, ref_BT: log-probs of the policy now, before the step, and of the reference.
-    advantage_BT, importance_BT: anything that broadcasts to them; the latter is the factor of (4).
-    mask_BT: bool. entropy_BT: H of (5). Whatever is None has no part in the loss.
-    The settings are those of `grpo_loss`, which explains them and has their defaults.
-    The statistics are `clipped` (0 or 1), and `kl` and `entropy` where those were given.
+    lp_BT, old_BT, ref_BT         log-probs of the policy now, before the step, of the reference
+    advantage_BT, importance_BT   A of (1), and the factor of (4); whatever broadcasts
+    mask_BT, entropy_BT           bool, was sampled; H of (5)
+    objective .. entropy_coef     settings of `grpo_loss`, which explains them
+
+    What is None has no part in the loss. The statistics are `clipped` (0 or 1), and `kl` and
+    `entropy` where those were given.
     """
     # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
     # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
@@ -253,7 +258,7 @@ def loss_weight(mask_BT, aggregation):
     # Two sequences, of one sampled token with loss a and of three with losses b, c, d, sum to
     #
     #     token_mean     (a + b + c + d) / 4
-    #     sequence_mean  (a + (b + c + d) / 3) / 2            each token of a long answer weighs less
+    #     sequence_mean  (a + (b + c + d) / 3) / 2             a token of a long answer weighs less
     #     constant       (a + b + c + d) / (2 max_new_tokens)  Z does not depend on what was sampled
     #
     # A sequence without a sampled token has only zeros to weigh; 1 keeps its weight finite.
@@ -335,11 +340,13 @@ def grpo_loss(
     return weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, aggregation=aggregation, Z=Z)
 
 
-SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
-
-
 def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
-    """(7) of these tokens: the loss, and the dict of sums that `loss_metrics` is made of."""
+    """(7) of these tokens: the loss, and the dict of sums that `loss_metrics` is made of.
+
+    l_BT, stats               loss and statistics of each token, by `policy_loss`
+    lp_BT .. sampler_BT       log-probs and mask, as in `grpo_loss`
+    aggregation, Z            as in `grpo_loss`
+    """
     weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
     loss = (weight_B1 * l_BT).sum() / Z  # (7)
 
@@ -357,7 +364,7 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
 
 
 def loss_metrics(totals, gap_max) -> dict:
-    """Metrics by their names, from the `SUMS` of a whole batch and its largest gap, all numbers."""
+    """Metrics by their names, from these sums of a whole batch and its largest gap, all numbers."""
     # The loss is divided by Z already. The others are means over sampled tokens, not over
     # sequences, micro-batches or ranks, whatever the aggregation of the loss.
     count = max(totals["tokens"], 1.0)
@@ -406,14 +413,15 @@ def train_step(config, task, trainer, log, step):
     with timed(seconds, "total"):
         # Sample with the generator, a copy of the policy that holds the weights of the last push.
         with timed(seconds, "rollout"):
-            mine, kept, metrics = collect(config, task, trainer.generator, step)
+            rollouts, chosen, metrics = collect(config, task, trainer.generator, step)
 
         # Everything in (1)-(7) that has no gradient is computed once, before the first update.
         # From then on the policy moves and these numbers do not.
         with timed(seconds, "train"):
-            metrics |= prepare(config, trainer, [mine[g] for g in kept if g in mine])
-            metrics |= update(config, trainer, mine, kept, step)
+            metrics |= prepare(config, trainer, [rollouts[g] for g in chosen if g in rollouts])
+            metrics |= update(config, trainer, rollouts, chosen, step)
 
+        # `update` has pushed the new weights, so this is the policy as the step leaves it.
         if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
             with timed(seconds, "eval"):
                 solved, shown = evaluate(config, task, trainer.generator)
@@ -427,20 +435,20 @@ def train_step(config, task, trainer, log, step):
 def collect(config, task, generator, step):
     """The rollouts of a step, and how they went.
 
-    Returns this rank's {group: list of trajectories}, the numbers of the groups of all ranks that
-    will be trained on, in order, and metrics. Collective.
+    Returns this rank's {group: list of trajectories}, the groups of all ranks that are chosen to be
+    trained on, in order, and metrics. Collective.
     """
-    mine = {}
-    kept = []
+    rollouts = {}
+    chosen = []
     rewards_PG = np.zeros((0, config.group))  # of all ranks, a row for each group played so far
     tokens_and_truncated = np.zeros(2)
     first_prompt = step * config.prompts * config.max_rounds
     for _ in range(config.max_rounds):
         # As many new groups as are missing. With dynamic sampling, of 4 groups wanted:
         #
-        #     round 1   groups 0 1 2 3   kept 0 2     (1 and 3 had equal rewards)
-        #     round 2   groups 4 5       kept 0 2 4 5
-        missing = config.prompts - len(kept)
+        #     round 1   groups 0 1 2 3   chosen 0 2        (1 and 3 had equal rewards)
+        #     round 2   groups 4 5       chosen 0 2 4 5
+        missing = config.prompts - len(chosen)
         groups = range(len(rewards_PG), len(rewards_PG) + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, generator, starts, key=(config.seed, step))
@@ -450,7 +458,7 @@ def collect(config, task, generator, step):
         # rank, and all ranks drop the same groups.
         round_PG = np.zeros((len(groups), config.group))
         for (group, _, _), trajectories in zip(starts, played):
-            mine[group] = trajectories
+            rollouts[group] = trajectories
             round_PG[group - groups[0]] = [t.reward for t in trajectories]
             tokens_and_truncated[0] += sum(t.mask.sum() for t in trajectories)
             tokens_and_truncated[1] += sum(t.truncated for t in trajectories)
@@ -461,17 +469,16 @@ def collect(config, task, generator, step):
         for group, rewards_G in zip(groups, round_PG):
             equal = (rewards_G == rewards_G[0]).all()
             if not (config.dynamic_sampling and equal):
-                kept.append(group)
-        if len(kept) == config.prompts:
+                chosen.append(group)
+        if len(chosen) == config.prompts:
             break
 
     sampled, truncated = summed(tokens_and_truncated.tolist(), generator.head_weight.device)
-    if sampled == 0:
-        refuse_nothing_finite(config, step)
+    require_finite_tokens(config, step, sampled)
 
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
     solved_PG = rewards_PG >= 1
-    return mine, kept, {
+    return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
         "reward/groups_all": solved_PG.all(1).mean(),
@@ -482,6 +489,7 @@ def collect(config, task, generator, step):
 def prepare(config, trainer, groups) -> dict:
     """Fill in what the loss needs of each trajectory: reference and old log-probs, advantages, the
     final mask. Returns the critic's metrics. Collective, each rank with its own groups."""
+    # The frozen reference scores what the policy has sampled: a KL compares the two on one token.
     everyone = [t for group in groups for t in group]
     if trainer.reference is not None:
         for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
@@ -527,42 +535,31 @@ def group_advantages(config, group):
             t.advantages[start:] = advantage
 
 
-def denominator(batch, config) -> float:
-    """This rank's share of Z of (7); the sum over ranks is `num_global_valid_tokens`."""
-    masks = [t.mask for t in batch]
-    return normaliser(masks, aggregation=config.aggregation, max_new_tokens=config.max_new_tokens)
-
-
-def update(config, trainer, mine, kept, step):
+def update(config, trainer, rollouts, chosen, step):
     """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
+    # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
     factor = lr_factor(step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay)
     lr = config.lr * factor
 
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
     count = config.minibatches
-    cuts = [m * len(kept) // count for m in range(count + 1)]
-    seen = []
+    cuts = [m * len(chosen) // count for m in range(count + 1)]
+    updates = []
     for first, last in zip(cuts, cuts[1:]):
-        batch = [t for g in kept[first:last] if g in mine for t in mine[g]]
+        batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
 
         # Z is summed over ranks before any forward. It is the same on all ranks, so all skip an
         # empty minibatch together (dynamic sampling or the filter can leave nothing).
         (Z,) = summed([denominator(batch, config)], trainer.device)
         if Z > 0:
-            metrics = trainer.forward_backward(batch, Z) | trainer.optim_step(lr)
-            seen.append(metrics)
-            if "nonfinite" in metrics:
-                warn(f"step {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
+            updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr))
+            warn_if_skipped(step, updates[-1])
 
     # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
     trainer.push_weights()
-    if not seen:
-        text = "no update, since nothing was left to train on: every group was dropped, or every"
-        warn(f"step {step}: {text} rollout was truncated and filtered")
-
-    return mean_metrics(seen) | {
-        "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen),
-        "tokens/trained_flat": sum(metrics["tokens/trained_flat"] for metrics in seen),
+    return mean_metrics(updates, step) | {
+        "tokens/trained": sum(metrics["tokens/trained"] for metrics in updates),
+        "tokens/trained_flat": sum(metrics["tokens/trained_flat"] for metrics in updates),
         "lr": lr, "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
     }  # fmt: skip
 
@@ -729,6 +726,7 @@ class Trainer:
 
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
+        # The generator is whole on every rank, whatever the plan has made of the policy.
         copy_weights(self.model, self.generator)
         return self.policy_version
 
@@ -758,12 +756,14 @@ def uniforms(key, count):
 class Play(Row):
     """A trajectory under way: the row that `generate` decodes, and the task's state beside it.
 
-    Until its forks are used up (appendix C) it stands for `count` rollouts of its group, of which
-    `first` is the first; without forks it stands for one.
+    key             (seed, step); its random numbers are those of (*key, group, first)
+    group, state    the number of its group, and what the task remembers
+    prompt, limit   the tokens to begin with, and how many can be drawn behind them
+    first, count    the rollouts of the group that it stands for: one, without forks
+    forks_left      turn boundaries at which it will still fork (appendix C)
     """
 
     def __init__(self, key, group, state, prompt, limit, *, first=0, count=1, forks_left=0):
-        """key: (seed, step); limit: how many tokens can be drawn."""
         # The draws are made here, all at once, from the rollout's own key. Which batch it is
         # decoded in, on which rank and beside whom, can therefore change no token.
         super().__init__(prompt, uniforms((*key, group, first), limit))
@@ -1201,6 +1201,12 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
+def denominator(batch, config) -> float:
+    """This rank's share of Z of (7); the sum over ranks is `num_global_valid_tokens`."""
+    masks = [t.mask for t in batch]
+    return normaliser(masks, aggregation=config.aggregation, max_new_tokens=config.max_new_tokens)
+
+
 def head_part(model):
     """The model, or the part of a pipeline that has the head; None where another rank has it."""
     return model.last if isinstance(model, Pipeline) else model
@@ -1453,8 +1459,11 @@ def score_batch(trainer, batch, model, kind) -> list:
         vectors += [row_T[: len(t.mask)] for row_T, t in zip(rows_BT, micro)]
     if isinstance(model, Pipeline):
         vectors = from_last_stage(trainer, vectors)
-    reshard(trainer.model)
+    reshard(trainer.model)  # without a backward FSDP would leave the gathered weights lying there
     return vectors[first : first + len(batch)]
+
+
+SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
 
 
 def metrics_of_all_ranks(trainer, measured, batch, tree_tokens) -> dict:
@@ -2099,9 +2108,12 @@ DEMO_PLAY = 4
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     """(group, state, prompt tokens) for those of the groups that are this rank's.
 
-    stream  which of the random streams above
-    groups  group numbers of the step, of all ranks
-    first   number of the step's first prompt, counted from the start of the run
+    config, task  of the run
+    stream        which of the random streams above
+    step          of the run, part of the random generators' keys
+    groups        group numbers of the step, of all ranks
+    first         number of the step's first prompt, counted from the start of the run
+    held_out      whether they are for evaluation
     """
     # Group g is rank g mod world's: rank 1 of 2 plays 1, 3, 5 of six. Its generator is seeded by
     # its number and not by the rank, so any number of ranks plays the same games.
@@ -2146,14 +2158,15 @@ def ask_reply(task, play, answer):
     return state, reply, reward
 
 
-def refuse_nothing_finite(config, step):
-    """For a step without a counted token. Every rollout samples one, and those with a finite
-    log-prob are counted: so none was finite."""
-    raise FloatingPointError(
-        f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
-        f"nothing can be trained; the weights are not finite or too large, or --temperature "
-        f"{config.temperature} is too small"
-    )
+def require_finite_tokens(config, step, sampled):
+    """FloatingPointError if no sampled token of a step counts. Every rollout samples one, and those
+    with a finite log-prob are counted: so none was finite."""
+    if sampled == 0:
+        raise FloatingPointError(
+            f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
+            f"nothing can be trained; the weights are not finite or too large, or --temperature "
+            f"{config.temperature} is too small"
+        )
 
 
 def evaluate(config, task, generator):
@@ -2165,8 +2178,8 @@ def evaluate(config, task, generator):
     groups = play(greedy, task, generator, starts, key=())
 
     # Each rank has played its own prompts; the sum over ranks is of all.
-    mine = len([group for group in groups if group[0].reward >= 1])
-    (solved,) = summed([mine], generator.head_weight.device)
+    solved_here = len([group for group in groups if group[0].reward >= 1])
+    (solved,) = summed([solved_here], generator.head_weight.device)
     shown = groups[0][0] if groups else None
     return solved / config.eval_prompts, shown
 
@@ -2194,7 +2207,12 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
 
 
 def likelihood_loss(config, micro, mask_BT, lp_BT, entropy_BT, Z):
-    """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`."""
+    """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`.
+
+    config, micro                 the aggregation; the trajectories
+    mask_BT, lp_BT, entropy_BT    of their tokens, as `Trainer.score` returns them
+    Z                             of (7)
+    """
     sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
     stats = {"entropy": entropy_BT.detach()}
     how = dict(aggregation=config.aggregation, Z=Z)
@@ -2222,19 +2240,28 @@ def warm_start(config, task, trainer):
 # wants the algorithm can skip it; who wants to know what a run writes reads `run` and `Log`.
 
 
-def mean_metrics(seen) -> dict:
-    """The metrics of a step from those of its updates, a list of dicts."""
+def mean_metrics(updates, step) -> dict:
+    """The metrics of a step from those of its updates, a list of dicts; warns where it is empty."""
+    if not updates:
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        warn(f"step {step}: {text} rollout was truncated and filtered")
+        return {}
+
     # Means over the updates, but for the gap to the sampler: only the first update sees the weights
     # that sampled, so only there is the gap rounding and not learning.
     out = {}
-    if not seen:
-        return out
-    for name in seen[0]:
+    for name in updates[0]:
         if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
-            out[name] = float(np.mean([metrics[name] for metrics in seen]))
+            out[name] = float(np.mean([metrics[name] for metrics in updates]))
         elif name.startswith("logprob_gap"):
-            out[name] = seen[0][name]
+            out[name] = updates[0][name]
     return out
+
+
+def warn_if_skipped(step, metrics):
+    """Say so at once, since the next update may end the run."""
+    if "nonfinite" in metrics:
+        warn(f"step {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
 
 
 def warn(text):
@@ -2286,11 +2313,11 @@ def train(config, device) -> int:
         world = dist.get_world_size()
         Plan.parse(config.plan).require_fits(world=world, config=model.config, ulysses=ulysses)
 
-    with contextlib.ExitStack() as held:  # the lock on the run's directory
+    with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with naming_lost_ranks(lambda: "setting up", "look at its error"):
             trainer = Trainer(config, model, generator=generator, reference=reference)
             # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, held))
+            out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
 
 
@@ -2525,13 +2552,13 @@ def cut_lines(path, step):
     """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
     # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
     partial = path.with_suffix(".tmp")
-    kept = []
+    lines = []
     for line in whole_lines(path):
         if not isinstance(line.get("step"), int):
             raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
         if line["step"] < step:
-            kept.append(json.dumps(line) + "\n")
-    partial.write_text("".join(kept))
+            lines.append(json.dumps(line) + "\n")
+    partial.write_text("".join(lines))
     partial.replace(path)
 
 
@@ -2641,10 +2668,10 @@ def first_free_directory(config):
             return out
 
 
-def prepare_out(config, held) -> str:
+def prepare_out(config, stack) -> str:
     """Rank 0: choose, lock and fill the run's directory, or say why not.
 
-    held: an ExitStack, which keeps the lock until it is closed.
+    stack: an ExitStack, which keeps the lock until it is closed.
     """
     out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
@@ -2653,7 +2680,7 @@ def prepare_out(config, held) -> str:
         elif not (out / "lock").exists():
             refuse_directory(config, out)  # before anything is written there
             out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(out))
+        stack.enter_context(locked(out))
         refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8
