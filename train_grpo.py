@@ -520,6 +520,7 @@ def prepare(config, trainer, groups) -> dict:
 
 def group_advantages(config, group):
     """Give the trajectories of one group their advantages (1), one for each target."""
+    # What each rollout has earned, less what it pays for its distance to the reference, if it does.
     rewards_G = np.array([t.reward - kl_penalties(config, t).sum() for t in group])
     if config.advantage == "per_branch":
         marked = branch_advantages(rewards_G, [t.path for t in group])
@@ -542,8 +543,7 @@ def update(config, trainer, rollouts, chosen, step):
     lr = config.lr * factor
 
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
-    count = config.minibatches
-    cuts = [m * len(chosen) // count for m in range(count + 1)]
+    cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
     updates = []
     for first, last in zip(cuts, cuts[1:]):
         batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
