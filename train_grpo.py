@@ -53,7 +53,7 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global):
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
     loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
     kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           H_t of (5), at `temperature`
+    entropy/token_mean           the entropy of (5), at `temperature`
     value/token_mean             with gae: v before the step
     value/loss                   with gae: what (6) adds, per sampled token; mean of updates
     value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
