@@ -6,9 +6,8 @@ from the global batch of one optimiser step before any micro-batch is cut, and g
 over ranks: so micro-batches, ranks, packing and order cannot change it. **Data and randomness are
 functions of (seed, step, group, rollout)**, never of a generator's state: so the number of ranks,
 a kill and a resume cannot change them either. Two ranks make the run of one process: in float64
-to rounding, at every step. In float32 rounding differs from the start, and since a sampled token is
-either this one or that one, two such runs draw other tokens sooner or later (step 12 of the default
-run), and are then different runs that learn alike. A resumed run repeats every bit.
+to rounding, at every step; in float32 until rounding draws another token (step 12 of the default
+run), and then they are two runs that learn alike. A resumed run repeats every bit.
 
     python train_grpo.py                                      # guess: 1.00 solved, 40 s
     torchrun --nproc-per-node 2 train_grpo.py                 # the same on two processes
@@ -43,35 +42,18 @@ update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
 
-Paper -> settings (the rest stays at its default; every paper has learning rates of its own):
-
-    GRPO     arXiv:2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
-                               --kl-coef 0.04 --entropy-coef 0
-    Dr.GRPO  arXiv:2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
-    RLOO     arXiv:2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
-                               --minibatches 1 --entropy-coef 0
-    DAPO     arXiv:2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
-                               --overlong filter --entropy-coef 0
-    GSPO     arXiv:2507.18071  --advantage group_std --ratio sequence --aggregation sequence_mean
-                               --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
-    CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
-    TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
-    dual clip (arXiv:1912.09729)             --dual-clip 3
-    PPO      arXiv:1707.06347, 1506.02438    --advantage gae --clip-high 0.2 --entropy-coef 0
-    tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
-
-Letters: B trajectories, T positions of their padded log-prob vectors (targets tokens[1:], so a
-trajectory of L tokens has L - 1), V vocabulary, S packed tokens, N scored tokens, M model width.
-Capital: this rank's whole. Small: a share, n of the N scored, s of the S tokens, under a plan's c.
+Letters: B trajectories; T positions of their padded log-prob vectors (the targets are tokens[1:],
+so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums.
+In the appendices S packed tokens, M the model's width; small letters are one rank's share.
 
 Metrics (metrics.jsonl, one line a step; every normaliser is global):
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
-    loss/token_mean              (7), divided by the aggregation's own Z; mean of updates
+    loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
     kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           (9) of models.py, at `temperature`
+    entropy/token_mean           the entropy of (5), at `temperature`
     value/token_mean             with gae: v before the step
     value/loss                   with gae: what (6) adds, per sampled token; mean of updates
     value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
@@ -124,19 +106,770 @@ import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, Micro, Pipeline, Plan, add_terms, parallelize,
-    Stop, agree, clip_grad_norm, connect, copy_weights, lr_factor, name_suspects, naming_lost_ranks,
-    newest_checkpoint, persistent_buffers, read_checkpoint, reduce_gradients, replica_difference,
-    reshard, shard,
-    sharded, summed,
+    Grid, LocalOptimizer, Micro, Pipeline, Plan, Stop, add_terms, agree, clip_grad_norm, connect,
+    copy_weights, lr_factor, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
+    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard, sharded, summed,
     superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
-from tree_attention import (
-    Cost, TokenTrie, redistribute, tree_backward, tree_scores,
-)  # fmt: skip
+from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
 
 
-# 1. Configuration ----------------------------------------------------------------------------
+# 1. The definition: the loss by Python's floats -----------------------------------------------
+
+
+def definition(lp, old, A, w, Z, clip_low, clip_high):
+    """The loss of a batch, slowly: (2) `token`, (3) `clip` and (7). Returns a float.
+
+    lp, old               for each sequence its sampled tokens' log-probs, now and before the step
+    A, w                  for each sequence its advantage and its weight
+    Z                     the denominator
+    clip_low, clip_high   how far below and above 1 the ratio may go
+
+    `check` compares the Trainer's loss with this.
+    """
+    total = 0.0
+    for i in range(len(lp)):
+        for t in range(len(lp[i])):
+            # How much likelier the token has become since the step began.
+            r = math.exp(lp[i][t] - old[i][t])
+
+            # The gain is r A. The clip takes the worse of the gain and the gain at the clipped
+            # ratio: once a token has moved far enough in the direction that A asks for, its gain
+            # is a constant, and its gradient is zero. A move the wrong way is never clipped.
+            clipped = min(max(r, 1 - clip_low), 1 + clip_high)
+            total += w[i] * -min(r * A[i], clipped * A[i])
+    return total / Z
+
+
+# 2. Advantages: which rollouts were better than expected --------------------------------------
+
+
+def advantages(rewards_G, /, kind):
+    """(1) for the float64 rewards (G,) of one group: an array (G,).
+
+    The group's own mean is the baseline, so nothing has to be learned to have one. kind:
+    `group_std`, `group_mean` or `leave_one_out`; ValueError for another one. (`per_branch` and
+    `gae` give one trajectory several advantages: appendices C and D.)
+    """
+    # Equal rewards say nothing. The advantage is then exactly 0, which rewards - mean would miss
+    # by rounding; `group_std` would blow that rounding up to numbers that look like a signal.
+    if (rewards_G == rewards_G[0]).all():
+        return np.zeros_like(rewards_G)
+
+    centred_G = rewards_G - rewards_G.mean()
+    if kind == "group_std":
+        # Hard and easy prompts count alike: each group is scaled to a spread of one.
+        return centred_G / (rewards_G.std(ddof=1) + 1e-4)  # (1)
+    if kind == "leave_one_out":
+        # The same as subtracting from each reward the mean of the other G - 1.
+        return centred_G * len(rewards_G) / (len(rewards_G) - 1)  # (1)
+    if kind == "group_mean":
+        return centred_G  # (1)
+    raise ValueError(f"unknown advantage {kind!r}")
+
+
+# 3. The loss: equations (2) to (7), in this order ---------------------------------------------
+#
+# Pure functions of tensors (B, T), a row for each sequence and a column for each target, or of (T,)
+# for one sequence. mask says which targets the policy sampled. The others were shown to it, prompts
+# and replies of the task, or are padding: log-probs there may be anything, even NaN.
+
+
+def divergence(d, /, kind):
+    """k of (5), an estimate of KL(p, reference) from d = log p - log reference (Schulman 2020).
+
+    d is taken at tokens drawn from p. All three have the KL as their mean, or for k2 nearly so.
+    """
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    if kind == "k3":
+        return torch.exp(-d) + d - 1  # never negative, with less noise than k1
+    raise ValueError(f"unknown kl {kind!r}")
+
+
+def policy_loss(
+    lp_BT, old_BT, advantage_BT, mask_BT, /, *, objective, ratio, clip_low, clip_high, dual_clip,
+    cispo_bound, kl, kl_coef, kl_in, entropy_coef, entropy_BT=None, ref_BT=None, importance_BT=None,
+):  # fmt: skip
+    """(2)-(5) of each token: l_BT, and a dict of detached statistics, all 0 where mask is off.
+
+    lp_BT, old_BT, ref_BT         log-probs of the policy now, before the step, of the reference
+    advantage_BT, importance_BT   A of (1), and the factor of (4); whatever broadcasts
+    mask_BT, entropy_BT           bool, was sampled; H of (5)
+    objective .. entropy_coef     settings of `grpo_loss`, which explains them
+
+    What is None has no part in the loss. The statistics are `clipped` (0 or 1), and `kl` and
+    `entropy` where those were given.
+    """
+    # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
+    # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
+    zero = lp_BT.new_zeros(())
+    log_ratio_BT = torch.where(mask_BT, lp_BT - old_BT, zero)
+
+    # GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios. A reward is
+    # for a sequence, and a product over hundreds of tokens would be too noisy to use.
+    if ratio == "sequence":
+        count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / count_B1).expand_as(lp_BT)
+
+    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Pinned by
+    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
+    ratio_BT = log_ratio_BT.clamp(-10, 10).exp()  # (2)
+
+    if objective == "cispo":
+        # The ratio is a weight without gradient, so that a bounded token still learns: PPO's clip
+        # below would drop it from the gradient.
+        clipped_BT = ratio_BT > cispo_bound
+        l_BT = -ratio_BT.clamp(max=cispo_bound).detach() * advantage_BT * lp_BT  # (3)
+    else:
+        # For A < 0 the minimum has no lower end: a large ratio gives a huge loss. Dual clip bounds
+        # the ratio there; for A > 0 the second gain is the smaller one anyway.
+        bounded_BT = ratio_BT
+        if dual_clip:
+            bounded_BT = ratio_BT.clamp(max=dual_clip)
+        gain_BT = bounded_BT * advantage_BT
+        clipped_gain_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantage_BT
+        clipped_BT = (clipped_gain_BT < gain_BT) | (ratio_BT > bounded_BT)
+        l_BT = -torch.minimum(gain_BT, clipped_gain_BT)  # (3)
+
+    # The sampler is another program than the trainer, perhaps in another dtype: the weight corrects
+    # for tokens that it drew more or less often than the policy would have.
+    if importance_BT is not None:
+        l_BT = l_BT * importance_BT  # (4)
+
+    # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
+    stats = {"clipped": torch.where(mask_BT, clipped_BT.to(lp_BT.dtype), zero)}
+    if ref_BT is not None:
+        kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
+        stats["kl"] = kl_BT.detach()
+        if kl_in == "loss":
+            l_BT = l_BT + kl_coef * kl_BT  # (5)
+    if entropy_BT is not None:
+        stats["entropy"] = torch.where(mask_BT, entropy_BT.detach(), zero)
+        if entropy_coef:
+            l_BT = l_BT - entropy_coef * entropy_BT  # (5)
+    return torch.where(mask_BT, l_BT, zero), stats
+
+
+def loss_weight(mask_BT, aggregation):
+    """w of (7), float64, (B, 1) for a mask (B, T): known of each sequence without any other."""
+    # Two sequences, of one sampled token with loss a and of three with losses b, c, d, sum to
+    #
+    #     token_mean     (a + b + c + d) / 4
+    #     sequence_mean  (a + (b + c + d) / 3) / 2             a token of a long answer weighs less
+    #     constant       (a + b + c + d) / (2 max_new_tokens)  Z does not depend on what was sampled
+    #
+    # A sequence without a sampled token has only zeros to weigh; 1 keeps its weight finite.
+    count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
+    if aggregation == "sequence_mean":
+        return 1.0 / count_B1
+    return torch.ones_like(count_B1)
+
+
+def normaliser(masks, /, *, aggregation, max_new_tokens) -> float:
+    """Z of (7) for the masks of some sequences: summed over ranks it is the Z of the batch."""
+    sampled = [int(mask.sum()) for mask in masks]
+    if aggregation == "token_mean":
+        return float(sum(sampled))
+    if aggregation == "constant":
+        return float(len(sampled) * max_new_tokens)
+    return float(len([count for count in sampled if count > 0]))
+
+
+def grpo_loss(
+    lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
+    objective="clip", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0,
+    sampler_BT=None, importance_cap=0.0, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss",
+    entropy_BT=None, entropy_coef=0.0, value_BT=None, old_value_BT=None, return_BT=None,
+    value_coef=0.5, value_clip=0.2,
+):  # fmt: skip
+    """The whole loss, (2)-(7): a scalar, and a dict of detached sums over the sampled tokens.
+
+    lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
+    old_BT           those before the step's first update; None: lp itself, so that every ratio is 1
+    advantage_BT     A of (1), whatever broadcasts
+    mask_BT          bool: which tokens the policy sampled
+    Z                of (7), summed over everything that one optimiser step sees; None: of these
+    aggregation      token_mean | sequence_mean | constant: w and Z of (7)
+    max_new_tokens   the most tokens that a sequence may have; for the Z of `constant`
+    objective        clip | cispo, (3)
+    ratio            token | sequence, (2)
+    clip_low/high    the ratio is clipped to 1 - low .. 1 + high
+    dual_clip        c of (3); 0: none
+    cispo_bound      bound of (3) with cispo
+    sampler_BT       log-probs of the program that drew the tokens; None: old
+    importance_cap   C of (4); 0: no weight
+    ref_BT           log-probs of the frozen reference; None: no KL
+    kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
+    entropy_BT       H of (5), with the weight entropy_coef
+    value_BT         the critic's values now; None: no critic. With old_value_BT and return_BT, the
+                     values before the step and g, and value_coef and value_clip: (6)
+
+    `loss_metrics` makes a step's metrics from the sums; tests compare both with TRL's numbers.
+    """
+    if old_BT is None:
+        old_BT = lp_BT.detach()
+    if sampler_BT is None:
+        sampler_BT = old_BT
+
+    # One weight a token, p_old / p_sampler. Its mean is 1, but its tail is long: hence a cap.
+    importance_BT = None
+    if importance_cap:
+        log_weight_BT = torch.where(mask_BT, old_BT - sampler_BT, 0.0)
+        importance_BT = log_weight_BT.exp().clamp(max=importance_cap)
+    l_BT, stats = policy_loss(
+        lp_BT, old_BT, advantage_BT, mask_BT, objective=objective, ratio=ratio, clip_low=clip_low,
+        clip_high=clip_high, dual_clip=dual_clip, cispo_bound=cispo_bound, kl=kl, kl_coef=kl_coef,
+        kl_in=kl_in, entropy_coef=entropy_coef, entropy_BT=entropy_BT, ref_BT=ref_BT,
+        importance_BT=importance_BT,
+    )  # fmt: skip
+
+    # A critic is one more head on the same states, so its error is one more term of the same sum.
+    if value_BT is not None:
+        critic_BT = value_coef * value_loss(value_BT, old_value_BT, return_BT, mask_BT, value_clip)
+        l_BT = l_BT + critic_BT  # (6)
+        stats["value"] = critic_BT.detach()
+
+    # Z is the whole step's, never that of this micro-batch or this rank. A mean of micro-batch
+    # means weighs a token more where its micro-batch is small; a sum over one Z does not.
+    if Z is None:
+        masks = torch.atleast_2d(mask_BT)
+        Z = normaliser(masks, aggregation=aggregation, max_new_tokens=max_new_tokens)
+    return weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, aggregation=aggregation, Z=Z)
+
+
+def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
+    """(7) of these tokens: the loss, and the dict of sums that `loss_metrics` is made of.
+
+    l_BT, stats               loss and statistics of each token, by `policy_loss`
+    lp_BT .. sampler_BT       log-probs and mask, as in `grpo_loss`
+    aggregation, Z            as in `grpo_loss`
+    """
+    weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
+    loss = (weight_B1 * l_BT).sum() / Z  # (7)
+
+    # How far trainer and sampler are apart on the same tokens: with one set of weights it should be
+    # rounding, and it is the first thing to look at when a run does not learn.
+    gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
+    zero = gap_N.new_zeros(())
+    sums = {
+        "loss": loss.detach(), "tokens": mask_BT.sum(), "gap": gap_N.sum(),
+        "identical": (gap_N == 0).sum(), "gap_max": torch.cat([gap_N, zero[None]]).max(),
+    }  # fmt: skip
+    for name in ("clipped", "entropy", "kl", "value"):
+        sums[name] = stats[name].sum() if name in stats else zero
+    return loss, sums
+
+
+def loss_metrics(totals, gap_max) -> dict:
+    """Metrics by their names, from these sums of a whole batch and its largest gap, all numbers."""
+    # The loss is divided by Z already. The others are means over sampled tokens, not over
+    # sequences, micro-batches or ranks, whatever the aggregation of the loss.
+    count = max(totals["tokens"], 1.0)
+    return {
+        "loss/token_mean": totals["loss"],
+        "entropy/token_mean": totals["entropy"] / count,
+        "ratio/clipped_fraction": totals["clipped"] / count,
+        "logprob_gap/max": gap_max,
+        "logprob_gap/mean": totals["gap"] / count,
+        "logprob_gap/identical": totals["identical"] / count,
+        "kl/token_mean": totals["kl"] / count,
+        "value/loss": totals["value"] / count,
+    }
+
+
+# 4. The loop: rollouts, advantages, updates ---------------------------------------------------
+#
+# A step is one batch of rollouts and a few optimiser steps on it. `config` is the command line
+# (appendix A); `task` makes prompts and replies to answers (appendix E). What the parts of a step
+# hand on are lists of these:
+
+
+@dataclass
+class Trajectory:
+    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
+
+    group: int
+    tokens: list[int]
+    mask: np.ndarray  # bool: was sampled by the policy, and counts in the loss
+    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
+    reward: float = 0.0
+    truncated: bool = False
+    path: list = field(default_factory=list)  # see branch_advantages
+    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
+    advantages: np.ndarray | None = None
+    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
+    ref_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None  # of the critic, before the step
+    returns: np.ndarray | None = None
+
+
+def train_step(config, task, trainer, log, step):
+    """One step of the run; the held-out fraction solved if this step evaluates, else None."""
+    seconds = {}
+    solved = None
+    with timed(seconds, "total"):
+        # Sample with the generator, a copy of the policy that holds the weights of the last push.
+        with timed(seconds, "rollout"):
+            rollouts, chosen, metrics = collect(config, task, trainer.generator, step)
+
+        # Everything in (1)-(7) that has no gradient is computed once, before the first update.
+        # From then on the policy moves and these numbers do not.
+        with timed(seconds, "train"):
+            metrics |= prepare(config, trainer, [rollouts[g] for g in chosen if g in rollouts])
+            metrics |= update(config, trainer, rollouts, chosen, step)
+
+        # `update` has pushed the new weights, so this is the policy as the step leaves it.
+        if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
+            with timed(seconds, "eval"):
+                solved, shown = evaluate(config, task, trainer.generator)
+            metrics["eval/solved"] = solved
+            log.sample(step, shown)
+
+    log.step(step, metrics | seconds)
+    return solved
+
+
+def collect(config, task, generator, step):
+    """The rollouts of a step, and how they went.
+
+    Returns this rank's {group: list of trajectories}, the groups of all ranks that are chosen to be
+    trained on, in order, and metrics. Collective.
+    """
+    rollouts = {}
+    chosen = []
+    rewards_PG = np.zeros((0, config.group))  # of all ranks, a row for each group played so far
+    tokens_and_truncated = np.zeros(2)
+    first_prompt = step * config.prompts * config.max_rounds
+    for _ in range(config.max_rounds):
+        # As many new groups as are missing. With dynamic sampling, of 4 groups wanted:
+        #
+        #     round 1   groups 0 1 2 3   chosen 0 2        (1 and 3 had equal rewards)
+        #     round 2   groups 4 5       chosen 0 2 4 5
+        missing = config.prompts - len(chosen)
+        groups = range(len(rewards_PG), len(rewards_PG) + missing)
+        starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
+        played = play(config, task, generator, starts, key=(config.seed, step))
+
+        # `draw_prompts` gave rank r the groups r, r + world, r + 2 world, ... Each rank fills in
+        # its own rows and leaves zeros elsewhere: the sum over ranks is the whole table on every
+        # rank, and all ranks drop the same groups.
+        round_PG = np.zeros((len(groups), config.group))
+        for (group, _, _), trajectories in zip(starts, played):
+            rollouts[group] = trajectories
+            round_PG[group - groups[0]] = [t.reward for t in trajectories]
+            tokens_and_truncated[0] += sum(t.mask.sum() for t in trajectories)
+            tokens_and_truncated[1] += sum(t.truncated for t in trajectories)
+        round_PG = np.array(summed(round_PG.tolist(), generator.head_weight.device))
+        rewards_PG = np.concatenate([rewards_PG, round_PG])
+
+        # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
+        for group, rewards_G in zip(groups, round_PG):
+            equal = (rewards_G == rewards_G[0]).all()
+            if not (config.dynamic_sampling and equal):
+                chosen.append(group)
+        if len(chosen) == config.prompts:
+            break
+
+    sampled, truncated = summed(tokens_and_truncated.tolist(), generator.head_weight.device)
+    require_finite_tokens(config, step, sampled)
+
+    # The metrics are of every group that was played, dropped ones too: they say how the policy is.
+    solved_PG = rewards_PG >= 1
+    return rollouts, chosen, {
+        "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
+        "reward/groups_none": (~solved_PG).all(1).mean(),
+        "reward/groups_all": solved_PG.all(1).mean(),
+        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards_PG.size,
+    }  # fmt: skip
+
+
+def prepare(config, trainer, groups) -> dict:
+    """Fill in what the loss needs of each trajectory: reference and old log-probs, advantages, the
+    final mask. Returns the critic's metrics. Collective, each rank with its own groups."""
+    # The frozen reference scores what the policy has sampled: a KL compares the two on one token.
+    everyone = [t for group in groups for t in group]
+    if trainer.reference is not None:
+        for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
+            t.ref_logprobs = ref
+
+    # Whose log-probs are `old`? The sampler's come for free. A pass of the trainer costs a forward
+    # and leaves the sampler's rounding out of the ratio. With one update a step the policy is its
+    # own old policy (None): every ratio is then exactly 1, and rounding cannot clip a token.
+    if config.proximal:
+        for t, old in zip(everyone, trainer.forward_only(everyone)):
+            t.old_logprobs = old
+    elif config.minibatches > 1:
+        for t in everyone:
+            t.old_logprobs = t.sampler_logprobs
+
+    # A group's advantages count its truncated rollouts, which have rewards; the filter comes after
+    # and takes them out of the loss only. The critic's are whitened over what is left, so after it.
+    if config.advantage != "gae":
+        for group in groups:
+            group_advantages(config, group)
+    for t in everyone:
+        if t.truncated and config.overlong == "filter":
+            t.mask = np.zeros_like(t.mask)
+    if config.advantage == "gae":
+        return critic_advantages(config, trainer, everyone)
+    return {}
+
+
+def group_advantages(config, group):
+    """Give the trajectories of one group their advantages (1), one for each target."""
+    # What each rollout has earned, less what it pays for its distance to the reference, if it does.
+    rewards_G = np.array([t.reward - kl_penalties(config, t).sum() for t in group])
+    if config.advantage == "per_branch":
+        marked = branch_advantages(rewards_G, [t.path for t in group])
+    else:
+        marked = [[(0, advantage)] for advantage in advantages(rewards_G, config.advantage)]
+
+    # A mark says from which target on an advantage holds; the next mark overwrites the rest.
+    #
+    #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
+    for t, marks in zip(group, marked):
+        t.advantages = np.zeros(len(t.mask))
+        for start, advantage in marks:
+            t.advantages[start:] = advantage
+
+
+def update(config, trainer, rollouts, chosen, step):
+    """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
+    # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
+    factor = lr_factor(step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay)
+    lr = config.lr * factor
+
+    # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
+    cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
+    updates = []
+    for first, last in zip(cuts, cuts[1:]):
+        batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
+
+        # Z is summed over ranks before any forward. It is the same on all ranks, so all skip an
+        # empty minibatch together (dynamic sampling or the filter can leave nothing).
+        (Z,) = summed([denominator(batch, config)], trainer.device)
+        if Z > 0:
+            updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr))
+            warn_if_skipped(step, updates[-1])
+
+    # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
+    trainer.push_weights()
+    return mean_metrics(updates, step) | {
+        "tokens/trained": sum(metrics["tokens/trained"] for metrics in updates),
+        "tokens/trained_flat": sum(metrics["tokens/trained_flat"] for metrics in updates),
+        "lr": lr, "policy_version": trainer.policy_version, "updates/skipped": trainer.skipped,
+    }  # fmt: skip
+
+
+# 5. The trainer: policy, optimiser and generator ----------------------------------------------
+
+
+def pack(batch, micro_tokens, *, tree=False):
+    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone.
+
+    tree: prefixes are run once, so what a trajectory shares with the one before it counts once.
+    """
+    # Trajectories of 9, 10 and 11 tokens that share their first 8, with micro_tokens 12:
+    #
+    #     tree=False   [9] [10] [11]
+    #     tree=True    [9, 10]  [11]     9 + 2 new ones are 11; 3 more would be 14
+    micros = []
+    room = 0  # tokens that the last micro-batch can still take
+    previous = []
+    for trajectory in batch:
+        count = len(trajectory.tokens)
+        if tree:
+            count -= shared_prefix(previous, trajectory.tokens)
+            previous = trajectory.tokens
+
+        # In a micro-batch of its own nothing is shared with what came before: it counts whole.
+        if not micros or count > room:
+            micros.append([])
+            room = micro_tokens
+            count = len(trajectory.tokens)
+        micros[-1].append(trajectory)
+        room -= count
+    return micros
+
+
+def loss_inputs(config, micro, lp_BT):
+    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
+
+    def column(name):
+        return padded([getattr(t, name) for t in micro], lp_BT)
+
+    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
+    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
+    options["sampler_BT"] = column("sampler_logprobs")
+    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
+    if micro[0].ref_logprobs is not None:
+        options["ref_BT"] = column("ref_logprobs")
+    if config.advantage == "gae":
+        options["old_value_BT"] = column("values")
+        options["return_BT"] = column("returns")
+    return old_BT, column("advantages"), options
+
+
+class Trainer:
+    """Policy, optimiser and generator behind the few calls that a training loop needs.
+
+    `forward_backward` may be called any number of times before `optim_step`; gradients add up over
+    calls and ranks, and nothing is averaged, because every loss is divided by the global
+    `num_global_valid_tokens` that the caller reduced beforehand. Every method is collective: all
+    ranks call it, with whatever share of the batch they hold, none included.
+    """
+
+    COUNTS = "policy_version", "skipped", "skipped_in_a_row"
+
+    def __init__(self, config, model, *, generator=None, reference=None):
+        """model is trained, generator samples, reference is what the KL is measured against."""
+        self.config = config
+        self.generator = generator
+        self.reference = reference
+        self.policy_version = 0
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.device = next(model.parameters()).device
+
+        # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
+        self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
+        self.optimizer = adamw(config, self.model, self.plan)
+
+    def score(self, model, micro, trie=None):
+        """A micro-batch's mask of sampled tokens, and their log-probs, entropies and, of a critic,
+        values, all (B, T). trie: the tree of its prefixes, with `--tree` (`prefix_tree`)."""
+        if trie is not None:
+            return score_tree(self, model, micro, trie)
+        if self.plan is not None and model is self.model and self.config.tree == "disabled":
+            return score_under_plan(self, micro)
+
+        # One forward over all the micro-batch's tokens, end to end without padding; each attends
+        # to its own trajectory. The head, the dearest matrix, runs where a token was sampled.
+        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
+        sequences = [t.tokens for t in micro]
+        temperature = self.config.temperature
+        return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
+
+    def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
+        """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
+
+        num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
+        precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(6). ValueError for Z <= 0.
+        """
+        if not num_global_valid_tokens > 0:
+            raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
+        Z = num_global_valid_tokens
+        measured = []
+
+        def loss_of(micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
+            # (7) of some scored trajectories; what is measured on the way is kept for the metrics.
+            if supervised:
+                loss, sums = likelihood_loss(self.config, micro, mask_BT, lp_BT, entropy_BT, Z)
+            else:
+                old_BT, advantage_BT, options = loss_inputs(self.config, micro, lp_BT)
+                options["entropy_BT"] = entropy_BT
+                if self.config.advantage == "gae":
+                    options["value_BT"] = value_BT
+                loss, sums = grpo_loss(lp_BT, old_BT, advantage_BT, mask_BT, Z=Z, **options)
+            measured.append(sums)
+            return loss
+
+        # This is the whole of it on one device: forward, loss, backward, one micro-batch after the
+        # other. Losses are parts of one sum, so their gradients only have to be added, which is
+        # what backward() does to .grad. Its graph is freed before the next micro-batch is run.
+        batch_here = share_of_batch(self, batch)
+        tree_tokens = 0  # run by this rank, where a tree makes them fewer
+        if runs_its_own_backward(self):  # block trees and pipelines call loss_of in their midst
+            tree_tokens = backward_by_parts(self, batch_here, loss_of)
+        else:
+            for micro in micro_batches(self, batch_here):
+                trie = prefix_tree(self, micro)
+                tree_tokens += tokens_of(trie, micro)
+                loss_of(micro, *self.score(self.model, micro, trie)).backward()
+        return metrics_of_all_ranks(self, measured, batch, tree_tokens)
+
+    def forward_only(self, batch, model=None) -> list:
+        """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
+        return score_batch(self, batch, model or self.model, "logprobs")
+
+    def compute_values(self, batch) -> list:
+        """A critic's values, as `forward_only`: V of the state that each token was sampled in."""
+        return score_batch(self, batch, self.model, "values")
+
+    def optim_step(self, lr: float | None = None) -> dict:
+        """Reduce, clip by the global norm, step, zero the gradients, version + 1.
+
+        A non-finite norm skips the step on every rank, since every rank has the same norm, and
+        `max_skipped` of those in a row raise FloatingPointError.
+        """
+        # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
+        # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
+        suspect = reduce_gradients(self.model)
+        norm = clip_grad_norm(self.model, self.config.max_grad_norm)
+        lr = self.config.lr if lr is None else lr
+        metrics = {"grad_norm": norm.item(), "lr": lr}
+
+        # One NaN would stay in the weights and in AdamW's moments for good.
+        if norm.isfinite():
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.policy_version += 1
+            self.skipped_in_a_row = 0
+        else:
+            metrics["nonfinite"] = skip_step(self, suspect)
+        self.optimizer.zero_grad()
+        return metrics | {"policy_version": self.policy_version}
+
+    def push_weights(self) -> int:
+        """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
+        # The generator is whole on every rank, whatever the plan has made of the policy.
+        copy_weights(self.model, self.generator)
+        return self.policy_version
+
+    def save_checkpoint(self, path, **extra) -> None:
+        """Write weights, optimiser and `extra` (JSON values) to the directory `path`, or none."""
+        state = {name: getattr(self, name) for name in self.COUNTS} | extra
+        write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
+
+    def load_checkpoint(self, path) -> dict:
+        """Restore what save_checkpoint wrote, on any number of ranks; returns its JSON values."""
+        tensors = training_tensors(self.model, self.optimizer)
+        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
+        for name in self.COUNTS:
+            setattr(self, name, state[name])
+        return state
+
+
+# 6. Rollouts: what is sampled, and with which random numbers ----------------------------------
+
+
+def uniforms(key, count):
+    """count numbers in [0, 1) that depend on the key (non-negative integers) alone."""
+    # A counter-based generator: no state is carried from one rollout, step or run to the next.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
+
+
+class Play(Row):
+    """A trajectory under way: the row that `generate` decodes, and the task's state beside it.
+
+    key             (seed, step); its random numbers are those of (*key, group, first)
+    group, state    the number of its group, and what the task remembers
+    prompt, limit   the tokens to begin with, and how many can be drawn behind them
+    first, count    the rollouts of the group that it stands for: one, without forks
+    forks_left      turn boundaries at which it will still fork (appendix C)
+    """
+
+    def __init__(self, key, group, state, prompt, limit, *, first=0, count=1, forks_left=0):
+        # The draws are made here, all at once, from the rollout's own key. Which batch it is
+        # decoded in, on which rank and beside whom, can therefore change no token.
+        super().__init__(prompt, uniforms((*key, group, first), limit))
+        self.key = key
+        self.group = group
+        self.state = state
+        self.reward = 0.0
+        self.first = first
+        self.count = count
+        self.forks_left = forks_left
+        self.turn = len(prompt)  # index of the turn's first token
+        self.path = [(self.turn, first, count)]
+        self.turn_rewards = []
+
+    def end_turn(self, task, forks=1):
+        """Give the finished turn to the task: the plays that go on, none at the end."""
+        #     ?  3  .  higher  5  .            one trajectory of `guess`; `.` ends a turn
+        #        x  x          x  x            sampled, and trained on
+        #              queued                  the task's reply: seen by the policy, not trained on
+        answer = self.tokens[self.turn :]
+        self.state, reply, reward = ask_reply(task, self, answer)
+
+        # The reward stands at the turn's last target, which is one less than its last token.
+        self.reward += float(reward)
+        self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
+        if reply is None:
+            return []
+
+        # Queued tokens are fed to the model instead of sampled ones, so a conversation goes on in
+        # the same row and the same cache, and nothing is ever decoded to text and encoded again.
+        self.queue.extend(reply)
+        self.turn = len(self.tokens) + len(reply)
+        return fork(self, forks) if self.forks_left else [self]
+
+    def trajectories(self):
+        """One for each rollout that this play still stands for."""
+        logprobs = np.array(self.logprobs)
+        # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
+        # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
+        mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
+        logprobs = np.where(mask, logprobs, 0.0)
+        made = (self.group, self.tokens, mask, logprobs, self.reward, self.truncated, self.path,
+                self.turn_rewards)  # fmt: skip
+        return [Trajectory(*made) for _ in range(self.count)]
+
+
+def rollout(
+    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
+):
+    """Play every start `group` times; lists of trajectories, by group, in rollout order.
+
+    starts          list of (group number, state, prompt tokens)
+    group           rollouts of each start
+    max_new_tokens  of a trajectory behind its prompt, the task's replies included
+    temperature     of sampling; 0 is greedy
+    key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
+    forks           children of a trajectory at each of its first fork_turns turn boundaries
+    """
+    # Without forks a play for each rollout. With them only the roots, each for `share` rollouts:
+    # group 4, forks 2, fork_turns 1 begins with rollouts 0 and 2, which stand for 0 1 and 2 3.
+    share = forks**fork_turns
+    plays = []
+    for number, state, prompt in starts:
+        for first in range(0, group, share):
+            how = dict(first=first, count=share, forks_left=fork_turns)
+            plays.append(Play(key, number, state, prompt, max_new_tokens, **how))
+
+    # All groups are decoded in one batch. `generate` computes equal prompts once, lets go of rows
+    # that have ended, and calls end_turn wherever a token of task.end was sampled.
+    ended = generate(
+        model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
+        after=lambda play: play.end_turn(task, forks),
+    )  # fmt: skip
+
+    # Plays end in any order; a group's rollouts are put back into theirs.
+    groups = {number: [] for number, _, _ in starts}
+    for play in sorted(ended, key=lambda play: play.first):
+        groups[play.group] += play.trajectories()
+    return list(groups.values())
+
+
+# =============================================================================================
+# The idea ends here; what follows makes it fast, strict or connected.
+# =============================================================================================
+
+
+# A. Settings: flags, their help, what cannot be combined --------------------------------------
+# For whoever looks up a flag, or adds one. Who knows what a setting means can skip everything but
+# the fields of Config, and the table of papers.
+
+# Paper -> settings (the rest stays at its default; every paper has learning rates of its own):
+#
+#     GRPO     arXiv:2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
+#                                --kl-coef 0.04 --entropy-coef 0
+#     Dr.GRPO  arXiv:2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
+#     RLOO     arXiv:2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
+#                                --minibatches 1 --entropy-coef 0
+#     DAPO     arXiv:2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
+#                                --overlong filter --entropy-coef 0
+#     GSPO     arXiv:2507.18071  --advantage group_std --ratio sequence --aggregation sequence_mean
+#                                --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
+#     CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
+#     TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
+#     dual clip (arXiv:1912.09729)             --dual-clip 3
+#     PPO      arXiv:1707.06347, 1506.02438    --advantage gae --clip-high 0.2 --entropy-coef 0
+#     tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
 
 
 @dataclass
@@ -236,6 +969,7 @@ class Config:
         ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
         kl=("k1", "k2", "k3"), kl_in=("loss", "reward"), overlong=("keep", "filter"),
     )  # fmt: skip
+
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every",
@@ -252,9 +986,11 @@ class Config:
 
     def check(self) -> "Config":
         """Raise ValueError for anything that cannot run, before anything is built or written."""
+        # Each value by itself first: what the combinations compute with must be numbers.
         wrong = []
         for f in dataclasses.fields(self):
-            flag, value = _flag(f.name), getattr(self, f.name)
+            flag = _flag(f.name)
+            value = getattr(self, f.name)
             if f.type is float and type(value) is int:
                 setattr(self, f.name, float(value))
             elif type(value) is not f.type:
@@ -266,14 +1002,19 @@ class Config:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
             elif value == 0 and f.default and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
+
         wrong = wrong or [text for bad, text in self._combinations() if bad]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
 
     def _combinations(self):
-        leaves, own_shape = self.forks ** min(self.fork_turns, 64), not self.model
+        """(whether it is wrong, what to say then) for settings that do not go together."""
+        leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
+        own_shape = not self.model
         gae = self.advantage == "gae"
+
+        # Advantages and the loss.
         yield self.group == 1 and not gae, (
             "--group 1 has no baseline, so every advantage is 0: use 2 or more, or --advantage gae")
         yield gae and max(self.gamma, self.gae_lambda) > 1, "--gamma and --gae-lambda are at most 1"
@@ -298,6 +1039,8 @@ class Config:
             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty")
         yield self.lr_warmup >= self.steps, (
             f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
+
+        # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
         apart = "+" in self.plan or "|" in self.plan.replace("|ffn", "")
         yield apart, (
             f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
@@ -320,6 +1063,8 @@ class Config:
             "--tree dta has no c: a block's keys come from the stack of one rank; --tree sparse")
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
+
+        # The run, its model and its task.
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
         yield self.resume_or_start and self.overwrite, (
             "--resume-or-start goes on with a run, --overwrite deletes it")
@@ -338,12 +1083,21 @@ class Config:
             "--device cuda: torch sees no CUDA device here")
 
 
+# The keyword arguments of `grpo_loss` that are flags.
+LOSS_SETTINGS = (
+    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
+    "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
+)  # fmt: skip
+
+
 def _flag(name):
+    """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
 
 
 def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
+    # The comment behind a field is its help, so that it cannot say something else.
     source = inspect.getsource(Config)
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -355,6 +1109,8 @@ def parse_config(argv) -> Config:
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction, help=text)
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+
+    # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     given = vars(parser.parse_args(argv))
     path = Path(given.get("out", "")) / "config.json"
     if given.get("resume_or_start") and given.get("out"):
@@ -365,7 +1121,8 @@ def parse_config(argv) -> Config:
 
 
 def resumed_config(path, given) -> Config:
-    """What the run stored at `path`, with what the command line may change of it."""
+    """What the run stored at `path`, with what the command line may change of it; ValueError for
+    a change that would make it another run."""
     stored = models.read_json(path, what="the configuration of a run")
     # A run that began before a flag existed had that flag's default.
     names = {f.name for f in dataclasses.fields(Config)}
@@ -385,6 +1142,7 @@ def resumed_config(path, given) -> Config:
             )
         stored["task"] = given["task"]
 
+    # A decaying learning rate depends on the last step, so `steps` is then not free.
     free = set(Config.FREE)
     if stored["lr_decay"] != "constant":
         free.remove("steps")
@@ -398,126 +1156,623 @@ def resumed_config(path, given) -> Config:
     return Config(**(stored | given))
 
 
-# 2. Advantages and the loss: pure functions --------------------------------------------------
+# B. A batch on many ranks: shards, plans, pipelines, and metrics of all ranks -----------------
+# How the Trainer's few calls reach other ranks: packed batches under tensor, context, pipeline and
+# expert parallelism. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
 
-def definition(lp, old, A, w, Z, clip_low, clip_high):
-    """(2) `token`, (3) `clip` and (7), for lists of lists of sampled tokens, by Python's floats."""
-    total = 0.0
-    for i in range(len(lp)):
-        for t in range(len(lp[i])):
-            r = math.exp(lp[i][t] - old[i][t])
-            clipped = min(max(r, 1 - clip_low), 1 + clip_high)
-            total += w[i] * -min(r * A[i], clipped * A[i])
-    return total / Z
+def split_over_ranks(config, model, device):
+    """The model as this rank holds it, the Plan and the Grid; both None where there is no plan."""
+    # Whole copies need no plan: their gradients are summed before the optimiser's step.
+    if not (config.plan or config.data_parallel == "zero1" or config.ac != "none"):
+        if config.data_parallel == "fsdp":
+            shard(model)
+        return model, None, None
+
+    # Each micro-batch brings an attention of its own; the one given here stands in until then.
+    plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
+    grid = Grid.make(plan, device.type)
+    model = parallelize(
+        model, plan, device_mesh=grid, mode=config.data_parallel,
+        attention=models.causal_attention, schedule=config.pp_schedule, ac=config.ac,
+    )  # fmt: skip
+    return model, plan, grid
 
 
-def advantages(rewards, /, kind):
-    """(1) for the float64 rewards (G,) of one group: (G,). `per_branch` is `branch_advantages`."""
-    if (rewards == rewards[0]).all():  # exactly 0, which rewards - mean would miss by rounding
-        return np.zeros_like(rewards)
-    centred = rewards - rewards.mean()
-    if kind == "group_std":
-        return centred / (rewards.std(ddof=1) + 1e-4)
-    if kind == "leave_one_out":
-        return centred * len(rewards) / (len(rewards) - 1)
-    if kind == "group_mean":
-        return centred
-    raise ValueError(f"unknown advantage {kind!r}")
+def adamw(config, model, plan):
+    """The optimiser of this rank's parameters; `zero1` keeps a share of the moments."""
+
+    def make(parameters):
+        return torch.optim.AdamW(
+            parameters, lr=config.lr, betas=(0.9, config.beta2),
+            weight_decay=config.weight_decay, fused=True,
+        )  # fmt: skip
+
+    if plan is None:
+        return make(model.parameters())
+    return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
-def branch_advantages(rewards, branches, /):
+def padded(vectors, like):
+    """Ragged numpy vectors -> one (B, T) tensor of `like`'s dtype and device, zero where short."""
+    out_BT = np.zeros((len(vectors), max(map(len, vectors))))
+    for b, vector in enumerate(vectors):
+        out_BT[b, : len(vector)] = vector
+    return torch.from_numpy(out_BT).to(like)
+
+
+def denominator(batch, config) -> float:
+    """This rank's share of Z of (7); the sum over ranks is `num_global_valid_tokens`."""
+    masks = [t.mask for t in batch]
+    return normaliser(masks, aggregation=config.aggregation, max_new_tokens=config.max_new_tokens)
+
+
+def head_part(model):
+    """The model, or the part of a pipeline that has the head; None where another rank has it."""
+    return model.last if isinstance(model, Pipeline) else model
+
+
+def reports(trainer) -> bool:
+    """Whether this rank speaks for the ranks that work on the same trajectories."""
+    if trainer.plan is None:
+        return True
+    if head_part(trainer.model) is None:
+        return False
+
+    # The first rank of its tensor group that is also the first of its context group.
+    #
+    #     plan t2c2: tensor groups 0 1 | 2 3, context groups 0 2 | 1 3   ->   rank 0 alone
+    rank = dist.get_rank()
+    for kind in ("tp", "cp"):
+        if rank not in [ranks[0] for ranks in trainer.plan.groups(kind)]:
+            return False
+    return True
+
+
+def gather_replica(trainer, batch):
+    """The trajectories of all ranks that work on the same ones, and where this rank's begin.
+
+    Rollouts are dealt to all ranks, but ranks of one t, c or p group run the same forward: each
+    gets what all of them have played.
+    """
+    if trainer.plan is None or trainer.plan.world == trainer.plan.dp:
+        return batch, 0
+    replica = trainer.grid.replica
+    parts = [None] * dist.get_world_size(replica)
+    dist.all_gather_object(parts, batch, group=replica)
+    first = sum(len(part) for part in parts[: dist.get_rank(replica)])
+    return [t for part in parts for t in part], first
+
+
+def share_of_batch(trainer, batch):
+    """What this rank runs of a batch: everything of its replica, trees dealt out anew."""
+    together, _ = gather_replica(trainer, batch)
+    return deal_trees(trainer, together)
+
+
+NOTHING = np.zeros(0)
+FILLER = Trajectory(  # one token, no target: a rank without data runs it so that others can go on
+    -1, [0], NOTHING.astype(bool), NOTHING, advantages=NOTHING, values=NOTHING, returns=NOTHING
+)
+
+
+def micro_batches(trainer, batch):
+    """`pack` by the configuration, filled up to as many micro-batches as other ranks need."""
+    config = trainer.config
+    if config.tree == "dta":  # its blocks are cut by --max-tokens
+        return [batch or [FILLER]]
+
+    # A pipeline of p stages idles less the more micro-batches it has: at least 2 p of them, of
+    # about one size, since all are padded to the longest.
+    stages = trainer.plan.pp if trainer.plan else 1
+    size = config.micro_tokens
+    if stages > 1:
+        lengths = [len(t.tokens) for t in batch]
+        size = min(size, sum(lengths) // (2 * stages) + max(lengths, default=0))
+    micros = pack(batch, size, tree=config.tree == "sparse")
+
+    # Interleaved schedules want a multiple of p: 5 micro-batches on 2 stages become 6.
+    count = len(micros)
+    if stages > 1:
+        count = max(2 * stages, -(-count // stages) * stages)
+    if sharded(trainer.model) or (trainer.plan and trainer.plan.ep > 1):
+        # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
+        # so ranks agree on their number and fill up with empty ones.
+        # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
+        most = torch.tensor(count, device=trainer.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        count = int(most)
+    return micros + [[FILLER]] * (count - len(micros))
+
+
+class Layout(NamedTuple):
+    """A packed micro-batch under a plan: whole on every rank, which runs the tokens `take_s`."""
+
+    tokens_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    take_s: torch.Tensor  # the tokens of this rank of the context group, ascending
+    at_N: torch.Tensor  # the token that predicts each scored one
+    mask_BT: torch.Tensor
+    attention: object
+
+    def micro(self) -> Micro:
+        """This rank's tokens, as a model under a plan takes them."""
+        tokens_1s = self.tokens_1S[:, self.take_s]
+        return Micro(tokens_1s, self.positions_1S[:, self.take_s], self.attention)
+
+
+def lay_out(trainer, micros) -> list:
+    """A Layout for each micro-batch, padded so that its tokens can be shared out evenly."""
+    # Sequence parallelism cuts tokens in t; a zigzag ring cuts them in 2 c. A pipeline wants all
+    # micro-batches of one length.
+    plan = trainer.plan
+    unit = plan.tp
+    if plan.cp > 1:
+        unit *= 2 * plan.cp
+    sizes = [sum(len(t.tokens) for t in micro) for micro in micros]
+    if plan.pp > 1:
+        sizes = [max(sizes)] * len(sizes)
+    return [
+        lay_out_one(trainer, micro, -(-size // unit) * unit)
+        for micro, size in zip(micros, sizes, strict=True)
+    ]
+
+
+def lay_out_one(trainer, micro, length):
+    """The Layout of one micro-batch in a row of `length` tokens."""
+    # Trajectories a b c and d e in 8 places; sampled are b, c and e:
+    #
+    #     tokens      a b c d e 0 0 0        padding is in no document, and at position 0
+    #     document    0 0 0 1 1 - - -
+    #     position    0 1 2 0 1 0 0 0
+    #     mask        [[1, 1], [1, 0]]       of targets b c and e, padded
+    #     at          [0, 1, 3]              b is predicted at a, c at b, e at d
+    device = trainer.device
+    lengths = [len(t.tokens) for t in micro]
+    pad = length - sum(lengths)
+    tokens = [token for t in micro for token in t.tokens] + [0] * pad
+    positions = [n for size in lengths for n in range(size)] + [0] * pad
+    document_1S = np.repeat([*range(len(micro)), -1], [*lengths, pad])[None]
+    mask_BT = padded([t.mask for t in micro], torch.empty(0, device=device).bool())
+    row_N, column_N = mask_BT.nonzero(as_tuple=True)
+    starts_B = torch.tensor(np.cumsum([0, *lengths[:-1]]), device=device)
+
+    attention = models.packed_attention(doc_ids=torch.from_numpy(document_1S))
+    rank = 0
+    if trainer.plan.cp > 1:
+        rank = dist.get_rank(trainer.grid.context)
+        attention = context_attention(trainer, document_1S)
+    take_s = ring_attention.indices(length, rank, trainer.plan.cp).to(device)
+    tokens_1S = torch.tensor([tokens], device=device)
+    positions_1S = torch.tensor([positions], device=device)
+    at_N = starts_B[row_N] + column_N
+    return Layout(tokens_1S, positions_1S, take_s, at_N, mask_BT, attention)
+
+
+def context_attention(trainer, document_1S):
+    """Attention inside documents, their tokens spread over the ranks of the context group."""
+    # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what each
+    # pair of ranks needs. A layer with a window narrows it further.
+    group = trainer.grid.context
+    method = trainer.config.cp_method
+    mask = ring_attention.Mask.documents(doc_ids=document_1S)
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        return ring_attention.ring_attention(
+            q, k, v, group=group, mask=mask.with_window(window), method=method,
+            scale=scale, softcap=softcap,
+        )  # fmt: skip
+
+    return attention
+
+
+def score_layout(trainer, hidden_1sM, layout):
+    """What `Trainer.score` returns, from the states of this rank's tokens."""
+    # Of the N scored tokens, those whose state lies here; searchsorted finds it among ours.
+    model = head_part(trainer.model)
+    here_N = torch.isin(layout.at_N, layout.take_s)
+    at_n = layout.at_N[here_N]
+    x_nM = hidden_1sM[0, torch.searchsorted(layout.take_s, at_n)]
+    targets_n = layout.tokens_1S[0, at_n + 1]
+    columns = model.logprobs(x_nM, targets_n, temperature=trainer.config.temperature)
+    if model.config.value_head:
+        columns = (*columns, model.values(x_nM))
+
+    # Back into (B, T). Ranks of a context group have filled in different entries, and the others
+    # are 0: their sum is the whole, and all compute the same loss of it.
+    rows_N, places_N = layout.mask_BT.nonzero(as_tuple=True)
+    at = rows_N[here_N], places_N[here_N]
+    scores = [layout.mask_BT]
+    for x_n in columns:
+        x_BT = x_n.new_zeros(layout.mask_BT.shape).index_put(at, x_n)
+        if trainer.plan.cp > 1:
+            x_BT = add_terms(x_BT, trainer.grid.context)
+        scores.append(x_BT)
+    return scores
+
+
+def score_under_plan(trainer, micro):
+    """`Trainer.score` of the policy under a plan."""
+    (layout,) = lay_out(trainer, [micro])
+    tokens_1s, positions_1s, attention = layout.micro()
+    hidden_1sM = trainer.model.hidden(tokens_1s, positions=positions_1s, attention=attention)
+    return score_layout(trainer, hidden_1sM, layout)
+
+
+def score_pipeline(trainer, micros) -> list:
+    """`Trainer.score` of all micro-batches on the last stage; [] on the others."""
+    layouts = lay_out(trainer, micros)
+    states = trainer.model.forward([layout.micro() for layout in layouts]) or ()
+    return [score_layout(trainer, *pair) for pair in zip(states, layouts)]
+
+
+def from_last_stage(trainer, found) -> list:
+    """What the pipeline's last stage found, on all ranks of the replica."""
+    parts = [None] * dist.get_world_size(trainer.grid.replica)
+    dist.all_gather_object(parts, found, group=trainer.grid.replica)
+    return next(part for part in parts if part)
+
+
+def runs_its_own_backward(trainer) -> bool:
+    """Whether forward and backward of a batch are interleaved by somebody else's schedule."""
+    return trainer.config.tree == "dta" or isinstance(trainer.model, Pipeline)
+
+
+def backward_by_parts(trainer, batch, loss_of) -> int:
+    """The gradient of a batch by blocks of its tree, or by a pipeline's schedule.
+
+    loss_of is called with each scored part, and its value is differentiated there and then.
+    Returns how many tokens of a tree were run.
+    """
+    if trainer.config.tree == "dta":
+        return backward_by_blocks(trainer, batch, loss_of)
+
+    micros = micro_batches(trainer, batch)
+    layouts = lay_out(trainer, micros)
+
+    def loss_of_states(k, hidden_1sM):
+        return loss_of(micros[k], *score_layout(trainer, hidden_1sM, layouts[k]))
+
+    trainer.model.forward_backward([layout.micro() for layout in layouts], loss_of_states)
+    return 0
+
+
+@torch.no_grad()
+def score_batch(trainer, batch, model, kind) -> list:
+    """A numpy vector (L - 1,) for each trajectory; kind: logprobs, entropies or values."""
+    # The policy under a plan is run by all ranks of a replica, on what all of them hold; this
+    # rank's trajectories begin at `first`. The reference is whole on every rank, and runs alone.
+    together = batch
+    first = 0
+    if model is trainer.model:
+        together, first = gather_replica(trainer, batch)
+    micros = micro_batches(trainer, together)
+    if isinstance(model, Pipeline):
+        scored = score_pipeline(trainer, micros)
+    else:
+        scored = [trainer.score(model, micro, prefix_tree(trainer, micro)) for micro in micros]
+
+    vectors = []
+    column = ("logprobs", "entropies", "values").index(kind)
+    for micro, (_, *columns) in zip(micros, scored):
+        rows_BT = columns[column].double().cpu().numpy()
+        vectors += [row_T[: len(t.mask)] for row_T, t in zip(rows_BT, micro)]
+    if isinstance(model, Pipeline):
+        vectors = from_last_stage(trainer, vectors)
+    reshard(trainer.model)  # without a backward FSDP would leave the gathered weights lying there
+    return vectors[first : first + len(batch)]
+
+
+SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
+
+
+def metrics_of_all_ranks(trainer, measured, batch, tree_tokens) -> dict:
+    """`loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
+
+    measured: the sums of `grpo_loss`, one dict for each of this rank's micro-batches.
+    """
+    totals_K = torch.zeros(len(SUMS), dtype=torch.float64, device=trainer.device)
+    gap_max = totals_K.new_zeros(())
+    for sums in measured:
+        totals_K += torch.stack([sums[name].double() for name in SUMS])
+        gap_max = torch.maximum(gap_max, sums["gap_max"])
+
+    # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
+    # together on the same trajectories have the same sums, and one of them speaks for all.
+    numbers = [*totals_K.tolist(), tree_tokens]
+    if not reports(trainer):
+        numbers = [0.0] * len(numbers)
+    flat_tokens = sum(len(t.tokens) for t in batch)
+    dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
+    *totals, tree_tokens, flat_tokens = summed([*numbers, flat_tokens], trainer.device)
+
+    metrics = loss_metrics(dict(zip(SUMS, totals)), gap_max.item())
+    if trainer.reference is None:
+        del metrics["kl/token_mean"]
+    if trainer.config.advantage != "gae":
+        del metrics["value/loss"]
+    trained = flat_tokens if trainer.config.tree == "disabled" else tree_tokens
+    return metrics | {"tokens/trained": int(trained), "tokens/trained_flat": int(flat_tokens)}
+
+
+def skip_step(trainer, suspect):
+    """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
+    trainer.skipped += 1
+    trainer.skipped_in_a_row += 1
+    text = name_suspects(trainer.model, suspect)
+
+    # Several in a row are no accident: the weights or the data are broken.
+    if trainer.skipped_in_a_row >= trainer.config.max_skipped:
+        raise FloatingPointError(
+            f"{trainer.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, "
+            f"first in {text}; lower --lr or look at that tensor's inputs"
+        )
+    return text
+
+
+# C. Trees: forked rollouts, and prefixes that are run once ------------------------------------
+# Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
+# prefixes at the cost of their distinct tokens (--tree). Without those flags, skip it.
+
+
+def fork(play, forks):
+    """Plays that share this one's past, its reply included, and divide its rollouts."""
+    # A play for rollouts 4 5 6 7 becomes with forks 2 one for 4 5 and one for 6 7. Each child draws
+    # by the key of its own first rollout, so what it samples does not depend on its siblings.
+    children = []
+    share = play.count // forks
+    for first in range(play.first, play.first + play.count, share):
+        child = copy.copy(play)
+        for name in ("tokens", "mask", "logprobs", "full_logprobs", "queue"):
+            setattr(child, name, getattr(play, name).copy())
+        child.draws = uniforms((*play.key, play.group, first), len(play.draws))
+        child.first = first
+        child.count = share
+        child.forks_left = play.forks_left - 1
+        child.path = play.path + [(play.turn, first, share)]
+        children.append(child)
+    return children
+
+
+def branch_advantages(rewards_G, paths, /):
     """(1) `per_branch` of one group: for each rollout a list of (first target index, advantage).
 
-    branches[i] is rollout i's path: [(first token index, first rollout, rollouts below), ...], the
-    root segments first. V of a segment is the mean reward of the rollouts below it; V of the root's
-    parent is the group's mean. The advantages along a path sum to R_i - mean R.
+    paths[i] is rollout i's way from the root of the group's tree down to itself, one
+    (first token index, first rollout, number of rollouts) for each segment: the segment begins at
+    that token, and those consecutive rollouts share it.
     """
-    out = []
-    for path in branches:
-        parent, marks = rewards.mean(), []
+    # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
+    # what it is worth beyond its parent. Four rollouts with rewards 1, 0, 1/4, 1/4, of which 0 and
+    # 1 share everything up to token 5, as 2 and 3 do (each rollout's last segment is its own):
+    #
+    #     rollout 0:   whole group   tokens 5..7 (0, 1)   from token 8 (0 alone)
+    #     value        3/8           1/2                  1
+    #     advantage                  +1/8                 +1/2       they sum to R_0 - mean R
+    marked = []
+    for path in paths:
+        parent_value = rewards_G.mean()
+        marks = []
         for start, first, count in path:
-            value = rewards[first : first + count].mean()
-            marks.append((start - 1, value - parent))
-            parent = value
-        out.append(marks)
-    return out
+            value = rewards_G[first : first + count].mean()
+            # Token `start` is target `start - 1`, for targets are tokens[1:].
+            marks.append((start - 1, value - parent_value))  # (1)
+            parent_value = value
+        marked.append(marks)
+    return marked
+
+
+def shared_prefix(a, b) -> int:
+    """How many tokens two lists have in common before they differ."""
+    count = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+def prefix_tree(trainer, batch):
+    """The tree of a batch's prefixes; None where `--tree` is off."""
+    if trainer.config.tree == "disabled":
+        return None
+    return TokenTrie([t.tokens for t in batch])
+
+
+def tokens_of(trie, batch) -> int:
+    """How many tokens of a tree are run; 0 without one. What fills up a rank counts for nothing."""
+    if trie is None or not batch or batch[0].group == FILLER.group:
+        return 0
+    return len(trie.tokens)
+
+
+def deal_trees(trainer, batch):
+    """This rank's share of the data-parallel ranks' batch: prefixes together, equal times."""
+    # Without trees rollouts stay where they were played. Context ranks share one tree's tokens.
+    plan = trainer.plan or Plan(dp=dist.get_world_size())
+    if trainer.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
+        return batch
+    cost = Cost(again=1 / 3 if trainer.config.recompute else 0.0)
+    group = None if trainer.plan is None else trainer.grid.data
+    sequences = [t.tokens for t in batch]
+    _, share = redistribute(sequences, batch, group=group, cost=cost)
+    return share
+
+
+class PaddedPolicy:
+    """A policy under tensor parallelism, for trees.
+
+    Pads the packed tree to a multiple of t, runs the policy, drops the padding. Attention never
+    sees the padding. Everything else is the policy's.
+    """
+
+    def __init__(self, model, multiple):
+        self.model = model
+        self.multiple = multiple
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def hidden(self, tokens_1S, /, *, positions, attention):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because its partners wait for it.
+        length = tokens_1S.shape[1]
+        padded_length = max(1, -(-length // self.multiple)) * self.multiple
+        pad = padded_length - length
+
+        def attention_of_tree(q, k, v, /, **options):
+            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
+            return F.pad(out, (0, 0, 0, pad))
+
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=attention_of_tree,
+        )  # fmt: skip
+        return x_1SM[:, :length]
+
+
+def tree_options(trainer, model, batch):
+    """The model and the options that functions of trees are called with for a batch."""
+    config = trainer.config
+    own = model is trainer.model
+    plan = trainer.plan or Plan()
+    options = dict(temperature=config.temperature, masks=[t.mask for t in batch])
+    if config.tree == "dta":
+        # COMM: experts are on other ranks, which have other trees: as many calls on all.
+        # Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
+        lockstep = dist.group.WORLD if own and plan.ep > 1 else None
+        options.update(max_tokens=config.max_tokens, lockstep=lockstep)
+    elif own and plan.cp > 1:
+        options.update(group=trainer.grid.context, method=config.cp_method)
+    if own and plan.tp > 1:
+        model = PaddedPolicy(model, plan.tp)
+    return model, options
+
+
+def score_tree(trainer, model, micro, trie):
+    """`Trainer.score` by the tree of a micro-batch's prefixes."""
+    mask_BT = padded([t.mask for t in micro], torch.empty(0, device=trainer.device).bool())
+    model, options = tree_options(trainer, model, micro)
+    return mask_BT, *tree_scores(model, trie, padded=True, **options)
+
+
+def backward_by_blocks(trainer, batch, loss_of) -> int:
+    """`--tree dta`: the gradient block by block; how many tokens the tree has."""
+
+    def loss_of_block(ended, *scores):
+        # The trajectories that end in this block, by their index in the batch.
+        micro = [batch[i] for i in ended]
+        mask_BT = padded([t.mask for t in micro], scores[0]).bool()
+        return loss_of(micro, mask_BT, *scores)
+
+    trie = prefix_tree(trainer, batch)
+    model, options = tree_options(trainer, trainer.model, batch)
+    # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
+    tree_backward(
+        model, trie, loss_of_block, recompute=trainer.config.recompute, batched=True,
+        check_finite=False, **options,
+    )  # fmt: skip
+    return tokens_of(trie, batch)
+
+
+# D. PPO's critic, and the KL in the reward ----------------------------------------------------
+# Advantages of single tokens, from a value head on the policy's states, and rewards that pay for
+# the distance to the reference. For --advantage gae and --kl-in reward; GRPO needs neither.
+
+
+def kl_penalties(config, trajectory):
+    """What each sampled token loses of its reward to the reference: (L - 1,)."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return np.zeros(len(trajectory.mask))
+    d = np.where(trajectory.mask, trajectory.sampler_logprobs - trajectory.ref_logprobs, 0.0)
+    return config.kl_coef * divergence(torch.from_numpy(d), config.kl).numpy()
 
 
 def gae(rewards, values, mask, /, gamma, lam):
-    """(1) `gae` of one trajectory: advantages and returns, both (L - 1,) and 0 off the mask.
+    """(1) `gae` of one trajectory: advantages and returns, two arrays (L - 1,), 0 off the mask.
 
-    rewards, values: (L - 1,) by target; mask: was sampled. Only those follow each other: what the
-    task says in between is no action. A reward on another token counts for the last sampled one.
+    rewards, values: (L - 1,), one per target. mask: which targets the policy sampled. Only those
+    are actions and follow each other; what the task says in between is part of the environment.
     """
-    at, out = np.flatnonzero(mask), np.zeros((2, len(mask)))
-    after, ahead = 0.0, 0.0  # V of the next sampled token, and its advantage
-    for t, end in zip(at[::-1], [len(mask), *at[:0:-1]]):
-        delta = rewards[t:end].sum() + gamma * after - values[t]
-        ahead, after = delta + gamma * lam * ahead, values[t]
-        out[:, t] = ahead, ahead + values[t]
-    return out
+    # A turn's reward may lie on a token of the task: it belongs to the sampled token before it.
+    #
+    #     target     0    1    2    3    4        gamma = lam = 1 and all values 0
+    #     sampled    yes  yes  -    -    yes
+    #     reward     0    0    0    2    1        the 2 counts for target 1
+    #     advantage  3    3    0    0    1
+    advantages = np.zeros(len(mask))
+    returns = np.zeros(len(mask))
+
+    # From the last token to the first: (1) needs the next sampled token's value and advantage.
+    next_value = 0.0
+    next_advantage = 0.0
+    pending = 0.0  # rewards that no sampled token has taken yet
+    for t in reversed(range(len(mask))):
+        pending += rewards[t]
+        if not mask[t]:
+            continue
+
+        # delta is the surprise of this one action. The sum over n in (1) is a recursion.
+        delta = pending + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * lam * next_advantage  # (1)
+        returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
+
+        next_value = values[t]
+        next_advantage = advantages[t]
+        pending = 0.0
+    return advantages, returns
 
 
 def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
-    """The square of (6) per token, 0 where mask is off."""
-    far_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
-    if not bound:
-        return far_BT / 2
-    near_BT = old_BT + (value_BT - old_BT).clamp(-bound, bound)
-    near_BT = torch.where(mask_BT, near_BT - return_BT, 0.0).square()
-    return torch.maximum(far_BT, near_BT) / 2
+    """The maximum of two squares in (6), halved, per token; 0 where mask is off.
 
-
-def divergence(d, /, kind):
-    """k1, k2, k3 of (5), d = log p - log reference at tokens drawn from p (Schulman 2020)."""
-    return {"k1": d, "k2": d.square() / 2, "k3": torch.exp(-d) + d - 1}[kind]
-
-
-def policy_loss(
-    lp_BT, old_BT, advantage_BT, mask_BT, /, config, *,
-    entropy_BT=None, ref_BT=None, importance_BT=None,
-):  # fmt: skip
-    """(2)-(5) per token: l_BT, and a dict of detached (B, T) statistics, all 0 where mask is off.
-
-    Log-probs (B, T) float, mask_BT bool (was sampled), advantage_BT, importance_BT broadcastable.
-    Any leading shape works, (T,) too: a row is one sequence, which is all that `sequence` needs.
+    bound: how far a value may move from its old one before the move stops counting; 0: any.
     """
-    zero = lp_BT.new_zeros(())
-    # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
-    # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
-    log_ratio_BT = torch.where(mask_BT, lp_BT - old_BT, zero)
-    if config.ratio == "sequence":
-        count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / count_B1).expand_as(lp_BT)
-    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Pinned by
-    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
-    ratio_BT = log_ratio_BT.clamp(-10, 10).exp()  # (2)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.objective == "cispo":
-        clipped_BT = ratio_BT > config.cispo_bound
-        l_BT = -ratio_BT.clamp(max=config.cispo_bound).detach() * advantage_BT * lp_BT  # (3)
-    else:
-        bounded_BT = ratio_BT.clamp(max=config.dual_clip) if config.dual_clip else ratio_BT
-        first_BT, second_BT = bounded_BT * advantage_BT, ratio_BT.clamp(low, high) * advantage_BT
-        clipped_BT = (second_BT < first_BT) | (ratio_BT > bounded_BT)
-        l_BT = -torch.minimum(first_BT, second_BT)  # (3)
-    if importance_BT is not None:
-        l_BT = l_BT * importance_BT  # (4)
-    stats = {"clipped": torch.where(mask_BT, clipped_BT.to(lp_BT.dtype), zero)}
-    if ref_BT is not None:
-        kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), config.kl)
-        stats["kl"] = kl_BT.detach()
-        if config.kl_in == "loss":
-            l_BT = l_BT + config.kl_coef * kl_BT  # (5)
-    if entropy_BT is not None:
-        stats["entropy"] = torch.where(mask_BT, entropy_BT.detach(), zero)
-        if config.entropy_coef:
-            l_BT = l_BT - config.entropy_coef * entropy_BT  # (5)
-    return torch.where(mask_BT, l_BT, zero), stats
+    # Selected before the square, so that a NaN off the mask reaches neither loss nor gradient.
+    square_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
+    if not bound:
+        return square_BT / 2
+
+    # As for the policy: a value that has moved `bound` towards its return gets no more gradient.
+    near_BT = old_BT + (value_BT - old_BT).clamp(-bound, bound)
+    near_square_BT = torch.where(mask_BT, near_BT - return_BT, 0.0).square()
+    return torch.maximum(square_BT, near_square_BT) / 2
 
 
-# 3. Tasks ------------------------------------------------------------------------------------
+def critic_advantages(config, trainer, batch) -> dict:
+    """Give all ranks' trajectories the advantages (1) `gae`, whitened together, and the returns g.
+
+    Returns the critic's metrics. Collective.
+    """
+    sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
+    for t, values in zip(batch, trainer.compute_values(batch)):
+        rewards = -kl_penalties(config, t)
+        for at, reward in t.turn_rewards:
+            rewards[at] += reward
+        t.values = values
+        t.advantages, t.returns = gae(rewards, values, t.mask, config.gamma, config.gae_lambda)
+        A = t.advantages[t.mask]
+        g = t.returns[t.mask]
+        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), values[t.mask].sum()
+
+    count, *totals = summed(sums.tolist(), trainer.device)
+    A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
+    spread = math.sqrt(max(0.0, AA - A * A))
+    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
+    # 1e-8 only keeps a step without any spread finite. Pinned by
+    # tests/test_critic.py::test_advantages_are_whitened_over_the_step.
+    for t in batch:
+        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
+
+    # g - v is A before whitening, so the variance that is left is spread^2.
+    explained = 0.0
+    if gg - g * g > 1e-12:
+        explained = 1 - spread**2 / (gg - g * g)
+    return {"value/token_mean": v, "value/explained_variance": explained}
+
+
+# E. Tasks -------------------------------------------------------------------------------------
+# What is played: the interface of a task, four tasks, and how a task's file is loaded. Who brings a
+# task of their own reads `Task` and `Guess`; everybody else can skip it.
 
 
 class Task:
@@ -534,13 +1789,19 @@ class Task:
         """Tasks are made as Class(config)."""
 
     def prompt(self, rng, index: int, held_out: bool):
-        """-> (state, prompt tokens). rng: numpy Generator of this (seed, step, group); index counts
-        the prompts of the run, or from 0 those of an evaluation (held_out)."""
+        """Begin a group: returns (state, prompt tokens).
+
+        rng is a numpy Generator of this (seed, step, group). index counts the prompts of the run,
+        or from 0 those of an evaluation (held_out).
+        """
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
-        """answer: a turn's tokens, its end token last -> (state, reply tokens, reward); None for
-        the reply ends the trajectory. An answer cut off by max_new_tokens is never shown."""
+        """Hear a turn: returns (new state, reply tokens, reward); None for the reply ends it.
+
+        answer: the turn's tokens, its end token last. One cut off by max_new_tokens never comes
+        here.
+        """
         raise NotImplementedError
 
     def demo(self, state, rng) -> list[int]:
@@ -548,6 +1809,7 @@ class Task:
         raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
 
     def show(self, tokens: list[int]) -> str:
+        """Tokens as a person reads them, for samples.jsonl and errors."""
         return " ".join(map(str, tokens))
 
 
@@ -566,6 +1828,7 @@ def naming_the_task(file):
     try:
         yield
     except (Exception, SystemExit) as error:
+        # The innermost line of the task's own file: what it called may have raised elsewhere.
         where = Path(file).name
         for frame in traceback.extract_tb(error.__traceback__):
             if Path(frame.filename).resolve() == Path(file).resolve():
@@ -590,7 +1853,9 @@ class Symbols(Task):
     """A task over a few named symbols; the last one ends a turn."""
 
     def __init__(self, names):
-        self.names, self.vocab_size, self.end = names, len(names), (len(names) - 1,)
+        self.names = names
+        self.vocab_size = len(names)
+        self.end = (len(names) - 1,)
 
     def show(self, tokens):
         return " ".join(self.names[t] if t < len(self.names) else f"<{t}>" for t in tokens)
@@ -598,6 +1863,7 @@ class Symbols(Task):
 
 def deal(seed, index, size) -> int:
     """Card `index` of an endless row of shuffled decks of 0..size-1: no batch is lopsided."""
+    # size 3: cards 0 1 2 are deck 0, cards 3 4 5 deck 1; each deck is shuffled by its own number.
     deck, place = divmod(index, size)
     return int(np.random.default_rng([seed, deck]).permutation(size)[place])
 
@@ -619,7 +1885,9 @@ class Guess(Symbols):
     """
 
     def __init__(self, config):
-        self.size, self.turns, self.seed = config.size, config.turns, config.seed
+        self.size = config.size
+        self.turns = config.turns
+        self.seed = config.seed
         super().__init__([str(n) for n in range(self.size)] + ["?", "higher", "lower", "."])
 
     def prompt(self, rng, index, held_out):
@@ -627,11 +1895,14 @@ class Guess(Symbols):
         return (secret, 1, 0, self.size - 1, 0), [self.size]  # secret, turn, range left, agreeing
 
     def reply(self, state, answer):
+        # low .. high is what the replies so far have left possible.
         secret, turn, low, high, agreeing = state
         if len(answer) != 2 or answer[0] >= self.size:
             return state, None, 0.0
         number = answer[0]
-        agreeing += low <= number <= high
+        if low <= number <= high:
+            agreeing += 1
+
         if number == secret:
             return state, None, 1.0
         if turn == self.turns:
@@ -642,11 +1913,15 @@ class Guess(Symbols):
 
 
 class Sort(Symbols):
-    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .` Reward 1 for the right
-    answer, half the share of right places for another one of the right length."""
+    """Put `length` distinct symbols in order, in one turn: `c a b ? a b c .`
+
+    The reward is 1 for the right answer, and half the share of right places for another one of the
+    right length.
+    """
 
     def __init__(self, config):
-        self.size, self.length = config.size, config.length
+        self.size = config.size
+        self.length = config.length
         super().__init__([f"s{n}" for n in range(self.size)] + ["?", "."])
         for held_out in (False, True):  # raises now, not at the first evaluation
             self.prompt(np.random.default_rng(0), 0, held_out)
@@ -661,7 +1936,7 @@ class Sort(Symbols):
     def reply(self, state, answer):
         if len(answer) != self.length + 1:
             return state, None, 0.0
-        right = sum(a == b for a, b in zip(answer, state)) / self.length
+        right = len([a for a, b in zip(answer, state) if a == b]) / self.length
         return state, None, 1.0 if right == 1 else 0.5 * right
 
 
@@ -675,22 +1950,29 @@ class Lookup(Symbols):
     """
 
     def __init__(self, config):
-        self.size, self.seed, names = config.size, config.seed, range(config.size)
-        super().__init__([f"k{n}" for n in names] + [f"v{n}" for n in names] + ["?", "=", "."])
+        self.size = config.size
+        self.seed = config.seed
+        keys = [f"k{n}" for n in range(self.size)]
+        values = [f"v{n}" for n in range(self.size)]
+        super().__init__([*keys, *values, "?", "=", "."])
 
     def prompt(self, rng, index, held_out):
-        key, table = deal(self.seed, index, self.size), rng.integers(self.size, size=self.size)
+        key = deal(self.seed, index, self.size)
+        table = rng.integers(self.size, size=self.size)
         table[key] = deal(self.seed + 1, index, self.size)
         return (key, tuple(table.tolist()), None), [2 * self.size, key]
 
     def reply(self, state, answer):
+        # `value` is None until the table has been asked; it is then what the second answer should
+        # be. Tokens: keys 0 .. size - 1, values size .. 2 size - 1.
         key, table, value = state
         first = 0 if value is None else self.size
         if len(answer) != 2 or not first <= answer[0] < first + self.size:
             return state, None, 0.0
         if value is None:
             value = self.size + table[answer[0]]
-            return (key, table, value), [2 * self.size + 1, value], 0.5 if answer[0] == key else 0.1
+            reward = 0.5 if answer[0] == key else 0.1
+            return (key, table, value), [2 * self.size + 1, value], reward
         return state, None, 0.5 if answer[0] == value else 0.1
 
     def demo(self, state, rng):
@@ -698,28 +1980,36 @@ class Lookup(Symbols):
 
 
 class Jsonl(Task):
-    """Questions from a file of {"question", "answer"} lines, GSM8K's format: the gold answer is
-    what follows `####` (the whole answer, if nothing does). Reward 1 for an answer that ends in
-    `####` and an equal number or text; so the template has to ask for it.
-    Every tenth question, by its hash, is held out. Needs the checkpoint's tokenizer.json."""
+    """Questions from a file of {"question", "answer"} lines, GSM8K's format.
+
+    The gold answer is what follows `####` (the whole answer, if nothing does). The reward is 1 for
+    an answer that ends in `####` and an equal number or text; so the template has to ask for it.
+    Every tenth question, by its hash, is held out. It needs the checkpoint's tokenizer.json.
+    """
 
     def __init__(self, config):
         self.tokenizer = models.load_tokenizer(config.model)
         shape = ModelConfig.from_hf(config.model)
-        self.vocab_size, self.end = self.tokenizer.get_vocab_size(), shape.eos_token_id
+        self.vocab_size = self.tokenizer.get_vocab_size()
+        self.end = shape.eos_token_id
         if not self.end:
             raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
-        template, close = config.template, self.tokenizer.token_to_id("<|im_end|>")
+
+        template = config.template
+        close = self.tokenizer.token_to_id("<|im_end|>")
         if "{question}" not in template:
             raise ValueError(f"--template must contain {{question}}, got {template!r}")
         if close is not None:  # ChatML; base checkpoints do not name its end in config.json
             template = f"<|im_start|>user\n{template}<|im_end|>\n<|im_start|>assistant\n"
             self.end = tuple({*self.end, close})
+
+        # Every line is encoded and checked now, so that a bad one is named before the run starts.
         room = shape.max_position_embeddings - config.max_new_tokens
         self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
         for number, row in models.read_json_lines(config.data):
             where = f"{config.data} line {number}"
-            question, answer = row.get("question"), row.get("answer")
+            question = row.get("question")
+            answer = row.get("answer")
             if not isinstance(question, str) or not isinstance(answer, str):
                 raise ValueError(f"{where} holds no question and answer, two strings")
             tokens = self._encode(template.replace("{question}", question))
@@ -759,20 +2049,25 @@ def final_answer(text):
 def same_answer(a, b):
     """Equal as numbers (1,000 = 1000.0 = $1000) or, where one is no number, as stripped text."""
 
+    # A number, or None. float() would also take nan, inf and 1e3, which nobody writes as an answer.
     def number(text):
         plain = re.sub(r"[,$%\s]", "", text).rstrip(".")
         return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
 
     if a is None or b is None:
         return False
-    x, y = number(a), number(b)
-    return a.strip() == b.strip() if x is None or y is None else x == y
+    x = number(a)
+    y = number(b)
+    if x is None or y is None:
+        return a.strip() == b.strip()
+    return x == y
 
 
 TASKS = {"guess": Guess, "sort": Sort, "lookup": Lookup, "jsonl": Jsonl}
 
 
 def make_task(config) -> Task:
+    """The task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task in TASKS:
         return TASKS[config.task](config)
     file, _, name = config.task.rpartition(":")
@@ -789,623 +2084,53 @@ def make_task(config) -> Task:
         raise ValueError(f"{file} has no class {name!r}")
     with naming_the_task(file):
         task = getattr(module, name)(config)
-    size, end = getattr(task, "vocab_size", 0), getattr(task, "end", ())
+
+    # A class in a file need not derive from Task, so nothing can be taken for granted.
+    size = getattr(task, "vocab_size", 0)
+    end = getattr(task, "end", ())
     if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
         raise ValueError(f"{name} needs vocab_size and end, ids under it; got {size} and {end}")
     return task
 
 
-# 4. Rollouts ---------------------------------------------------------------------------------
+# F. Prompts, evaluation, demonstrations -------------------------------------------------------
+# Which prompts a step and an evaluation play, and the supervised steps before the first rollout.
+# Who believes that all of it is a function of (seed, step, group) can skip it.
 
 
-@dataclass
-class Trajectory:
-    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
-
-    group: int
-    tokens: list[int]
-    mask: np.ndarray  # bool: was sampled by the policy, and counts in the loss
-    sampler_logprobs: np.ndarray  # float64, 0 where not sampled
-    reward: float = 0.0
-    truncated: bool = False
-    path: list = field(default_factory=list)  # see branch_advantages
-    turn_rewards: list = field(default_factory=list)  # (index of a turn's last target, reward)
-    advantages: np.ndarray | None = None
-    old_logprobs: np.ndarray | None = None  # None: the policy's own, detached
-    ref_logprobs: np.ndarray | None = None
-    values: np.ndarray | None = None  # of the critic, before the step
-    returns: np.ndarray | None = None
+# The first part of every random stream's key after the seed, so that no two streams are the same.
+ROLLOUT = 1
+EVALUATION = 2
+DEMO_PROMPT = 3
+DEMO_PLAY = 4
 
 
-class Play(Row):
-    """A trajectory under way. Until its forks are used up it stands for `count` rollouts."""
+def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
+    """(group, state, prompt tokens) for those of the groups that are this rank's.
 
-    def __init__(self, key, group, state, prompt, limit, *, first=0, count=1, forks_left=0):
-        super().__init__(prompt, uniforms((*key, group, first), limit))
-        self.key, self.group, self.state, self.reward = key, group, state, 0.0
-        self.first, self.count, self.forks_left = first, count, forks_left
-        self.turn = len(prompt)  # where the turn began
-        self.path, self.turn_rewards = [(self.turn, first, count)], []
-
-    def end_turn(self, task, forks=1):
-        """Give the finished turn to the task: the plays that go on, none at the end."""
-        answer = self.tokens[self.turn :]
-        with asking(task):
-            self.state, reply, reward = task.reply(self.state, answer)
-        if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
-            raise ValueError(
-                f"{type(task).__name__} gave reward {reward} in group {self.group}, rollout "
-                f"{self.first}, for the answer {task.show(answer)!r}: rewards must be finite"
-            )
-        self.reward += float(reward)
-        self.turn_rewards = [*self.turn_rewards, (len(self.tokens) - 2, float(reward))]
-        if reply is None:
-            return []
-        if not all(0 <= token < task.vocab_size for token in reply):
-            name, size = type(task).__name__, task.vocab_size
-            raise ValueError(f"{name} replied {reply} in group {self.group}: ids end at {size - 1}")
-        self.queue.extend(reply)
-        self.turn = len(self.tokens) + len(reply)
-        return self.fork(forks) if self.forks_left else [self]
-
-    def fork(self, forks):
-        """Plays that share this one's past, its reply included, and divide its rollouts."""
-        children, share = [], self.count // forks
-        for first in range(self.first, self.first + self.count, share):
-            child = copy.copy(self)
-            for name in ("tokens", "mask", "logprobs", "full_logprobs", "queue"):
-                setattr(child, name, getattr(self, name).copy())
-            child.draws = uniforms((*self.key, self.group, first), len(self.draws))
-            child.first, child.count, child.forks_left = first, share, self.forks_left - 1
-            child.path = self.path + [(self.turn, first, share)]
-            children.append(child)
-        return children
-
-    def trajectories(self):
-        """One for each rollout that this play still stands for."""
-        logprobs = np.array(self.logprobs)
-        # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
-        # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
-        mask = np.array(self.mask, dtype=bool) & np.isfinite(logprobs)
-        logprobs = np.where(mask, logprobs, 0.0)
-        made = (self.group, self.tokens, mask, logprobs, self.reward, self.truncated, self.path,
-                self.turn_rewards)  # fmt: skip
-        return [Trajectory(*made) for _ in range(self.count)]
-
-
-def uniforms(key, count):
-    """count numbers in [0, 1) that depend on the key (non-negative integers) alone."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
-
-
-def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
-):
-    """Play every start `group` times; lists of trajectories, by group, in rollout order.
-
-    starts: list of (group index, state, prompt tokens). key: (seed, step); draw t of rollout r of
-    group g is uniforms((seed, step, g, r))[t]. temperature 0 is greedy.
+    config, task  of the run
+    stream        which of the random streams above
+    step          of the run, part of the random generators' keys
+    groups        group numbers of the step, of all ranks
+    first         number of the step's first prompt, counted from the start of the run
+    held_out      whether they are for evaluation
     """
-    if not starts:
-        return []
-    share = forks**fork_turns
-    plays = [
-        Play(key, g, state, prompt, max_new_tokens, first=first, count=share, forks_left=fork_turns)
-        for g, state, prompt in starts for first in range(0, group, share)
-    ]  # fmt: skip
-    ended = generate(
-        model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        after=lambda play: play.end_turn(task, forks),
-    )  # fmt: skip
-    groups = {g: [] for g, _, _ in starts}
-    for play in sorted(ended, key=lambda play: play.first):
-        groups[play.group] += play.trajectories()
-    return list(groups.values())
-
-
-def demonstrations(task, starts, key, max_new_tokens=4096):
-    """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke. A play
-    ends at the turn that reaches max_new_tokens."""
-    out = []
-    for g, state, prompt in starts:
-        rng, play, going = np.random.default_rng([*key, g]), Play(key, g, state, prompt, 0), True
-        while going and play.new < max_new_tokens:
-            with asking(task):
-                answer = [int(token) for token in task.demo(play.state, rng)]
-            for token in answer:
-                play.append(token, 0.0)
-            going = play.end_turn(task)
-            while play.queue:
-                play.append(None, 0.0)
-        out += play.trajectories()
-    return out
-
-
-# 5. The trainer: the only place that communicates --------------------------------------------
-
-
-def loss_weight(trajectory, aggregation):
-    """w of (7): a number per trajectory, known without any other."""
-    return 1.0 / max(1, trajectory.mask.sum()) if aggregation == "sequence_mean" else 1.0
-
-
-def denominator(batch, config) -> float:
-    """This rank's share of Z of (7); summed over ranks it is `num_global_valid_tokens`."""
-    if config.aggregation == "token_mean":
-        return float(sum(t.mask.sum() for t in batch))
-    if config.aggregation == "constant":
-        return float(len(batch) * config.max_new_tokens)
-    return float(sum(bool(t.mask.any()) for t in batch))
-
-
-def pack(batch, micro_tokens, *, tree=False):
-    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone.
-
-    tree: what a trajectory shares with the one before it counts once.
-    """
-    micros, room, before = [], 0, []
-    for trajectory in batch:
-        new = count = len(trajectory.tokens)
-        if tree:
-            pairs = enumerate(zip(before, trajectory.tokens))
-            new -= next((n for n, (a, b) in pairs if a != b), min(len(before), count))
-            before = trajectory.tokens
-        if not micros or new > room:
-            micros.append([])
-            new, room = count, micro_tokens
-        micros[-1].append(trajectory)
-        room -= new
-    return micros
-
-
-def padded(vectors, like):
-    """Ragged numpy vectors -> one (B, T) tensor of `like`'s dtype and device, zero where short."""
-    out_BT = np.zeros((len(vectors), max(map(len, vectors))))
-    for b, vector in enumerate(vectors):
-        out_BT[b, : len(vector)] = vector
-    return torch.from_numpy(out_BT).to(like)
-
-
-NOTHING = np.zeros(0)
-FILLER = Trajectory(  # what a rank without data adds to messages of all
-    -1, [0], NOTHING.astype(bool), NOTHING, advantages=NOTHING, values=NOTHING, returns=NOTHING
-)
-
-
-class Tally:
-    """(7) of one piece of a batch after the other, and what is measured on the way."""
-
-    NAMES = "clipped", "entropy", "kl", "value"
-
-    def __init__(self, trainer, num_global_valid_tokens, supervised):
-        self.trainer, self.Z, self.supervised = trainer, num_global_valid_tokens, supervised
-        self.forwarded = 0  # tokens that this rank ran, where a tree makes them fewer
-        size = 4 + len(self.NAMES)
-        self.sums = torch.zeros(size, dtype=torch.float64, device=trainer.device)
-        self.worst = self.sums.new_zeros(())
-
-    def count(self, micro, trie):
-        """Count the tokens of a tree that is about to be trained on; a FILLER's is none."""
-        if trie is not None and micro[0].group != FILLER.group:
-            self.forwarded += len(trie.tokens)
-
-    def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
-        """This piece's part of (7)."""
-        sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
-        if self.supervised:
-            l_BT, stats = -lp_BT, {"entropy": entropy_BT.detach()}
-        else:
-            given = mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT
-            l_BT, stats = self.trainer._loss(micro, *given)
-        weights = [[loss_weight(t, self.trainer.config.aggregation)] for t in micro]
-        loss = (padded(weights, lp_BT) * l_BT).sum() / self.Z  # (7)
-        gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
-        self.worst = torch.cat([gap_N, self.worst[None]]).max()
-        parts = [loss.detach(), mask_BT.sum(), gap_N.sum(), (gap_N == 0).sum()]
-        parts += [stats[k].sum() if k in stats else gap_N.new_zeros(()) for k in self.NAMES]
-        self.sums += torch.stack([x.double() for x in parts])
-        return loss
-
-    def metrics(self, flat) -> dict:
-        """Collective: of all ranks' batch. flat: tokens of this rank's trajectories."""
-        trainer = self.trainer
-        dist.all_reduce(self.worst, op=dist.ReduceOp.MAX)
-        # Ranks that work on the same sequences sum the same numbers: one of them reports.
-        own = [*self.sums.tolist(), self.forwarded]
-        if not trainer.reports:
-            own = [0.0] * len(own)
-        sums = summed([*own, flat], trainer.device)
-        loss, n, gap, same, clipped, entropy, kl, value, forwarded, flat = sums
-        trained = flat if trainer.config.tree == "disabled" else forwarded
-        n = max(n, 1.0)
-        metrics = {
-            "loss/token_mean": loss, "entropy/token_mean": entropy / n,
-            "ratio/clipped_fraction": clipped / n, "logprob_gap/max": self.worst.item(),
-            "logprob_gap/mean": gap / n, "logprob_gap/identical": same / n,
-            "tokens/trained": int(trained), "tokens/trained_flat": int(flat),
-        }  # fmt: skip
-        metrics |= {"kl/token_mean": kl / n} if trainer.reference is not None else {}
-        return metrics | ({"value/loss": value / n} if trainer.config.advantage == "gae" else {})
-
-
-class Layout(NamedTuple):
-    """A packed micro-batch under a plan: whole on every rank, which runs the tokens `take_s`."""
-
-    tokens_1S: torch.Tensor
-    positions_1S: torch.Tensor
-    take_s: torch.Tensor  # the tokens of this rank of the context group, ascending
-    at_N: torch.Tensor  # the token that predicts each scored one
-    mask_BT: torch.Tensor
-    attention: object
-
-    @classmethod
-    def of(cls, micro, length, trainer):
-        """length: padded to; PAD tokens are in no document and at position 0."""
-        device, (rank, world) = trainer.device, (0, 1)
-        lengths = [len(t.tokens) for t in micro]
-        pad = length - sum(lengths)
-        tokens = [token for t in micro for token in t.tokens] + [0] * pad
-        documents = np.repeat([*range(len(micro)), -1], [*lengths, pad])[None]
-        positions = [n for size in lengths for n in range(size)] + [0] * pad
-        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=device).bool())
-        row_N, column_N = mask_BT.nonzero(as_tuple=True)
-        starts = torch.tensor(np.cumsum([0, *lengths[:-1]]), device=device)
-        attention = models.packed_attention(doc_ids=torch.from_numpy(documents))
-        if trainer.plan.cp > 1:
-            group, method = trainer.grid.context, trainer.config.cp_method
-            rank, world = dist.get_rank(group), trainer.plan.cp
-            mask = ring_attention.Mask.documents(doc_ids=documents)
-
-            def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-                return ring_attention.ring_attention(
-                    q, k, v, group=group, mask=mask.with_window(window), method=method,
-                    scale=scale, softcap=softcap,
-                )  # fmt: skip
-
-        take_s = ring_attention.indices(length, rank, world).to(device)
-        whole = (torch.tensor([x], device=device) for x in (tokens, positions))
-        return cls(*whole, take_s, starts[row_N] + column_N, mask_BT, attention)
-
-    def micro(self) -> dict:
-        """What `parallel.Micro` wants, this rank's tokens."""
-        tokens_1s, positions_1s = (x[:, self.take_s] for x in (self.tokens_1S, self.positions_1S))
-        return dict(tokens=tokens_1s, positions=positions_1s, attention=self.attention)
-
-
-class Even:
-    """A policy under t, for trees: their tokens are padded to a multiple of t, as sequence
-    parallelism needs, attention does not see the padding, and the states come without it."""
-
-    def __init__(self, model, multiple):
-        self.model, self.multiple = model, multiple
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def hidden(self, tokens_1S, /, *, positions, attention):
-        length = tokens_1S.shape[1]
-        pad = -max(1, length) % self.multiple + (not length)
-
-        def of_tokens(q, k, v, /, **options):
-            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
-            return F.pad(out, (0, 0, 0, pad))
-
-        tokens_1S, positions = (F.pad(x, (0, pad)) for x in (tokens_1S, positions))
-        x_1SM = self.model.hidden(tokens_1S, positions=positions, attention=of_tokens)
-        return x_1SM[:, :length]
-
-
-class Trainer:
-    """Policy, optimiser and generator behind the few calls that a training loop needs.
-
-    `forward_backward` may be called any number of times before `optim_step`; gradients add up over
-    calls and ranks, and nothing is averaged, because every loss is divided by the global
-    `num_global_valid_tokens` that the caller reduced beforehand. Every method is collective: all
-    ranks call it, with whatever share of the batch they hold, none included.
-    """
-
-    COUNTS = "policy_version", "skipped", "skipped_in_a_row"
-
-    def __init__(self, config: Config, model: Transformer, *, generator=None, reference=None):
-        self.config, self.model = config, model
-        self.generator, self.reference = generator, reference
-        self.policy_version = self.skipped = self.skipped_in_a_row = 0
-        self.device, self.plan, self.grid = next(model.parameters()).device, None, None
-        if config.plan or config.data_parallel == "zero1" or config.ac != "none":
-            self._split(model)
-        elif config.data_parallel == "fsdp":
-            shard(model)
-
-        def adamw(parameters):
-            return torch.optim.AdamW(
-                parameters, lr=config.lr, betas=(0.9, config.beta2),
-                weight_decay=config.weight_decay, fused=True,
-            )  # fmt: skip
-
-        if self.plan is None:
-            self.optimizer = adamw(model.parameters())
-        else:
-            zero = config.data_parallel == "zero1"
-            self.optimizer = LocalOptimizer(self.model, adamw, zero=zero)
-
-    def _split(self, model):
-        """Keep this rank's part of the plan."""
-        self.plan = Plan.parse(self.config.plan or f"d{dist.get_world_size()}")
-        self.grid = Grid.make(self.plan, self.device.type)
-        self.model = parallelize(
-            model, self.plan, device_mesh=self.grid, mode=self.config.data_parallel,
-            attention=models.causal_attention, schedule=self.config.pp_schedule, ac=self.config.ac,
-        )  # each micro-batch brings an attention of its own  # fmt: skip
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank speaks for the ranks that work on the same sequences."""
-        if self.plan is None:
-            return True
-        firsts = [{ranks[0] for ranks in self.plan.groups(kind)} for kind in ("tp", "cp")]
-        return self._last is not None and dist.get_rank() in set.intersection(*firsts)
-
-    @property
-    def _last(self):
-        """The model, or the part of it that has the head; None where another stage has it."""
-        return self.model.last if isinstance(self.model, Pipeline) else self.model
-
-    def _shared(self, batch):
-        """The trajectories of all ranks that work on the same sequences, and where ours begin."""
-        if self.plan is None or self.plan.world == self.plan.dp:
-            return batch, 0
-        parts = [None] * dist.get_world_size(self.grid.replica)
-        dist.all_gather_object(parts, batch, group=self.grid.replica)
-        first = sum(len(part) for part in parts[: dist.get_rank(self.grid.replica)])
-        return [t for part in parts for t in part], first
-
-    def micro_batches(self, batch):
-        tree = self.config.tree
-        if tree == "dta":  # its blocks are of --max-tokens
-            return [batch or [FILLER]]
-        size, count, p = self.config.micro_tokens, 0, self.plan.pp if self.plan else 1
-        if p > 1:  # at least 2 p, of about one size, as all are padded to the longest
-            lengths = [len(t.tokens) for t in batch]
-            size = min(size, sum(lengths) // (2 * p) + max(lengths, default=0))
-        micros = pack(batch, size, tree=tree == "sparse")
-        if p > 1:  # a multiple of its ranks, for any schedule
-            count = max(2 * p, -(-len(micros) // p) * p)
-        if sharded(self.model) or (self.plan and self.plan.ep > 1):
-            # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
-            # so ranks agree on their number and fill up with empty ones.
-            # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
-            count = torch.tensor(max(count, len(micros)), device=self.device)
-            dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return micros + [[FILLER]] * (int(count) - len(micros))
-
-    def lay_out(self, micros) -> list:
-        """How a plan's ranks see micro-batches: padded so that tokens can be shared out."""
-        plan, unit = self.plan, self.plan.tp * (2 * self.plan.cp if self.plan.cp > 1 else 1)
-        lengths = [[len(t.tokens) for t in micro] for micro in micros]
-        most = max(sum(some) for some in lengths)
-        sizes = [most if plan.pp > 1 else sum(some) for some in lengths]
-        pairs = zip(micros, (-(-size // unit) * unit for size in sizes), strict=True)
-        return [Layout.of(micro, size, self) for micro, size in pairs]
-
-    def scores(self, hidden_1sM, layout):
-        """A laid-out micro-batch's mask of sampled tokens, and their log-probs, entropies and, of
-        a critic, values; all (B, T)."""
-        here_N, model = torch.isin(layout.at_N, layout.take_s), self._last
-        x_nM = hidden_1sM[0, torch.searchsorted(layout.take_s, layout.at_N[here_N])]
-        targets_n = layout.tokens_1S[0, layout.at_N[here_N] + 1]
-        found = model.logprobs(x_nM, targets_n, temperature=self.config.temperature)
-        if model.config.value_head:
-            found = *found, model.values(x_nM)
-        shape, out = layout.mask_BT.shape, [layout.mask_BT]
-        rows_n, columns_n = (x_N[here_N] for x_N in layout.mask_BT.nonzero(as_tuple=True))
-        for x_n in found:
-            x_BT = x_n.new_zeros(shape).index_put((rows_n, columns_n), x_n)
-            out.append(add_terms(x_BT, self.grid.context) if self.plan.cp > 1 else x_BT)
-        return out
-
-    def trie_of(self, batch):
-        """The tree of a batch's prefixes; None where `--tree` is off."""
-        if self.config.tree == "disabled":
-            return None
-        return TokenTrie([t.tokens for t in batch])
-
-    def score(self, model, micro, trie):
-        """The same of a micro-batch; of `--tree`, by the tree of its prefixes, `trie_of` it."""
-        if self.plan is not None and model is self.model and self.config.tree == "disabled":
-            (layout,) = self.lay_out([micro])
-            options = layout.micro()
-            return self.scores(model.hidden(options.pop("tokens"), **options), layout)
-        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
-        if trie is not None:
-            model, options = self._tree_options(model, micro)
-            return mask_BT, *tree_scores(model, trie, padded=True, **options)
-        sequences, temperature = [t.tokens for t in micro], self.config.temperature
-        return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
-
-    def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
-        """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
-
-        num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
-        precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(5).
-        """
-        if not num_global_valid_tokens > 0:
-            raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
-        tally = Tally(self, num_global_valid_tokens, supervised)
-        shared = self._deal(self._shared(batch)[0])
-        if self.config.tree == "dta":
-            self._tree_backward(shared, tally)
-        elif isinstance(self.model, Pipeline):
-            micros = self.micro_batches(shared)
-            layouts = self.lay_out(micros)
-            self.model.forward_backward(
-                [Micro(**layout.micro()) for layout in layouts],
-                lambda k, hidden: tally.loss(micros[k], *self.scores(hidden, layouts[k])),
-            )
-        else:
-            for micro in self.micro_batches(shared):
-                trie = self.trie_of(micro)
-                tally.count(micro, trie)
-                tally.loss(micro, *self.score(self.model, micro, trie)).backward()
-        return tally.metrics(sum(len(t.tokens) for t in batch))
-
-    def _deal(self, batch):
-        """This rank's share of the data-parallel ranks' batch: prefixes together, equal times."""
-        plan = self.plan or Plan(dp=dist.get_world_size())
-        if self.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
-            return batch
-        cost, group = Cost(again=1 / 3 if self.config.recompute else 0.0), None
-        if self.plan is not None:
-            group = self.grid.data
-        return redistribute([t.tokens for t in batch], batch, group=group, cost=cost)[1]
-
-    def _tree_options(self, model, batch):
-        """What the functions of trees take besides a tree: a model, and options."""
-        own, plan = model is self.model, self.plan or Plan()
-        options = dict(temperature=self.config.temperature, masks=[t.mask for t in batch])
-        if self.config.tree == "dta":
-            # COMM: experts are on other ranks, which have other trees: as many calls on all.
-            # Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
-            lockstep = dist.group.WORLD if own and plan.ep > 1 else None
-            options.update(max_tokens=self.config.max_tokens, lockstep=lockstep)
-        elif own and plan.cp > 1:
-            options.update(group=self.grid.context, method=self.config.cp_method)
-        model = Even(model, plan.tp) if own and plan.tp > 1 else model
-        return model, options
-
-    def _tree_backward(self, batch, tally):
-        """`--tree dta`: the gradient block by block."""
-
-        def loss_of(some, *scores):
-            micro = [batch[i] for i in some]
-            mask_BT = padded([t.mask for t in micro], scores[0]).bool()
-            return tally.loss(micro, mask_BT, *scores)
-
-        trie = self.trie_of(batch)
-        tally.count(batch, trie)
-        model, options = self._tree_options(self.model, batch)
-        tree_backward(  # a NaN is optim_step's to find, on all ranks
-            model, trie, loss_of, recompute=self.config.recompute, batched=True, check_finite=False,
-            **options,
-        )  # fmt: skip
-
-    def _loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT, sampler_BT):
-        def column(name):
-            return padded([getattr(t, name) for t in micro], lp_BT)
-
-        old_BT = lp_BT.detach() if micro[0].old_logprobs is None else column("old_logprobs")
-        cap, coef = self.config.importance_cap, self.config.value_coef
-        l_BT, stats = policy_loss(
-            lp_BT, old_BT, column("advantages"), mask_BT, self.config, entropy_BT=entropy_BT,
-            ref_BT=None if micro[0].ref_logprobs is None else column("ref_logprobs"),
-            importance_BT=(old_BT - sampler_BT).exp().clamp(max=cap) if cap else None,
-        )  # fmt: skip
-        if self.config.advantage == "gae":
-            past = column("values"), column("returns")
-            square_BT = value_loss(value_BT, *past, mask_BT, self.config.value_clip)
-            l_BT, stats["value"] = l_BT + coef * square_BT, coef * square_BT.detach()  # (6)
-        return l_BT, stats
-
-    def forward_only(self, batch, model=None) -> list:
-        """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
-        return self._forward(batch, model or self.model, 0)
-
-    def compute_values(self, batch) -> list:
-        """A critic's values, as `forward_only`: V of the state that each token was sampled in."""
-        return self._forward(batch, self.model, 2)
-
-    @torch.no_grad()
-    def _forward(self, batch, model, which) -> list:
-        every, first = self._shared(batch) if model is self.model else (batch, 0)
-        micros, found = self.micro_batches(every), []
-        if isinstance(model, Pipeline):
-            layouts = self.lay_out(micros)
-            states = model.forward([Micro(**layout.micro()) for layout in layouts])
-            scored = [self.scores(*pair) for pair in zip(states or (), layouts)]
-        else:
-            scored = [self.score(model, micro, self.trie_of(micro)) for micro in micros]
-        for micro, (_, *columns) in zip(micros, scored):
-            rows_BT = columns[which].double().cpu().numpy()
-            found += [x_T[: len(t.mask)] for x_T, t in zip(rows_BT, micro)]
-        if isinstance(model, Pipeline):  # the last stage tells the others
-            parts = [None] * dist.get_world_size(self.grid.replica)
-            dist.all_gather_object(parts, found, group=self.grid.replica)
-            found = next(part for part in parts if part)
-        reshard(self.model)
-        return found[first : first + len(batch)]
-
-    def optim_step(self, lr: float | None = None) -> dict:
-        """Reduce, clip by the global norm, step, zero the gradients, version + 1.
-
-        A non-finite norm skips the step on every rank, since every rank has the same norm, and
-        `max_skipped` of those in a row raise FloatingPointError.
-        """
-        suspect = reduce_gradients(self.model)
-        norm = clip_grad_norm(self.model, self.config.max_grad_norm)
-        lr = self.config.lr if lr is None else lr
-        metrics = {"grad_norm": norm.item(), "lr": lr}
-        if norm.isfinite():
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.policy_version += 1
-            self.skipped_in_a_row = 0
-        else:
-            metrics["nonfinite"] = self._skip(suspect)
-        self.optimizer.zero_grad()
-        return metrics | {"policy_version": self.policy_version}
-
-    def _skip(self, suspect):
-        """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        text = name_suspects(self.model, suspect)
-        if self.skipped_in_a_row >= self.config.max_skipped:
-            raise FloatingPointError(
-                f"{self.skipped_in_a_row} optimiser steps in a row had a non-finite gradient, "
-                f"first in {text}; lower --lr or look at that tensor's inputs"
-            )
-        return text
-
-    def push_weights(self) -> int:
-        """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        copy_weights(self.model, self.generator)
-        return self.policy_version
-
-    def save_checkpoint(self, path, **extra) -> None:
-        """Write weights, optimiser and `extra` (JSON values) to the directory `path`, or none."""
-        state = {name: getattr(self, name) for name in self.COUNTS} | extra
-        write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
-
-    def load_checkpoint(self, path) -> dict:
-        """Restore what save_checkpoint wrote, on any number of ranks; returns its JSON values."""
-        tensors = training_tensors(self.model, self.optimizer)
-        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
-        for name in self.COUNTS:
-            setattr(self, name, state[name])
-        return state
-
-
-# 6. The loop ---------------------------------------------------------------------------------
-
-
-ROLLOUT, EVALUATION, DEMO_PROMPT, DEMO_PLAY = 1, 2, 3, 4  # of a random stream's key: none is shared
-
-
-def starts_of(config, task, stream, step, indices, first=0, held_out=False):
-    """(group, state, prompt) of the indices that are this rank's: index % world == rank."""
-    mine = [g for g in indices if g % dist.get_world_size() == dist.get_rank()]
-    rngs = [np.random.default_rng([config.seed, stream, step, g]) for g in mine]
+    # Group g is rank g mod world's: rank 1 of 2 plays 1, 3, 5 of six. Its generator is seeded by
+    # its number and not by the rank, so any number of ranks plays the same games.
     starts = []
-    for g, rng in zip(mine, rngs):
-        with asking(task):
-            state, prompt = task.prompt(rng, first + g, held_out)
-        starts.append((g, state, prompt))
+    for group in groups:
+        if group % dist.get_world_size() == dist.get_rank():
+            rng = np.random.default_rng([config.seed, stream, step, group])
+            with asking(task):
+                state, prompt = task.prompt(rng, first + group, held_out)
+            starts.append((group, state, prompt))
     return starts
 
 
 def play(config, task, generator, starts, key):
     """`rollout` by the configuration, `batch_rows` rollouts at a time."""
-    groups, size = [], max(1, config.batch_rows // config.group)
+    groups = []
+    size = max(1, config.batch_rows // config.group)  # groups are never divided
     for n in range(0, len(starts), size):
         groups += rollout(
             generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
@@ -1415,162 +2140,139 @@ def play(config, task, generator, starts, key):
     return groups
 
 
-def collect(config, task, generator, step):
-    """The rollouts of a step: this rank's {group: trajectories}, the kept groups of all ranks in
-    order, and metrics."""
-    mine, kept, rewards, counts = {}, [], np.zeros((0, config.group)), np.zeros(2)
-    for _ in range(config.max_rounds):
-        indices = range(len(rewards), len(rewards) + config.prompts - len(kept))
-        first = step * config.prompts * config.max_rounds
-        starts = starts_of(config, task, ROLLOUT, step, indices, first=first)
-        groups = play(config, task, generator, starts, key=(config.seed, step))
-        table = np.zeros((len(indices), config.group))
-        for (g, _, _), group in zip(starts, groups):
-            mine[g], table[g - indices[0]] = group, [t.reward for t in group]
-            counts += sum(t.mask.sum() for t in group), sum(t.truncated for t in group)
-        table = np.array(summed(table.tolist(), generator.head_weight.device))
-        dropped = (table == table[:, :1]).all(1) & config.dynamic_sampling
-        kept += [g for g, drop in zip(indices, dropped) if not drop]
-        rewards = np.concatenate([rewards, table])
-        if len(kept) == config.prompts:
-            break
-    sampled, truncated = summed(counts.tolist(), generator.head_weight.device)
-    if sampled == 0:  # every rollout samples a token, and those with a finite log-prob are counted
+def ask_reply(task, play, answer):
+    """The task's new state, reply and reward; ValueError for what could not be trained on."""
+    with asking(task):
+        state, reply, reward = task.reply(play.state, answer)
+    name = type(task).__name__
+    if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
+        raise ValueError(
+            f"{name} gave reward {reward} in group {play.group}, rollout "
+            f"{play.first}, for the answer {task.show(answer)!r}: rewards must be finite"
+        )
+
+    # A token outside the vocabulary would be read from whatever lies behind the embedding.
+    if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+        last = task.vocab_size - 1
+        raise ValueError(f"{name} replied {reply} in group {play.group}: ids end at {last}")
+    return state, reply, reward
+
+
+def require_finite_tokens(config, step, sampled):
+    """FloatingPointError if no sampled token of a step counts. Every rollout samples one, and those
+    with a finite log-prob are counted: so none was finite."""
+    if sampled == 0:
         raise FloatingPointError(
             f"step {step}: no finite token: every sampled token's log-prob is NaN or infinite, so "
             f"nothing can be trained; the weights are not finite or too large, or --temperature "
             f"{config.temperature} is too small"
         )
-    solved = rewards >= 1
-    return mine, kept, {
-        "reward/mean": rewards.mean(), "reward/solved": solved.mean(),
-        "reward/groups_none": (~solved).all(1).mean(), "reward/groups_all": solved.all(1).mean(),
-        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards.size,
-    }  # fmt: skip
-
-
-def prepare(config, trainer, groups) -> dict:
-    """Give this rank's trajectories reference and old log-probs, advantages, a final mask; metrics
-    of the critic."""
-    everyone, metrics = [t for group in groups for t in group], {}
-    if trainer.reference is not None:
-        for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
-            t.ref_logprobs = ref
-    if config.proximal:
-        for t, old in zip(everyone, trainer.forward_only(everyone)):
-            t.old_logprobs = old
-    elif config.minibatches > 1:  # with a single update, the policy is its own old policy
-        for t in everyone:
-            t.old_logprobs = t.sampler_logprobs
-    if config.advantage != "gae":
-        for group in groups:
-            compare(config, group)
-    for t in everyone:
-        if t.truncated and config.overlong == "filter":
-            t.mask = np.zeros_like(t.mask)
-    if config.advantage == "gae":  # whitened over what counts
-        metrics = criticise(config, trainer, everyone)
-    return metrics
-
-
-def penalties(config, trajectory):
-    """What each sampled token loses of its reward to the reference: (L - 1,)."""
-    if not config.kl_coef or config.kl_in != "reward":
-        return np.zeros(len(trajectory.mask))
-    d = np.where(trajectory.mask, trajectory.sampler_logprobs - trajectory.ref_logprobs, 0.0)
-    return config.kl_coef * divergence(torch.from_numpy(d), config.kl).numpy()
-
-
-def compare(config, group):
-    """Advantages (1) of one group's trajectories among themselves."""
-    rewards = np.array([t.reward - penalties(config, t).sum() for t in group])
-    if config.advantage == "per_branch":
-        marks = branch_advantages(rewards, [t.path for t in group])
-    else:
-        marks = [[(0, a)] for a in advantages(rewards, config.advantage)]
-    for t, path in zip(group, marks):
-        t.advantages = np.zeros(len(t.mask))
-        for start, advantage in path:
-            t.advantages[start:] = advantage
-
-
-def criticise(config, trainer, batch) -> dict:
-    """Advantages (1) `gae` of all ranks' trajectories, whitened together. Collective."""
-    sums = np.zeros(6)
-    for t, values in zip(batch, trainer.compute_values(batch)):
-        rewards, t.values = -penalties(config, t), values
-        for at, reward in t.turn_rewards:
-            rewards[at] += reward
-        t.advantages, t.returns = gae(rewards, values, t.mask, config.gamma, config.gae_lambda)
-        A, R, V = (x[t.mask] for x in (t.advantages, t.returns, values))
-        sums += len(A), A.sum(), (A**2).sum(), R.sum(), (R**2).sum(), V.sum()
-    n, *rest = summed(sums.tolist(), trainer.device)
-    A, AA, R, RR, V = (x / max(1.0, n) for x in rest)
-    spread = math.sqrt(max(0.0, AA - A * A))
-    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
-    # 1e-8 only keeps a step without any spread finite. Pinned by
-    # tests/test_critic.py::test_advantages_are_whitened_over_the_step.
-    for t in batch:
-        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)
-    explained = 1 - spread**2 / (RR - R * R) if RR - R * R > 1e-12 else 0.0  # R - V is A
-    return {"value/token_mean": V, "value/explained_variance": explained}
-
-
-def update(config, trainer, mine, kept, step):
-    """The optimiser steps of one rollout batch, and the push; metrics as means over the steps."""
-    factor = lr_factor(step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay)
-    seen, cuts = [], [m * len(kept) // config.minibatches for m in range(config.minibatches + 1)]
-    for first, last in zip(cuts, cuts[1:]):
-        batch = [t for g in kept[first:last] if g in mine for t in mine[g]]
-        (Z,) = summed([denominator(batch, config)], trainer.device)
-        if Z > 0:  # the same on all ranks; 0 when dynamic sampling or the filter left nothing
-            seen.append(trainer.forward_backward(batch, Z) | trainer.optim_step(config.lr * factor))
-            if "nonfinite" in seen[-1] and dist.get_rank() == 0:
-                text = seen[-1]["nonfinite"]
-                print(f"step {step}: skipped, non-finite gradient first in {text}", file=sys.stderr)
-    trainer.push_weights()
-    if not seen and dist.get_rank() == 0:
-        text = "no update, since nothing was left to train on: every group was dropped, or every"
-        print(f"step {step}: {text} rollout was truncated and filtered", file=sys.stderr)
-    first, out = seen[0] if seen else {}, {}
-    for name in first:
-        if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
-            out[name] = float(np.mean([metrics[name] for metrics in seen]))
-        elif name.startswith("logprob_gap"):
-            out[name] = first[name]
-    return out | {
-        "tokens/trained": sum(metrics["tokens/trained"] for metrics in seen),
-        "tokens/trained_flat": sum(metrics["tokens/trained_flat"] for metrics in seen),
-        "lr": config.lr * factor, "policy_version": trainer.policy_version,
-        "updates/skipped": trainer.skipped,
-    }  # fmt: skip
 
 
 def evaluate(config, task, generator):
     """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
-    starts = starts_of(config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
+    # One rollout of each prompt, and no random draw: the key is empty.
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
     groups = play(greedy, task, generator, starts, key=())
-    (solved,) = summed([sum(t.reward >= 1 for (t,) in groups)], generator.head_weight.device)
-    return solved / config.eval_prompts, groups[0][0] if groups else None
+
+    # Each rank has played its own prompts; the sum over ranks is of all.
+    solved_here = len([group for group in groups if group[0].reward >= 1])
+    (solved,) = summed([solved_here], generator.head_weight.device)
+    shown = groups[0][0] if groups else None
+    return solved / config.eval_prompts, shown
+
+
+def demonstrations(task, starts, key, max_new_tokens=4096):
+    """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke. A play
+    ends at the turn that reaches max_new_tokens."""
+    trajectories = []
+    for group, state, prompt in starts:
+        rng = np.random.default_rng([*key, group])
+        play = Play(key, group, state, prompt, 0)
+        going = True
+        while going and play.new < max_new_tokens:
+            with asking(task):
+                answer = [int(token) for token in task.demo(play.state, rng)]
+            for token in answer:
+                play.append(token, 0.0)
+
+            # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
+            going = play.end_turn(task)
+            while play.queue:
+                play.append(None, 0.0)
+        trajectories += play.trajectories()
+    return trajectories
+
+
+def likelihood_loss(config, micro, mask_BT, lp_BT, entropy_BT, Z):
+    """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`.
+
+    config, micro                 the aggregation; the trajectories
+    mask_BT, lp_BT, entropy_BT    of their tokens, as `Trainer.score` returns them
+    Z                             of (7)
+    """
+    sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
+    stats = {"entropy": entropy_BT.detach()}
+    how = dict(aggregation=config.aggregation, Z=Z)
+    return weighted_sum(-lp_BT, lp_BT, mask_BT, sampler_BT, stats, **how)
 
 
 def warm_start(config, task, trainer):
     """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
     for step in range(config.demos):
-        starts = starts_of(config, task, DEMO_PROMPT, step, range(config.prompts * config.group))
+        groups = range(config.prompts * config.group)
+        starts = draw_prompts(config, task, DEMO_PROMPT, step, groups)
         key = config.seed, DEMO_PLAY, step
         batch = demonstrations(task, starts, key, config.max_new_tokens)
         (Z,) = summed([denominator(batch, config)], trainer.device)
         trainer.forward_backward(batch, Z, supervised=True)
         trainer.optim_step()
+
     # The second moments of a converged supervised fit are tiny: kept, they would make the first
     # policy-gradient steps ten times too long.
     trainer.optimizer.state.clear()
 
 
+# G. The run: models, checkpoints, log ---------------------------------------------------------
+# What surrounds the loop of part one so that it can be killed, resumed, watched and trusted. Who
+# wants the algorithm can skip it; who wants to know what a run writes reads `run` and `Log`.
+
+
+def mean_metrics(updates, step) -> dict:
+    """The metrics of a step from those of its updates, a list of dicts; warns where it is empty."""
+    if not updates:
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        warn(f"step {step}: {text} rollout was truncated and filtered")
+        return {}
+
+    # Means over the updates, but for the gap to the sampler: only the first update sees the weights
+    # that sampled, so only there is the gap rounding and not learning.
+    out = {}
+    for name in updates[0]:
+        if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
+            out[name] = float(np.mean([metrics[name] for metrics in updates]))
+        elif name.startswith("logprob_gap"):
+            out[name] = updates[0][name]
+    return out
+
+
+def warn_if_skipped(step, metrics):
+    """Say so at once, since the next update may end the run."""
+    if "nonfinite" in metrics:
+        warn(f"step {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
+
+
+def warn(text):
+    """One line on standard error, of rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
+    # A checkpoint's weights, or random ones that depend on the seed alone.
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
         if task.vocab_size > model.config.vocab_size:
@@ -1589,6 +2291,7 @@ def build(config, task, device):
     if config.advantage == "gae":
         model.add_value_head()
 
+    # Their weights are replaced before use, by the first push and by `keep_reference`.
     def frozen(dtype):
         return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
 
@@ -1607,14 +2310,14 @@ def train(config, device) -> int:
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
-        plan, world = Plan.parse(config.plan), dist.get_world_size()
-        plan.require_fits(world=world, config=model.config, ulysses=ulysses)
+        world = dist.get_world_size()
+        Plan.parse(config.plan).require_fits(world=world, config=model.config, ulysses=ulysses)
 
-    with contextlib.ExitStack() as held:  # the lock on the run's directory
+    with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with naming_lost_ranks(lambda: "setting up", "look at its error"):
             trainer = Trainer(config, model, generator=generator, reference=reference)
             # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, held))
+            out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
 
 
@@ -1624,6 +2327,7 @@ def require_room(config, task, positions):
     Every rank looks at the same first prompts, one to train on and one held out, so that all refuse
     alike; prompts of other lengths are `generate`'s to refuse when they come.
     """
+    # `generate` would refuse them too, but on one rank in the middle of a step.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         rng = np.random.default_rng([config.seed, stream, 0, 0])
         with asking(task):
@@ -1637,9 +2341,13 @@ def require_room(config, task, positions):
 
 def run(config, task, trainer, out) -> int:
     """`train`, from the moment that the directory `out` is this run's."""
-    log, step, stop, solved = Log(config, out, task), 0, Stop(), None
+    log = Log(config, out, task)
+    stop = Stop()
+    step = 0
+    solved = None
     generator = trainer.generator
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
+        # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             step = trainer.load_checkpoint(found)["step"]
@@ -1650,10 +2358,13 @@ def run(config, task, trainer, out) -> int:
         keep_reference(out, trainer, resumed=bool(found))
         trainer.push_weights()
         log.begin(step, generator)
+
+        # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
             solved = train_step(config, task, trainer, log, step)
             step += 1
-            last, signalled = step == config.steps, stop.agreed(trainer.device)
+            last = step == config.steps
+            signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
                 saved = save(config, trainer, out, step)
                 if last and not saved:
@@ -1666,6 +2377,7 @@ def run(config, task, trainer, out) -> int:
                 state = f"saved after {step} steps" if saved else newest_good(out)
                 log.say(f"{name}: {state}; go on with --resume --out {out}")
                 return 128 + signalled
+
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
         if config.model:  # the generator holds the last weights whole, in its own dtype
@@ -1683,6 +2395,8 @@ def save(config, trainer, out, step) -> bool:
     """
     if trainer.skipped_in_a_row:
         return False
+
+    # Collective, and so before anything is written by anybody.
     difference = replica_difference(trainer.model, trainer.optimizer)
     if difference:
         raise FloatingPointError(
@@ -1707,24 +2421,6 @@ def export(generator, out, advice):
         models.save_hf(generator, f"{out}/hf")
 
 
-def train_step(config, task, trainer, log, step):
-    """One turn of the loop; the held-out fraction solved if this step evaluates, else None."""
-    seconds, solved = {}, None
-    with timed(seconds, "total"):
-        with timed(seconds, "rollout"):
-            mine, kept, metrics = collect(config, task, trainer.generator, step)
-        with timed(seconds, "train"):
-            metrics |= prepare(config, trainer, [mine[g] for g in kept if g in mine])
-            metrics |= update(config, trainer, mine, kept, step)
-        if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
-            with timed(seconds, "eval"):
-                solved, shown = evaluate(config, task, trainer.generator)
-            metrics["eval/solved"] = solved
-            log.sample(step, shown)
-    log.step(step, metrics | seconds)
-    return solved
-
-
 @contextlib.contextmanager
 def timed(seconds, phase):
     start = time.perf_counter()
@@ -1734,6 +2430,7 @@ def timed(seconds, phase):
 
 def keep_reference(out, trainer, resumed):
     """The frozen reference is the policy at the first step; it is stored, so that resume has it."""
+    # Without it a resumed run would measure its KL against the weights that it resumes with.
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
         tensors |= persistent_buffers(trainer.reference)
@@ -1757,8 +2454,13 @@ class Log:
     )  # fmt: skip
 
     def __init__(self, config, out, task):
-        self.config, self.out, self.task, self.on = config, Path(out), task, dist.get_rank() == 0
-        self.started, self.events, self.text = time.perf_counter(), None, None
+        self.config = config
+        self.out = Path(out)
+        self.task = task
+        self.on = dist.get_rank() == 0  # everything else is for rank 0 alone
+        self.started = time.perf_counter()
+        self.events = None
+        self.text = None
         self.advice = f"go on with --resume --out {out}"
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
@@ -1772,13 +2474,17 @@ class Log:
     def begin(self, start, model):
         if not self.on:
             return
-        c, count = self.config, sum(p.numel() for p in model.parameters())
+        c = self.config
+        count = sum(p.numel() for p in model.parameters())
         self.say(json.dumps(dataclasses.asdict(c)))
         self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
+
+        # Lines behind the checkpoint belong to steps that are now done again.
         for name in ("metrics.jsonl", "samples.jsonl"):
             with writing(self.out / name, self.advice):
                 cut_lines(self.out / name, start)
+
         self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
         self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
 
@@ -1789,8 +2495,11 @@ class Log:
         self.write("metrics.jsonl", metrics)
         self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}", refresh=False)
         self.bar.update()
-        for name, value in metrics.items() if self.events else ():
-            self.events.add_scalar(name, value, step)
+        if self.events:
+            for name, value in metrics.items():
+                self.events.add_scalar(name, value, step)
+
+        # The table has a line now and then, and metrics.jsonl one for each step.
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
             shown = [metrics.get(name) for name in self.COLUMNS.values()]
             cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
@@ -1842,22 +2551,26 @@ def whole_lines(path) -> list[dict]:
 
 def cut_lines(path, step):
     """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
+    # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
     partial = path.with_suffix(".tmp")
-    kept = []
+    lines = []
     for line in whole_lines(path):
         if not isinstance(line.get("step"), int):
             raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
         if line["step"] < step:
-            kept.append(json.dumps(line) + "\n")
-    partial.write_text("".join(kept))
+            lines.append(json.dumps(line) + "\n")
+    partial.write_text("".join(lines))
     partial.replace(path)
 
 
-# 7. plot ------------------------------------------------------------------------------------
+# H. Curves ------------------------------------------------------------------------------------
+# `train_grpo.py plot`, a PNG or text of what runs wrote to metrics.jsonl. Everybody can skip it who
+# draws with other means.
 
 
 def plot(runs) -> None:
     """reward/mean and eval/solved by step: curve.png in the first run; text if no matplotlib."""
+    # All runs are read before anything is drawn, so that a mistake in the last is named at once.
     curves = {}
     for run in runs:
         path = Path(run) / "metrics.jsonl"
@@ -1867,6 +2580,7 @@ def plot(runs) -> None:
         for number, line in enumerate(curves[run], 1):
             if not {"step", "reward/mean"} <= line.keys():
                 raise ValueError(f"{path} line {number} has no step and reward/mean")
+
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -1891,7 +2605,9 @@ def plot(runs) -> None:
     print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# 8. main -------------------------------------------------------------------------------------
+# I. Commands: the run's directory, main -------------------------------------------------------
+# Who may write where, how an error ends the process, and which command was meant. To run the file
+# nothing of it has to be read.
 
 
 @contextlib.contextmanager
@@ -1953,10 +2669,10 @@ def first_free_directory(config):
             return out
 
 
-def prepare_out(config, held) -> str:
+def prepare_out(config, stack) -> str:
     """Rank 0: choose, lock and fill the run's directory, or say why not.
 
-    held: an ExitStack, which keeps the lock until it is closed.
+    stack: an ExitStack, which keeps the lock until it is closed.
     """
     out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
@@ -1965,7 +2681,7 @@ def prepare_out(config, held) -> str:
         elif not (out / "lock").exists():
             refuse_directory(config, out)  # before anything is written there
             out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(locked(out))
+        stack.enter_context(locked(out))
         refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8

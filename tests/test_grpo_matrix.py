@@ -42,8 +42,8 @@ def test_some_cells_of_the_matrix(truth, tmp_path):
 def _faulty(rank, fault, truths, batch):
     """The error of a cell after something has been broken."""
     if fault == "a rank loses its share":
-        deal = train_grpo.Trainer._deal
-        train_grpo.Trainer._deal = lambda t, x: deal(t, x)[: None if rank == 0 else 0]
+        deal = train_grpo.deal_trees
+        train_grpo.deal_trees = lambda t, x: deal(t, x)[: None if rank == 0 else 0]
     if fault == "the critic is not trained":
         train_grpo.value_loss = lambda value, *rest: torch.zeros_like(value)
     config = measure_grpo.setting(tree="sparse").check()

@@ -17,8 +17,9 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import models
 from train_grpo import (
-    Config, Trainer, Trajectory, advantages, branch_advantages, build, definition, demonstrations,
-    denominator, loss_weight, lr_factor, make_task, pack, policy_loss,
+    SUMS, Config, Trainer, Trajectory, advantages, branch_advantages, build, definition,
+    demonstrations, denominator, grpo_loss, loss_metrics, loss_weight, lr_factor, make_task,
+    normaliser, pack, policy_loss,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -28,6 +29,21 @@ COVERED = [c for c in GOLDEN["cases"] if not c["kl_times_ratio"]]  # we have no 
 
 def tensor(values):
     return torch.tensor(values, dtype=torch.float64)
+
+
+POLICY = (
+    "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
+    "kl", "kl_coef", "kl_in", "entropy_coef",
+)  # fmt: skip
+
+
+def settings(config):
+    """The keyword arguments of `policy_loss` that are flags."""
+    return {name: getattr(config, name) for name in POLICY}
+
+
+def weight(t, aggregation):
+    return loss_weight(torch.from_numpy(t.mask), aggregation).item()
 
 
 def label(options):
@@ -55,10 +71,10 @@ def our_loss_and_gradient(case):
     )  # fmt: skip
     l, stats = policy_loss(
         lp, given["old_logprobs"] if case["old"] else lp.detach(), given["advantages"][:, None],
-        mask, config, entropy_BT=given["entropy"], ref_BT=given["ref_logprobs"],
+        mask, entropy_BT=given["entropy"], ref_BT=given["ref_logprobs"], **settings(config),
         importance_BT=given["importance_weights"] if case["importance"] else None,
     )  # fmt: skip
-    w = tensor([[loss_weight(Trajectory(0, [], row, row), aggregation)] for row in mask.numpy()])
+    w = loss_weight(mask, aggregation)
     # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
     # in l, under w / Z. So l is made without it here, and it is added as TRL does.
     loss = (w * l).sum() / Z - case["entropy_coef"] * stats["entropy"].sum() / mask.sum()
@@ -71,6 +87,65 @@ def test_loss_and_gradient_are_trls(case):
     loss, grad = our_loss_and_gradient(case)
     assert abs(loss - case["loss"]) <= 1e-12
     assert (grad - tensor(case["grad"])).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("case", COVERED, ids=label)
+def test_grpo_loss_by_keywords_is_trls(case):
+    """The same in one call: log-probs in, the loss and the sums of its metrics out."""
+    given = {k: tensor(v) for k, v in GOLDEN.items() if isinstance(v, list) and k != "cases"}
+    lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
+    aggregation, Z = AGGREGATIONS[case["aggregation"]]
+    old = given["old_logprobs"] if case["old"] else None
+    sampler = lp.detach() if old is None else old
+    loss, sums = grpo_loss(
+        lp, old, given["advantages"][:, None], mask, Z=Z, aggregation=aggregation,
+        objective="cispo" if case["aggregation"] == "cispo" else "clip", ratio=case["ratio"],
+        clip_low=GOLDEN["clip"][0], clip_high=GOLDEN["clip"][1],
+        cispo_bound=GOLDEN["cispo_bound"], dual_clip=case["dual_clip"] or 0.0,
+        sampler_BT=sampler - given["importance_weights"].log() if case["importance"] else None,
+        importance_cap=1e9 if case["importance"] else 0.0, kl_coef=case["beta"],
+        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"],
+    )  # fmt: skip
+    loss = loss - case["entropy_coef"] * (given["entropy"] * mask).sum() / mask.sum()
+    loss.backward()
+    assert abs(loss.item() - case["loss"]) <= 1e-12
+    assert (lp.grad - tensor(case["grad"])).abs().max() <= 1e-12
+    assert sums["tokens"] == mask.sum() and 0 <= sums["clipped"] <= mask.sum()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
+    x = made(5)
+    value, old, returns = torch.randn(3, *x.mask.shape, dtype=torch.float64)
+    names = dict(ref_BT=x.ref, entropy_BT=x.entropy, value_BT=value, old_value_BT=old)
+    names |= dict(return_BT=returns, sampler_BT=x.old + 0.1)
+    how = dict(aggregation=aggregation, kl_coef=0.1, entropy_coef=0.2, importance_cap=2.0)
+    whole, sums = grpo_loss(x.lp, x.old, x.A, x.mask, **names, **how)
+    Z = normaliser(x.mask, aggregation=aggregation, max_new_tokens=16)
+    parts = []
+    for b in range(len(x.mask)):
+        row = {name: tensor[b] for name, tensor in names.items()}
+        parts.append(grpo_loss(x.lp[b], x.old[b], x.A[b], x.mask[b], Z=Z, **row, **how))
+    assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), abs=1e-13)
+    for name in sums.keys() - {"gap_max"}:
+        total = sum(some[name].item() for _, some in parts)
+        assert total == pytest.approx(sums[name].item(), abs=1e-12), name
+    metrics = loss_metrics({name: sums[name].item() for name in SUMS}, sums["gap_max"].item())
+    count = x.mask.sum().item()
+    assert metrics["entropy/token_mean"] == pytest.approx(x.entropy[x.mask].sum().item() / count)
+    gap = (x.lp - x.old - 0.1)[x.mask].abs()
+    assert metrics["logprob_gap/max"] == gap.max() and metrics["loss/token_mean"] == whole
+
+
+def test_masked_tokens_reach_no_gradient_through_the_importance_weight():
+    x = made(6)
+    for v in (x.lp, x.old):
+        v[~x.mask] = math.nan
+    lp = x.lp.requires_grad_()
+    loss, sums = grpo_loss(lp, x.old, x.A, x.mask, sampler_BT=x.old + 0.1, importance_cap=0.5)
+    loss.backward()
+    assert loss.isfinite() and not lp.grad[~x.mask].any() and lp.grad[x.mask].any()
+    assert all(value.isfinite() for value in sums.values())
 
 
 def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
@@ -100,7 +175,7 @@ def made(seed, B=5, T=7):
 
 def loss_of(x, config):
     more = dict(entropy_BT=x.entropy, ref_BT=x.ref, importance_BT=x.importance)
-    return policy_loss(x.lp, x.old, x.A, x.mask, config, **more)
+    return policy_loss(x.lp, x.old, x.A, x.mask, **settings(config), **more)
 
 
 def textbook(lp, old, ref, entropy, weight, A, c):
@@ -134,7 +209,7 @@ def test_every_token_of_the_loss_is_the_textbooks(options):
 
 def test_the_slow_definition_gives_the_loss():
     x, c, w, Z = made(1), Config(entropy_coef=0.0), [0.0, 0.5, 1.0, 0.3, 2.0], 17.0
-    l, _ = policy_loss(x.lp, x.old, x.A, x.mask, c)
+    l, _ = policy_loss(x.lp, x.old, x.A, x.mask, **settings(c))
     lp, old = ([r[on].tolist() for r, on in zip(v, x.mask)] for v in (x.lp, x.old))
     slow = definition(lp, old, x.A[:, 0].tolist(), w, Z, c.clip_low, c.clip_high)
     assert ((tensor(w)[:, None] * l).sum() / Z).item() == pytest.approx(slow, abs=1e-13)
@@ -157,7 +232,7 @@ def test_the_gradient_is_the_finite_difference(options):
 def test_cispo_has_the_gradient_of_weighted_log_likelihood():
     x, lp = made(3), made(3).lp.requires_grad_()
     config = Config(objective="cispo", cispo_bound=1.3, entropy_coef=0.0)
-    policy_loss(lp, x.old, x.A, x.mask, config)[0].sum().backward()
+    policy_loss(lp, x.old, x.A, x.mask, **settings(config))[0].sum().backward()
     weight = torch.exp(x.lp - x.old).minimum(tensor(1.3))
     assert torch.allclose(lp.grad, -weight * x.A * x.mask, rtol=0, atol=1e-13)
     assert ((weight == 1.3) & x.mask).any()  # and such a token keeps a gradient
@@ -165,7 +240,8 @@ def test_cispo_has_the_gradient_of_weighted_log_likelihood():
 
 def test_a_log_ratio_is_clamped_to_ten_before_exp():
     one, config = torch.ones(1, 2).double(), Config(clip_low=0.2, entropy_coef=0.0)
-    l, _ = policy_loss(tensor([[500.0, -500.0]]), 0 * one, -one, one.bool(), config)
+    given = tensor([[500.0, -500.0]]), 0 * one, -one, one.bool()
+    l, _ = policy_loss(*given, **settings(config))
     assert l.tolist() == [[pytest.approx(math.exp(10)), pytest.approx(0.8)]]
 
 
@@ -174,7 +250,8 @@ def test_a_log_ratio_is_clamped_to_ten_before_exp():
 )
 def test_a_token_counts_as_clipped_where_its_ratio_has_no_gradient(A, dual, lost):
     lp, config = tensor([[0.5, 1.1, 1.5, 4.0]]).log().requires_grad_(), Config(dual_clip=dual)
-    l, stats = policy_loss(lp, torch.zeros_like(lp), tensor([[A]]), lp < 9, config)
+    given = lp, torch.zeros_like(lp), tensor([[A]]), lp < 9
+    l, stats = policy_loss(*given, **settings(config))
     l.sum().backward()
     assert stats["clipped"][0].tolist() == lost == (lp.grad[0] == 0).tolist()
 
@@ -242,8 +319,8 @@ def test_weights_and_denominators_count_sampled_tokens():
     assert denominator(batch, Config(aggregation="sequence_mean")) == 2.0
     constant = Config(aggregation="constant", max_new_tokens=10)
     assert denominator(batch, constant) == 10.0 * len(batch)
-    assert [loss_weight(t, "sequence_mean") for t in batch] == [1 / 3, 1.0, 1.0]
-    assert {loss_weight(t, a) for a in ("token_mean", "constant") for t in batch} == {1.0}
+    assert [weight(t, "sequence_mean") for t in batch] == [1 / 3, 1.0, 1.0]
+    assert {weight(t, a) for a in ("token_mean", "constant") for t in batch} == {1.0}
 
 
 # 3. The Trainer's gradient -------------------------------------------------------------------
@@ -293,9 +370,10 @@ def gradient_by_definition(trainer, batch, Z):
         old, smp, A, ref = map(
             torch.from_numpy, (t.old_logprobs, t.sampler_logprobs, t.advantages, t.ref_logprobs)
         )
-        weight = (old - smp).exp().clamp(max=c.importance_cap) if c.importance_cap else None
+        cut = (old - smp).exp().clamp(max=c.importance_cap) if c.importance_cap else None
         H = -(every.exp() * every).sum(-1)
-        l, _ = policy_loss(lp, old, A, on, c, entropy_BT=H, ref_BT=ref, importance_BT=weight)
+        more = dict(entropy_BT=H, ref_BT=ref, importance_BT=cut)
+        l, _ = policy_loss(lp, old, A, on, **settings(c), **more)
         total = total + l.sum() / Z / (on.sum() if c.aggregation == "sequence_mean" else 1)
     total.backward()
     return torch.cat([total.detach(), flat_gradient(trainer)])
