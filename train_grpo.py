@@ -108,8 +108,8 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, Micro, Pipeline, Plan, Stop, add_terms, agree, clip_grad_norm, connect,
     copy_weights, lr_factor, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
-    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard, sharded, summed,
-    superseded, training_tensors, write_checkpoint,
+    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
+    sharded, summed, superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
 
