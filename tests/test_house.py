@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: files, imports, pinned tests, calls."""
+"""The rules of the house that a program can check: files, imports, pinned tests, calls, rulers."""
 
 import ast
 import re
@@ -66,3 +66,18 @@ def test_every_tag_ends_in_a_test_that_exists(path):
         tagged, comment = re.search(TAG, block), block.replace(" # ", " ")
         assert {*re.findall(r"Pinned by (\S+)\.(?!py)", comment)} <= tests, comment
         assert not tagged or re.search(r"Pinned by tests/\w+\.py::test_\w+\.$", comment), comment
+
+
+@pytest.mark.parametrize("path", FIVE, ids=IMPORTS)
+def test_one_ruler_parts_the_idea_from_its_appendices(path):
+    rulers = re.findall(r"^#.*The idea ends here", path.read_text(), re.M)
+    assert len(rulers) == 1
+
+
+@pytest.mark.parametrize("path", FIVE, ids=IMPORTS)
+def test_every_equation_of_a_docstring_has_a_line_of_code(path):
+    """In the docstring an equation begins a line as (n); a line that computes it ends in # .. (n)."""
+    numbered = set(re.findall(r"^ +\((\d+)\)", ast.get_docstring(TREE[path], clean=False), re.M))
+    comments = re.findall(r"#.*", path.read_text())
+    named = {number for text in comments for number in re.findall(r"\((\d+)\)", text)}
+    assert numbered and numbered <= named, sorted(numbered - named)
