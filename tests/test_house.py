@@ -76,7 +76,7 @@ def test_one_ruler_parts_the_idea_from_its_appendices(path):
 
 @pytest.mark.parametrize("path", FIVE, ids=IMPORTS)
 def test_every_equation_of_a_docstring_has_a_line_of_code(path):
-    """In the docstring an equation begins a line as (n); a line that computes it ends in # .. (n)."""
+    """In a docstring an equation begins a line as (n); the line that computes it names (n)."""
     numbered = set(re.findall(r"^ +\((\d+)\)", ast.get_docstring(TREE[path], clean=False), re.M))
     comments = re.findall(r"#.*", path.read_text())
     named = {number for text in comments for number in re.findall(r"\((\d+)\)", text)}
