@@ -17,6 +17,15 @@ MARKERS = {
 }
 
 
+def shortened(names, *kept):
+    """Cases for `parametrize`: the default suite keeps a few of them, `-m slow` has the others."""
+    cases = []
+    for name in names:
+        marks = [] if name in kept else [pytest.mark.slow]
+        cases.append(pytest.param(name, marks=marks, id=f"{name}"))
+    return cases
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Share whole folders of tests among the cores: what `-n` and `--dist` of pytest-xdist do.

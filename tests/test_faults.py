@@ -34,6 +34,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import shortened
 from test_ranks import read_metrics
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good
@@ -47,15 +48,6 @@ STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often
 MARGIN = 40  # seconds beyond the timeout that a loaded machine may need
 GONE = r"(starting|setting up|step \d+): another rank is gone or silent.*; "
 GONE += r"(go on with --resume --out run|look at its error)\n"
-
-
-def shortened(names, *kept):
-    """Cases of which the default suite keeps a few, as its short form."""
-    cases = []
-    for name in names:
-        marks = [] if name in kept else [pytest.mark.slow]
-        cases.append(pytest.param(name, marks=marks, id=f"{name}"))
-    return cases
 
 
 # The driver ----------------------------------------------------------------------------------

@@ -796,7 +796,7 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
     assert message == "a token id is outside of 0..52"
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 def test_the_check_of_tokens_can_be_compiled_whole():
     def check(tokens):
         models.require_tokens_in_vocabulary(tokens, 53)
@@ -843,6 +843,8 @@ def _outside(rank, text, mode):
 PLANS = [("t2", "ddp"), ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")]
 
 
+# tests/test_parity.py has t2 in the default suite
+@pytest.mark.slow
 @pytest.mark.parametrize("text, mode", PLANS)
 def test_a_token_outside_the_vocabulary_is_refused_alike_under_every_plan(tmp_path, text, mode):
     first, second = ranks(tmp_path, 2, _outside, text, mode)

@@ -5,6 +5,7 @@ In the default suite test_a_run_goes_on_under_another_plan has twenty, five unde
 """
 
 import pytest
+from conftest import shortened
 from test_ranks import (
     TASK,
     _train,
@@ -168,7 +169,7 @@ CRITICS = {
     "c2": (2, "--plan c2 --tree sparse"),
     "p2": (2, "--plan p2"),
 }
-SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("", "p2"))) for k in CRITICS]
+SOME = shortened(CRITICS, "p2")
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import shortened
 
 import parallel
 import train_grpo
@@ -191,7 +192,10 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+SOME_OPTIONS = [name for name in OPTIONS if name not in ("small micro-batches", "a warm start")]
+
+
+@pytest.mark.parametrize("name", shortened(OPTIONS, *SOME_OPTIONS))
 def test_every_option_gives_the_same_run_on_several_ranks(tmp_path, name):
     flags, shows = f"{TINY} --steps 4 {OPTIONS[name][0]}", OPTIONS[name][1]
     truth = trained(tmp_path, 1, flags)

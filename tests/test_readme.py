@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, shortened
 from test_ranks import join, start
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import good
@@ -191,7 +191,10 @@ def test_the_tables_name_the_five_files_and_agree():
     assert all(error == ERRORS[file] for error, file in rows)
 
 
-@pytest.mark.parametrize("file", FILES[1:])
+ALONE = [file for file in FILES[1:] if file != "tree_attention.py"]  # of which check takes longest
+
+
+@pytest.mark.parametrize("file", shortened(FILES[1:], *ALONE))
 def test_check_passes_alone_with_the_error_of_the_file_table(file, tmp_path):
     """The ring on one rank; test_the_whole_check_has_the_error_of_the_file_table has four."""
     for name in (file, *NEEDS.get(file, ())):

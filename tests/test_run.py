@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import shortened
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
@@ -154,7 +155,7 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, wher
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", shortened([1, 2], 2))
 def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
     flags = f"{TINY} --out run --steps".split()
     command = [sys.executable, *(TORCHRUN if world > 1 else []), SCRIPT, *flags, "100000"]
@@ -172,6 +173,7 @@ def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
     same_run(tmp_path / "run", straight(f"{' '.join(flags)} {steps}", world))
 
 
+@pytest.mark.slow  # test_sigterm_saves_and_says_how_to_go_on starts torchrun too
 def test_a_finished_run_under_torchrun_exits_with_0(tmp_path):
     flags = f"{TINY} {KL} --out run --steps 2 --data-parallel fsdp".split()
     command = [sys.executable, *TORCHRUN, SCRIPT, *flags]

@@ -10,6 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from conftest import shortened
 from measure_memory import LiveBytes, predict_memory
 from measure_tree import draw, modelled_time
 from torch import nn
@@ -652,7 +653,7 @@ def test_the_auxiliary_loss_counts_tokens_as_the_flat_batch_does(name, blocks):
 # Precision, memory -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("kind", shortened(["qwen3", "gemma3_text"], "qwen3"))
 def test_bf16_is_as_good_as_flat_bf16(kind):
     """Root mean square over seeds and shapes: one case alone is +-10 % by the roundings' luck."""
     flat, ours = [], {size: [] for size in (None, 64, 32, 8)}
@@ -695,7 +696,7 @@ def small_model(kind="qwen3"):
     return models.tiny_model(kind, dtype=torch.float32, hidden_size=64, vocab_size=101)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", shortened(["qwen3", "qwen3_moe"], "qwen3_moe"))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
     model = small_model(kind)
@@ -704,7 +705,7 @@ def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
     assert peak(model, stars(range(64))) > 4 * many
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", shortened([False, True], True))
 def test_memory_is_what_was_predicted(recompute):
     model = small_model()
     tries = {
