@@ -20,6 +20,7 @@ from measure_parallel import (
     train,
     train_pipeline,
 )
+from conftest import shortened
 from test_ranks import join, ranks, start
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,6 +48,10 @@ SLOW |= {"d2t2", "p2t2 zbv"}  # "p2d2t2" and "d2t2 fsdp"; with "p2 zbv tied"
 SLOW |= {"d2t2e4 fsdp ac full"}  # "d2t2e4 fsdp", "d2 ac full"
 # test_a_checkpoint_of_one_plan_goes_on_under_another trains under these three:
 SLOW |= {"d2t2e4 zero1", "p2 etp", "etp fsdp"}
+# What these join is apart in the default suite, here or in test_parity.py against transformers:
+SLOW |= {"d2t2e4", "etp without sequence", "etp zero1", "c2p2 zero1", "d2p2 fsdp tied"}
+SLOW |= {"p2 interleaved fsdp", "t2 ac op", "c2 ac op", "c2 ac layers", "d2e2 fsdp"}
+SLOW |= {"t2 tied zero1", "p2 ac full"}
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 
 
@@ -137,7 +142,7 @@ def _load_and_train(rank, text, mode, path, seed):
 CHAIN = [("d4", "zero1"), ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d2t2e4", "zero1"), ("d1", "ddp")]
 
 
-@pytest.mark.parametrize("first", range(len(CHAIN)))
+@pytest.mark.parametrize("first", shortened(range(len(CHAIN)), 0, 1))
 def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, first):
     text, mode = CHAIN[first]
     world, path = Plan.parse(text).world, tmp_path / "saved"

@@ -47,7 +47,7 @@ def one_process(tmp_path_factory):
 
 # d2, p2, d2t2 FSDP2 and ZeRO-1 have their five steps in test_a_run_goes_on_under_another_plan, of
 # the same flags; single steps of the other plans are those of test_parallel.py.
-QUICKER = ("t2", "c2", "p2 zbv", "d2p2")
+QUICKER = ("t2", "c2", "p2 zbv")
 EVERY = [pytest.param(name, 5) for name in QUICKER]
 EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
 

@@ -146,7 +146,14 @@ KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world, flags, where, count", KILLS)
+MANY = {1, 2, 4, 5, 7, 8, 11}  # of which a like one is left in the default suite
+SOME = [
+    pytest.param(*kill, marks=[pytest.mark.slow] if n in MANY else [])
+    for n, kill in enumerate(KILLS)
+]
+
+
+@pytest.mark.parametrize("world, flags, where, count", SOME)
 def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, where, count):
     codes, _, _ = cli(tmp_path, f"{SAVING} 6 {flags}", world, die=(where, count))
     assert -signal.SIGKILL in codes

@@ -697,7 +697,7 @@ def small_model(kind="qwen3"):
 
 
 @pytest.mark.parametrize("kind", shortened(["qwen3", "qwen3_moe"], "qwen3_moe"))
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", shortened([False, True], True))
 def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
     model = small_model(kind)
     few, many = (peak(model, stars(range(n)), max_tokens=32, recompute=recompute) for n in (8, 64))
