@@ -194,7 +194,9 @@ OPTIONS = {
 
 
 # test_flags.py draws the others at random, against one process too
-SOME_OPTIONS = "more ranks than prompts", "KL in the reward", "decoupled", "dynamic sampling", "forks"
+SOME_OPTIONS = (
+    "more ranks than prompts", "KL in the reward", "decoupled", "dynamic sampling", "forks",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", shortened(OPTIONS, *SOME_OPTIONS))
