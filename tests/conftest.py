@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 WORKERS = 4  # at most: each holds torch, transformers and a server of ranks, 1.5 GB
 MARKERS = {
-    "quick": "part of `python -m pytest -m quick`, under 45 s in all",
+    "quick": "part of `python -m pytest -m quick`",
     "slow": "left out unless asked for: `python -m pytest -m slow`",
 }
 
