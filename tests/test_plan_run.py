@@ -1,7 +1,7 @@
 """Whole training runs under plans: the metrics of one process, in float64.
 
-Five steps here, with old log-probs, an evaluation and AdamW's moments; behind `-m slow` twenty.
-In the default suite test_a_run_goes_on_under_another_plan has twenty, five under each of four.
+Three steps here, with old log-probs, an evaluation and AdamW's moments; behind `-m slow` twenty.
+In the default suite test_a_run_goes_on_under_another_plan has eight, two under each of four.
 """
 
 import pytest
@@ -39,27 +39,6 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    run = trained(tmp_path_factory.mktemp("one"), 1, f"{SHAPE} --steps 20 --eval-every 5")
-    assert learns_something(run)
-    return run
-
-
-# d2, p2, d2t2 FSDP2 and ZeRO-1 have their five steps in test_a_run_goes_on_under_another_plan, of
-# the same flags; single steps of the other plans are those of test_parallel.py.
-QUICKER = ("t2", "c2", "p2 zbv")
-EVERY = [pytest.param(name, 5) for name in QUICKER]
-EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
-
-
-@pytest.mark.parametrize("name, steps", EVERY)
-def test_every_plan_gives_the_run_of_one_process(one_process, tmp_path, name, steps):
-    world, flags = RUNS[name]
-    run = trained(tmp_path, world, f"{SHAPE} --steps {steps} --eval-every 5 {flags}")
-    assert largest_difference(run, one_process[:steps]) < 1e-8
-
-
-@pytest.fixture(scope="module")
 def truth(tmp_path_factory):
     """flags -> the metrics of one process, made once."""
     made = {}
@@ -72,16 +51,42 @@ def truth(tmp_path_factory):
     return run
 
 
+@pytest.fixture(scope="module")
+def one_process(truth):
+    """steps -> flags of a run of so many steps, and its metrics in one process."""
+
+    def run(steps):
+        flags = f"{SHAPE} --steps {steps} --eval-every {2 if steps < 20 else 5}"
+        assert learns_something(truth(flags))
+        return flags, truth(flags)
+
+    return run
+
+
+# d2, p2, d2t2 FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
+# same flags; single steps of the other plans are those of test_parallel.py.
+QUICKER = ("t2", "c2", "p2 zbv")
+EVERY = [pytest.param(name, 3) for name in QUICKER]
+EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
+
+
+@pytest.mark.parametrize("name, steps", EVERY)
+def test_every_plan_gives_the_run_of_one_process(one_process, tmp_path, name, steps):
+    world, more = RUNS[name]
+    flags, metrics = one_process(steps)
+    assert largest_difference(trained(tmp_path, world, f"{flags} {more}"), metrics) < 1e-8
+
+
 # Two steps of two updates: the second step's reference and old weights are not the policy's.
 OPTIONS = "--kl-coef 0.05 --proximal --minibatches 2 --micro-tokens 100 --steps"
-ZBV = "p2 --pp-schedule zbv"  # p2c2 has a pipeline's log-probs, and its run of five steps is above
-SOME = [("d2t2", 2), ("p2c2", 2), *(
+ZBV = "p2 --pp-schedule zbv"  # p2 has a pipeline's log-probs, and zbv's three steps are above
+SOME = [("d2t2", 2), ("p2", 2), *(
     pytest.param(plan, 4, marks=pytest.mark.slow) for plan in ("d2t2", "p2c2", ZBV))]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan, steps", SOME)
 def test_old_and_reference_log_probs_too(truth, tmp_path, plan, steps):
-    flags, world = f"{SHAPE} {OPTIONS} {steps}", 2 if plan == ZBV else 4
+    flags, world = f"{SHAPE} {OPTIONS} {steps}", 2 if plan in ("p2", ZBV) else 4
     found = trained(tmp_path, world, f"{flags} --plan {plan}")
     assert largest_difference(found, truth(flags)) < 1e-8
 
@@ -110,20 +115,24 @@ def mixture(tmp_path_factory):
 
 @pytest.mark.parametrize("plan", SOME)
 def test_experts_train_alike_under_a_plan(truth, mixture, tmp_path, plan):
-    flags = f"{TASK} --lr 0.005 --steps 5 --eval-every 5 --model {mixture}"
+    flags = f"{TASK} --lr 0.005 --steps 3 --eval-every 3 --model {mixture}"
     found = trained(tmp_path, EXPERTS[plan], f"{flags} --plan {plan}")
     assert largest_difference(found, truth(flags)) < 1e-8
 
 
-def test_a_run_goes_on_under_another_plan(one_process, tmp_path):
-    flags, out = f"{SHAPE} --eval-every 5 --save-every 5", tmp_path / "run"
+@pytest.mark.parametrize("leg", shortened([2, 5], 2))
+def test_a_run_goes_on_under_another_plan(one_process, tmp_path, leg):
+    """`leg` steps under each of four plans, each begun from the checkpoint of the one before."""
+    flags, metrics = one_process(4 * leg)
+    out = tmp_path / "run"
     (tmp_path / "ranks").mkdir()
-    chain = [(2, "--steps 5 --plan d2"), (2, "--steps 10 --plan p2 --resume"),
-             (4, "--steps 15 --plan d2t2 --data-parallel fsdp --resume"),
-             (1, "--steps 20 --plan d1 --data-parallel zero1 --resume")]  # fmt: skip
-    for world, more in chain:
-        ranks(tmp_path / "ranks", world, _train, f"{flags} {more}", out)
-    assert largest_difference(read_metrics(out), one_process) < 1e-8
+    chain = [(2, "--plan d2"), (2, "--plan p2 --resume"),
+             (4, "--plan d2t2 --data-parallel fsdp --resume"),
+             (1, "--plan d1 --data-parallel zero1 --resume")]  # fmt: skip
+    for n, (world, more) in enumerate(chain, 1):
+        stop = f"--steps {n * leg} --save-every {leg}"
+        ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
+    assert largest_difference(read_metrics(out), metrics) < 1e-8
 
 
 TREES = {
@@ -138,15 +147,15 @@ TREES = {
     "dta d2t2 zero1": (4, "--tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1"),
 }
 QUICKEST = "dta, 2 ranks", "sparse c2"  # the matrix of `train_grpo.py check` has the others too
-SOME = [pytest.param(name, 5) for name in QUICKEST]
+SOME = [pytest.param(name, 3) for name in QUICKEST]
 SOME += [pytest.param(name, 20, marks=pytest.mark.slow) for name in TREES]
 
 
 @pytest.mark.parametrize("name, steps", SOME)
 def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, name, steps):
-    world, flags = TREES[name]
-    run = trained(tmp_path, world, f"{SHAPE} --steps {steps} --eval-every 5 {flags}")
-    assert largest_difference(run, one_process[:steps]) < 1e-8
+    world, more = TREES[name]
+    flags, metrics = one_process(steps)
+    assert largest_difference(trained(tmp_path, world, f"{flags} {more}"), metrics) < 1e-8
 
 
 DTA = "dta --max-tokens 9"
@@ -160,7 +169,7 @@ def test_old_and_reference_log_probs_of_trees_too(truth, tmp_path, tree, steps):
     assert largest_difference(found, truth(flags)) < 1e-8
 
 
-CRITIC = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 5 --eval-every 5"
+CRITIC = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 3 --eval-every 3"
 CRITIC += " --advantage gae --kl-coef 0.05 --proximal"
 CRITICS = {
     "": (1, "--tree dta --max-tokens 7 --recompute"),

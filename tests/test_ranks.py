@@ -138,25 +138,25 @@ def learns_something(run):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    run = trained(tmp_path_factory.mktemp("one"), 1, f"{TASK} --steps 20 --eval-every 2")
+    run = trained(tmp_path_factory.mktemp("one"), 1, f"{TINY} --steps 20 --eval-every 2")
     assert learns_something(run)
     return run
 
 
 # Four ranks are two ranks after some steps too; twenty of them are behind `-m slow`.
-SHAPES = [("ddp", 2, 20), ("fsdp", 1, 4), ("fsdp", 2, 6)]
-FOUR = [("ddp", 4, 20), ("ddp", 4, 6), ("fsdp", 4, 4)]
-SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in FOUR]
+SHAPES = [("ddp", 2, 8), ("fsdp", 1, 4), ("fsdp", 2, 6)]
+MORE = [("ddp", 2, 20), ("ddp", 4, 20), ("ddp", 4, 6), ("fsdp", 4, 4)]
+SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE]
 
 
 @pytest.mark.parametrize("mode, world, steps", SHAPES)
 def test_ranks_and_sharding_give_the_one_process_run(one_process, tmp_path, mode, world, steps):
-    flags = f"{TASK} --steps {steps} --eval-every 2 --data-parallel {mode}"
+    flags = f"{TINY} --steps {steps} --eval-every 2 --data-parallel {mode}"
     assert largest_difference(trained(tmp_path, world, flags), one_process[:steps]) < 1e-9
 
 
 def test_the_comparison_of_runs_tells_another_seed_and_coefficient(one_process, tmp_path):
-    flags = f"{TASK} --steps 4 --eval-every 2"
+    flags = f"{TINY} --steps 4 --eval-every 2"
     with pytest.raises(AssertionError, match="at step"):
         largest_difference(trained(tmp_path, 1, f"{flags} --seed 1"), one_process[:4])
     near = trained(tmp_path, 1, f"{flags} --entropy-coef 0.030001")
@@ -193,21 +193,38 @@ OPTIONS = {
 }  # fmt: skip
 
 
-# test_flags.py draws the others at random, against one process too
+# test_flags.py draws the others at random, against one process too. A mode and an option are tried
+# together where they meet: shares of the data without a prompt, and several updates a step.
 SOME_OPTIONS = (
-    "more ranks than prompts", "KL in the reward", "decoupled", "dynamic sampling", "forks",
+    "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling", "ddp forks",
+    "fsdp decoupled",
 )  # fmt: skip
+MODES = [f"{mode} {name}" for name in OPTIONS for mode in ("ddp", "fsdp")]
 
 
-@pytest.mark.parametrize("name", shortened(OPTIONS, *SOME_OPTIONS))
-def test_every_option_gives_the_same_run_on_several_ranks(tmp_path, name):
-    flags, shows = f"{TINY} --steps 4 {OPTIONS[name][0]}", OPTIONS[name][1]
-    truth = trained(tmp_path, 1, flags)
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """flags -> the metrics of one process, made once."""
+    made = {}
+
+    def run(flags):
+        if flags not in made:
+            made[flags] = trained(tmp_path_factory.mktemp("truth"), 1, flags)
+        return made[flags]
+
+    return run
+
+
+@pytest.mark.parametrize("name", shortened(MODES, *SOME_OPTIONS))
+def test_every_option_gives_the_same_run_on_several_ranks(run_of, tmp_path, name):
+    mode, option = name.split(" ", 1)
+    more, shows = OPTIONS[option]
+    flags = f"{TINY} --steps 4 {more}"
+    truth = run_of(flags)
     assert learns_something(truth) and any(shows(line) for line in truth)
-    world = 4 if name == "more ranks than prompts" else 2
-    assert largest_difference(trained(tmp_path, world, flags), truth) < 1e-9
-    sharded = trained(tmp_path, world, f"{flags} --data-parallel fsdp")
-    assert largest_difference(sharded, truth) < 1e-9
+    world = 4 if option == "more ranks than prompts" else 2
+    found = trained(tmp_path, world, f"{flags} --data-parallel {mode}")
+    assert largest_difference(found, truth) < 1e-9
 
 
 # One optimiser step --------------------------------------------------------------------------
