@@ -133,20 +133,37 @@ def one_process(kind, dtype, weights, steps):
     return found, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def weights_without(plan):
+    """The weights of a batch whose last rank has nothing to learn from."""
+    _, _, weights = batch()
+    weights[-(ROWS // plan.dp) :] = 0.0
+    return weights
+
+
+@functools.lru_cache
+def truth_of(kind, steps, dtype=torch.float64, empty=""):
+    """`one_process` of a kind of model; empty: the text of a plan whose last rank has no target."""
+    weights = weights_without(Plan.parse(empty)) if empty else batch()[2]
+    return one_process(kind, dtype, weights, steps)
+
+
 def off(found, truth, scale):
     """The largest error over all entries of all tensors, relative to the largest entry at all."""
     return max((found[name] - truth[name]).abs().max().item() for name in found) / scale
 
 
-def compare(rank, text, kind, options, steps=3, dtype=torch.float64):
-    """This rank's worst errors: loss, gradients, clip norm, parameters after `steps` steps."""
+def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None):
+    """This rank's worst errors: loss, gradients, clip norm, parameters after `steps` steps.
+
+    truth: what `truth_of` gives for this plan, where the ranks need not all find it out again.
+    """
     options = dict(options)
     method, empty = options.pop("method", "ring"), options.pop("empty", False)
     plan, hsdp = Plan.parse(text), options.pop("shard", None)
     tokens, documents, weights = batch()
-    if empty:  # the rank of the last rows has nothing to learn from
-        weights[-(ROWS // plan.dp) :] = 0.0
-    truth, parameters = one_process(kind, dtype, weights, steps)
+    if empty:
+        weights = weights_without(plan)
+    truth, parameters = truth or one_process(kind, dtype, weights, steps)
     grid = Grid.make(plan, shard=hsdp)
     cp = grid.context
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import shortened
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -355,7 +356,7 @@ def test_huge_finite_numbers_in_a_pad_token_reach_no_row(which, backend):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
 @pytest.mark.parametrize("case", ["future", "document", "pad", "window"])
 def test_nan_in_masked_tokens_leaves_visible_rows_clean(case, poison, backend, tile):
     bad, mask, reached = {

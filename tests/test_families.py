@@ -166,7 +166,7 @@ def test_greedy_decoding_equals_transformers(hf, case):
         ours.config.max_position_embeddings = 12
         rows = generate(ours, prompts, max_new_tokens=11, temperature=0)
     else:
-        rows = generate(ours, prompts, max_new_tokens=24, temperature=0)
+        rows = generate(ours, prompts, max_new_tokens=14, temperature=0)
     new = len(rows[0].tokens) - len(prompts[0])
     options = dict(max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
     truth = theirs.generate(torch.tensor(prompts), **options)

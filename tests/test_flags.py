@@ -612,7 +612,7 @@ def workers(tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("count", shortened([15, 1000], 15))
+@pytest.mark.parametrize("count", shortened([9, 1000], 9))
 def test_random_flags_finish_or_are_refused_by_all_ranks_alike(workers, models_of, count):
     seed = int(os.environ.get("FLAGS_SEED", "0"))
     judged = run_cases([draw(seed, number, models_of) for number in range(count)], workers)

@@ -285,14 +285,11 @@ DEFAULT = {
     "d2 fsdp": Case("d2", "gemma3", FSDP),
     "d2 zero1": Case("d2", "qwen2", ZERO1),
     "t2": Case("t2", "qwen3"),
-    "t2 without sequence": Case("t2", "gemma3", ALONE),
     "c2": Case("c2", "gemma3"),
-    "c2 ulysses": Case("c2", "qwen2", ULYSSES),
     "p2": Case("p2", "gemma3"),
     "p2 zbv": Case("p2", "qwen3", ZBV),
     "d2e2": Case("d2e2", "moe"),
     "d2t2": Case("d2t2", "qwen2"),
-    "p2c2": Case("p2c2", "gemma3"),
     "d2t2e2 etp": Case(ETP, "moe"),
 }
 # The same with a gradient that one rank scales in the second of the three steps.

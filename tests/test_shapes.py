@@ -64,10 +64,11 @@ def ring_check():
 
 
 def tree_check():
-    few = {name: tree_attention.forests()[name] for name in ("prefixes", "forest")}
+    forests = tree_attention.forests()
+    few = {"prefixes": forests["prefixes"]}
     for _ in tree_attention._tree_rows(tree_attention.TinyModel(), few):
         pass
-    moe, trie = models.tiny_model("qwen3_moe"), tree_attention.TokenTrie(few["forest"])
+    moe, trie = models.tiny_model("qwen3_moe"), tree_attention.TokenTrie(forests["forest"])
     tree_attention.tree_backward(moe, trie, tree_attention.example_loss, max_tokens=3, aux_coef=0.1)
 
 

@@ -69,8 +69,11 @@ def _dealt(rank, kind, name, strategy, holders, max_tokens):
     return gradient_error(model, grads), relative(total, loss), ids, lone
 
 
-@pytest.mark.parametrize("strategy", ["dfs", "lpt", "round_robin"])
-@pytest.mark.parametrize("world", [2, 4])
+DEALT = [(2, "dfs"), (2, "lpt"), (2, "round_robin"), (4, "dfs")]
+DEALT += [pytest.param(4, strategy, marks=pytest.mark.slow) for strategy in ("lpt", "round_robin")]
+
+
+@pytest.mark.parametrize("world, strategy", DEALT)
 def test_the_sum_of_the_ranks_gradients_is_the_gradient(tmp_path, world, strategy):
     for name, holders in (("forest", world), ("prefixes", 1)):
         found = ranks(tmp_path, world, _dealt, "tiny", name, strategy, holders, 3)
@@ -126,8 +129,14 @@ def _on_a_ring(rank, kind, name, method, layout):
     ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method, layout", [("ring", "zigzag"), ("allgather", "contiguous")])
+ON_A_RING = [
+    (2, "allgather", "contiguous"), (4, "ring", "zigzag"),
+    pytest.param(2, "ring", "zigzag", marks=pytest.mark.slow),
+    pytest.param(4, "allgather", "contiguous", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("world, method, layout", ON_A_RING)
 def test_a_tree_on_a_ring_is_one_process(tmp_path, world, method, layout):
     for kind, name in (("tiny", "forest"), ("gemma3_text", "binary")):
         found = ranks(tmp_path, world, _on_a_ring, kind, name, method, layout)
