@@ -1343,7 +1343,8 @@ class Family(NamedTuple):
     (a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers
     from `max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default,
     linear, dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers
-    included. A multimodal Gemma 3 checkpoint gives its text model.
+    included. A multimodal Gemma 3 checkpoint gives its text model. The embedding of Gemma's PAD
+    token has a gradient here; transformers' `padding_idx` takes it away.
 
     To add a family, write a row of FAMILIES and a reader, nothing else. The reader takes a config
     with its defaults filled in, and gives the fields of `ModelConfig` that need a rule;

@@ -51,7 +51,9 @@ times in bf16. A hop that no rank needs (documents, windows) is not sent.
 
 How it deviates. Ring Attention carries a running maximum and a sum, this file one lse for both.
 Ulysses: key heads are repeated to G' = lcm(G, u) where u does not divide them. FlashMask keeps two
-intervals of hidden rows a key, this file one interval of visible rows.
+intervals of hidden rows a key, this file one interval of visible rows. The ranks compare digests of
+shapes, mask and options at every call (0.4 ms on 2 ranks of gloo) and not once a shape: a rank that
+had seen a shape would skip a message that another waits for.
 
 Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks.
 torch.compile leaves these calls out of its graphs. On CUDA flash computes full and causal tiles of

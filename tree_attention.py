@@ -62,6 +62,7 @@ How it deviates. Prefix Grouper shares one prefix; here it is any tree. Tree Tra
 that fits into memory; AReaL-DTA walks leaf by leaf with one segment at a time. Blocks are both, and
 packing sibling subtrees together keeps the matrices large. The log-prob of the first token behind a
 fork is computed where its parent's state is, in the parent's block, so there is no cache of forks.
+A rank without sequences, and an empty tree, are ordinary: their loss is 0.
 
 Not here: dropout; mixers other than causal softmax attention; batches of trees (a forest is one
 tree); blocks across the ranks of one sequence (the whole tree at once: `tree_logprobs(group=)`).
