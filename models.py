@@ -39,8 +39,8 @@ it, such as the n tokens of a chunk, or this rank's share, such as v rows of the
     H query heads   G key/value heads     D head_dim                    L padded document length
     N tokens (any subset of B x S)        C tokens that a cache has room for
     E experts       K experts a token     I width of an expert          P prefix tokens
-    T suffix tokens A action dimensions   U documents in a bucket       R the H + G heads with RoPE
-    J (sequence, token) pairs of `Balance`; in `SharedPrompts` P prompts of at most J tokens
+    T suffix tokens A action dimensions   U documents in a bucket       X anything, say H + G heads
+    J (sequence, token) pairs of `Balance`; in `SharedPrompts` P prompts of at most L tokens
 
 Cost per token: 2 W flops forward and 4 W backward, where W counts the parameters outside the
 embedding that a token meets (K of the E experts), and attention's 4 S H D forward per layer, half
@@ -306,12 +306,12 @@ def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
     return torch.cat([cos_BS1D, cos_BS1D], -1), torch.cat([-sin_BS1D, sin_BS1D], -1)
 
 
-def rotate(x_BSRD, cos_BS1D, sin_BS1D, /):
-    """(5), half-split form; (B, S, R, D) -> the same. `rope_angles` made cos and sin."""
+def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
+    """(5), half-split form; (B, S, X, D) -> the same. `rope_angles` made cos and sin."""
     # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
-    a_BSRd, b_BSRd = x_BSRD.chunk(2, -1)
-    out_BSRD = torch.addcmul(x_BSRD * cos_BS1D, torch.cat([b_BSRd, a_BSRd], -1), sin_BS1D)  # (5)
-    return out_BSRD.to(x_BSRD.dtype)
+    a_BSXd, b_BSXd = x_BSXD.chunk(2, -1)
+    out_BSXD = torch.addcmul(x_BSXD * cos_BS1D, torch.cat([b_BSXd, a_BSXd], -1), sin_BS1D)  # (5)
+    return out_BSXD.to(x_BSXD.dtype)
 
 
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
@@ -360,8 +360,8 @@ class Attention(nn.Module):
         # Queries and keys are turned by the same angles, and so in one call.
         H = q_BSHD.shape[2]
         G = k_BSGD.shape[2]
-        qk_BSRD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])
-        q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
+        qk_BSXD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])
+        q_BHSD, k_BGSD = qk_BSXD.transpose(1, 2).split([H, G], 1)
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         # The seam. What this function is decides who sees whom, and where keys and values live.
@@ -1061,21 +1061,21 @@ def invert_distribution(p_BV, uniform_B):
     # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
     if p_BV.shape[1] % 128:
         p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128))
-    blocks_BnW = p_BV.unflatten(-1, (-1, 128))
-    pieces = blocks_BnW.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
-    sums = [x_BnW.sum(-1, dtype=torch.float64) for x_BnW in pieces]
+    blocks_Bnv = p_BV.unflatten(-1, (-1, 128))
+    pieces = blocks_Bnv.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
+    sums = [x_Bnv.sum(-1, dtype=torch.float64) for x_Bnv in pieces]
     ends_Bn = torch.cat(sums, 1).cumsum(-1)
 
     # The block whose end lies beyond the target, and then the token inside it.
     at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
     block_B1 = torch.searchsorted(ends_Bn, at_B1, right=True).clamp(max=ends_Bn.shape[1] - 1)
-    inside_BW = blocks_BnW[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
-    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_BW.sum(-1, keepdim=True))
-    place_B1 = torch.searchsorted(inside_BW.cumsum(-1), left_B1, right=True)
+    inside_Bv = blocks_Bnv[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
+    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_Bv.sum(-1, keepdim=True))
+    place_B1 = torch.searchsorted(inside_Bv.cumsum(-1), left_B1, right=True)
 
     # Rounding may carry the rest past the block's last token: take the last that can be drawn.
-    column_W = torch.arange(128, device=p_BV.device)
-    last_B1 = torch.where(inside_BW > 0, column_W, 0).amax(-1, keepdim=True)
+    column_v = torch.arange(128, device=p_BV.device)
+    last_B1 = torch.where(inside_Bv > 0, column_v, 0).amax(-1, keepdim=True)
     return block_B1 * 128 + place_B1.minimum(last_B1)
 
 
@@ -1343,7 +1343,8 @@ class Family(NamedTuple):
     (a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers
     from `max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default,
     linear, dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers
-    included. A multimodal Gemma 3 checkpoint gives its text model.
+    included. A multimodal Gemma 3 checkpoint gives its text model. The embedding of Gemma's PAD
+    token has a gradient here; transformers' `padding_idx` takes it away.
 
     To add a family, write a row of FAMILIES and a reader, nothing else. The reader takes a config
     with its defaults filled in, and gives the fields of `ModelConfig` that need a rule;
@@ -2287,7 +2288,7 @@ class SharedPrompts:
     """
 
     def __init__(self, layers, lengths):
-        self.layers = layers  # layer -> k and v (2, P, G, J, D)
+        self.layers = layers  # layer -> k and v (2, P, G, L, D)
         self.lengths = lengths  # of the P prompts
         self.prompt_B = None  # each row's prompt
         self.rows_Pn = None  # each prompt's rows, padded to the largest group
@@ -2326,10 +2327,10 @@ class SharedPrompts:
         mask_B1SC: which of them a query sees; None: all.
         layer, scale: as in `KVCache.attention`.
         """
-        k_PGJD, v_PGJD = self.layers[layer]
+        k_PGLD, v_PGLD = self.layers[layer]
         B, G, C, D = k_BGCD.shape
         S = q_BHSD.shape[2]
-        J = k_PGJD.shape[2]
+        L = k_PGLD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
         # tests/test_models.py::test_shared_prompts_change_nothing.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
@@ -2344,16 +2345,16 @@ class SharedPrompts:
 
         # Scores of the prompt's keys: the queries of all its rows stand side by side, so that each
         # key is read once. Shorter prompts have padding to hide.
-        shared_BGhJ = self._per_row(self._per_prompt(q_BGhD) @ k_PGJD.to(wide).mT)
+        shared_BGhL = self._per_row(self._per_prompt(q_BGhD) @ k_PGLD.to(wide).mT)
         if not self.lengths.even:
-            beyond_PJ = torch.arange(J, device=q_BHSD.device) >= self.lengths.of_B[:, None]
-            beyond_BJ = beyond_PJ[self.prompt_B]
-            shared_BGhJ = shared_BGhJ.masked_fill(beyond_BJ[:, None, None], -math.inf)
+            beyond_PL = torch.arange(L, device=q_BHSD.device) >= self.lengths.of_B[:, None]
+            beyond_BL = beyond_PL[self.prompt_B]
+            shared_BGhL = shared_BGhL.masked_fill(beyond_BL[:, None, None], -math.inf)
 
         # One softmax over both, and each part of it weighs its own values.
-        p_BGhk = (torch.cat([shared_BGhJ, own_BGhC], -1) * scale).softmax(-1)
-        p_BGhJ, p_BGhC = p_BGhk.split([J, C], -1)
-        shared_BGhD = self._per_row(self._per_prompt(p_BGhJ) @ v_PGJD.to(wide))
+        p_BGhk = (torch.cat([shared_BGhL, own_BGhC], -1) * scale).softmax(-1)
+        p_BGhL, p_BGhC = p_BGhk.split([L, C], -1)
+        shared_BGhD = self._per_row(self._per_prompt(p_BGhL) @ v_PGLD.to(wide))
         out_BGhD = shared_BGhD + p_BGhC @ v_BGCD.to(wide)
         return out_BGhD.to(q_BHSD.dtype).reshape(q_BHSD.shape)
 
@@ -2504,8 +2505,8 @@ def time_features(tau_B, width, /):
     """Sines and cosines of tau, (B, width), of periods from 0.004 to 4, as in pi0."""
     wide = torch.promote_types(tau_B.dtype, torch.float32)
     fraction = torch.linspace(0, 1, width // 2, dtype=wide, device=tau_B.device)
-    angle_BW = 2 * math.pi * tau_B.to(wide)[:, None] / (0.004 * 1000**fraction)
-    return torch.cat([angle_BW.sin(), angle_BW.cos()], -1)
+    angle_Bm = 2 * math.pi * tau_B.to(wide)[:, None] / (0.004 * 1000**fraction)
+    return torch.cat([angle_Bm.sin(), angle_Bm.cos()], -1)
 
 
 def flow_time(uniform, /):

@@ -16,7 +16,7 @@ after them.
 check needs this file alone (tests/measure_ring.py beside it adds lower dtypes and the work of each
 rank). The other commands need that file too, and --model needs models.py and tests/measure_vla.py.
 
-What it must equal, for each query i (query head h reads key head h // N, where N = H / G):
+What it must equal, for each query i (each key head serves H / G query heads, in order):
 
     (1)  i sees j  iff  start_j <= i < end_j,  rows_i,  and position_i - position_j < window
     (2)  s_ij      =  scale q_i . k_j     (softcap tanh(s_ij / softcap) with a softcap)
@@ -34,8 +34,8 @@ anywhere, by torch's own flash kernel:
     (6)  dv_j = sum_i P_ij dout_i,          dS_ij = P_ij (dout_i . v_j - delta_i),
          dq_i = scale sum_j dS_ij k_j,      dk_j  = scale sum_i dS_ij q_i
 
-    B batch   H query heads   G key heads   N = H / G   D head_dim   S whole sequence   E = 2: k, v
-    q, k      queries, keys of this rank or call   b, i, j, r   of a tile, r = N i   X   anything
+    B batch   H query heads   G key heads   D head_dim   S whole sequence   2: k and v, stacked
+    q, k   queries, keys of this rank or call   b, i, j, r   of a tile, r = i H / G   X   anything
     m, n, p   keys of a block on its way: here, the next, one whose gradient is summed up
     Capital: the same on every rank.  Small: this rank's share, or a part.
 
@@ -51,7 +51,9 @@ times in bf16. A hop that no rank needs (documents, windows) is not sent.
 
 How it deviates. Ring Attention carries a running maximum and a sum, this file one lse for both.
 Ulysses: key heads are repeated to G' = lcm(G, u) where u does not divide them. FlashMask keeps two
-intervals of hidden rows a key, this file one interval of visible rows.
+intervals of hidden rows a key, this file one interval of visible rows. The ranks compare digests of
+shapes, mask and options at every call (0.4 ms on 2 ranks of gloo) and not once a shape: a rank that
+had seen a shape would skip a message that another waits for.
 
 Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks.
 torch.compile leaves these calls out of its graphs. On CUDA flash computes full and causal tiles of
@@ -137,7 +139,7 @@ def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=N
     It takes O(S^2) memory. visible_BHqk is bool and broadcastable, True where query i sees key j.
     Returns out_BHqD and lse_BHq, which autograd can differentiate.
     """
-    # Grouped heads: the N query heads of a group read the same key head, so copy it N times.
+    # Grouped heads: H / G query heads read the same key head, so copy it as many times.
     n = q_BHqD.shape[1] // k_BGkD.shape[1]
     k_BHkD = k_BGkD.repeat_interleave(n, 1)
     v_BHkD = v_BGkD.repeat_interleave(n, 1)
@@ -210,9 +212,9 @@ class Kernel:
 
 
 def fold_heads(x_bHiX, g, /):
-    """Makes the N query heads of a key head into more rows of it: (b, H, i, X) -> (b, G, r, X).
+    """Makes the query heads of a key head into more rows of it: (b, H, i, X) -> (b, G, r, X).
 
-    With r = N i rows against its one key head, a matmul needs no copies of k and v.
+    With r = i H / G rows against its one key head, a matmul needs no copies of k and v.
     """
     # H = 4, G = 2, i = 3: heads 0 and 1 become the 6 rows of key head 0, heads 2 and 3 those of 1.
     b, h, i, x = x_bHiX.shape
@@ -506,10 +508,10 @@ def indices(length, rank, world, layout="zigzag"):
     return torch.cat([torch.arange(c * length // n, (c + 1) * length // n) for c in chunks])
 
 
-def onward(route, block_EBgmD, hop, /):
+def onward(route, block_2BgmD, hop, /):
     """The messages that move every block one rank on, and room for the block that comes here.
 
-    Returns next_EBgnD, without tokens if no block comes, and the list that `Route.post` takes:
+    Returns next_2BgnD, without tokens if no block comes, and the list that `Route.post` takes:
     (send or receive, tensor, rank, tag).
     """
     # Blocks bear the number of the rank on which they began. So own_block is this rank's number,
@@ -521,12 +523,12 @@ def onward(route, block_EBgmD, hop, /):
     # A block travels to the last rank that needs it and no further. Ranks on its way that do not
     # need it pass it on.
     if route.last_hop[leaving] > hop:
-        messages.append((dist.isend, block_EBgmD, route.own_block + 1, TAG_BLOCK))
-    next_EBgnD = block_EBgmD[:, :, :, :0]
+        messages.append((dist.isend, block_2BgmD, route.own_block + 1, TAG_BLOCK))
+    next_2BgnD = block_2BgmD[:, :, :, :0]
     if route.last_hop[coming] > hop:
-        next_EBgnD = route.buffer(block_EBgmD, coming)
-        messages.append((dist.irecv, next_EBgnD, route.own_block - 1, TAG_BLOCK))
-    return next_EBgnD, messages
+        next_2BgnD = route.buffer(block_2BgmD, coming)
+        messages.append((dist.irecv, next_2BgnD, route.own_block - 1, TAG_BLOCK))
+    return next_2BgnD, messages
 
 
 def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
@@ -541,14 +543,14 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     Both results are in float32 or better.
     """
     # Keys and values travel together, so that a hop is one message and not two.
-    block_EBgmD = torch.stack((k_BgkD, v_BgkD))
+    block_2BgmD = torch.stack((k_BgkD, v_BgkD))
 
     for hop in range(route.hops):
         # COMM: each rank posts its send to the right and its receive from the left, then computes,
         # then waits. So the next block travels while this one is computed; and since nobody waits
         # before it has posted, ranks cannot wait for each other in a circle. Pinned by
         # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
-        next_EBgnD, messages = onward(route, block_EBgmD, hop)
+        next_2BgnD, messages = onward(route, block_2BgmD, hop)
         under_way = route.post(messages)
 
         # Our queries against the block that lies here now. With documents or a window they may see
@@ -556,7 +558,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
         # is always computed, so that out and lse exist even if no row sees anything.
         block = route.block_at(hop)
         if route.is_needed(block, hop):
-            part_out, part_lse = forward_tiles(q_BhqD, *block_EBgmD, route.mask_of(block), kernel)
+            part_out, part_lse = forward_tiles(q_BhqD, *block_2BgmD, route.mask_of(block), kernel)
             probe.look(hop + 1, "out", part_out)
             if hop == 0:
                 out_BhqD, lse_Bhq = part_out, part_lse
@@ -567,7 +569,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
         # Only now must the next block be here, and only now may the old one be overwritten.
         for message in under_way:
             message.wait()
-        block_EBgmD = next_EBgnD
+        block_2BgmD = next_2BgnD
     return out_BhqD, lse_Bhq
 
 
@@ -586,55 +588,55 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     # Block 0 of 3 ranks:
     #
     #     hop   the block   its gradient
-    #      0    on rank 0   rank 0 computes a part and keeps it: own_EBgkD
+    #      0    on rank 0   rank 0 computes a part and keeps it: own_2BgkD
     #      1    on rank 1   rank 1 computes a part
     #      2    on rank 2   .. which travels to rank 2, which adds the part that it computes now
     #      3    done        .. and the sum goes home to rank 0, which adds its own part to it
     #
-    # Hence one hop more than in the forward. sum_EBgpD is the gradient of the block that lay here
+    # Hence one hop more than in the forward. sum_2BgpD is the gradient of the block that lay here
     # at the hop before. If a block travelled with its gradient instead, each hop would have to
     # compute first and send then, and nothing would overlap.
-    block_EBgmD = torch.stack((k_BgkD, v_BgkD))
-    sum_EBgpD = None
+    block_2BgmD = torch.stack((k_BgkD, v_BgkD))
+    sum_2BgpD = None
 
     for hop in range(route.hops + 1):
         # The blocks go round as in the forward: the backward saved none but its own.
         block = route.block_at(hop)
         block_before = route.block_at(hop - 1)
-        next_EBgnD, messages = onward(route, block_EBgmD, hop)
+        next_2BgnD, messages = onward(route, block_2BgmD, hop)
 
         # COMM: what hop - 1 computed is on the wire while this hop computes. Blocks, gradients, and
         # gradients that go home, in one order on both sides (NCCL), with tags (gloo). Pinned by
         # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
-        incoming_EBgpD = None
+        incoming_2BgpD = None
         if route.gradient_moves(block_before, hop):
-            messages.append((dist.isend, sum_EBgpD, route.own_block + 1, TAG_GRADIENT))
+            messages.append((dist.isend, sum_2BgpD, route.own_block + 1, TAG_GRADIENT))
         if route.gradient_moves(block, hop):
-            incoming_EBgpD = route.buffer(own_EBgkD, block)
-            messages.append((dist.irecv, incoming_EBgpD, route.own_block - 1, TAG_GRADIENT))
+            incoming_2BgpD = route.buffer(own_2BgkD, block)
+            messages.append((dist.irecv, incoming_2BgpD, route.own_block - 1, TAG_GRADIENT))
 
         # When the last rank that needed a block has added its part, the sum is complete and goes to
         # its owner, rank block_before, in one message, whatever the distance. Ours comes from where
         # our block lay at the hop before: hop - 1 ranks to our right.
-        returned_EBgkD = None
+        returned_2BgkD = None
         if route.gradient_returns(block_before, hop):
-            messages.append((dist.isend, sum_EBgpD, block_before, TAG_HOME))
+            messages.append((dist.isend, sum_2BgpD, block_before, TAG_HOME))
         if route.gradient_returns(route.own_block, hop):
-            returned_EBgkD = torch.empty_like(own_EBgkD)
-            messages.append((dist.irecv, returned_EBgkD, route.own_block + hop - 1, TAG_HOME))
+            returned_2BgkD = torch.empty_like(own_2BgkD)
+            messages.append((dist.irecv, returned_2BgkD, route.own_block + hop - 1, TAG_HOME))
         under_way = route.post(messages)
 
         # Meanwhile this rank's part for the block that lies here. out and lse are the global ones,
         # so the part is final: it is only added, never weighted as in the forward.
-        sum_EBgpD = None
+        sum_2BgpD = None
         if route.is_needed(block, hop):
-            saved = dout_BhqD, q_BhqD, *block_EBgmD, out, lse, dlse
+            saved = dout_BhqD, q_BhqD, *block_2BgmD, out, lse, dlse
             part_dq, part_dk, part_dv = backward_tiles(*saved, route.mask_of(block), kernel)
-            sum_EBgpD = torch.stack((part_dk, part_dv))
-            probe.look(hop + 1, "dq, dk or dv", part_dq, sum_EBgpD)
+            sum_2BgpD = torch.stack((part_dk, part_dv))
+            probe.look(hop + 1, "dq, dk or dv", part_dq, sum_2BgpD)
             dq_BhqD = part_dq if hop == 0 else dq_BhqD.add_(part_dq)
         if hop == 0:
-            own_EBgkD = sum_EBgpD
+            own_2BgkD = sum_2BgpD
 
         # The sums meet: what came with the block (from the left), and what we have just computed.
         for message in under_way:
@@ -642,13 +644,13 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
 
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
         # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
-        if incoming_EBgpD is not None:
-            sum_EBgpD = incoming_EBgpD if sum_EBgpD is None else sum_EBgpD + incoming_EBgpD
-        if returned_EBgkD is not None:
-            own_EBgkD = own_EBgkD + returned_EBgkD
-        block_EBgmD = next_EBgnD
+        if incoming_2BgpD is not None:
+            sum_2BgpD = incoming_2BgpD if sum_2BgpD is None else sum_2BgpD + incoming_2BgpD
+        if returned_2BgkD is not None:
+            own_2BgkD = own_2BgkD + returned_2BgkD
+        block_2BgmD = next_2BgnD
 
-    dk_BgkD, dv_BgkD = own_EBgkD
+    dk_BgkD, dv_BgkD = own_2BgkD
     return dq_BhqD, dk_BgkD, dv_BgkD
 
 
@@ -1628,10 +1630,10 @@ class Route:
                 ops.append(dist.P2POp(send_or_receive, tensor, peer, self.ring.group, tag))
         return dist.batch_isend_irecv(ops) if ops else []
 
-    def buffer(self, like_EBGkD, block):
+    def buffer(self, like_2BGkD, block):
         """Room for a block, or for its gradient."""
-        e, b, g, _, d = like_EBGkD.shape
-        return like_EBGkD.new_empty(e, b, g, len(self.block_tokens[block]), d)
+        e, b, g, _, d = like_2BGkD.shape
+        return like_2BGkD.new_empty(e, b, g, len(self.block_tokens[block]), d)
 
 
 # Appendix E. All-to-all, all-gather and their adjoints ----------------------------------------

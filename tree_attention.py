@@ -44,7 +44,7 @@ and takes from it what the blocks below have added for its own piece.
 
     B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
     N tokens of the tree   n tokens of a block   p tokens above it, on the stack   m part of a piece
-    R sequences, of L_i tokens   P longest path   T = P - 1, the longest row of log-probs
+    R sequences, of L_i tokens   L longest path   T = L - 1, the longest row of log-probs
     e edges scored in a block; an edge joins a token to its parent and has the child's index
     r sequences that end in a block   K experts a token
     C = 2 or 3 scores of an edge: log-prob, entropy and, for a critic, value
@@ -62,6 +62,7 @@ How it deviates. Prefix Grouper shares one prefix; here it is any tree. Tree Tra
 that fits into memory; AReaL-DTA walks leaf by leaf with one segment at a time. Blocks are both, and
 packing sibling subtrees together keeps the matrices large. The log-prob of the first token behind a
 fork is computed where its parent's state is, in the parent's block, so there is no cache of forks.
+A rank without sequences, and an empty tree, are ordinary: their loss is 0.
 
 Not here: dropout; mixers other than causal softmax attention; batches of trees (a forest is one
 tree); blocks across the ranks of one sequence (the whole tree at once: `tree_logprobs(group=)`).
@@ -1199,9 +1200,9 @@ def _gathering_pays(k_1GND, trie):
 
 
 def _ancestors(trie):
-    """(N, P) int64, the token at each depth of each token's path, and (N, P) bool: which exist.
+    """(N, L) int64, the token at each depth of each token's path, and (N, L) bool: which exist.
 
-    Where a path is shorter than P, the token itself stands.
+    Where a path is shorter than L, the token itself stands.
     """
     # In preorder, the ancestor of token t at depth d is the last token of depth d up to t:
     #
@@ -1210,13 +1211,13 @@ def _ancestors(trie):
     #                              token 2    0 1 2
     depth_N = trie.positions
     index_N = torch.arange(len(trie))
-    latest_NP = torch.full((len(trie), int(depth_N.max()) + 1), -1)
-    latest_NP[index_N, depth_N] = index_N
-    latest_NP = latest_NP.cummax(0).values
+    latest_NL = torch.full((len(trie), int(depth_N.max()) + 1), -1)
+    latest_NL[index_N, depth_N] = index_N
+    latest_NL = latest_NL.cummax(0).values
 
     # At depths that a token's own path does not reach stands what other paths had there.
-    exists_NP = torch.arange(latest_NP.shape[1]) <= depth_N[:, None]
-    return torch.where(exists_NP, latest_NP, index_N[:, None]), exists_NP
+    exists_NL = torch.arange(latest_NL.shape[1]) <= depth_N[:, None]
+    return torch.where(exists_NL, latest_NL, index_N[:, None]), exists_NL
 
 
 def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
@@ -1228,12 +1229,12 @@ def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
     G = k_1GND.shape[1]
     if "ancestors" not in trie.cache:
         trie.cache["ancestors"] = _ancestors(trie)
-    above_NP, seen_NP = trie.cache["ancestors"]
-    above_NP = above_NP.to(q_1HND.device)
-    seen_NP = seen_NP.to(q_1HND.device)
+    above_NL, seen_NL = trie.cache["ancestors"]
+    above_NL = above_NL.to(q_1HND.device)
+    seen_NL = seen_NL.to(q_1HND.device)
     if window is not None:
-        depth_P = torch.arange(seen_NP.shape[1], device=seen_NP.device)
-        seen_NP = seen_NP & (trie.positions.to(depth_P.device)[:, None] - depth_P < window)
+        depth_L = torch.arange(seen_NL.shape[1], device=seen_NL.device)
+        seen_NL = seen_NL & (trie.positions.to(depth_L.device)[:, None] - depth_L < window)
 
     # NUMERICS: scores, their softmax and sums in float32 or better, as in the tiles. Pinned by
     # tests/test_tree.py::test_tree_attention_in_low_precision_is_within_twice_plain_torch.
@@ -1241,18 +1242,18 @@ def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
 
     def gathered(x_1GND):
         x_NGD = x_1GND[0].transpose(0, 1)
-        x_NPGD = x_NGD.index_select(0, above_NP.flatten()).unflatten(0, above_NP.shape)
-        return x_NPGD.transpose(1, 2).to(wide)
+        x_NLGD = x_NGD.index_select(0, above_NL.flatten()).unflatten(0, above_NL.shape)
+        return x_NLGD.transpose(1, 2).to(wide)
 
     # h = H / G query heads share a key head.
     q_NGhD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
-    k_NGPD = gathered(k_1GND)
-    v_NGPD = gathered(v_1GND)
-    score_NGhP = q_NGhD @ k_NGPD.mT * (D**-0.5 if scale is None else scale)
+    k_NGLD = gathered(k_1GND)
+    v_NGLD = gathered(v_1GND)
+    score_NGhL = q_NGhD @ k_NGLD.mT * (D**-0.5 if scale is None else scale)
     if softcap is not None:
-        score_NGhP = softcap * torch.tanh(score_NGhP / softcap)
-    score_NGhP = score_NGhP.masked_fill(~seen_NP[:, None, None], -math.inf)  # (1)
-    out_NGhD = score_NGhP.softmax(-1) @ v_NGPD
+        score_NGhL = softcap * torch.tanh(score_NGhL / softcap)
+    score_NGhL = score_NGhL.masked_fill(~seen_NL[:, None, None], -math.inf)  # (1)
+    out_NGhD = score_NGhL.softmax(-1) @ v_NGLD
     return out_NGhD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
 
 

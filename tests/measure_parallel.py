@@ -279,7 +279,8 @@ def _case(name):
 
 # plan -------------------------------------------------------------------------------------------
 
-# Two published shapes, so that the README's commands need no download; else --model takes a file.
+# Two published shapes, so that the commands of RESULTS.md need no download; else --model gives a
+# file.
 PUBLISHED = {
     "qwen3-8b": dict(
         model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,

@@ -104,7 +104,7 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
 
 
 def bench(argv):
-    """The README's rows."""
+    """The rows of RESULTS.md."""
     parser = argparse.ArgumentParser("tree_attention.py bench")
     parser.add_argument("--data", help="a JSON file, a list of lists of token lists: groups")
     parser.add_argument("--repeats", type=int, default=5)

@@ -351,14 +351,15 @@ def test_plan_refuses_what_does_not_divide(capsys):
 
 
 def commands():
-    """The `parallel.py plan` commands of the README's page."""
-    page = (ROOT / "README.md").read_text().split("## Several machines")[1].split("\n## ")[0]
+    """The `parallel.py plan` commands of the page of results."""
+    page = (ROOT / "tests" / "RESULTS.md").read_text()
+    page = page.split("## What a rank holds and sends")[1].split("\n## ")[0]
     found = re.findall(r"python parallel\.py (plan .*)", page.replace("\\\n", " "))
     assert len(found) > 1
     return page, [shlex.split(command.split("#")[0]) for command in found]
 
 
-def test_the_rows_of_the_readme_are_what_plan_prints(capsys):
+def test_the_rows_of_the_results_are_what_plan_prints(capsys):
     page, found = commands()
     for command in found:
         assert parallel.main(command) == 0
@@ -366,8 +367,9 @@ def test_the_rows_of_the_readme_are_what_plan_prints(capsys):
         assert rows and all(row in page for row in rows)
 
 
-def test_the_training_commands_of_the_readme_have_plans_that_fit():
-    page, _ = commands()
+def test_the_training_commands_of_the_recipes_have_plans_that_fit():
+    page = (ROOT / "tests" / "RECIPES.md").read_text()
+    page = page.split("## Several machines")[1].split("\n## ")[0]
     config = models.ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
     runs = re.findall(r"torchrun --nnodes (\d+) --nproc-per-node (\d+).*?--plan (\S+)", page, re.S)
     assert [int(nodes) for nodes, _, _ in runs] == [2, 64]

@@ -1,8 +1,10 @@
-"""The README: its commands run, at toy size; what it names exists; its errors are those of `check`.
+"""The pages: their commands run, at toy size; what they name exists; errors are those of `check`.
 
-TABLE holds every command: more flags for it, which win over its own, or who runs it elsewhere.
+The pages are the README, tests/RECIPES.md and tests/RESULTS.md. TABLE holds every command of them:
+more flags for it, which win over its own, or who runs it elsewhere.
 """
 
+import ast
 import contextlib
 import importlib
 import json
@@ -13,18 +15,22 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, shortened
-from test_ranks import join, start
+from test_ranks import join, ranks, start
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import good
 
 from train_grpo import Config, parse_config
 
 README = (ROOT / "README.md").read_text()
+RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
+RESULTS = (ROOT / "tests" / "RESULTS.md").read_text()
+PAGES = "\n".join([README, RECIPES, RESULTS])
 FILES = ("train_grpo.py", "models.py", "parallel.py", "ring_attention.py", "tree_attention.py")
 SOURCES = {file: (ROOT / file).read_text() for file in FILES}
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.S | re.M)
-PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.S | re.M)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES, flags=re.S | re.M)
+PROSE = re.sub(r"^```.*?^```$", "", PAGES, flags=re.S | re.M)
 SPANS = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", PROSE)]
 STARTS = r"(python3?|pip|torchrun|grep|longest) |memory$"  # the last two are ring_attention.py's
 LINES_OF_SHELL = [" ".join(line.split()) for language, text in BLOCKS if not language
@@ -40,6 +46,7 @@ CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_fil
 BENCH = "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size"
 TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
 PLANS = "tests/test_plan.py::test_"
+RESTARTED = "tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on"
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
@@ -50,12 +57,16 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     "pip install -r tests/requirements.txt": f"{INSTALL} tests/requirements.txt",
     "python -m pytest": "\npython -m pytest\n",
     "python -m pytest -m quick": "\npython -m pytest\n",
+    "python -m pytest -m slow": "\npython -m pytest\n",
+    "python -m pytest tests/test_faults.py": "\npython -m pytest\n",
+    "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
+    "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
     "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
     "pip install trl": "\ntrl>=",
 }
 TABLE = {
     "grep NUMERICS *.py": TAGS,
-    "grep COMM": TAGS,
+    "grep COMM *.py": TAGS,
     "python FILE check": CHECK,
     **{f"python {file} check": CHECK for file in FILES},
     "python train_grpo.py check": "tests/test_grpo_matrix.py::test_some_cells_of_the_matrix",
@@ -86,10 +97,12 @@ TABLE = {
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
     "python models.py bench --repeats 7": " --repeats 1",
-    **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_readme_have_plans_that_fit"),
-    **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_readme_are_what_plan_prints"),
-    "torchrun --max-restarts 3": "tests/test_faults.py::"
-    "test_a_killed_rank_is_started_again_and_the_run_goes_on",
+    **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_recipes_have_plans_that_fit"),
+    **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_results_are_what_plan_prints"),
+    "torchrun --max-restarts 3": RESTARTED,
+    "torchrun --max-restarts 3 .. --resume-or-start": RESTARTED,
+    "python tests/test_flags.py --seed 0 --count 1000": "tests/test_flags.py::"
+    "test_random_flags_finish_or_are_refused_by_all_ranks_alike",
     "python parallel.py bench": "tests/test_parallel.py::test_bench_runs_at_toy_size",
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
@@ -119,6 +132,8 @@ def test_what_the_table_leaves_to_others_is_there():
     files = (".ci/run", "requirements.txt", "tests/requirements.txt")
     installed = "\n".join((ROOT / file).read_text() for file in files)
     assert [text for text in BY_CI.values() if text not in installed] == []
+    for path in re.findall(r"\btests/\w+\.py", " ".join(COMMANDS)):
+        assert (ROOT / path).exists(), path
 
 
 def _command(rank, file, words, log):
@@ -136,6 +151,12 @@ def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
     return tmp_path
 
 
+def shown_header():
+    """The line over the README's piece of a run's output, as a list."""
+    ((_, text),) = [block for block in BLOCKS if block[0] == "text"]
+    return re.findall(r"^ *step .*$", text, re.M)
+
+
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_runs_at_toy_size(folder, command):
     words = re.sub(r"\[.*\]", "", command + TABLE[command]).split()
@@ -148,18 +169,63 @@ def test_a_command_runs_at_toy_size(folder, command):
         assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
         assert (run / "hf" / "config.json").exists() == ("jsonl" in flags)
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and "eval/solved" in out
+        assert command != TRAIN or set(shown_header()) <= set(out.splitlines())
     else:
         assert join(start(1, _command, file, flags, folder / "log"), 600) == [0]
         assert "inspect" in flags or json.loads((folder / "log").read_text().splitlines()[-1])
 
 
+EXAMPLES = [text for language, text in BLOCKS if language == "python"]  # a task; any nn.Module
+
+
 def test_the_example_of_a_task_runs(tmp_path):
-    ((_, text),) = [block for block in BLOCKS if block[0] == "python"]
+    text, _ = EXAMPLES
     (tmp_path / "parity.py").write_text(text)
     (name,) = re.findall(r"^class (\w+)", text, re.M)
     good(tmp_path, f"--task parity.py:{name} --out run{TINY}")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
+
+
+def _own_model():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+    rows = torch.randn(5, 7, 4, dtype=torch.float64)  # 7 rows: two ranks have 4 and 3
+    return torch.nn.Sequential(*layers).double(), list(zip(rows, rows[:, :, :2].flip(0) * 9))
+
+
+def _weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _train_own_model(rank, folder, world):
+    sys.path.insert(0, str(folder))
+    model, batches = _own_model()
+    importlib.import_module("own_model").train(model, batches, rank, world)
+    return _weights(model).numpy()
+
+
+def test_the_example_of_a_model_is_one_process_and_needs_its_sum(tmp_path):
+    """Against plain torch on the whole batch; the clip is on in every step."""
+    model, batches = _own_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for rows, targets in batches:
+        (model(rows) - targets).square().mean().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        assert norm > 1
+        for p in model.parameters():
+            p.grad /= norm
+        optimizer.step()
+        model.zero_grad()
+
+    text = EXAMPLES[1]
+    without = re.sub(r"\breduce_gradients\(model\)", "pass", text)
+    for name, code, world in (("one", text, 1), ("two", text, 2), ("without", without, 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own_model.py").write_text(code)
+        for weights in ranks(tmp_path, world, _train_own_model, tmp_path / name, world):
+            error = abs(weights - _weights(model).numpy()).max()
+            assert error > 1e-4 if name == "without" else error < 1e-12
 
 
 # Numbers -------------------------------------------------------------------------------------
@@ -185,10 +251,11 @@ def check_error(file, folder, **environment):
 @pytest.mark.quick
 def test_the_tables_name_the_five_files_and_agree():
     assert tuple(ERRORS) == FILES
-    rows = re.findall(r"^\|.*\| (\S+) \| `python (\w+\.py) check` \|$", README, re.M)
-    rows = [(float(error), file) for error, file in rows if "e-" in error]
-    assert {file for _, file in rows} == set(FILES)
-    assert all(error == ERRORS[file] for error, file in rows)
+    for page in (README, RESULTS):
+        rows = re.findall(r"^\|.*\| (\S+) \| `python (\w+\.py) check` \|$", page, re.M)
+        rows = [(float(error), file) for error, file in rows if "e-" in error]
+        assert {file for _, file in rows} == set(FILES)
+        assert all(error == ERRORS[file] for error, file in rows)
 
 
 ALONE = [file for file in FILES[1:] if file != "tree_attention.py"]  # of which check takes longest
@@ -225,15 +292,19 @@ FLAGS_ELSEWHERE = {
     "--rdzv-id",
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--count"}  # tests/test_flags.py's
 
 
 @pytest.mark.quick
 def test_what_is_in_backticks_exists():
     code = "\n".join(SOURCES.values())
+    tests = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/test_*.py")))
     for span in SPANS:
         if re.match(r"(tests|assets|\.ci)/|\w+\.py$", span):
             assert (ROOT / span.split("::")[0]).exists(), span
             assert "::" not in span or f"def {span.split('::')[1]}(" in (ROOT / span).read_text()
+        elif re.match(r"test_\w+$", span):
+            assert re.search(rf"^def {span}\(", tests, re.M), span
         elif re.match(r"[A-Za-z_][\w./]*(\(.*\))?$", span) and span not in ELSEWHERE:
             name = re.match(r"[\w./]*", span)[0].split(".")[-1]
             assert re.search(rf"\b{name}\b", code), span
@@ -246,7 +317,7 @@ def test_every_flag_is_one():
     measures = "".join(path.read_text() for path in sorted(ROOT.glob("tests/measure_*.py")))
     known = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
     known |= set(re.findall(r'"(--[\w-]+)"', measures)) | FLAGS_ELSEWHERE
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", README)) <= known
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES)) <= known
     for span in SPANS:
         if span.startswith("--") and " " in span:
             parse_config(span.split()).check()
@@ -254,8 +325,32 @@ def test_every_flag_is_one():
 
 @pytest.mark.quick
 def test_the_reading_order_names_what_its_files_define():
-    section = README.split("## Reading order")[1].split("\n## ")[0]
+    section = README.split("## Reading order")[1].split("\n##")[0]
     for item in re.split(r"^\d\. ", section, flags=re.M)[1:]:
         file, *names = re.findall(r"`([^`]+)`", item)
         for name in names:
             assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", SOURCES[file]), name
+
+
+def letters_of(file):
+    """Capital letters of the shapes in the names of a file: B, H, S and D of q_BHSD."""
+    found = set()
+    for node in ast.walk(ast.parse(SOURCES[file])):
+        name = getattr(node, "id", getattr(node, "arg", getattr(node, "attr", None)))
+        suffix = re.match(r"[a-z]\w*_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$", name or "")
+        found |= {letter for letter in suffix[1] if letter.isupper()} if suffix else set()
+    return found
+
+
+@pytest.mark.quick
+def test_the_table_of_letters_is_that_of_the_files():
+    """Every letter of a file stands in a row that names it, and no row names a file in vain."""
+    used = {file.removesuffix(".py"): letters_of(file) for file in FILES}
+    said = {name: set() for name in used}
+    for row, names in re.findall(r"^\| ([A-Z](?:, [A-Z])*) \|.*\| (.*) \|$", README, re.M):
+        letters = set(row.split(", "))
+        assert letters <= set().union(*used.values())
+        for name in used if names == "all" else names.split(", "):
+            assert letters & used[name], (row, name)
+            said[name] |= letters
+    assert {name: used[name] - said[name] for name in used if used[name] - said[name]} == {}

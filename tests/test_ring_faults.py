@@ -35,9 +35,9 @@ FAULTS = {  # name: [(a passage of the file, what stands there instead)]
     ],
     "stale K and V in the backward": [
         (
-            "own_EBgkD + returned_EBgkD\n        block_EBgmD = next_EBgnD\n",
-            "own_EBgkD + returned_EBgkD\n        block_EBgmD = block_EBgmD + 0 * next_EBgnD"
-            " if next_EBgnD.numel() else next_EBgnD\n",
+            "own_2BgkD + returned_2BgkD\n        block_2BgmD = next_2BgnD\n",
+            "own_2BgkD + returned_2BgkD\n        block_2BgmD = block_2BgmD + 0 * next_2BgnD"
+            " if next_2BgnD.numel() else next_2BgnD\n",
         )
     ],
 }
