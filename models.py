@@ -54,6 +54,7 @@ arXiv:2104.09864 (half-split form); RMSNorm arXiv:1910.07467; GQA arXiv:2305.132
 """
 
 import dataclasses
+import importlib
 import json
 import math
 import numbers
@@ -3160,11 +3161,9 @@ def _logits_by_cache(model, documents, truth):
 # Skip it unless a command does not start.
 
 def _measuring_file():
-    """tests/measure_models.py, if it is there."""
-    folder = str(Path(__file__).resolve().parent / "tests")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return __import__("measure_models")
+    """tests/measure_models.py; ImportError where it, or a file that it needs, is missing."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    return importlib.import_module("measure_models")
 
 
 def main(argv) -> int:

@@ -77,6 +77,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -2761,7 +2762,7 @@ def check() -> bool:
         error = ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item()
         rows[name] = (error, 1e-12)
     try:
-        rows |= {name: (error, 1e-10) for name, error in _measure().matrix().items()}
+        rows |= {name: (error, 1e-10) for name, error in _measuring_file().matrix().items()}
     except ImportError as missing:
         print(f"every other plan: SKIP ({missing}); it would compare them with one process")
 
@@ -2773,10 +2774,10 @@ def check() -> bool:
     return ok
 
 
-def _measure():
-    """tests/measure_parallel.py, which needs models.py and ring_attention.py besides."""
+def _measuring_file():
+    """tests/measure_parallel.py; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_parallel")
+    return importlib.import_module("measure_parallel")
 
 
 def main(argv) -> int:
@@ -2784,7 +2785,7 @@ def main(argv) -> int:
     if argv == ["check"]:
         return 0 if check() else 1
     if argv and argv[0] in ("plan", "bench"):
-        return _measure().main(argv)
+        return _measuring_file().main(argv)
     print("usage: python parallel.py check | plan STRING | bench", file=sys.stderr)
     return 2
 

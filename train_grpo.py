@@ -2697,12 +2697,12 @@ def prepare_out(config, stack) -> str:
     return str(out)
 
 
-def _measure():
+def _measuring_file():
     """tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     if not importlib.util.find_spec("measure_grpo"):
         raise ImportError("check and bench need tests/measure_grpo.py in this file's folder")
-    return __import__("measure_grpo")
+    return importlib.import_module("measure_grpo")
 
 
 def main(argv) -> int:
@@ -2712,7 +2712,7 @@ def main(argv) -> int:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
         if argv == ["check"] or argv[:1] == ["bench"]:
-            return _measure().main(argv)
+            return _measuring_file().main(argv)
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
         code = train(config, device)

@@ -71,7 +71,7 @@ arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437,
 """
 
 import contextlib
-import functools
+import importlib
 import inspect
 import itertools
 import json
@@ -1471,20 +1471,17 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     """Which sequences each of `world` ranks trains on: indices, each once, the same on every rank.
 
     "dfs": stretches of the sorted sequences, so that shared prefixes stay together, cut where the
-    largest modelled time (`Cost`) of a rank is least. "lpt": each sequence by itself, the longest
-    first, to the rank with least so far. "round_robin": i to rank i % world. The last two pay for
-    a prefix on every rank that has it. More ranks than sequences: some lists are empty.
+    largest modelled time (`Cost`) of a rank is least. "round_robin": i to rank i % world, which
+    pays for a prefix on every rank that has it. More ranks than sequences: some lists are empty.
     """
-    if strategy not in ("dfs", "lpt", "round_robin") or world < 1:
-        raise ValueError('strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
+    if strategy not in ("dfs", "round_robin") or world < 1:
+        raise ValueError('strategy must be "dfs" or "round_robin" and world 1 or more; '
                          f"came {strategy!r} and {world}")
     trie = TokenTrie(sequences)
     cost = cost or Cost()
     lengths = trie.lengths.numpy()
     if strategy == "round_robin":
         return [list(range(rank, len(lengths), world)) for rank in range(world)]
-    if strategy == "lpt":
-        return _longest_first(cost.of_path(lengths), world)
 
     # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
     # that it does not share with the one before.
@@ -1504,17 +1501,6 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
             high = middle
     cuts = _cut(times, cost.again, high, world)
     return [[trie.order[k] for k in range(a, b)] for a, b in itertools.pairwise(cuts)]
-
-
-def _longest_first(times, world):
-    """Each sequence, the longest first, to the rank with the least so far."""
-    shares = [[] for _ in range(world)]
-    load = np.zeros(world)
-    for i in np.argsort(-times, kind="stable").tolist():
-        rank = int(load.argmin())
-        shares[rank].append(i)
-        load[rank] += times[i]
-    return shares
 
 
 def _cut(times, again, limit, world):
@@ -1577,22 +1563,6 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     shares = partition([x for x, _ in pairs], place.world, strategy=strategy, cost=cost)
     share = [pairs[i] for i in shares[place.rank]]
     return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
-
-
-@torch.no_grad()
-def sum_gradients(parameters, *, group=None):
-    """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
-    # The losses are sums over sequences, never means, so gradients are summed and never averaged.
-    place = ring.ring_of(group)
-    works = []
-    for p in parameters:
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            if place.world > 1:
-                works.append(dist.all_reduce(p.grad, group=place.group, async_op=True))
-    for work in works:
-        work.wait()
 
 
 # 15. check: every gradient against the definition --------------------------------------------
@@ -1755,12 +1725,12 @@ def check() -> int:
     """Every error beside its budget; 1 if one is over."""
     torch.set_num_threads(1)
     tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
-    tables["families"] = measure() and measure().family_rows()
+    try:
+        tables["families"] = _measuring_file().family_rows()
+    except ImportError as missing:
+        print(f"families: SKIP ({missing}); it would show those of models.py")
     worst = 0.0
     for name, rows in tables.items():
-        if rows is None:
-            print(f"\n{name}: SKIP, tests/measure_tree.py is not here; it shows those of models.py")
-            continue
         columns = next(iter(rows.values()))
         print(f"\n{name:>24}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
         for row, line in rows.items():
@@ -1778,23 +1748,23 @@ def check() -> int:
 # Skip it if you import the file.
 
 
-@functools.cache
-def measure():
-    """The module tests/measure_tree.py; None where this file is alone."""
-    folder = Path(__file__).resolve().parent / "tests"
-    if not (folder / "measure_tree.py").exists():
-        return None
-    sys.path.append(str(folder))
-    return __import__("measure_tree")
+def _measuring_file():
+    """tests/measure_tree.py; ImportError where it, or a file that it needs, is missing."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    return importlib.import_module("measure_tree")
 
 
 def main(argv) -> int:
     """Runs a command and returns its exit code."""
     if argv == ["check"]:
         return check()
-    if argv[:1] in (["bench"], ["plan"]) and measure():
-        return measure().main(argv)
-    print(__doc__, "" if measure() else "Here only check: tests/measure_tree.py is missing.")
+    if argv[:1] in (["bench"], ["plan"]):
+        try:
+            return _measuring_file().main(argv)
+        except ImportError as missing:
+            print(f"{argv[0]} needs tests/measure_tree.py: {missing}", file=sys.stderr)
+            return 2
+    print(__doc__)
     return 2
 
 
