@@ -77,7 +77,6 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -2777,7 +2776,7 @@ def check() -> bool:
 def _measuring_file():
     """tests/measure_parallel.py; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return importlib.import_module("measure_parallel")
+    return __import__("measure_parallel")
 
 
 def main(argv) -> int:

@@ -66,7 +66,6 @@ arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and i
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -891,12 +890,12 @@ class Mask:
         #     doc_ids    7 7 . 2 2 2        ".": PAD
         #     start      0 1 . 3 4 5        document 7: first token 0, run of 2
         #     end        3 3 . 6 6 6        document 2: first token 3, run of 3
-        for row, (at, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
+        for row, (tokens, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
             if len(np.unique(doc_BS[row, first])) < len(first):
                 raise ValueError(f"row {row}: a document id comes back after another one")
             next_first = np.append(first, doc_BS.shape[1])[1:]
-            start_BS[row, at] = at
-            end_BS[row, at] = np.repeat(next_first, run)
+            start_BS[row, tokens] = tokens
+            end_BS[row, tokens] = np.repeat(next_first, run)
         return cls(start_BS, end_BS, rows_BS=rows_BS, position_BS=position_BS, window=window)
 
     @classmethod
@@ -913,10 +912,10 @@ class Mask:
         # the tokens of a block see each other both ways.
         start_BS = np.zeros_like(block_BS)
         end_BS = np.where(valid_BS != 0, block_BS.shape[1], 0)
-        for row, (at, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
-            if (np.diff(block_BS[row, at]) < 0).any():
+        for row, (tokens, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
+            if (np.diff(block_BS[row, tokens]) < 0).any():
                 raise ValueError(f"row {row}: block numbers go down; sort the tokens by block")
-            start_BS[row, at] = np.repeat(first, run)
+            start_BS[row, tokens] = np.repeat(first, run)
         return cls(start_BS, end_BS, rows_BS=valid_BS)
 
     @classmethod
@@ -1033,13 +1032,14 @@ class DenseMask(Mask):
 
     def classify(self, row_edges, key_edges):
         # A tile is full if all of its bits are on in all heads, and empty if none is in any.
-        def tiles(how):
-            heads = how.reduce(self.bits.numpy(), axis=1)
-            return how.reduceat(how.reduceat(heads, row_edges, axis=1), key_edges, axis=2)
+        def tiles(reduction):
+            bits = reduction.reduce(self.bits.numpy(), axis=1)
+            bits = reduction.reduceat(bits, row_edges, axis=1)
+            return reduction.reduceat(bits, key_edges, axis=2)
 
         full = tiles(np.logical_and)
-        some = tiles(np.logical_or)
-        return np.where(full, FULL, np.where(some, PARTIAL, EMPTY))
+        visible = tiles(np.logical_or)
+        return np.where(full, FULL, np.where(visible, PARTIAL, EMPTY))
 
 
 def as_mask(mask):
@@ -1100,16 +1100,16 @@ def runs_of_labels(label_BS, valid_BS):
 
     PAD may stand anywhere, also inside a run:
 
-        label  7 7 . 7 2 2        at      0 1 3 4 5
+        label  7 7 . 7 2 2        tokens  0 1 3 4 5
                                   first   0 4
                                   length  3 2
     """
     for label_S, valid_S in zip(label_BS, valid_BS, strict=True):
-        at = np.flatnonzero(valid_S)
-        new = at  # of no tokens there is no first
-        if len(at):
-            new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[0]] - 1))
-        yield at, at[new], np.diff(np.append(new, len(at)))
+        tokens = np.flatnonzero(valid_S)
+        new = tokens  # of no tokens there is no first
+        if len(tokens):
+            new = np.flatnonzero(np.diff(label_S[tokens], prepend=label_S[tokens[0]] - 1))
+        yield tokens, tokens[new], np.diff(np.append(new, len(tokens)))
 
 
 def preorder_depth(end_S):
@@ -1239,19 +1239,19 @@ def boxes_of_one(mask, tile, join):
         starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
         full_here = {}
         for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
-            at = key_edges[c], key_edges[stop]
+            span = key_edges[c], key_edges[stop]
             if kind[c] == EMPTY:
                 continue
-            box = full_above.get(at) if kind[c] == FULL else None
+            box = full_above.get(span) if kind[c] == FULL else None
 
             # A FULL box below a FULL box of the same keys makes that one longer.
             if box and row_stop - box[0].start <= tile * join:
                 box[0] = slice(box[0].start, row_stop)
             else:
-                box = [rows, slice(*at), kind[c]]
+                box = [rows, slice(*span), kind[c]]
                 boxes.append(box)
             if kind[c] == FULL:
-                full_here[at] = box
+                full_here[span] = box
         full_above = full_here
     return boxes
 
@@ -1294,10 +1294,10 @@ def spaced_edges(places, tile):
     next place are 2 tiles, and 7 are 2, so the edges are 0 2, 5 8, 12.
     """
     half_tile = places // max(tile // 2, 1)
-    kept = places[np.unique(half_tile, return_index=True)[1]]
-    stops = [*kept[1:], *places[-1:]]
+    spaced = places[np.unique(half_tile, return_index=True)[1]]
+    stops = [*spaced[1:], *places[-1:]]
     edges = [places[:0]]
-    for a, b in zip(kept, stops, strict=True):
+    for a, b in zip(spaced, stops, strict=True):
         n = max(-(-(b - a) // tile), 1)  # tiles from a to b, rounded up
         edges.append(a + np.arange(n) * (b - a) // n)
     return np.unique(np.concatenate(edges))
@@ -1701,11 +1701,11 @@ def token_slots(length, world, layout):
 
 def gather(x, dim, ring, layout, length, /):
     """All-gather along dim: the whole, its tokens in order, on every rank."""
-    held = len(indices(length, ring.rank, ring.world, layout))
-    if x.shape[dim] != held:
+    own_tokens = len(indices(length, ring.rank, ring.world, layout))
+    if x.shape[dim] != own_tokens:
         raise ValueError(
-            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, "
-            f"but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
+            f"rank {ring.rank} of {ring.world} holds {own_tokens} of {length} tokens in {layout} "
+            f"layout, but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
     if ring.world == 1:
         return x
 
@@ -1829,11 +1829,11 @@ def agree_on_call(
 
         # With a mask each rank knows how many tokens it must hold; without one see below.
         tokens = q.shape[2]
-        held = len(indices(length or 0, ring.rank, ring.world, layout))
-        if k.shape[2] != tokens or (mask is not None and tokens != held):
+        expected = len(indices(length or 0, ring.rank, ring.world, layout))
+        if k.shape[2] != tokens or (mask is not None and tokens != expected):
             raise ValueError(
                 f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
-                f"{held} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
+                f"{expected} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
 
         # What is not a number is compared by a 63-bit digest, so that one small tensor holds all.
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
@@ -1841,15 +1841,15 @@ def agree_on_call(
         facts = [*sizes, mask.digest() if mask else 0, digest(options), digest_of(batch)]
     except (ValueError, TypeError, AttributeError, IndexError) as error:
         problem = str(error)
-    held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
+    tokens_of_ranks = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
 
     # Without a mask the length is the sum of what the ranks hold; the layout says how it is cut.
-    length = sum(held)
+    length = sum(tokens_of_ranks)
     shards = [len(indices(length, rank, ring.world, layout)) for rank in range(ring.world)]
-    if held != shards:
+    if tokens_of_ranks != shards:
         raise ValueError(
-            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
-            f"take them by shard()")  # fmt: skip
+            f"the ranks hold {tokens_of_ranks} tokens, but the {layout} shards of {length} are "
+            f"{shards}; take them by shard()")  # fmt: skip
 
     # A mask keeps its routes, for the next layer and step.
     routes = {} if mask is None else mask.cache
@@ -1874,7 +1874,7 @@ def handshake(ring, problem, tokens, facts, device):
         dist.all_gather(every, mine, group=ring.group)
 
     # All ranks read the same table, so all of them take the same branch.
-    problems, held, *every = torch.stack(every, dim=1).tolist()
+    problems, tokens_of_ranks, *every = torch.stack(every, dim=1).tolist()
     if any(problems):
         raise ValueError(name_ranks(gather_objects(problem, ring), ring))
     for name, values in zip(AGREE, every, strict=True):
@@ -1883,7 +1883,7 @@ def handshake(ring, problem, tokens, facts, device):
                 f"the ranks of a ring must pass the same {name}, but {name_ranks(values, ring)} "
                 f"(large numbers are digests); make it from the same data on every rank, say by "
                 f"broadcast_batch")  # fmt: skip
-    return held
+    return tokens_of_ranks
 
 
 def name_ranks(values, ring):
@@ -2210,7 +2210,7 @@ def by_way(group, error):
 def _measuring_file():
     """tests/measure_ring.py; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return importlib.import_module("measure_ring")
+    return __import__("measure_ring")
 
 
 def rows_of_rank(tokens, device):
@@ -2289,6 +2289,8 @@ def main(argv):
     """check is here; bench, memory, longest, stress are in tests/measure_ring.py. The exit code."""
     if argv == ["check"]:
         return check()
+
+    # Those who measure have the tests beside this file; who copied it alone has not.
     if argv and argv[0] in ("bench", "memory", "longest", "stress"):
         try:
             return _measuring_file().main(argv)

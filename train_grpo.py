@@ -1591,7 +1591,7 @@ def deal_trees(trainer, batch):
     plan = trainer.plan or Plan(dp=dist.get_world_size())
     if trainer.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
         return batch
-    cost = Cost(again=1 / 3 if trainer.config.recompute else 0.0)
+    cost = Cost(recomputed=1 / 3 if trainer.config.recompute else 0.0)
     group = None if trainer.plan is None else trainer.grid.data
     sequences = [t.tokens for t in batch]
     _, share = redistribute(sequences, batch, group=group, cost=cost)
@@ -2702,7 +2702,7 @@ def _measuring_file():
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     if not importlib.util.find_spec("measure_grpo"):
         raise ImportError("check and bench need tests/measure_grpo.py in this file's folder")
-    return importlib.import_module("measure_grpo")
+    return __import__("measure_grpo")
 
 
 def main(argv) -> int:

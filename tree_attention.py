@@ -71,7 +71,6 @@ arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437,
 """
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import json
@@ -391,12 +390,12 @@ def plan(trie, max_tokens=None) -> list[Block]:
         # hangs from the piece before. What hangs from the segment's end is dealt with later, and
         # may fill up the last piece's block.
         for child in large:
-            above = holder
+            parent = holder
             for first in range(child, stops[child], max_tokens):
                 tokens = np.arange(first, min(first + max_tokens, stops[child]))
-                blocks.append(Block(tokens, len(tokens), above, int(positions[first])))
-                above = len(blocks) - 1
-            todo.append((stops[child] - 1, above))
+                blocks.append(Block(tokens, len(tokens), parent, int(positions[first])))
+                parent = len(blocks) - 1
+            todo.append((stops[child] - 1, parent))
 
     # A piece that no block hangs from needs no place on the stack.
     inner = {block.parent for block in blocks}
@@ -419,19 +418,19 @@ class Stack:
     def put(self, layer, depth, k_1GnD, v_1GnD, piece):
         """Writes the keys and values of a piece over what another path had at these depths."""
         if piece:
-            at = slice(depth, depth + piece)
-            kv_21GpD = _grown(self.kv, layer, k_1GnD, at.stop, self.limit)
-            kv_21GpD[0, :, :, at] = k_1GnD[:, :, :piece].detach()
-            kv_21GpD[1, :, :, at] = v_1GnD[:, :, :piece].detach()
+            depths = slice(depth, depth + piece)
+            kv_21GpD = _grown(self.kv, layer, k_1GnD, depths.stop, self.limit)
+            kv_21GpD[0, :, :, depths] = k_1GnD[:, :, :piece].detach()
+            kv_21GpD[1, :, :, depths] = v_1GnD[:, :, :piece].detach()
 
     def add(self, layer, first, dk_1GpD, dv_1GpD):
         """Adds a block's part of (6) for the tokens above it, from depth `first` on."""
         # NUMERICS: the sum over all blocks below is in float32 or better, and is cast once, with
         # the block's own. Pinned by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
-        at = slice(first, first + dk_1GpD.shape[2])
-        grad_21GmD = _grown(self.grads, layer, dk_1GpD, at.stop, self.limit)
-        grad_21GmD[0, :, :, at] += dk_1GpD
-        grad_21GmD[1, :, :, at] += dv_1GpD
+        depths = slice(first, first + dk_1GpD.shape[2])
+        grad_21GmD = _grown(self.grads, layer, dk_1GpD, depths.stop, self.limit)
+        grad_21GmD[0, :, :, depths] += dk_1GpD
+        grad_21GmD[1, :, :, depths] += dv_1GpD
 
     def take(self, layer, depth, piece):
         """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing.
@@ -462,20 +461,20 @@ class _BlockAttention(torch.autograd.Function):
         # much of the total each holds, which is what the log-sum-exp says.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            above = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
-            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *above)
+            of_stack = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
+            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *of_stack)
 
         # The stack's keys are not saved. When the backward comes they will lie there still: until
         # then the walk writes only to greater depths.
         out_1HnD = out_1HnD.to(q_1HnD.dtype)
         ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
-        ctx.where = stack, layer, block, masks, kernel
+        ctx.setting = stack, layer, block, masks, kernel
         return out_1HnD
 
     @staticmethod
     def backward(ctx, dout_1HnD):
         q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
-        stack, layer, block, masks, kernel = ctx.where
+        stack, layer, block, masks, kernel = ctx.setting
         dq_1HnD, dk_1GnD, dv_1GnD = ring.backward_tiles(
             dout_1HnD, q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn, None, masks.inside, kernel
         )
@@ -546,7 +545,7 @@ class _Engine:
         parent = trie.parent.numpy()
         edges = np.flatnonzero((parent >= 0) & _wanted_edges(trie, masks))
         by_block = _grouped(block_of[parent[edges]], len(self.blocks))
-        self.edges = [torch.from_numpy(edges[some]) for some in by_block]
+        self.edges = [torch.from_numpy(edges[indices]) for indices in by_block]
 
         # A sequence's loss can be computed once the block of its last token has run: all of its
         # edges belong to that block and to those above it.
@@ -974,9 +973,9 @@ def _one_number(loss, like, sequences, batched):
     if not torch.is_tensor(loss):
         return like.new_tensor(loss)
     if loss.dim():
-        which = sequences if batched else sequences[0]
+        called_for = sequences if batched else sequences[0]
         raise ValueError("loss_fn must return one number a call, of shape (); for "
-                         f"sequence {which} came {[*loss.shape]}; sum or average it")
+                         f"sequence {called_for} came {[*loss.shape]}; sum or average it")
     return loss
 
 
@@ -986,9 +985,9 @@ def _require_finite(calls, losses, finite, batched):
     if torch.stack(finite).all():
         return
     k = finite.index(False)
-    which = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
-    what = ", its gradient is not finite" if losses[k].isfinite() else ""
-    raise NonFiniteLoss(f"the loss of {which} is {losses[k].item()}{what}")
+    sequence = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
+    reason = ", its gradient is not finite" if losses[k].isfinite() else ""
+    raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
 
 
 # 9. Small tables -----------------------------------------------------------------------------
@@ -1123,13 +1122,13 @@ def _grown(store, layer, like_1GnD, needed, limit):
     """A layer's tensor on the stack, (2, 1, G, m, D), with room for depths below `needed`."""
     # Nothing is allocated ahead of need. Doubling keeps the copies few, and the limit keeps a deep
     # path from holding twice what it can use.
-    held = store[layer].shape[3] if layer in store else 0
-    if held < needed:
+    old_capacity = store[layer].shape[3] if layer in store else 0
+    if old_capacity < needed:
         _, G, _, D = like_1GnD.shape
-        capacity = min(max(needed, 2 * held), limit)
+        capacity = min(max(needed, 2 * old_capacity), limit)
         new_21GmD = like_1GnD.new_zeros(2, 1, G, capacity, D)
-        if held:
-            new_21GmD[:, :, :, :held] = store[layer]
+        if old_capacity:
+            new_21GmD[:, :, :, :old_capacity] = store[layer]
         store[layer] = new_21GmD
     return store[layer]
 
@@ -1426,12 +1425,12 @@ def overlay(blocks, group) -> list[Block]:
     #     rank 1 has   0 and 1                 1          rank 1 has there: 0, 1, empty
     aligned = []
     todo = [(-1, (-1,) * place.world)]
-    for above, block_by_rank in todo:
-        below = [of_rank.get(b, ()) for of_rank, b in zip(children, block_by_rank, strict=True)]
-        for child_by_rank in itertools.zip_longest(*below):
-            mine = child_by_rank[place.rank]
-            block = Block(np.zeros(0, np.int64), 0, -1, 0) if mine is None else blocks[mine]
-            aligned.append(block._replace(parent=above))
+    for parent, block_by_rank in todo:
+        lists = [of_rank.get(b, ()) for of_rank, b in zip(children, block_by_rank, strict=True)]
+        for child_by_rank in itertools.zip_longest(*lists):
+            child = child_by_rank[place.rank]
+            block = Block(np.zeros(0, np.int64), 0, -1, 0) if child is None else blocks[child]
+            aligned.append(block._replace(parent=parent))
             todo.append((len(aligned) - 1, child_by_rank))
     return aligned
 
@@ -1455,13 +1454,13 @@ def _stand_in(model, device):
 class Cost(NamedTuple):
     """Modelled time of a tree, in units of a token: of a token, of a pair, of a token done again.
 
-    pair: a layer's 4 M FLOPs a pair over 24 M^2 a token, for a width M of 1024. again: 1/3 with
-    recompute=True (a forward is a third of a step), charged for each token above a fork.
+    pair: a layer's 4 M FLOPs a pair over 24 M^2 a token, for a width M of 1024. recomputed: 1/3
+    with recompute=True (a forward is a third of a step), charged for each token above a fork.
     """
 
     token: float = 1.0
     pair: float = 1 / (6 * 1024)
-    again: float = 0.0
+    recomputed: float = 0.0
 
     def of_path(self, lengths):
         return lengths * self.token + lengths * (lengths + 1) / 2 * self.pair
@@ -1495,19 +1494,19 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     high = whole.sum()
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if _cut(times, cost.again, middle, world) is None:
+        if _cut(times, cost.recomputed, middle, world) is None:
             low = middle
         else:
             high = middle
-    cuts = _cut(times, cost.again, high, world)
+    cuts = _cut(times, cost.recomputed, high, world)
     return [[trie.order[k] for k in range(a, b)] for a, b in itertools.pairwise(cuts)]
 
 
-def _cut(times, again, limit, world):
+def _cut(times, recomputed, limit, world):
     """[0, .., R], world + 1 ends of the longest stretches within a time; None if world is too few.
 
     times: for each sorted sequence (time of its whole path, time of its new tokens, how many tokens
-    it shares with the one before). again: `Cost.again`.
+    it shares with the one before). recomputed: that of `Cost`.
     """
     # A stretch pays the whole path of its first sequence, then new tokens. A token above a fork is
     # computed again: those are the shared ones, counted when the shared part gets longer.
@@ -1515,7 +1514,7 @@ def _cut(times, again, limit, world):
     time = 0.0
     forked = 0  # tokens of the current path that are known to lie above a fork
     for k, (whole, new, shared) in enumerate(times):
-        time += new + again * max(shared - forked, 0)
+        time += new + recomputed * max(shared - forked, 0)
         forked = shared
         if time > limit * (1 + 1e-12):
             cuts.append(k)
@@ -1709,9 +1708,8 @@ def _tree_rows(model, cases):
         line = {"packed": error(_one_graph)}
         sizes = {"1": 1, "2": 2, "3": 3, "5": 5, "path": int(trie.lengths.max()), "all": None}
         for column, size in sizes.items():
-            kept = error(tree_backward, max_tokens=size, recompute=False)
-            recomputed = error(tree_backward, max_tokens=size, recompute=True)
-            line[column] = max(kept, recomputed)
+            errors = [error(tree_backward, max_tokens=size, recompute=x) for x in (False, True)]
+            line[column] = max(errors)
 
         # That gradients are right does not show that a token was computed once; this does.
         if isinstance(model, TinyModel):
@@ -1751,13 +1749,15 @@ def check() -> int:
 def _measuring_file():
     """tests/measure_tree.py; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return importlib.import_module("measure_tree")
+    return __import__("measure_tree")
 
 
 def main(argv) -> int:
     """Runs a command and returns its exit code."""
     if argv == ["check"]:
         return check()
+
+    # Those who measure have the tests beside this file; who copied it alone has not.
     if argv[:1] in (["bench"], ["plan"]):
         try:
             return _measuring_file().main(argv)
