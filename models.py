@@ -364,8 +364,8 @@ class Attention(nn.Module):
         q_BHSD, k_BGSD = qk_BSRD.transpose(1, 2).split([H, G], 1)
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        # The seam. What this function is decides who sees whom, and where keys and values live.
-        # It also matches the H heads of q with the G of k and v.
+        # The seam: the function that the caller chose decides who sees whom, and where keys and
+        # values live. It also matches the H heads of q with the G of k and v.
         options = dict(layer=self.layer, scale=self.scale, window=self.window)
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
@@ -472,8 +472,8 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BS, /):
         """(1): (B, S) -> (B, S, M)."""
-        # Here and not in embed_tokens, which tensor parallelism replaces: there a token that no
-        # rank has would be a zero in silence.
+        # Ids are checked here and not in embed_tokens, which tensor parallelism replaces: there
+        # each rank has some rows, and a token that no rank has would silently become zeros.
         self.require_tokens(tokens_BS)
         x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
         if not self.config.scale_embedding:
@@ -534,7 +534,7 @@ class Transformer(nn.Module):
 # 4. Mixture of experts -----------------------------------------------------------------------
 
 class SparseMLP(nn.Module):
-    """(6): each token goes to its K likeliest experts. `votes` (E,) is b of (11) over its rate."""
+    """(6): each token goes to its K likeliest experts. b is the rate of (11) times `votes` (E,)."""
 
     def __init__(self, config, layer):
         super().__init__()

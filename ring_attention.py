@@ -175,6 +175,11 @@ def merge(out1, lse1, out2, lse2, /):
     # exp(lse) is how much softmax mass a set of keys holds. The mean of the two outputs, with these
     # masses as weights, is the output over both sets. Since both outputs are normalised already,
     # Ring Attention's running maximum and running sum are needed only as max + log(sum), the lse.
+    #
+    #     set     scores        mass   lse     values    out
+    #     A       0, 0          2      log 2   1, 3      2
+    #     B       log 2         2      log 2   6         6
+    #     both    0, 0, log 2   4      log 4   1, 3, 6   (2 * 2 + 2 * 6) / 4 = 4
     narrow = torch.promote_types(out1.dtype, out2.dtype)
     wide = torch.promote_types(narrow, torch.float32)
     lse1 = lse1.to(wide)
@@ -250,8 +255,9 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
     s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
     lse_bGr = torch.logsumexp(s_bGrj, -1)
 
-    # -inf - -inf would be NaN in a row that sees nothing; against 0 its P is exp(-inf) = 0. (4)
-    # `matmul_of_seen` is @, but keeps the NaN of a masked token, which is 0 * NaN in @, out.
+    # A row that sees nothing has the lse -inf, and -inf - -inf is NaN. With 0 in place of that lse
+    # its P is exp(-inf) = 0 (4). `matmul_of_seen` is `@`, but where a masked value is NaN, its
+    # weight 0 adds 0; in `@` it would add 0 * NaN.
     finite_lse_bGr = lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)
     p_bGrj = torch.exp(s_bGrj - finite_lse_bGr[..., None])
     out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, clean)  # (3)
@@ -363,7 +369,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
         dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
 
     # d lse_i / d s_ij is P_ij, so a gradient of lse enters (6) through delta alone. torch's kernels
-    # compute delta themselves, without it: with one, the formulas compute every tile.
+    # compute a delta without it. So where there is one, the formulas compute every tile.
     if dlse_BHq is None:
         dlse_BHq = torch.zeros_like(lse_BHq)
     else:
@@ -1651,7 +1657,11 @@ def swap(x_BhsD, route, /, *, back=False):
     order = torch.from_numpy(route.block_order)
 
     # Forth: member a gets its 1/u of the heads, of our tokens. Back: it gets its tokens, of our
-    # heads; for that the block leaves its order by index and lies shard by shard again.
+    # heads; for that the block leaves its order by index and lies shard by shard again. With 4
+    # tokens, zigzag, and the heads x and y on 2 ranks:
+    #
+    #     rank 0   x and y of tokens 0 3   - forth ->   x of tokens 0 1 2 3
+    #     rank 1   x and y of tokens 1 2   <- back -    y of tokens 0 1 2 3
     if back:
         heads = h
         shard_by_shard = torch.argsort(order).to(x_BhsD.device)

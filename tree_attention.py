@@ -274,7 +274,7 @@ def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
     tokens_n: which tokens of the tree these are, ascending.
     edges_e: the edges, whose parents are among these tokens.
     """
-    # Edge t scores token t, given its parent's state. The head is the dearest matrix, so it runs at
+    # Edge t scores token t, given its parent's state. The head is the largest matrix, so it runs at
     # the parents of these edges and nowhere else. A token at a fork stands once for each child:
     #
     #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
