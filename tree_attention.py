@@ -130,7 +130,6 @@ class TokenTrie:
     that hangs from it, branch after branch.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
-    max_length: the longest sequence allowed; None: any.
 
     Sequences that are equal to others, or prefixes of them, end inside the tree and add no token to
     it. All tensors are int64 and on the CPU:
@@ -143,12 +142,12 @@ class TokenTrie:
     order lists the sequences as sorted, shared (numpy) how many tokens each then shares with the
     one before it.
 
-    A ValueError names the sequence that is no sequence of tokens, or too long. The cost is a sort,
-    O(total tokens) in numpy, and a Python loop over sequences, not over tokens.
+    A ValueError names the sequence that is no sequence of tokens. The cost is a sort, O(total
+    tokens) in numpy, and a Python loop over sequences, not over tokens.
     """
 
-    def __init__(self, sequences, *, max_length=None):
-        arrays = [_token_ids(i, x, max_length) for i, x in enumerate(sequences)]
+    def __init__(self, sequences):
+        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
         lengths = np.array([len(x) for x in arrays], np.int64)
 
         # Sort the sequences like the words of a dictionary: those that begin alike become
@@ -902,7 +901,7 @@ def require_tree_model(model, trie, /):
         raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
 
 
-def _token_ids(i, sequence, max_length):
+def _token_ids(i, sequence):
     """Sequence i as an int64 array; ValueError if it is none."""
     # Ids beyond 2^63, which only uint64 holds, come out of the cast negative and are refused below.
     array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
@@ -912,8 +911,6 @@ def _token_ids(i, sequence, max_length):
     array = array.astype(np.int64)
     if array.min() < 0:
         raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 to 2^63 - 1")
-    if max_length is not None and len(array) > max_length:
-        raise ValueError(f"sequence {i} has {len(array)} tokens, the limit is {max_length}; cut it")
     return array
 
 
@@ -1538,7 +1535,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     arrays = []
     items = []
     try:
-        arrays = [_token_ids(i, x, None) for i, x in enumerate(sequences)]
+        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
         items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
         if len(arrays) != len(items):
             raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
