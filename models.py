@@ -168,7 +168,7 @@ def definition(model, tokens, /, frequencies=defined_frequencies):
     weights = {name: p.double() for name, p in model.named_parameters()}
     activation = DEFINED_ACTIVATIONS[config.hidden_act]
     scale = (config.query_pre_attn_scalar or D) ** -0.5
-    votes = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())  # of routers only: their votes, see (6)
 
     def norm(x, name):
         weight = weights[name + ".weight"]
@@ -204,7 +204,7 @@ def definition(model, tokens, /, frequencies=defined_frequencies):
         if layer not in config.sparse_layers:
             return swiglu(h, *(weights[f"{name}{part}.weight"] for part in parts))
         p = (weights[name + "gate.weight"] @ h).softmax(0)
-        bias = config.router_bias_rate * votes[name + "votes"] if name + "votes" in votes else 0
+        bias = config.router_bias_rate * buffers.get(name + "votes", 0)
         chosen = (-p - bias).argsort()[: config.num_experts_per_tok]
         total = p[chosen].sum() if config.norm_topk_prob else 1
         outputs = (swiglu(h, *(weights[f"{name}experts.{part}"][e] for part in parts))
@@ -222,20 +222,20 @@ def definition(model, tokens, /, frequencies=defined_frequencies):
         return torch.cat(out)
 
     embed = weights["model.embed_tokens.weight"]
-    grow = config.hidden_size**0.5 if config.scale_embedding else 1
-    xs = [grow * embed[t] for t in tokens.tolist()]  # (1)
+    root = config.hidden_size**0.5 if config.scale_embedding else 1
+    xs = [root * embed[t] for t in tokens.tolist()]  # (1)
     for layer, kind in enumerate(config.layer_types):
         # All of a layer's q, k and v come before any of its outputs, which replace xs one by one.
         # p is the position of a token, and i the token whose output is computed.
         name = f"model.layers.{layer}."
-        at = name + "self_attn."
+        attn = name + "self_attn."
         hs = [norm(x, name + "input_layernorm") for x in xs]
-        q = [rotated(project(h, at + "q"), p, kind) for p, h in enumerate(hs)]
-        k = [rotated(project(h, at + "k"), p, kind) for p, h in enumerate(hs)]
-        v = [project(h, at + "v") for h in hs]
+        q = [rotated(project(h, attn + "q"), p, kind) for p, h in enumerate(hs)]
+        k = [rotated(project(h, attn + "k"), p, kind) for p, h in enumerate(hs)]
+        v = [project(h, attn + "v") for h in hs]
         for i, x in enumerate(xs):
             a = attended(i, q, k, v, kind)
-            y = weights[at + "o_proj.weight"] @ a + weights.get(at + "o_proj.bias", 0)
+            y = weights[attn + "o_proj.weight"] @ a + weights.get(attn + "o_proj.bias", 0)
             if config.sandwich_norms:
                 y = x + norm(y, name + "post_attention_layernorm")  # (2), gemma
                 h = feed_forward(norm(y, name + "pre_feedforward_layernorm"), layer)
@@ -364,8 +364,8 @@ class Attention(nn.Module):
         q_BHSD, k_BGSD = qk_BSXD.transpose(1, 2).split([H, G], 1)
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        # The seam. What this function is decides who sees whom, and where keys and values live.
-        # It also matches the H heads of q with the G of k and v.
+        # The seam: the function that the caller chose decides who sees whom, and where keys and
+        # values live. It also matches the H heads of q with the G of k and v.
         options = dict(layer=self.layer, scale=self.scale, window=self.window)
         out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
         return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
@@ -472,8 +472,8 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_BS, /):
         """(1): (B, S) -> (B, S, M)."""
-        # Here and not in embed_tokens, which tensor parallelism replaces: there a token that no
-        # rank has would be a zero in silence.
+        # Ids are checked here and not in embed_tokens, which tensor parallelism replaces: there
+        # each rank has some rows, and a token that no rank has would silently become zeros.
         self.require_tokens(tokens_BS)
         x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
         if not self.config.scale_embedding:
@@ -534,7 +534,7 @@ class Transformer(nn.Module):
 # 4. Mixture of experts -----------------------------------------------------------------------
 
 class SparseMLP(nn.Module):
-    """(6): each token goes to its K likeliest experts. `votes` (E,) is b of (11) over its rate."""
+    """(6): each token goes to its K likeliest experts. b is the rate of (11) times `votes` (E,)."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -637,11 +637,11 @@ class TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
-        ctx.kept = {}  # first token of a chunk -> its exponentials, what they are relative to
+        ctx.exponentials = {}  # first token of a chunk -> e^(z - m), and its m
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
-            if len(ctx.kept) == options.kept_chunks:
-                del ctx.kept[min(ctx.kept)]  # the oldest, before the next is made
+            if len(ctx.exponentials) == options.kept_chunks:
+                del ctx.exponentials[min(ctx.exponentials)]  # the oldest, before the next is made
 
             # The target's logit, on the rank that has its row.
             z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
@@ -655,7 +655,7 @@ class TokenLogprobs(torch.autograd.Function):
             weighted_n = shifted_nv.mul_(e_nv).sum(-1)
             sums_4N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n, owned_n1[:, 0]])
             if options.softcap is None:
-                ctx.kept[n] = e_nv, largest_N[rows, None]
+                ctx.exponentials[n] = e_nv, largest_N[rows, None]
 
         # A rank that has some rows of the vocabulary has some terms of each sum.
         if options.group is not None:
@@ -687,15 +687,15 @@ class TokenLogprobs(torch.autograd.Function):
         # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
         dhidden_NM = torch.empty_like(hidden_NM)
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
-        kept, ctx.kept = ctx.kept, {}  # used up here: another backward computes them again
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
             entropy = None
             if dentropy_N is not None:
                 entropy = dentropy_N[rows, None], entropy_N[rows, None]
+            exponentials = ctx.exponentials.pop(n, None)  # used up: a second backward has none
             dz_nv = logits_gradient(
                 hidden_NM[rows], weight_vM, targets_N[rows], lse_N[rows, None],
-                dlogprobs_N[rows, None], entropy, kept.pop(n, None), options)  # fmt: skip
+                dlogprobs_N[rows, None], entropy, exponentials, options)  # fmt: skip
 
             # z = hidden weight^T, so its gradient goes to both. One dtype: add without a copy.
             dhidden_NM[rows] = dz_nv @ weight_vM
@@ -739,8 +739,8 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
             return attention_of_equal_documents(qkv, lengths[0], options)
         device = q_BHSD.device
         if device not in on_device:  # the first layer moves the indices, for all layers
-            parts = [(at.to(device), real.to(device)) for at, real in buckets]
-            on_device[device] = parts, [at[real] for at, real in parts]
+            moved = [(index.to(device), real.to(device)) for index, real in buckets]
+            on_device[device] = moved, [index[real] for index, real in moved]
         parts, places = on_device[device]
 
         # For each bucket gather, attend, and keep what is no padding. Each real token is in one
@@ -748,8 +748,8 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
         results = []
         for index_UL, real_UL in parts:
-            at_n = index_UL.flatten()
-            rows = (x.index_select(0, at_n).unflatten(0, index_UL.shape) for x in flat)
+            index_n = index_UL.flatten()
+            rows = (x.index_select(0, index_n).unflatten(0, index_UL.shape) for x in flat)
             out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
             results.append(out_UHLD.transpose(1, 2)[real_UL])
         out_NHD = torch.zeros_like(flat[0])
@@ -1928,21 +1928,23 @@ def local_targets(targets_N, rows, options):
     return torch.where(owned_N1, local_N1, 0), owned_N1
 
 
-def logits_gradient(hidden_NM, weight_vM, targets_N, lse_N1, dlogprob_N1, entropy, kept, options):
+def logits_gradient(
+    hidden_NM, weight_vM, targets_N, lse_N1, dlogprob_N1, entropy, exponentials, options
+):
     """The gradient of one chunk's logits z, (N, v), in hidden's dtype.
 
     hidden_NM, weight_vM, targets_N: as in `token_logprobs`.
     lse_N1: the log of the sum in (8).
     dlogprob_N1: the gradient of the log-probs over the temperature.
     entropy: None if nobody used it, else its gradient over the temperature and its value, (N, 1).
-    kept: None, or the exponentials e^(z - m) of the forward and m; they are overwritten.
+    exponentials: None, or the exponentials e^(z - m) of the forward and m; they are overwritten.
     options: `LogprobOptions`.
     """
     # p is e^(z - m) times e^(m - lse): with the exponentials at hand, one product gives the part
     # -dlogprob p. The entropy's part needs log p, so the logits are computed again.
     slope_Nv = None
-    if kept is not None and entropy is None:
-        e_Nv, largest_N1 = kept
+    if exponentials is not None and entropy is None:
+        e_Nv, largest_N1 = exponentials
         dz_Nv = e_Nv.mul_(-dlogprob_N1 * (largest_N1 - lse_N1).exp())
     else:
         z_Nv = scaled_logits(hidden_NM, weight_vM, options)
@@ -2156,10 +2158,10 @@ def attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale, /):
     # For one token a row, the H / G heads that share a key head are so many queries of one head,
     # so that one product for each key head serves them all.
     queries = q_BHSD
-    one = q_BHSD.shape[2] == 1
-    if one:
+    single = q_BHSD.shape[2] == 1
+    if single:
         queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
-    options = dict(attn_mask=mask_B1SC, scale=scale, enable_gqa=not one)
+    options = dict(attn_mask=mask_B1SC, scale=scale, enable_gqa=not single)
     return F.scaled_dot_product_attention(queries, k_BGCD, v_BGCD, **options).reshape(q_BHSD.shape)
 
 
@@ -2168,16 +2170,16 @@ def append_to_store(cache, layer, k_BGSD, v_BGSD, window=None, /):
     if window is not None:
         return _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
     B, _, S, _ = k_BGSD.shape
-    at = cache.own_lengths
+    lengths = cache.own_lengths
     new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, at.longest + S)
-    if at.even:
-        all_2BGCD[:, :, :, at.longest : at.longest + S] = new_2BGSD
+    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, lengths.longest + S)
+    if lengths.even:
+        all_2BGCD[:, :, :, lengths.longest : lengths.longest + S] = new_2BGSD
         return all_2BGCD
 
     # Each row at its own place. Lengths 4 2 and S = 2: slots [[4, 5], [2, 3]]. Padding that is
     # written behind a row's real tokens is overwritten by the next ones.
-    slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
+    slot_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
     row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
     all_2BGCD.permute(1, 3, 0, 2, 4)[row_BS, slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
     return all_2BGCD
@@ -2219,14 +2221,14 @@ def _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
     # They are written only afterwards: the last of them would replace keys that the first one sees.
     # Which position stands in each slot of the ring: with window 4 and last position 5, slots
     # 0 1 2 3 are (5 - slot) % 4 = 1 0 3 2 behind it, so they hold 4 5 2 3; less than 0 is nothing.
-    at = cache.lengths
-    room = min(at.longest, window)
+    lengths = cache.lengths
+    room = min(lengths.longest, window)
     slot_C = torch.arange(room, device=q_BHSD.device)
-    last_B1 = at.of_B[:, None] - 1
+    last_B1 = lengths.of_B[:, None] - 1
     old_BC = last_B1 - (last_B1 - slot_C) % window
 
     # Then the mask is by positions, as in (2).
-    query_BS = at.of_B[:, None] + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
+    query_BS = lengths.of_B[:, None] + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
     key_Bk = torch.cat([old_BC, query_BS], 1)
     ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
     seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
@@ -2240,23 +2242,23 @@ def _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
 def _write_in_window(cache, layer, k_BGSD, v_BGSD, window):
     """Put new k and v into a sliding layer's ring; the ring, (2, B, G, C, D)."""
     B, _, S, _ = k_BGSD.shape
-    at = cache.lengths
+    lengths = cache.lengths
     cache.sliding.add(layer)
-    need = min(at.longest + S, window)
+    need = min(lengths.longest + S, window)
     new_2BGSD = torch.stack([k_BGSD, v_BGSD])
     all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, need, most=window)
 
     # Rows of one length whose new tokens do not wrap around are one slice.
-    if at.even and (S == 1 or need < window):
-        slot = at.longest % window
+    if lengths.even and (S == 1 or need < window):
+        slot = lengths.longest % window
         all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
         return all_2BGCD
 
     # Of each row's new tokens only the last `window` real ones: padding and older ones would
     # land on slots that hold what is still seen.
-    slot_BS = at.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
+    slot_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
     row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
-    end_B = at.of_B + (S if cache.counts_B is None else cache.counts_B)
+    end_B = lengths.of_B + (S if cache.counts_B is None else cache.counts_B)
     keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
     ring_BC2GD = all_2BGCD.permute(1, 3, 0, 2, 4)
     new_BS2GD = new_2BGSD.permute(1, 3, 0, 2, 4)
@@ -3161,10 +3163,8 @@ def _logits_by_cache(model, documents, truth):
 # Skip it unless a command does not start.
 
 def _measuring_file():
-    """tests/measure_models.py, if it is there."""
-    folder = str(Path(__file__).resolve().parent / "tests")
-    if folder not in sys.path:
-        sys.path.append(folder)
+    """tests/measure_models.py; ImportError where it, or a file that it needs, is missing."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     return __import__("measure_models")
 
 

@@ -105,7 +105,6 @@ from torch.distributed import fsdp, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils.flop_counter import FlopCounterMode
 
 # 1. The definition ---------------------------------------------------------------------------
 
@@ -773,7 +772,7 @@ class LocalOptimizer:
 
 def parallelize(
     model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
-    ac="none", ac_every=2, ac_debug=False, memory_budget=0.5, compile=False, offload=False,
+    ac="none", ac_every=2, memory_budget=0.5, compile=False, offload=False,
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
@@ -791,7 +790,6 @@ def parallelize(
     ac: activations that are computed again: "none", "full", "layers" or "op", see
         `checkpoint_layers`; "memory_budget": torch.compile chooses what to keep.
     ac_every: of "layers", every how many-th layer is computed again.
-    ac_debug: print the FLOPs that are computed again, a line a layer.
     memory_budget: of ac="memory_budget", the share of the activations that is kept, 0 to 1.
     compile: torch.compile each layer by itself, for any length.
     offload: keep the shards of fsdp on the CPU, see `shard`.
@@ -831,7 +829,7 @@ def parallelize(
 
         # Then wrap the layers: what is computed again includes the messages inside a layer.
         if ac in ("full", "layers", "op"):
-            checkpoint_layers(part.model.layers, ac, every=ac_every, debug=ac_debug)
+            checkpoint_layers(part.model.layers, ac, every=ac_every)
         if compile:
             _compile_layers(part.model.layers, memory_budget if ac == "memory_budget" else None)
 
@@ -1200,30 +1198,18 @@ KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attentio
         "_scaled_dot_product_cudnn_attention"}  # fmt: skip
 
 
-def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
+def checkpoint_layers(layers, ac, *, every=2) -> None:
     """Compute layers again in the backward instead of keeping their activations.
 
     ac: "full": of every layer, only its input is kept; "layers": so for every `every`-th layer, the
     others keep all; "op": products and attention are kept (KEPT), the rest is computed again. No
-    parameter's name changes. debug: print the FLOPs of what was computed again, a line a layer.
+    parameter's name changes.
     """
     _require_every(every)
 
     def policy(context, op, *args, **options):
         kept = op._overloadpacket.__name__ in KEPT
         return ckpt.CheckpointPolicy.MUST_SAVE if kept else ckpt.CheckpointPolicy.PREFER_RECOMPUTE
-
-    def counted(n, run, *args):
-        if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
-            return run(*args)
-        counter = FlopCounterMode(display=False)
-        try:  # torch leaves by an exception once it has all that the backward needs
-            with counter:
-                return run(*args)
-        finally:
-            by_op = counter.get_flop_counts()["Global"].items()
-            again = sum(flops for op, flops in by_op if ac != "op" or op.__name__ not in KEPT)
-            print(f"layer {n}: {again} FLOPs again", flush=True)
 
     options = dict(use_reentrant=False)
     if ac == "op":
@@ -1233,7 +1219,7 @@ def checkpoint_layers(layers, ac, *, every=2, debug=False) -> None:
     # binds each layer's own forward.
     for n, layer in enumerate(layers):
         if ac != "layers" or n % every == 0:
-            run = functools.partial(counted, n, layer.forward) if debug else layer.forward
+            run = layer.forward
             layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
 
 
@@ -2761,7 +2747,7 @@ def check() -> bool:
         error = ((result - truth).abs() / truth.abs().clamp(min=1e-3)).max().item()
         rows[name] = (error, 1e-12)
     try:
-        rows |= {name: (error, 1e-10) for name, error in _measure().matrix().items()}
+        rows |= {name: (error, 1e-10) for name, error in _measuring_file().matrix().items()}
     except ImportError as missing:
         print(f"every other plan: SKIP ({missing}); it would compare them with one process")
 
@@ -2773,8 +2759,8 @@ def check() -> bool:
     return ok
 
 
-def _measure():
-    """tests/measure_parallel.py, which needs models.py and ring_attention.py besides."""
+def _measuring_file():
+    """tests/measure_parallel.py; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     return __import__("measure_parallel")
 
@@ -2784,7 +2770,7 @@ def main(argv) -> int:
     if argv == ["check"]:
         return 0 if check() else 1
     if argv and argv[0] in ("plan", "bench"):
-        return _measure().main(argv)
+        return _measuring_file().main(argv)
     print("usage: python parallel.py check | plan STRING | bench", file=sys.stderr)
     return 2
 

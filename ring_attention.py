@@ -68,7 +68,6 @@ arXiv:2307.08691; FlashMask arXiv:2410.01359; pi0.7's ring: OpenTau PR 298 and i
 import dataclasses
 import functools
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -178,6 +177,11 @@ def merge(out1, lse1, out2, lse2, /):
     # exp(lse) is how much softmax mass a set of keys holds. The mean of the two outputs, with these
     # masses as weights, is the output over both sets. Since both outputs are normalised already,
     # Ring Attention's running maximum and running sum are needed only as max + log(sum), the lse.
+    #
+    #     set     scores        mass   lse     values    out
+    #     A       0, 0          2      log 2   1, 3      2
+    #     B       log 2         2      log 2   6         6
+    #     both    0, 0, log 2   4      log 4   1, 3, 6   (2 * 2 + 2 * 6) / 4 = 4
     narrow = torch.promote_types(out1.dtype, out2.dtype)
     wide = torch.promote_types(narrow, torch.float32)
     lse1 = lse1.to(wide)
@@ -253,8 +257,9 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
     s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
     lse_bGr = torch.logsumexp(s_bGrj, -1)
 
-    # -inf - -inf would be NaN in a row that sees nothing; against 0 its P is exp(-inf) = 0. (4)
-    # `matmul_of_seen` is @, but keeps the NaN of a masked token, which is 0 * NaN in @, out.
+    # A row that sees nothing has the lse -inf, and -inf - -inf is NaN. With 0 in place of that lse
+    # its P is exp(-inf) = 0 (4). `matmul_of_seen` is `@`, but where a masked value is NaN, its
+    # weight 0 adds 0; in `@` it would add 0 * NaN.
     finite_lse_bGr = lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)
     p_bGrj = torch.exp(s_bGrj - finite_lse_bGr[..., None])
     out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, clean)  # (3)
@@ -366,7 +371,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
         dout_BHqD = dout_BHqD.masked_fill(dead_BHq[..., None], 0.0)
 
     # d lse_i / d s_ij is P_ij, so a gradient of lse enters (6) through delta alone. torch's kernels
-    # compute delta themselves, without it: with one, the formulas compute every tile.
+    # compute a delta without it. So where there is one, the formulas compute every tile.
     if dlse_BHq is None:
         dlse_BHq = torch.zeros_like(lse_BHq)
     else:
@@ -893,12 +898,12 @@ class Mask:
         #     doc_ids    7 7 . 2 2 2        ".": PAD
         #     start      0 1 . 3 4 5        document 7: first token 0, run of 2
         #     end        3 3 . 6 6 6        document 2: first token 3, run of 3
-        for row, (at, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
+        for row, (tokens, first, run) in enumerate(runs_of_labels(doc_BS, rows_BS)):
             if len(np.unique(doc_BS[row, first])) < len(first):
                 raise ValueError(f"row {row}: a document id comes back after another one")
             next_first = np.append(first, doc_BS.shape[1])[1:]
-            start_BS[row, at] = at
-            end_BS[row, at] = np.repeat(next_first, run)
+            start_BS[row, tokens] = tokens
+            end_BS[row, tokens] = np.repeat(next_first, run)
         return cls(start_BS, end_BS, rows_BS=rows_BS, position_BS=position_BS, window=window)
 
     @classmethod
@@ -915,10 +920,10 @@ class Mask:
         # the tokens of a block see each other both ways.
         start_BS = np.zeros_like(block_BS)
         end_BS = np.where(valid_BS != 0, block_BS.shape[1], 0)
-        for row, (at, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
-            if (np.diff(block_BS[row, at]) < 0).any():
+        for row, (tokens, first, run) in enumerate(runs_of_labels(block_BS, valid_BS != 0)):
+            if (np.diff(block_BS[row, tokens]) < 0).any():
                 raise ValueError(f"row {row}: block numbers go down; sort the tokens by block")
-            start_BS[row, at] = np.repeat(first, run)
+            start_BS[row, tokens] = np.repeat(first, run)
         return cls(start_BS, end_BS, rows_BS=valid_BS)
 
     @classmethod
@@ -1035,13 +1040,14 @@ class DenseMask(Mask):
 
     def classify(self, row_edges, key_edges):
         # A tile is full if all of its bits are on in all heads, and empty if none is in any.
-        def tiles(how):
-            heads = how.reduce(self.bits.numpy(), axis=1)
-            return how.reduceat(how.reduceat(heads, row_edges, axis=1), key_edges, axis=2)
+        def tiles(reduction):
+            bits = reduction.reduce(self.bits.numpy(), axis=1)
+            bits = reduction.reduceat(bits, row_edges, axis=1)
+            return reduction.reduceat(bits, key_edges, axis=2)
 
         full = tiles(np.logical_and)
-        some = tiles(np.logical_or)
-        return np.where(full, FULL, np.where(some, PARTIAL, EMPTY))
+        visible = tiles(np.logical_or)
+        return np.where(full, FULL, np.where(visible, PARTIAL, EMPTY))
 
 
 def as_mask(mask):
@@ -1102,16 +1108,16 @@ def runs_of_labels(label_BS, valid_BS):
 
     PAD may stand anywhere, also inside a run:
 
-        label  7 7 . 7 2 2        at      0 1 3 4 5
+        label  7 7 . 7 2 2        tokens  0 1 3 4 5
                                   first   0 4
                                   length  3 2
     """
     for label_S, valid_S in zip(label_BS, valid_BS, strict=True):
-        at = np.flatnonzero(valid_S)
-        new = at  # of no tokens there is no first
-        if len(at):
-            new = np.flatnonzero(np.diff(label_S[at], prepend=label_S[at[0]] - 1))
-        yield at, at[new], np.diff(np.append(new, len(at)))
+        tokens = np.flatnonzero(valid_S)
+        new = tokens  # of no tokens there is no first
+        if len(tokens):
+            new = np.flatnonzero(np.diff(label_S[tokens], prepend=label_S[tokens[0]] - 1))
+        yield tokens, tokens[new], np.diff(np.append(new, len(tokens)))
 
 
 def preorder_depth(end_S):
@@ -1241,19 +1247,19 @@ def boxes_of_one(mask, tile, join):
         starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
         full_here = {}
         for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
-            at = key_edges[c], key_edges[stop]
+            span = key_edges[c], key_edges[stop]
             if kind[c] == EMPTY:
                 continue
-            box = full_above.get(at) if kind[c] == FULL else None
+            box = full_above.get(span) if kind[c] == FULL else None
 
             # A FULL box below a FULL box of the same keys makes that one longer.
             if box and row_stop - box[0].start <= tile * join:
                 box[0] = slice(box[0].start, row_stop)
             else:
-                box = [rows, slice(*at), kind[c]]
+                box = [rows, slice(*span), kind[c]]
                 boxes.append(box)
             if kind[c] == FULL:
-                full_here[at] = box
+                full_here[span] = box
         full_above = full_here
     return boxes
 
@@ -1296,10 +1302,10 @@ def spaced_edges(places, tile):
     next place are 2 tiles, and 7 are 2, so the edges are 0 2, 5 8, 12.
     """
     half_tile = places // max(tile // 2, 1)
-    kept = places[np.unique(half_tile, return_index=True)[1]]
-    stops = [*kept[1:], *places[-1:]]
+    spaced = places[np.unique(half_tile, return_index=True)[1]]
+    stops = [*spaced[1:], *places[-1:]]
     edges = [places[:0]]
-    for a, b in zip(kept, stops, strict=True):
+    for a, b in zip(spaced, stops, strict=True):
         n = max(-(-(b - a) // tile), 1)  # tiles from a to b, rounded up
         edges.append(a + np.arange(n) * (b - a) // n)
     return np.unique(np.concatenate(edges))
@@ -1653,7 +1659,11 @@ def swap(x_BhsD, route, /, *, back=False):
     order = torch.from_numpy(route.block_order)
 
     # Forth: member a gets its 1/u of the heads, of our tokens. Back: it gets its tokens, of our
-    # heads; for that the block leaves its order by index and lies shard by shard again.
+    # heads; for that the block leaves its order by index and lies shard by shard again. With 4
+    # tokens, zigzag, and the heads x and y on 2 ranks:
+    #
+    #     rank 0   x and y of tokens 0 3   - forth ->   x of tokens 0 1 2 3
+    #     rank 1   x and y of tokens 1 2   <- back -    y of tokens 0 1 2 3
     if back:
         heads = h
         shard_by_shard = torch.argsort(order).to(x_BhsD.device)
@@ -1703,11 +1713,11 @@ def token_slots(length, world, layout):
 
 def gather(x, dim, ring, layout, length, /):
     """All-gather along dim: the whole, its tokens in order, on every rank."""
-    held = len(indices(length, ring.rank, ring.world, layout))
-    if x.shape[dim] != held:
+    own_tokens = len(indices(length, ring.rank, ring.world, layout))
+    if x.shape[dim] != own_tokens:
         raise ValueError(
-            f"rank {ring.rank} of {ring.world} holds {held} of {length} tokens in {layout} layout, "
-            f"but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
+            f"rank {ring.rank} of {ring.world} holds {own_tokens} of {length} tokens in {layout} "
+            f"layout, but x has {x.shape[dim]} in dimension {dim}")  # fmt: skip
     if ring.world == 1:
         return x
 
@@ -1831,11 +1841,11 @@ def agree_on_call(
 
         # With a mask each rank knows how many tokens it must hold; without one see below.
         tokens = q.shape[2]
-        held = len(indices(length or 0, ring.rank, ring.world, layout))
-        if k.shape[2] != tokens or (mask is not None and tokens != held):
+        expected = len(indices(length or 0, ring.rank, ring.world, layout))
+        if k.shape[2] != tokens or (mask is not None and tokens != expected):
             raise ValueError(
                 f"q has {tokens} tokens, k {k.shape[2]}; rank {ring.rank} of {ring.world} holds "
-                f"{held} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
+                f"{expected} of {length} of the mask in {layout} layout; use shard()")  # fmt: skip
 
         # What is not a number is compared by a 63-bit digest, so that one small tensor holds all.
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], DTYPES.index(q.dtype)
@@ -1843,15 +1853,15 @@ def agree_on_call(
         facts = [*sizes, mask.digest() if mask else 0, digest(options), digest_of(batch)]
     except (ValueError, TypeError, AttributeError, IndexError) as error:
         problem = str(error)
-    held = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
+    tokens_of_ranks = handshake(ring, problem, tokens, facts, getattr(q, "device", "cpu"))
 
     # Without a mask the length is the sum of what the ranks hold; the layout says how it is cut.
-    length = sum(held)
+    length = sum(tokens_of_ranks)
     shards = [len(indices(length, rank, ring.world, layout)) for rank in range(ring.world)]
-    if held != shards:
+    if tokens_of_ranks != shards:
         raise ValueError(
-            f"the ranks hold {held} tokens, but the {layout} shards of {sum(held)} are {shards}; "
-            f"take them by shard()")  # fmt: skip
+            f"the ranks hold {tokens_of_ranks} tokens, but the {layout} shards of {length} are "
+            f"{shards}; take them by shard()")  # fmt: skip
 
     # A mask keeps its routes, for the next layer and step.
     routes = {} if mask is None else mask.cache
@@ -1876,7 +1886,7 @@ def handshake(ring, problem, tokens, facts, device):
         dist.all_gather(every, mine, group=ring.group)
 
     # All ranks read the same table, so all of them take the same branch.
-    problems, held, *every = torch.stack(every, dim=1).tolist()
+    problems, tokens_of_ranks, *every = torch.stack(every, dim=1).tolist()
     if any(problems):
         raise ValueError(name_ranks(gather_objects(problem, ring), ring))
     for name, values in zip(AGREE, every, strict=True):
@@ -1885,7 +1895,7 @@ def handshake(ring, problem, tokens, facts, device):
                 f"the ranks of a ring must pass the same {name}, but {name_ranks(values, ring)} "
                 f"(large numbers are digests); make it from the same data on every rank, say by "
                 f"broadcast_batch")  # fmt: skip
-    return held
+    return tokens_of_ranks
 
 
 def name_ranks(values, ring):
@@ -2209,14 +2219,10 @@ def by_way(group, error):
     return {f"{m[:4]} {layout[:3]}": error(method=m, layout=layout) for m, layout in ways}
 
 
-@functools.cache
-def measure():
-    """The module tests/measure_ring.py; None where this file is alone."""
-    folder = Path(__file__).resolve().parent / "tests"
-    if not (folder / "measure_ring.py").exists():
-        return None
-    sys.path.append(str(folder))
-    return importlib.import_module("measure_ring")
+def _measuring_file():
+    """tests/measure_ring.py; ImportError where it, or a file that it needs, is missing."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    return __import__("measure_ring")
 
 
 def rows_of_rank(tokens, device):
@@ -2235,8 +2241,11 @@ def rows_of_rank(tokens, device):
             given = mask, groups[world], torch.float64, tokens, device
             row = by_way(groups[world], lambda **way: max(compare(*given, **way)))  # noqa: B023
             rows.append((f"float64, world {world}", name, 1e-12, row))
-    if measure():
-        rows += measure().check_rows(groups[total], device)
+    try:
+        rows += _measuring_file().check_rows(groups[total], device)
+    except ImportError as missing:
+        if rank == 0:
+            print(f"SKIP lower dtypes and the work of each rank: {missing}")
     return rows
 
 
@@ -2263,8 +2272,6 @@ def check():
     rows = rows_of_torchrun(23) if "RANK" in os.environ else launch(4, rows_of_rank, 23, "cpu")[0]
     if rows is None:
         return 0
-    if not measure():
-        print("SKIP lower dtypes and the work of each rank: there is no tests/measure_ring.py")
 
     # One table a world and a dtype, one row a mask, one column a method and layout.
     failed = 0
@@ -2294,9 +2301,15 @@ def main(argv):
     """check is here; bench, memory, longest, stress are in tests/measure_ring.py. The exit code."""
     if argv == ["check"]:
         return check()
-    if argv and argv[0] in ("bench", "memory", "longest", "stress") and measure():
-        return measure().main(argv)
-    print(__doc__ if measure() else f"{__doc__}\nHere only check: no tests/measure_ring.py.")
+
+    # Those who measure have the tests beside this file; who copied it alone has not.
+    if argv and argv[0] in ("bench", "memory", "longest", "stress"):
+        try:
+            return _measuring_file().main(argv)
+        except ImportError as missing:
+            print(f"{argv[0]} needs tests/measure_ring.py: {missing}", file=sys.stderr)
+            return 2
+    print(__doc__)
     return 2
 
 

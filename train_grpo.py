@@ -1591,7 +1591,7 @@ def deal_trees(trainer, batch):
     plan = trainer.plan or Plan(dp=dist.get_world_size())
     if trainer.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
         return batch
-    cost = Cost(again=1 / 3 if trainer.config.recompute else 0.0)
+    cost = Cost(recomputed=1 / 3 if trainer.config.recompute else 0.0)
     group = None if trainer.plan is None else trainer.grid.data
     sequences = [t.tokens for t in batch]
     _, share = redistribute(sequences, batch, group=group, cost=cost)
@@ -2697,7 +2697,7 @@ def prepare_out(config, stack) -> str:
     return str(out)
 
 
-def _measure():
+def _measuring_file():
     """tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     if not importlib.util.find_spec("measure_grpo"):
@@ -2712,7 +2712,7 @@ def main(argv) -> int:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
         if argv == ["check"] or argv[:1] == ["bench"]:
-            return _measure().main(argv)
+            return _measuring_file().main(argv)
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
         code = train(config, device)

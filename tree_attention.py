@@ -72,7 +72,6 @@ arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437,
 """
 
 import contextlib
-import functools
 import inspect
 import itertools
 import json
@@ -132,7 +131,6 @@ class TokenTrie:
     that hangs from it, branch after branch.
 
     sequences: 1-D integer tensors (or lists) of 1 token or more, ids >= 0; none is changed.
-    max_length: the longest sequence allowed; None: any.
 
     Sequences that are equal to others, or prefixes of them, end inside the tree and add no token to
     it. All tensors are int64 and on the CPU:
@@ -145,12 +143,12 @@ class TokenTrie:
     order lists the sequences as sorted, shared (numpy) how many tokens each then shares with the
     one before it.
 
-    A ValueError names the sequence that is no sequence of tokens, or too long. The cost is a sort,
-    O(total tokens) in numpy, and a Python loop over sequences, not over tokens.
+    A ValueError names the sequence that is no sequence of tokens. The cost is a sort, O(total
+    tokens) in numpy, and a Python loop over sequences, not over tokens.
     """
 
-    def __init__(self, sequences, *, max_length=None):
-        arrays = [_token_ids(i, x, max_length) for i, x in enumerate(sequences)]
+    def __init__(self, sequences):
+        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
         lengths = np.array([len(x) for x in arrays], np.int64)
 
         # Sort the sequences like the words of a dictionary: those that begin alike become
@@ -276,7 +274,7 @@ def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
     tokens_n: which tokens of the tree these are, ascending.
     edges_e: the edges, whose parents are among these tokens.
     """
-    # Edge t scores token t, given its parent's state. The head is the dearest matrix, so it runs at
+    # Edge t scores token t, given its parent's state. The head is the largest matrix, so it runs at
     # the parents of these edges and nowhere else. A token at a fork stands once for each child:
     #
     #     5 6 7 / 5 6 8 / 5 9      edges    1 2 3 4      edge 2: token 7 given the state of 6
@@ -392,12 +390,12 @@ def plan(trie, max_tokens=None) -> list[Block]:
         # hangs from the piece before. What hangs from the segment's end is dealt with later, and
         # may fill up the last piece's block.
         for child in large:
-            above = holder
+            parent = holder
             for first in range(child, stops[child], max_tokens):
                 tokens = np.arange(first, min(first + max_tokens, stops[child]))
-                blocks.append(Block(tokens, len(tokens), above, int(positions[first])))
-                above = len(blocks) - 1
-            todo.append((stops[child] - 1, above))
+                blocks.append(Block(tokens, len(tokens), parent, int(positions[first])))
+                parent = len(blocks) - 1
+            todo.append((stops[child] - 1, parent))
 
     # A piece that no block hangs from needs no place on the stack.
     inner = {block.parent for block in blocks}
@@ -420,19 +418,19 @@ class Stack:
     def put(self, layer, depth, k_1GnD, v_1GnD, piece):
         """Writes the keys and values of a piece over what another path had at these depths."""
         if piece:
-            at = slice(depth, depth + piece)
-            kv_21GpD = _grown(self.kv, layer, k_1GnD, at.stop, self.limit)
-            kv_21GpD[0, :, :, at] = k_1GnD[:, :, :piece].detach()
-            kv_21GpD[1, :, :, at] = v_1GnD[:, :, :piece].detach()
+            depths = slice(depth, depth + piece)
+            kv_21GpD = _grown(self.kv, layer, k_1GnD, depths.stop, self.limit)
+            kv_21GpD[0, :, :, depths] = k_1GnD[:, :, :piece].detach()
+            kv_21GpD[1, :, :, depths] = v_1GnD[:, :, :piece].detach()
 
     def add(self, layer, first, dk_1GpD, dv_1GpD):
         """Adds a block's part of (6) for the tokens above it, from depth `first` on."""
         # NUMERICS: the sum over all blocks below is in float32 or better, and is cast once, with
         # the block's own. Pinned by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
-        at = slice(first, first + dk_1GpD.shape[2])
-        grad_21GmD = _grown(self.grads, layer, dk_1GpD, at.stop, self.limit)
-        grad_21GmD[0, :, :, at] += dk_1GpD
-        grad_21GmD[1, :, :, at] += dv_1GpD
+        depths = slice(first, first + dk_1GpD.shape[2])
+        grad_21GmD = _grown(self.grads, layer, dk_1GpD, depths.stop, self.limit)
+        grad_21GmD[0, :, :, depths] += dk_1GpD
+        grad_21GmD[1, :, :, depths] += dv_1GpD
 
     def take(self, layer, depth, piece):
         """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing.
@@ -463,20 +461,20 @@ class _BlockAttention(torch.autograd.Function):
         # much of the total each holds, which is what the log-sum-exp says.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            above = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
-            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *above)
+            of_stack = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
+            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *of_stack)
 
         # The stack's keys are not saved. When the backward comes they will lie there still: until
         # then the walk writes only to greater depths.
         out_1HnD = out_1HnD.to(q_1HnD.dtype)
         ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
-        ctx.where = stack, layer, block, masks, kernel
+        ctx.setting = stack, layer, block, masks, kernel
         return out_1HnD
 
     @staticmethod
     def backward(ctx, dout_1HnD):
         q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
-        stack, layer, block, masks, kernel = ctx.where
+        stack, layer, block, masks, kernel = ctx.setting
         dq_1HnD, dk_1GnD, dv_1GnD = ring.backward_tiles(
             dout_1HnD, q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn, None, masks.inside, kernel
         )
@@ -547,7 +545,7 @@ class _Engine:
         parent = trie.parent.numpy()
         edges = np.flatnonzero((parent >= 0) & _wanted_edges(trie, masks))
         by_block = _grouped(block_of[parent[edges]], len(self.blocks))
-        self.edges = [torch.from_numpy(edges[some]) for some in by_block]
+        self.edges = [torch.from_numpy(edges[indices]) for indices in by_block]
 
         # A sequence's loss can be computed once the block of its last token has run: all of its
         # edges belong to that block and to those above it.
@@ -904,7 +902,7 @@ def require_tree_model(model, trie, /):
         raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
 
 
-def _token_ids(i, sequence, max_length):
+def _token_ids(i, sequence):
     """Sequence i as an int64 array; ValueError if it is none."""
     # Ids beyond 2^63, which only uint64 holds, come out of the cast negative and are refused below.
     array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
@@ -914,8 +912,6 @@ def _token_ids(i, sequence, max_length):
     array = array.astype(np.int64)
     if array.min() < 0:
         raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 to 2^63 - 1")
-    if max_length is not None and len(array) > max_length:
-        raise ValueError(f"sequence {i} has {len(array)} tokens, the limit is {max_length}; cut it")
     return array
 
 
@@ -975,9 +971,9 @@ def _one_number(loss, like, sequences, batched):
     if not torch.is_tensor(loss):
         return like.new_tensor(loss)
     if loss.dim():
-        which = sequences if batched else sequences[0]
+        called_for = sequences if batched else sequences[0]
         raise ValueError("loss_fn must return one number a call, of shape (); for "
-                         f"sequence {which} came {[*loss.shape]}; sum or average it")
+                         f"sequence {called_for} came {[*loss.shape]}; sum or average it")
     return loss
 
 
@@ -987,9 +983,9 @@ def _require_finite(calls, losses, finite, batched):
     if torch.stack(finite).all():
         return
     k = finite.index(False)
-    which = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
-    what = ", its gradient is not finite" if losses[k].isfinite() else ""
-    raise NonFiniteLoss(f"the loss of {which} is {losses[k].item()}{what}")
+    sequence = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
+    reason = ", its gradient is not finite" if losses[k].isfinite() else ""
+    raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
 
 
 # 9. Small tables -----------------------------------------------------------------------------
@@ -1124,13 +1120,13 @@ def _grown(store, layer, like_1GnD, needed, limit):
     """A layer's tensor on the stack, (2, 1, G, m, D), with room for depths below `needed`."""
     # Nothing is allocated ahead of need. Doubling keeps the copies few, and the limit keeps a deep
     # path from holding twice what it can use.
-    held = store[layer].shape[3] if layer in store else 0
-    if held < needed:
+    old_capacity = store[layer].shape[3] if layer in store else 0
+    if old_capacity < needed:
         _, G, _, D = like_1GnD.shape
-        capacity = min(max(needed, 2 * held), limit)
+        capacity = min(max(needed, 2 * old_capacity), limit)
         new_21GmD = like_1GnD.new_zeros(2, 1, G, capacity, D)
-        if held:
-            new_21GmD[:, :, :, :held] = store[layer]
+        if old_capacity:
+            new_21GmD[:, :, :, :old_capacity] = store[layer]
         store[layer] = new_21GmD
     return store[layer]
 
@@ -1427,12 +1423,12 @@ def overlay(blocks, group) -> list[Block]:
     #     rank 1 has   0 and 1                 1          rank 1 has there: 0, 1, empty
     aligned = []
     todo = [(-1, (-1,) * place.world)]
-    for above, block_by_rank in todo:
-        below = [of_rank.get(b, ()) for of_rank, b in zip(children, block_by_rank, strict=True)]
-        for child_by_rank in itertools.zip_longest(*below):
-            mine = child_by_rank[place.rank]
-            block = Block(np.zeros(0, np.int64), 0, -1, 0) if mine is None else blocks[mine]
-            aligned.append(block._replace(parent=above))
+    for parent, block_by_rank in todo:
+        lists = [of_rank.get(b, ()) for of_rank, b in zip(children, block_by_rank, strict=True)]
+        for child_by_rank in itertools.zip_longest(*lists):
+            child = child_by_rank[place.rank]
+            block = Block(np.zeros(0, np.int64), 0, -1, 0) if child is None else blocks[child]
+            aligned.append(block._replace(parent=parent))
             todo.append((len(aligned) - 1, child_by_rank))
     return aligned
 
@@ -1456,13 +1452,13 @@ def _stand_in(model, device):
 class Cost(NamedTuple):
     """Modelled time of a tree, in units of a token: of a token, of a pair, of a token done again.
 
-    pair: a layer's 4 M FLOPs a pair over 24 M^2 a token, for a width M of 1024. again: 1/3 with
-    recompute=True (a forward is a third of a step), charged for each token above a fork.
+    pair: a layer's 4 M FLOPs a pair over 24 M^2 a token, for a width M of 1024. recomputed: 1/3
+    with recompute=True (a forward is a third of a step), charged for each token above a fork.
     """
 
     token: float = 1.0
     pair: float = 1 / (6 * 1024)
-    again: float = 0.0
+    recomputed: float = 0.0
 
     def of_path(self, lengths):
         return lengths * self.token + lengths * (lengths + 1) / 2 * self.pair
@@ -1472,20 +1468,17 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     """Which sequences each of `world` ranks trains on: indices, each once, the same on every rank.
 
     "dfs": stretches of the sorted sequences, so that shared prefixes stay together, cut where the
-    largest modelled time (`Cost`) of a rank is least. "lpt": each sequence by itself, the longest
-    first, to the rank with least so far. "round_robin": i to rank i % world. The last two pay for
-    a prefix on every rank that has it. More ranks than sequences: some lists are empty.
+    largest modelled time (`Cost`) of a rank is least. "round_robin": i to rank i % world, which
+    pays for a prefix on every rank that has it. More ranks than sequences: some lists are empty.
     """
-    if strategy not in ("dfs", "lpt", "round_robin") or world < 1:
-        raise ValueError('strategy must be "dfs", "lpt" or "round_robin" and world 1 or more; '
+    if strategy not in ("dfs", "round_robin") or world < 1:
+        raise ValueError('strategy must be "dfs" or "round_robin" and world 1 or more; '
                          f"came {strategy!r} and {world}")
     trie = TokenTrie(sequences)
     cost = cost or Cost()
     lengths = trie.lengths.numpy()
     if strategy == "round_robin":
         return [list(range(rank, len(lengths), world)) for rank in range(world)]
-    if strategy == "lpt":
-        return _longest_first(cost.of_path(lengths), world)
 
     # The time of a sorted sequence: its whole path if a rank begins with it, else only the tokens
     # that it does not share with the one before.
@@ -1499,30 +1492,19 @@ def partition(sequences, world, *, strategy="dfs", cost=None) -> list[list[int]]
     high = whole.sum()
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        if _cut(times, cost.again, middle, world) is None:
+        if _cut(times, cost.recomputed, middle, world) is None:
             low = middle
         else:
             high = middle
-    cuts = _cut(times, cost.again, high, world)
+    cuts = _cut(times, cost.recomputed, high, world)
     return [[trie.order[k] for k in range(a, b)] for a, b in itertools.pairwise(cuts)]
 
 
-def _longest_first(times, world):
-    """Each sequence, the longest first, to the rank with the least so far."""
-    shares = [[] for _ in range(world)]
-    load = np.zeros(world)
-    for i in np.argsort(-times, kind="stable").tolist():
-        rank = int(load.argmin())
-        shares[rank].append(i)
-        load[rank] += times[i]
-    return shares
-
-
-def _cut(times, again, limit, world):
+def _cut(times, recomputed, limit, world):
     """[0, .., R], world + 1 ends of the longest stretches within a time; None if world is too few.
 
     times: for each sorted sequence (time of its whole path, time of its new tokens, how many tokens
-    it shares with the one before). again: `Cost.again`.
+    it shares with the one before). recomputed: that of `Cost`.
     """
     # A stretch pays the whole path of its first sequence, then new tokens. A token above a fork is
     # computed again: those are the shared ones, counted when the shared part gets longer.
@@ -1530,7 +1512,7 @@ def _cut(times, again, limit, world):
     time = 0.0
     forked = 0  # tokens of the current path that are known to lie above a fork
     for k, (whole, new, shared) in enumerate(times):
-        time += new + again * max(shared - forked, 0)
+        time += new + recomputed * max(shared - forked, 0)
         forked = shared
         if time > limit * (1 + 1e-12):
             cuts.append(k)
@@ -1554,7 +1536,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     arrays = []
     items = []
     try:
-        arrays = [_token_ids(i, x, None) for i, x in enumerate(sequences)]
+        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
         items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
         if len(arrays) != len(items):
             raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")
@@ -1578,22 +1560,6 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     shares = partition([x for x, _ in pairs], place.world, strategy=strategy, cost=cost)
     share = [pairs[i] for i in shares[place.rank]]
     return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
-
-
-@torch.no_grad()
-def sum_gradients(parameters, *, group=None):
-    """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
-    # The losses are sums over sequences, never means, so gradients are summed and never averaged.
-    place = ring.ring_of(group)
-    works = []
-    for p in parameters:
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            if place.world > 1:
-                works.append(dist.all_reduce(p.grad, group=place.group, async_op=True))
-    for work in works:
-        work.wait()
 
 
 # 15. check: every gradient against the definition --------------------------------------------
@@ -1740,9 +1706,8 @@ def _tree_rows(model, cases):
         line = {"packed": error(_one_graph)}
         sizes = {"1": 1, "2": 2, "3": 3, "5": 5, "path": int(trie.lengths.max()), "all": None}
         for column, size in sizes.items():
-            kept = error(tree_backward, max_tokens=size, recompute=False)
-            recomputed = error(tree_backward, max_tokens=size, recompute=True)
-            line[column] = max(kept, recomputed)
+            errors = [error(tree_backward, max_tokens=size, recompute=x) for x in (False, True)]
+            line[column] = max(errors)
 
         # That gradients are right does not show that a token was computed once; this does.
         if isinstance(model, TinyModel):
@@ -1756,12 +1721,12 @@ def check() -> int:
     """Every error beside its budget; 1 if one is over."""
     torch.set_num_threads(1)
     tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
-    tables["families"] = measure() and measure().family_rows()
+    try:
+        tables["families"] = _measuring_file().family_rows()
+    except ImportError as missing:
+        print(f"families: SKIP ({missing}); it would show those of models.py")
     worst = 0.0
     for name, rows in tables.items():
-        if rows is None:
-            print(f"\n{name}: SKIP, tests/measure_tree.py is not here; it shows those of models.py")
-            continue
         columns = next(iter(rows.values()))
         print(f"\n{name:>24}" + "".join(f" {x:>11}" for x in columns) + "   budget 1e-10")
         for row, line in rows.items():
@@ -1779,13 +1744,9 @@ def check() -> int:
 # Skip it if you import the file.
 
 
-@functools.cache
-def measure():
-    """The module tests/measure_tree.py; None where this file is alone."""
-    folder = Path(__file__).resolve().parent / "tests"
-    if not (folder / "measure_tree.py").exists():
-        return None
-    sys.path.append(str(folder))
+def _measuring_file():
+    """tests/measure_tree.py; ImportError where it, or a file that it needs, is missing."""
+    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     return __import__("measure_tree")
 
 
@@ -1793,9 +1754,15 @@ def main(argv) -> int:
     """Runs a command and returns its exit code."""
     if argv == ["check"]:
         return check()
-    if argv[:1] in (["bench"], ["plan"]) and measure():
-        return measure().main(argv)
-    print(__doc__, "" if measure() else "Here only check: tests/measure_tree.py is missing.")
+
+    # Those who measure have the tests beside this file; who copied it alone has not.
+    if argv[:1] in (["bench"], ["plan"]):
+        try:
+            return _measuring_file().main(argv)
+        except ImportError as missing:
+            print(f"{argv[0]} needs tests/measure_tree.py: {missing}", file=sys.stderr)
+            return 2
+    print(__doc__)
     return 2
 
 

@@ -151,13 +151,13 @@ def bench(argv):
 def modelled_time(trie, cost=None, /) -> float:
     """The modelled time of a whole tree."""
     cost, stats, above = cost or Cost(), trie.stats(), 0
-    if cost.again and len(trie):
+    if cost.recomputed and len(trie):
         held = np.zeros(len(trie) + 1, np.int64)  # sequences that hold a token: those below it
         np.add.at(held, trie.ends.numpy() + 1, 1)
         below = held.cumsum()
         index = np.arange(len(trie))
         above = int((below[trie.subtree_end.numpy()] - below[index] > 1).sum())
-    return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.again
+    return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.recomputed
 
 
 def draw(trie, most=40) -> str:

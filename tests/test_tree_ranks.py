@@ -16,7 +16,6 @@ from tree_attention import (
     overlay,
     plan,
     redistribute,
-    sum_gradients,
     tree_backward,
     tree_logprobs,
     tree_scores,
@@ -37,6 +36,14 @@ def flat(model, sequences):
     grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     return torch.as_tensor(loss), logprobs, grads
+
+
+@torch.no_grad()
+def sum_gradients(parameters):
+    """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
+    for p in parameters:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(p.grad)
 
 
 def gradient_error(model, truth):
@@ -69,8 +76,8 @@ def _dealt(rank, kind, name, strategy, holders, max_tokens):
     return gradient_error(model, grads), relative(total, loss), ids, lone
 
 
-DEALT = [(2, "dfs"), (2, "lpt"), (2, "round_robin"), (4, "dfs")]
-DEALT += [pytest.param(4, strategy, marks=pytest.mark.slow) for strategy in ("lpt", "round_robin")]
+DEALT = [(2, "dfs"), (2, "round_robin"), (4, "dfs")]
+DEALT += [pytest.param(4, "round_robin", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("world, strategy", DEALT)
