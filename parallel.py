@@ -46,7 +46,8 @@ parts; backward a gather, and an all-reduce of the last states' gradient.
 
 `ddp` reduces once per optimiser step. Micro-batches therefore cost no message, and ranks may run
 different numbers of them, or none: it and zero1 suit trees. Under fsdp, t, c, e and p every forward
-is collective: all ranks of a group must make the same calls.
+is collective: all ranks of a group must make the same calls. `PackedBatches` sees to that, and runs
+a batch of sequences and a loss function under every plan (section 10).
 
 Numbers a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
@@ -1724,7 +1725,7 @@ def _refuse_what_cannot_be(
             f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
 
 
-# What the letters of a plan need of a model; "" is every plan. `tied` and `sparse` models differ.
+# What the letters of a plan need of a model, "" is every plan, and of which of its layers.
 _NEEDED = {
     "": "hidden logprobs model.layers config.num_hidden_layers config.num_attention_heads "
         "config.num_key_value_heads config.intermediate_size config.sparse_layers",
@@ -1735,52 +1736,54 @@ _NEEDED = {
     "p": "attention require_tokens model.embed_tokens model.norm lm_head config.hidden_size "
          "config.tie_word_embeddings",
 }  # fmt: skip
-_NEEDED_OF_LAYERS = {
-    "t": "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
-         "self_attn.o_proj.weight self_attn.q_norm self_attn.k_norm",
-    "t dense": "mlp.gate_proj.weight mlp.up_proj.weight mlp.down_proj.weight",
-    "t sparse": "mlp.gate.weight",
-    "e sparse": "mlp.experts.gate_proj mlp.experts.up_proj mlp.experts.down_proj",
-}  # fmt: skip
+_NEEDED_OF_LAYERS = [
+    ("t", "every", "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+                   "self_attn.o_proj.weight self_attn.q_norm self_attn.k_norm"),
+    ("t", "dense", "mlp.gate_proj.weight mlp.up_proj.weight mlp.down_proj.weight"),
+    ("t", "sparse", "mlp.gate.weight"),
+    ("e", "sparse", "mlp.experts.gate_proj mlp.experts.up_proj mlp.experts.down_proj"),
+]  # fmt: skip
+
+
+def _has(owner, path) -> bool:
+    """Whether owner has an attribute `a.b.c`, and it is not None."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+        if owner is None:
+            return False
+    return True
 
 
 def _require_names(plan, model):
     """ValueError that lists every name that `parallelize` needs of a model and does not find."""
-    degrees = {"": 2, "c": plan.cp, "t": plan.tp, "e": plan.ep * plan.etp, "p": plan.pp}
-    letters = {letter for letter, degree in degrees.items() if degree > 1}
-    absent = {}  # an ordered set
+    degrees = {"c": plan.cp, "t": plan.tp, "e": plan.ep * plan.etp, "p": plan.pp}
+    letters = ["", *(letter for letter, degree in degrees.items() if degree > 1)]
+    absent = {}  # its keys, in order: two letters may need the same name
 
-    def look(owner, path, before=""):
-        for name in path.split("."):
-            if getattr(owner, name, None) is None:
-                absent[f".{before}{path}"] = True
-                return
-            owner = getattr(owner, name)
-
+    # A tied model has no head of its own.
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
-    for letter, paths in _NEEDED.items():
-        for path in paths.split():
-            if letter in letters and not (path == "lm_head" and tied):
-                look(model, path)
-    if hasattr(model, "hidden"):
+    for letter in letters:
+        for path in _NEEDED[letter].split():
+            if not _has(model, path) and not (tied and path == "lm_head"):
+                absent[f".{path}"] = True
+    if _has(model, "hidden"):
         takes = inspect.signature(model.hidden).parameters
         for name in ("positions", "attention"):
             if name not in takes:
                 absent[f".hidden(.., {name}=)"] = True
 
-    # Of what several layers lack, the first one is named.
-    lacking = set()
-    layers = getattr(getattr(model, "model", None), "layers", None) or []
-    for n, layer in enumerate(layers):
-        kind = "sparse" if hasattr(getattr(layer, "mlp", None), "experts") else "dense"
-        for key, paths in _NEEDED_OF_LAYERS.items():
-            letter, *kinds = key.split()
-            for path in paths.split():
-                if letter in letters and kind in [*kinds, kind][:1] and path not in lacking:
-                    known = len(absent)
-                    look(layer, path, before=f"model.layers[{n}].")
-                    if len(absent) > known:
-                        lacking.add(path)
+    # Where several layers lack the same name, the first of them speaks for all.
+    layers = model.model.layers if _has(model, "model.layers") else []
+    sparse = model.config.sparse_layers if _has(model, "config.sparse_layers") else ()
+    for letter, which, paths in _NEEDED_OF_LAYERS:
+        if letter not in letters:
+            continue
+        for path in paths.split():
+            for n, layer in enumerate(layers):
+                kind = "sparse" if n in sparse else "dense"
+                if which in ("every", kind) and not _has(layer, path):
+                    absent[f".model.layers[{n}].{path}"] = True
+                    break
     if absent:
         raise ValueError(
             f"parallelize needs for plan {plan} what models.Transformer has; "
