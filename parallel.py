@@ -2898,7 +2898,7 @@ class SafeReader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-# K. Packed batches: cutting them, and what their ranks agree on ---------------------------------
+# K. Packed batches: cutting them, and what their ranks agree on ------------------------------
 #
 # Micro-batches, as many on all ranks that need it; what is sent around; what is refused.
 # Skip it: `PackedBatches` calls what it needs.

@@ -1415,11 +1415,13 @@ def scores_by_trees(trainer, model, batch) -> list:
 
 def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
+    # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
         trie = prefix_tree(micro)
         tree_tokens += tokens_of(trie, micro)
+        # One tree has one graph under `sparse`; `dta` makes and drops the graphs of its blocks.
         if trainer.config.tree == "dta":
             backward_by_blocks(trainer, micro, trie, loss_of)
         else:
