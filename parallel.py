@@ -46,7 +46,8 @@ parts; backward a gather, and an all-reduce of the last states' gradient.
 
 `ddp` reduces once per optimiser step. Micro-batches therefore cost no message, and ranks may run
 different numbers of them, or none: it and zero1 suit trees. Under fsdp, t, c, e and p every forward
-is collective: all ranks of a group must make the same calls.
+is collective: all ranks of a group must make the same calls. `PackedBatches` sees to that, and runs
+a batch of sequences and a loss function under every plan (section 10).
 
 Numbers a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
@@ -77,6 +78,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -225,34 +227,6 @@ class Plan:
         return _shortest_text(self)
 
 
-class Grid(NamedTuple):
-    """A plan's communicators. Every rank makes all of them, in one order: `Grid.make(plan)`.
-
-    A DeviceMesh is a grid of ranks with a process group along each of its named dimensions.
-    """
-
-    plan: Plan
-    dense: DeviceMesh  # (pp, replicate, fsdp, tp); fsdp: the ranks that shard weights, dp and cp
-    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
-    context: dist.ProcessGroup  # the ranks that share sequences
-    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
-    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
-    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
-
-    @classmethod
-    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """All communicators of a plan; every rank of the world calls it, or none comes back.
-
-        shard: HSDP, weights are sharded over so many of the dp ranks; all by default.
-        """
-        return _make_grid(plan, device_type, shard)
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the dp shares of the batch is this rank's."""
-        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
-
-
 # 3. The operators f and g --------------------------------------------------------------------
 #
 # Take a matrix product y = W x whose W is too large for one rank. There are two ways to cut W.
@@ -334,12 +308,6 @@ def leave_split(x, group, sequence):
     return _Operator.apply(x, group, _sum_over_ranks, _unchanged)  # (5)
 
 
-def add_terms(x, group):
-    """(5): the sum over a group of terms of any shape, one of each rank. The loss that follows must
-    be the same on all of them: each rank's gradient is then already the whole one."""
-    return leave_split(x, group, sequence=False)
-
-
 # 4. Tensor parallelism -----------------------------------------------------------------------
 #
 # `split_parameters(module, mesh, weight=Shard(0))` keeps this rank's rows of a weight that all
@@ -415,49 +383,10 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
     _vocabulary_parallel(model, mesh, sequence)
 
 
-def _vocabulary_parallel(model, mesh, sequence):
-    """Split the rows of the embedding and of the head, where this part of a model has them."""
-    group = mesh.get_group()
-    world = mesh.size()
-
-    # Parts are cut as torch cuts: ceil(V / t) rows each, and the last rank takes what is left.
-    # V = 7, t = 2: rank 0 has rows 0 1 2 3, rank 1 rows 4 5 6, and their `first` is 0 and 4.
-    first = mesh.get_local_rank() * -(-model.config.vocab_size // world)
-
-    def embed(tokens_BS):
-        if sequence:
-            _require_divisible(tokens_BS.shape[1], world)
-        # A lookup is a product with one-hot rows, so the embedding is split by columns in the sense
-        # of (5): each token's row is on one rank, the others add zeros. Token ids 5 2 5 on rank 1
-        # are local rows 1 -2 1, of which the second is another's: it reads row 0, times zero.
-        local_BS = tokens_BS - first
-        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
-        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
-        return leave_split(x_BSM, group, sequence)
-
-    def head_rows():
-        # The whole (N, V) logits never exist: each rank has its rows of the head, and
-        # `token_logprobs` adds up over the group what the softmax needs of them.
-        weight_vM = model.head_weight.to_local(grad_placements=[Shard(0)])
-        return weight_vM, dict(group=group, vocab_start=first)
-
-    # `logprobs` asks model.head_rows() for its weight: from here on it gets this rank's part.
-    if hasattr(model, "lm_head"):
-        _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
-    model.head_rows = head_rows
-
-    # Replace `forward` of this one module object. Calling the module still runs its hooks, which
-    # show it the plain rows. Under zbv two stages share one embedding: the second finds it done.
-    embedding = getattr(model.model, "embed_tokens", None)
-    if embedding is not None and not isinstance(embedding.weight, DTensor):
-        split_parameters(embedding, mesh, weight=Shard(0))
-        embedding.forward = embed
-
-
 # 5. Expert parallelism -----------------------------------------------------------------------
 #
 # A layer's experts are dealt over ranks. A token's row travels to the ranks of its experts and
-# back, because rows are small and experts are large.
+# back, because rows are small and experts large. `expert_parallel` (appendix A) sets that up.
 
 
 def dispatch_experts(x_NM, counts_E, experts, group, /):
@@ -496,31 +425,6 @@ def dispatch_experts(x_NM, counts_E, experts, group, /):
     return _Operator.apply(out_nM, group, back_home, to_experts)
 
 
-def _exchange(x_NM, group, gives, takes):
-    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it."""
-    out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
-    dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
-    return out_nM
-
-
-def expert_parallel(model, mesh) -> None:
-    """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
-    group = mesh["ep"].get_group()
-    for experts in experts_of(model):
-        # Weights are (E, inner, M), and down (E, M, inner). Dimension 0 goes by ep. The inner width
-        # goes by etp, rows of gate and up, columns of down, as in a dense MLP.
-        rows = (Shard(0), Shard(1))
-        columns = (Shard(0), Shard(2))
-        split = dict(gate_proj=rows, up_proj=rows, down_proj=columns)
-        split_parameters(experts, mesh["ep", "etp"], **split)
-
-        # Nothing else of the model changes: its call of experts(x, counts) now goes over the wire.
-        # run=run binds this layer's function; without it all layers would call the last one's.
-        if mesh["ep"].size() > 1:
-            run = experts.forward
-            experts.forward = lambda x, counts, run=run: dispatch_experts(x, counts, run, group)
-
-
 # 6. Pipelines --------------------------------------------------------------------------------
 #
 # A stage is some of the layers, and states travel from stage to stage, their gradients back. One
@@ -534,31 +438,6 @@ def expert_parallel(model, mesh) -> None:
 #
 # torch.distributed.pipelining runs such schedules; appendix B gives it our stages. The loss exists
 # on the last stage only. The losses of microbatches are terms of one sum, as those of ranks are.
-
-
-def stage_part(model, stage, stages):
-    """A copy of stage `stage` of a whole model: its layers under their own names, and the ends.
-
-    Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
-    and, as the head, in the last.
-    """
-    first = stage == 0
-    last = stage == stages - 1
-
-    # 5 layers in 2 stages are [0 1 2] and [3 4]. Layers keep their numbers, so that a parameter has
-    # one name in the model, in its stage and in a checkpoint of any plan.
-    own_layers = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
-    others = [layer for n, layer in enumerate(model.model.layers) if n not in own_layers]
-    if not last:
-        others += [model.model.norm, getattr(model, "lm_head", None), getattr(model, "score", None)]
-    if not first and not (last and model.config.tie_word_embeddings):
-        others.append(model.model.embed_tokens)
-
-    # A stage that others follow hands its states on as they are, without the last norm.
-    part = _copy_without(others, model)
-    if not last:
-        part.model.norm = torch.nn.Identity()
-    return part
 
 
 # 7. Gradients --------------------------------------------------------------------------------
@@ -588,21 +467,6 @@ def holders(grid, name):
     if grid is None:
         return None
     return grid.experts["expert-dp"].get_group() if ".mlp.experts." in name else grid.data
-
-
-def copies(p, ranks: int) -> int:
-    """How many of the `ranks` that hold p hold a copy of each of its entries.
-
-    On 4 ranks, d2t2, a norm has 4 copies and a matrix that t splits has 2. FSDP over d then splits
-    that matrix again, and each entry is on one rank.
-    """
-    if not isinstance(p, DTensor):
-        return ranks
-    parts = 1
-    for n, placement in enumerate(p.placements):
-        if not (placement.is_replicate() or placement.is_partial()):
-            parts *= p.device_mesh.size(n)
-    return ranks // parts
 
 
 def reduce_gradients(model) -> int:
@@ -729,21 +593,11 @@ class LocalOptimizer:
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
         self.mine = {}
         for name, p in model.named_parameters():
-            rows = self._own_rows(name, local(p.detach()))
+            rows = _own_rows(self, name, local(p.detach()))
             self.mine[name] = torch.nn.Parameter(rows, requires_grad=p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
-
-    def _own_rows(self, name, x):
-        """The rows of a tensor that this rank updates: 5 rows on 2 ranks are 0 1 2 and 3 4."""
-        if not self.zero:
-            return x
-        group = holders(self.model.grid, name)
-        parts = x.chunk(dist.get_world_size(group))
-        rank = dist.get_rank(group)
-        # chunk makes fewer parts than ranks where rows run out; the last ranks then have none.
-        return parts[rank] if rank < len(parts) else x[:0]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -751,7 +605,7 @@ class LocalOptimizer:
         named = dict(self.model.named_parameters())
         for name, rows in self.mine.items():
             grad = named[name].grad
-            rows.grad = None if grad is None else self._own_rows(name, local(grad))
+            rows.grad = None if grad is None else _own_rows(self, name, local(grad))
         self.inner.step()  # (3)
 
         # Under ZeRO each rank has updated its rows of its own copy: now all get all rows.
@@ -776,7 +630,8 @@ def parallelize(
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
-    model: a `models.Transformer`, on the device where it will run; it is changed.
+    model: a `models.Transformer`, or a module with its names (below), on the device where it will
+        run; it is changed.
     plan: a `Plan` for as many ranks as there are.
     device_mesh: `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call from here on; plans with
@@ -794,10 +649,20 @@ def parallelize(
     compile: torch.compile each layer by itself, for any length.
     offload: keep the shards of fsdp on the CPU, see `shard`.
 
-    Raises ValueError on every rank, before the first message, for what cannot be.
+    A model needs these names, which a ValueError lists where they are absent:
 
-    The loss is a sum over tokens divided by a global count. Ranks of one tensor group are given the
-    same sequences; those of one context group its tokens; those of different dp other sequences.
+        always   hidden(tokens, positions=, attention=), logprobs(hidden, targets, temperature=),
+                 model.layers, and the fields of `config` in _NEEDED (appendix F)
+        c        attention: what layers call unless `hidden` is given another
+        t        head_rows(), head_weight, model.embed_tokens, model.norm, lm_head if not tied; of
+                 each layer self_attn's q_proj k_proj v_proj o_proj q_norm k_norm, and mlp's
+                 gate_proj up_proj down_proj, or gate and experts
+        e        of sparse layers mlp.experts(rows, counts): weights gate_proj up_proj down_proj
+        p        attention, require_tokens(tokens), model.embed_tokens, model.norm, lm_head
+
+    Raises ValueError on every rank, before the first message, for what cannot be. Section 10 runs
+    the result; who runs it otherwise gives the ranks of a tensor group the same sequences, those of
+    a context group its tokens, and divides a loss by a global count.
     """
     _refuse_what_cannot_be(
         plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
@@ -809,11 +674,10 @@ def parallelize(
     # What this rank will train: the model, or some stages of it, each of which is a model itself.
     whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
 
-    # Attributes tell the functions of sections 7 and 8, which get only the model, how it was split:
-    # `grid`, the communicators; `mode`, who sums gradients and who holds moments; `sequence`; and a
-    # Pipeline's own `split_tie`, that its two ends hold one embedding. They read them by
-    # getattr(model, "grid", None), and take a model without them for a whole copy on each rank. So
-    # reduce_gradients, clip_grad_norm and LocalOptimizer work on any nn.Module.
+    # These tell the functions of sections 7, 8 and 10, which get only the model, how it was split:
+    # communicators, who sums gradients and holds moments, who has which tokens. A Pipeline has a
+    # `split_tie` too: its two ends hold one embedding. A model without them is a whole copy on each
+    # rank: reduce_gradients, clip_grad_norm and LocalOptimizer work on any nn.Module.
     whole.grid = device_mesh
     whole.mode = mode
     whole.sequence = sequence
@@ -840,6 +704,143 @@ def parallelize(
         if plan.cp > 1 and plan.tp > 1 and sequence:
             _check_lengths_first(part, device_mesh)
     return whole
+
+
+# 10. A packed batch under a plan -------------------------------------------------------------
+#
+# A training script has sequences of unequal lengths, and a loss. In between, plans want different
+# things: t a number of tokens that it divides, c this rank's tokens of each sequence, p all
+# micro-batches at once and the loss on one stage. With `PackedBatches` it reads as on one device:
+#
+#     batches = PackedBatches(model, attention=attention)    # model: of `parallelize`, or unsplit
+#     loss = batches.forward_backward(sequences, masks, loss_fn)
+#     reduce_gradients(model)
+#     clip_grad_norm(model, 1.0)
+#     optimizer.step()
+
+
+class PackedRow(NamedTuple):
+    """Sequences end to end in a row of S places; on the CPU, and the same on every rank."""
+
+    tokens_1S: torch.Tensor
+    positions_1S: torch.Tensor
+    document_1S: torch.Tensor  # which sequence a token belongs to; -1: padding
+    mask_BT: torch.Tensor  # which targets are scored
+    at_N: torch.Tensor  # where the token stands that predicts each of those
+
+
+def pack_row(sequences, masks, length) -> PackedRow:
+    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count."""
+    # Sequences a b c and d e in 8 places; b, c and e are scored:
+    #
+    #     tokens      a b c d e 0 0 0        padding is in no document, and at position 0
+    #     document    0 0 0 1 1 - - -
+    #     position    0 1 2 0 1 0 0 0
+    #     mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
+    #     at          [0, 1, 3]              b is predicted at a, c at b, e at d
+    lengths = [len(tokens) for tokens in sequences]
+    padding = np.zeros(length - sum(lengths), dtype=np.int64)
+    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
+    positions_S = np.concatenate([*map(np.arange, lengths), padding])
+    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
+
+    mask_BT = np.zeros((len(masks), max(lengths) - 1), dtype=bool)
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+    row_N, column_N = mask_BT.nonzero()
+    first_B = np.cumsum([0, *lengths[:-1]])
+    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
+    return PackedRow(*map(torch.from_numpy, [*in_row, mask_BT, first_B[row_N] + column_N]))
+
+
+class PackedBatches:
+    """A model that is given batches of sequences and a loss: one call, alike under every plan.
+
+    model: what `parallelize` returned, or an unsplit one with `hidden` and `logprobs`.
+    attention: attention(document_1S, group) makes what the layers call for a `PackedRow`: tokens
+        see those before them in their own document. group: None, or the ranks of the context.
+    indices: indices(length, rank, world), ascending: the tokens of a row that a rank of the context
+        has, as this attention wants them: `ring_attention.indices`. For c > 1 only.
+    micro_tokens: of a micro-batch, at most; a longer sequence is alone in one.
+    temperature: of the log-probs.
+
+    Different data shares bring different sequences. The ranks of a replica, which are c, t and p,
+    bring the same ones: `gather_replica` makes one batch of what each of them has.
+    """
+
+    def __init__(self, model, *, attention, indices=None, micro_tokens=8192, temperature=1.0):
+        self.model = model
+        self.attention = attention
+        self.indices = indices
+        self.micro_tokens = micro_tokens
+        self.temperature = temperature
+        self.plan = _plan_of(model)
+        self.device = _device_of(model)
+        _require_indices(self)
+
+    def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
+        """Add the gradient of a batch's loss to .grad; returns the loss, of all ranks. Collective.
+
+        sequences: lists of token ids. masks: for each a bool for each target, tokens[1:]. loss_fn:
+        called as loss_fn(indices, mask_BT, logprobs_BT, entropies_BT), of a critic values_BT too:
+        sequence indices[b] has row b, which is 0 where nothing is scored. What it returns is a term
+        of a sum over all ranks: it divides by a count of the whole batch.
+        """
+        micros, rows = _lay_out(self, sequences, masks)
+
+        def loss_of_states(k, hidden_1sM):
+            scores = self.score(rows[k], hidden_1sM)
+            if not micros[k]:  # empty: only other ranks need what it sends
+                return sum(x_BT.sum() for x_BT in scores)
+            return loss_fn(micros[k], rows[k].mask_BT.to(self.device), *scores)
+
+        # A pipeline runs all micro-batches by its schedule. Else it is as on one device: forward,
+        # loss, backward, whose graph is freed before the next one. backward() adds to .grad, and
+        # that is right, because the losses are terms of one sum.
+        losses = []
+        if isinstance(self.model, Pipeline):
+            losses = self.model.forward_backward(_own_parts(self, rows), loss_of_states)
+        else:
+            for k, row in enumerate(rows):
+                loss = loss_of_states(k, self.states(row))
+                loss.backward()
+                losses.append(loss.detach())
+        return _sum_over_replicas(self.model, losses, self.device)
+
+    def forward(self, sequences, masks) -> list:
+        """(logprobs, entropies), of a critic values too, of each sequence, without gradient:
+        (L - 1,) each, on the CPU, on every rank of the replica. Collective."""
+        return _scores_without_gradient(self, sequences, masks)
+
+    def states(self, row):
+        """The states (1, s, M) of this rank's tokens of a row."""
+        (own,) = _own_parts(self, [row])
+        return self.model.hidden(own.tokens, positions=own.positions, attention=own.attention)
+
+    def score(self, row, hidden_1sM) -> list:
+        """Log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
+        # Of the N scored tokens, those whose state lies here; searchsorted finds it among ours.
+        # Here are 0 1 6 7 of 8 tokens, and scored are 0 1 3: states 0 and 1, and 3 is another's.
+        model = self.model.last if isinstance(self.model, Pipeline) else self.model
+        own_s = _own_tokens_of(self, row)
+        here_N = torch.isin(row.at_N, own_s)
+        at_n = row.at_N[here_N]
+        x_nM = hidden_1sM[0, torch.searchsorted(own_s, at_n).to(self.device)]
+        targets_n = row.tokens_1S[0, at_n + 1].to(self.device)
+        columns = [*model.logprobs(x_nM, targets_n, temperature=self.temperature)]
+        if getattr(model.config, "value_head", False):
+            columns.append(model.values(x_nM))
+
+        # Back into (B, T). The ranks of a context have filled in different entries, and the others
+        # are 0: their sum is the whole, and all compute the same loss of it.
+        entries = [place_N[here_N].to(self.device) for place_N in row.mask_BT.nonzero().T]
+        scores = []
+        for x_n in columns:
+            x_BT = x_n.new_zeros(row.mask_BT.shape).index_put(entries, x_n)
+            if self.plan.cp > 1:
+                x_BT = add_terms(x_BT, self.model.grid.context)
+            scores.append(x_BT)
+        return scores
 
 
 # =============================================================================================
@@ -923,6 +924,70 @@ def enter_and_leave(first, last, group, sequence):
     last.register_forward_hook(leaving)
 
 
+def _vocabulary_parallel(model, mesh, sequence):
+    """Split the rows of the embedding and of the head, where this part of a model has them."""
+    group = mesh.get_group()
+    world = mesh.size()
+
+    # Parts are cut as torch cuts: ceil(V / t) rows each, and the last rank takes what is left.
+    # V = 7, t = 2: rank 0 has rows 0 1 2 3, rank 1 rows 4 5 6, and their `first` is 0 and 4.
+    first = mesh.get_local_rank() * -(-model.config.vocab_size // world)
+
+    def embed(tokens_BS):
+        if sequence:
+            _require_divisible(tokens_BS.shape[1], world)
+        # A lookup is a product with one-hot rows, so the embedding is split by columns in the sense
+        # of (5): each token's row is on one rank, the others add zeros. Token ids 5 2 5 on rank 1
+        # are local rows 1 -2 1, of which the second is another's: it reads row 0, times zero.
+        local_BS = tokens_BS - first
+        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
+        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
+        return leave_split(x_BSM, group, sequence)
+
+    def head_rows():
+        # The whole (N, V) logits never exist: each rank has its rows of the head, and
+        # `token_logprobs` adds up over the group what the softmax needs of them.
+        weight_vM = model.head_weight.to_local(grad_placements=[Shard(0)])
+        return weight_vM, dict(group=group, vocab_start=first)
+
+    # `logprobs` asks model.head_rows() for its weight: from here on it gets this rank's part.
+    if hasattr(model, "lm_head"):
+        _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
+    model.head_rows = head_rows
+
+    # Replace `forward` of this one module object. Calling the module still runs its hooks, which
+    # show it the plain rows. Under zbv two stages share one embedding: the second finds it done.
+    embedding = getattr(model.model, "embed_tokens", None)
+    if embedding is not None and not isinstance(embedding.weight, DTensor):
+        split_parameters(embedding, mesh, weight=Shard(0))
+        embedding.forward = embed
+
+
+def _exchange(x_NM, group, gives, takes):
+    """Rows to ranks: gives[r] rows go to rank r, takes[r] come from it."""
+    out_nM = x_NM.new_empty(sum(takes), *x_NM.shape[1:])
+    dist.all_to_all_single(out_nM, x_NM.contiguous(), takes, gives, group=group)
+    return out_nM
+
+
+def expert_parallel(model, mesh) -> None:
+    """Deal whole experts over the mesh's ep ranks, and their inner width over its etp ranks."""
+    group = mesh["ep"].get_group()
+    for experts in experts_of(model):
+        # Weights are (E, inner, M), and down (E, M, inner). Dimension 0 goes by ep. The inner width
+        # goes by etp, rows of gate and up, columns of down, as in a dense MLP.
+        rows = (Shard(0), Shard(1))
+        columns = (Shard(0), Shard(2))
+        split = dict(gate_proj=rows, up_proj=rows, down_proj=columns)
+        split_parameters(experts, mesh["ep", "etp"], **split)
+
+        # The layer's call of experts(x, counts) now goes over the wire.
+        # run=run binds this layer's function; without it all layers would call the last one's.
+        if mesh["ep"].size() > 1:
+            run = experts.forward
+            experts.forward = lambda x, counts, run=run: dispatch_experts(x, counts, run, group)
+
+
 # B. Running a pipeline -----------------------------------------------------------------------
 #
 # Stages as the schedules of torch.distributed.pipelining want them, and a forward without them.
@@ -940,6 +1005,31 @@ class Micro(NamedTuple):
 SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
              "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
              "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
+
+
+def stage_part(model, stage, stages):
+    """A copy of stage `stage` of a whole model: its layers under their own names, and the ends.
+
+    Layers are dealt evenly, the first stages get one more. A tied embedding is in the first stage
+    and, as the head, in the last.
+    """
+    first = stage == 0
+    last = stage == stages - 1
+
+    # 5 layers in 2 stages are [0 1 2] and [3 4]. Layers keep their numbers, so that a parameter has
+    # one name in the model, in its stage and in a checkpoint of any plan.
+    own_layers = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
+    others = [layer for n, layer in enumerate(model.model.layers) if n not in own_layers]
+    if not last:
+        others += [model.model.norm, getattr(model, "lm_head", None), getattr(model, "score", None)]
+    if not first and not (last and model.config.tie_word_embeddings):
+        others.append(model.model.embed_tokens)
+
+    # A stage that others follow hands its states on as they are, without the last norm.
+    part = _copy_without(others, model)
+    if not last:
+        part.model.norm = torch.nn.Identity()
+    return part
 
 
 def _copy_without(others, model):
@@ -1469,6 +1559,34 @@ class _Grammar:
 # Skip it unless ranks wait for each other while groups are made.
 
 
+class Grid(NamedTuple):
+    """A plan's communicators. Every rank makes all of them, in one order: `Grid.make(plan)`.
+
+    A DeviceMesh is a grid of ranks with a process group along each of its named dimensions.
+    """
+
+    plan: Plan
+    dense: DeviceMesh  # (pp, replicate, fsdp, tp); fsdp: the ranks that shard weights, dp and cp
+    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
+    context: dist.ProcessGroup  # the ranks that share sequences
+    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: dp and cp
+    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
+    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
+
+    @classmethod
+    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
+        """All communicators of a plan; every rank of the world calls it, or none comes back.
+
+        shard: HSDP, weights are sharded over so many of the dp ranks; all by default.
+        """
+        return _make_grid(plan, device_type, shard)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the dp shares of the batch is this rank's."""
+        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
+
+
 def _make_grid(plan, device_type, shard):
     """`Grid.make`. Every group waits as long for a rank as the default group does."""
     plan.require_fits(world=dist.get_world_size())
@@ -1540,8 +1658,6 @@ def _refuse_what_cannot_be(
     The parameters are those of `parallelize`. Nothing of the model is changed yet, so that a caller
     may mend the call and make it again.
     """
-    config = model.config
-
     # Values that are none of those that there are.
     given = ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
     for name, value, known in given:
@@ -1560,6 +1676,8 @@ def _refuse_what_cannot_be(
     if getattr(model, "grid", None) is not None or isinstance(model, fsdp.FSDPModule):
         raise ValueError(
             "this model is split or sharded already; parallelize takes a whole one, once")
+    _require_names(plan, model)
+    config = model.config
     plan.require_fits(world=dist.get_world_size(), config=config)
     if plan.pp == 1 and schedule != "1f1b":
         raise ValueError(f"schedule={schedule!r} is of a pipeline, but plan {plan} has no p")
@@ -1591,6 +1709,71 @@ def _refuse_what_cannot_be(
         raise ValueError(
             f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
             f"the experts; use ffn's t = {plan.tp}")  # fmt: skip
+
+
+# What the letters of a plan need of a model, "" is every plan, and of which of its layers.
+_NEEDED = {
+    "": "hidden logprobs model.layers config.num_hidden_layers config.num_attention_heads "
+        "config.num_key_value_heads config.intermediate_size config.sparse_layers",
+    "c": "attention",
+    "t": "head_rows head_weight model.embed_tokens model.norm lm_head config.vocab_size "
+         "config.tie_word_embeddings",
+    "e": "config.num_experts config.moe_intermediate_size",
+    "p": "attention require_tokens model.embed_tokens model.norm lm_head config.hidden_size "
+         "config.tie_word_embeddings",
+}  # fmt: skip
+_NEEDED_OF_LAYERS = [
+    ("t", "every", "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight "
+                   "self_attn.o_proj.weight self_attn.q_norm self_attn.k_norm"),
+    ("t", "dense", "mlp.gate_proj.weight mlp.up_proj.weight mlp.down_proj.weight"),
+    ("t", "sparse", "mlp.gate.weight"),
+    ("e", "sparse", "mlp.experts.gate_proj mlp.experts.up_proj mlp.experts.down_proj"),
+]  # fmt: skip
+
+
+def _has(owner, path) -> bool:
+    """Whether owner has an attribute `a.b.c`, and it is not None."""
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+        if owner is None:
+            return False
+    return True
+
+
+def _require_names(plan, model):
+    """ValueError that lists every name that `parallelize` needs of a model and does not find."""
+    degrees = {"c": plan.cp, "t": plan.tp, "e": plan.ep * plan.etp, "p": plan.pp}
+    letters = ["", *(letter for letter, degree in degrees.items() if degree > 1)]
+    absent = {}  # its keys, in order: two letters may need the same name
+
+    # A tied model has no head of its own.
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    for letter in letters:
+        for path in _NEEDED[letter].split():
+            if not _has(model, path) and not (tied and path == "lm_head"):
+                absent[f".{path}"] = True
+    if _has(model, "hidden"):
+        takes = inspect.signature(model.hidden).parameters
+        for name in ("positions", "attention"):
+            if name not in takes:
+                absent[f".hidden(.., {name}=)"] = True
+
+    # Where several layers lack the same name, the first of them speaks for all.
+    layers = model.model.layers if _has(model, "model.layers") else []
+    sparse = model.config.sparse_layers if _has(model, "config.sparse_layers") else ()
+    for letter, which, paths in _NEEDED_OF_LAYERS:
+        if letter not in letters:
+            continue
+        for path in paths.split():
+            for n, layer in enumerate(layers):
+                kind = "sparse" if n in sparse else "dense"
+                if which in ("every", kind) and not _has(layer, path):
+                    absent[f".model.layers[{n}].{path}"] = True
+                    break
+    if absent:
+        raise ValueError(
+            f"parallelize needs for plan {plan} what models.Transformer has; "
+            f"{type(model).__name__} has no {', no '.join(absent)}")  # fmt: skip
 
 
 def _require_divisible(length, t):
@@ -1666,6 +1849,27 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def copies(p, ranks: int) -> int:
+    """How many of the `ranks` that hold p hold a copy of each of its entries.
+
+    On 4 ranks, d2t2, a norm has 4 copies and a matrix that t splits has 2. FSDP over d then splits
+    that matrix again, and each entry is on one rank.
+    """
+    if not isinstance(p, DTensor):
+        return ranks
+    parts = 1
+    for n, placement in enumerate(p.placements):
+        if not (placement.is_replicate() or placement.is_partial()):
+            parts *= p.device_mesh.size(n)
+    return ranks // parts
+
+
+def add_terms(x, group):
+    """(5): the sum over a group of terms of any shape, one of each rank. The loss that follows must
+    be the same on all of them: each rank's gradient is then already the whole one."""
+    return leave_split(x, group, sequence=False)
+
+
 def is_split(p) -> bool:
     """Whether a rank holds only a part of a parameter."""
     return isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)
@@ -1681,6 +1885,17 @@ def sum_in_messages(gradients, group):
         dist.all_reduce(flat, group=group)
         for g, part in zip(together, flat.split([g.numel() for g in together]), strict=True):
             g.copy_(part.view_as(g))
+
+
+def _own_rows(optimizer, name, x):
+    """The rows of a tensor that a LocalOptimizer's rank updates: 5 rows on 2 are 0 1 2 and 3 4."""
+    if not optimizer.zero:
+        return x
+    group = holders(optimizer.model.grid, name)
+    parts = x.chunk(dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    # chunk makes fewer parts than ranks where rows run out; the last ranks then have none.
+    return parts[rank] if rank < len(parts) else x[:0]
 
 
 def gather_rows(whole, rows, group):
@@ -2669,7 +2884,261 @@ class SafeReader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-# K. check -------------------------------------------------------------------------------------
+# K. Packed batches: cutting them, and what their ranks agree on ------------------------------
+#
+# Micro-batches, as many on all ranks that need it; what is sent around; what is refused.
+# Skip it: `PackedBatches` calls what it needs.
+
+
+def pack(lengths, micro_tokens, shared=None) -> list:
+    """Cut sequences into micro-batches of at most micro_tokens tokens, in order: lists of indices.
+
+    A longer sequence is alone in one. shared: how many tokens each has in common with the one
+    before it, where those are run once (a tree of prefixes).
+    """
+    # Lengths 9, 10 and 11 with micro_tokens 12, where all begin with the same 8:
+    #
+    #     shared None         [0] [1] [2]
+    #     shared [0, 8, 8]    [0, 1] [2]     9 + 2 new ones are 11; 3 more would be 14
+    micros = []
+    room = 0  # tokens that the last micro-batch can still take
+    for i, length in enumerate(lengths):
+        count = length if shared is None else length - shared[i]
+        # In a micro-batch of its own nothing is shared with what came before: it counts whole.
+        if not micros or count > room:
+            micros.append([])
+            room = micro_tokens
+            count = length
+        micros[-1].append(i)
+        room -= count
+    return micros
+
+
+def micro_batches(model, lengths, micro_tokens, shared=None) -> list:
+    """`pack` for a model of any plan: filled up with [] where other ranks need more of them."""
+    # A pipeline of p stages idles less the more micro-batches it has: at least 2 p of them, of
+    # about one size, since all are padded to the longest.
+    plan = _plan_of(model)
+    if plan.pp > 1:
+        longest = max(lengths, default=0)
+        micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
+    micros = pack(lengths, micro_tokens, shared)
+
+    # Interleaved schedules want a multiple of p: 5 micro-batches on 2 stages become 6.
+    count = len(micros)
+    if plan.pp > 1:
+        count = max(2 * plan.pp, -(-count // plan.pp) * plan.pp)
+    if sharded(model) or plan.ep > 1:
+        # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
+        # so ranks agree on their number and fill up with empty ones.
+        # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
+        most = torch.tensor(count, device=_device_of(model))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        count = int(most)
+    return micros + [[]] * (count - len(micros))
+
+
+def _lay_out(batches, sequences, masks):
+    """The micro-batches of a batch, and of each its `PackedRow`; an empty one has one token."""
+    _require_batch(batches.model, sequences, masks)
+    lengths = [len(tokens) for tokens in sequences]
+    micros = micro_batches(batches.model, lengths, batches.micro_tokens)
+    parts = []
+    for indices in micros:
+        if indices:
+            parts.append(([sequences[i] for i in indices], [masks[i] for i in indices]))
+        else:
+            parts.append(([[0]], [[]]))
+
+    # Sequence parallelism cuts a row in t, and a zigzag over a context cuts it in 2 c first. A
+    # pipeline wants all rows of one length.
+    plan = batches.plan
+    unit = plan.tp * 2 * plan.cp if plan.cp > 1 else plan.tp
+    sizes = [sum(map(len, some)) for some, _ in parts]
+    if plan.pp > 1:
+        sizes = [max(sizes)] * len(sizes)
+    rows = []
+    for (some, their_masks), size in zip(parts, sizes, strict=True):
+        rows.append(pack_row(some, their_masks, -(-size // unit) * unit))
+    return micros, rows
+
+
+def _own_tokens_of(batches, row):
+    """Which tokens of a row this rank of the context has, ascending: all, without c."""
+    length = row.tokens_1S.shape[1]
+    if batches.plan.cp == 1:
+        return torch.arange(length)
+    return batches.indices(length, dist.get_rank(batches.model.grid.context), batches.plan.cp)
+
+
+def _own_parts(batches, rows) -> list:
+    """Of each row this rank's tokens, as a `Micro`, with the attention of its documents."""
+    group = batches.model.grid.context if batches.plan.cp > 1 else None
+    micros = []
+    for row in rows:
+        own_s = _own_tokens_of(batches, row)
+        tokens_1s = row.tokens_1S[:, own_s].to(batches.device)
+        positions_1s = row.positions_1S[:, own_s].to(batches.device)
+        micros.append(Micro(tokens_1s, positions_1s, batches.attention(row.document_1S, group)))
+    return micros
+
+
+@torch.no_grad()
+def _scores_without_gradient(batches, sequences, masks) -> list:
+    """`PackedBatches.forward`."""
+    micros, rows = _lay_out(batches, sequences, masks)
+    pipeline = isinstance(batches.model, Pipeline)
+    if pipeline:
+        states = batches.model.forward(_own_parts(batches, rows)) or ()
+    else:
+        states = map(batches.states, rows)  # one row after the other: no two are held at once
+
+    # Sequences come in order, micro-batch after micro-batch, and leave their padding behind.
+    found = []
+    for indices, row, hidden_1sM in zip(micros, rows, states):
+        columns = [x_BT.cpu() for x_BT in batches.score(row, hidden_1sM)]
+        for b, i in enumerate(indices):
+            found.append(tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns))
+    reshard(batches.model)  # without a backward FSDP would leave the gathered weights lying there
+
+    # Only the last stage of a pipeline has found anything.
+    if pipeline:
+        replica = batches.model.grid.replica
+        parts = [None] * dist.get_world_size(replica)
+        mine = None if batches.model.last is None else found
+        dist.all_gather_object(parts, mine, group=replica)
+        found = next(part for part in parts if part is not None)
+    return found
+
+
+def speaks_for_replica(model) -> bool:
+    """Whether what this rank measures of its sequences counts, among ranks with the same ones."""
+    grid = getattr(model, "grid", None)
+    if grid is None:
+        return True
+    if isinstance(model, Pipeline) and model.last is None:
+        return False
+
+    # The first rank of its tensor group that is also the first of its context.
+    #
+    #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
+    first_of_tensor = grid.dense["tp"].get_local_rank() == 0
+    return first_of_tensor and dist.get_rank(grid.context) == 0
+
+
+def _sum_over_replicas(model, losses, device):
+    """The sum of all ranks' losses in float64; of ranks with the same sequences one counts."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if speaks_for_replica(model):
+        for loss in losses:
+            total += loss
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def gather_replica(model, items):
+    """A list of what all ranks of this rank's replica have, and where its own items begin in it.
+
+    Data is often dealt to all ranks, but those of one c, t or p group run the same forward. items:
+    a list of anything that can be pickled; the parts come in the order of the ranks.
+    """
+    plan = _plan_of(model)
+    if plan.world == plan.dp:
+        return items, 0
+    replica = model.grid.replica
+    parts = [None] * dist.get_world_size(replica)
+    dist.all_gather_object(parts, items, group=replica)
+    first = sum(len(part) for part in parts[: dist.get_rank(replica)])
+    return [item for part in parts for item in part], first
+
+
+def _plan_of(model):
+    """The plan that `parallelize` was given; that of one rank for a model that it has not seen."""
+    grid = getattr(model, "grid", None)
+    return Plan() if grid is None else grid.plan
+
+
+def _device_of(model):
+    """Where a model runs, even if its shards wait on the CPU."""
+    grid = getattr(model, "grid", None)
+    if grid is None:
+        return next(model.parameters()).device
+    return torch.device(grid.dense.device_type)
+
+
+def _require_indices(batches):
+    """ValueError where nobody says which tokens of a row a rank of the context has."""
+    if batches.plan.cp > 1 and batches.indices is None:
+        raise ValueError(
+            f"plan {batches.plan} splits rows: give indices=, e.g. ring_attention.indices")
+
+
+def _require_batch(model, sequences, masks):
+    """ValueError, on all ranks of a replica, for masks that do not fit or sequences that differ."""
+    found = ""
+    if len(sequences) != len(masks):
+        found = f"{len(sequences)} sequences came with {len(masks)} masks"
+    for i, (tokens, mask) in enumerate(zip(sequences, masks)):
+        if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
+            found = (
+                f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
+                f"token at least, and an entry of the mask for each of tokens[1:]")  # fmt: skip
+
+    # COMM: eight bytes a rank of the replica tell whether all of them have the same batch. Pinned
+    # by tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
+    plan = _plan_of(model)
+    if plan.world > plan.dp:
+        digest = hashlib.blake2b(digest_size=8)
+        for tokens, mask in zip(sequences, masks):
+            digest.update(np.asarray([len(tokens), *tokens], dtype=np.int64).tobytes())
+            digest.update(np.asarray(mask, dtype=bool).tobytes())
+        replica = model.grid.replica
+        parts = [None] * dist.get_world_size(replica)
+        dist.all_gather_object(parts, (digest.digest(), found), group=replica)
+        found = next((text for _, text in parts if text), "")
+        if not found and len({part for part, _ in parts}) > 1:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
+            found = (
+                f"ranks {ranks} work on the same sequences in plan {plan}, but were given "
+                f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+    if found:
+        raise ValueError(found)
+
+
+class PaddedTokens:
+    """A model under sequence parallelism for callers that know nothing of it, such as trees.
+
+    Pads the tokens (1, S) to a multiple of t, runs the model, drops the padding. Attention never
+    sees the padding. Everything else is the model's.
+    """
+
+    def __init__(self, model, multiple):
+        self.model = model
+        self.multiple = multiple
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def hidden(self, tokens_1S, /, *, positions, attention):
+        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
+        # rank without any still runs t, because its partners wait for it.
+        length = tokens_1S.shape[1]
+        padded_length = max(1, -(-length // self.multiple)) * self.multiple
+        pad = padded_length - length
+
+        def attention_without_padding(q, k, v, /, **options):
+            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
+            return F.pad(out, (0, 0, 0, pad))
+
+        x_1SM = self.model.hidden(
+            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
+            attention=attention_without_padding,
+        )  # fmt: skip
+        return x_1SM[:, :length]
+
+
+# L. check -------------------------------------------------------------------------------------
 #
 # Two optimiser steps of a toy, ddp and fsdp on 1 to 3 ranks against `definition`, and every plan.
 # Skip it: `python parallel.py check` runs it.

@@ -94,22 +94,21 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, Micro, Pipeline, Plan, Stop, add_terms, agree, clip_grad_norm, connect,
-    copy_weights, lr_factor, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
-    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, reshard, shard,
-    sharded, summed, superseded, training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, PaddedTokens, Plan, Stop, agree, clip_grad_norm, connect,
+    copy_weights, gather_replica, lr_factor, micro_batches, name_suspects, naming_lost_ranks,
+    newest_checkpoint, parallelize, persistent_buffers, read_checkpoint, reduce_gradients,
+    replica_difference, reshard, shard, speaks_for_replica, summed, superseded, training_tensors,
+    write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
 
@@ -567,34 +566,6 @@ def update(config, trainer, rollouts, chosen, step):
 # 5. The trainer: policy, optimiser and generator ----------------------------------------------
 
 
-def pack(batch, micro_tokens, *, tree=False):
-    """Cut a batch into micro-batches of at most micro_tokens tokens, in order; long ones alone.
-
-    tree: prefixes are run once, so what a trajectory shares with the one before it counts once.
-    """
-    # Trajectories of 9, 10 and 11 tokens that share their first 8, with micro_tokens 12:
-    #
-    #     tree=False   [9] [10] [11]
-    #     tree=True    [9, 10]  [11]     9 + 2 new ones are 11; 3 more would be 14
-    micros = []
-    room = 0  # tokens that the last micro-batch can still take
-    previous = []
-    for trajectory in batch:
-        count = len(trajectory.tokens)
-        if tree:
-            count -= shared_prefix(previous, trajectory.tokens)
-            previous = trajectory.tokens
-
-        # In a micro-batch of its own nothing is shared with what came before: it counts whole.
-        if not micros or count > room:
-            micros.append([])
-            room = micro_tokens
-            count = len(trajectory.tokens)
-        micros[-1].append(trajectory)
-        room -= count
-    return micros
-
-
 def loss_inputs(config, micro, lp_BT):
     """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
 
@@ -638,20 +609,17 @@ class Trainer:
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
         self.optimizer = adamw(config, self.model, self.plan)
 
-    def score(self, model, micro, trie=None):
-        """A micro-batch's mask of sampled tokens, and their log-probs, entropies and, of a critic,
-        values, all (B, T). trie: the tree of its prefixes, with `--tree` (`prefix_tree`)."""
-        if trie is not None:
-            return score_tree(self, model, micro, trie)
-        if self.plan is not None and model is self.model and self.config.tree == "disabled":
-            return score_under_plan(self, micro)
-
-        # One forward over all the micro-batch's tokens, end to end without padding; each attends
-        # to its own trajectory. The head, the dearest matrix, runs where a token was sampled.
-        mask_BT = padded([t.mask for t in micro], torch.empty(0, device=self.device).bool())
-        sequences = [t.tokens for t in micro]
-        temperature = self.config.temperature
-        return mask_BT, *models.packed_logprobs(model, sequences, mask_BT, temperature=temperature)
+    def batches(self, model=None) -> PackedBatches:
+        """The policy, or another model, as what runs micro-batches of sequences."""
+        # A micro-batch's sequences lie end to end in one row, and each attends to itself only. The
+        # head, the dearest matrix, runs where a token was sampled. What a plan makes of this, which
+        # rank has which tokens and which one the loss, is the business of parallel.py.
+        config = self.config
+        return PackedBatches(
+            self.model if model is None else model,
+            attention=document_attention(config.cp_method), indices=ring_attention.indices,
+            micro_tokens=config.micro_tokens, temperature=config.temperature,
+        )  # fmt: skip
 
     def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
         """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
@@ -677,19 +645,22 @@ class Trainer:
             measured.append(sums)
             return loss
 
-        # This is the whole of it on one device: forward, loss, backward, one micro-batch after the
-        # other. Losses are parts of one sum, so their gradients only have to be added, which is
-        # what backward() does to .grad. Its graph is freed before the next micro-batch is run.
-        batch_here = share_of_batch(self, batch)
-        tree_tokens = 0  # run by this rank, where a tree makes them fewer
-        if runs_its_own_backward(self):  # block trees and pipelines call loss_of in their midst
-            tree_tokens = backward_by_parts(self, batch_here, loss_of)
-        else:
-            for micro in micro_batches(self, batch_here):
-                trie = prefix_tree(self, micro)
-                tree_tokens += tokens_of(trie, micro)
-                loss_of(micro, *self.score(self.model, micro, trie)).backward()
-        return metrics_of_all_ranks(self, measured, batch, tree_tokens)
+        # Ranks that run one forward together first get what all of them have played. On one device
+        # that is the batch itself.
+        together, _ = gather_replica(self.model, batch)
+        if self.config.tree != "disabled":
+            tree_tokens = backward_by_trees(self, together, loss_of)
+            return metrics_of_all_ranks(self, measured, batch, tree_tokens)
+
+        # Forward, loss, backward, one micro-batch after the other. Losses are parts of one sum, so
+        # their gradients only have to be added, which is what backward() does to .grad.
+        def loss_of_rows(indices, *scores):
+            return loss_of([together[i] for i in indices], *scores)
+
+        sequences = [t.tokens for t in together]
+        masks = [t.mask for t in together]
+        self.batches().forward_backward(sequences, masks, loss_of_rows)
+        return metrics_of_all_ranks(self, measured, batch)
 
     def forward_only(self, batch, model=None) -> list:
         """Log-probs of the sampled tokens: a numpy vector of L - 1 each, 0 where not sampled."""
@@ -1156,9 +1127,9 @@ def resumed_config(path, given) -> Config:
     return Config(**(stored | given))
 
 
-# B. A batch on many ranks: shards, plans, pipelines, and metrics of all ranks -----------------
-# How the Trainer's few calls reach other ranks: packed batches under tensor, context, pipeline and
-# expert parallelism. On one device, or with whole copies (DDP), all of it does nothing: skip it.
+# B. A batch on many ranks: shards, plans, and metrics of all ranks ----------------------------
+# How the Trainer's few calls reach other ranks. Packed batches under a plan are parallel.py's, its
+# section 10. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
 
 def split_over_ranks(config, model, device):
@@ -1207,269 +1178,55 @@ def denominator(batch, config) -> float:
     return normaliser(masks, aggregation=config.aggregation, max_new_tokens=config.max_new_tokens)
 
 
-def head_part(model):
-    """The model, or the part of a pipeline that has the head; None where another rank has it."""
-    return model.last if isinstance(model, Pipeline) else model
+def document_attention(method):
+    """For `PackedBatches`: makes the causal attention of each document of a row.
 
-
-def reports(trainer) -> bool:
-    """Whether this rank speaks for the ranks that work on the same trajectories."""
-    if trainer.plan is None:
-        return True
-    if head_part(trainer.model) is None:
-        return False
-
-    # The first rank of its tensor group that is also the first of its context group.
-    #
-    #     plan t2c2: tensor groups 0 1 | 2 3, context groups 0 2 | 1 3   ->   rank 0 alone
-    rank = dist.get_rank()
-    for kind in ("tp", "cp"):
-        if rank not in [ranks[0] for ranks in trainer.plan.groups(kind)]:
-            return False
-    return True
-
-
-def gather_replica(trainer, batch):
-    """The trajectories of all ranks that work on the same ones, and where this rank's begin.
-
-    Rollouts are dealt to all ranks, but ranks of one t, c or p group run the same forward: each
-    gets what all of them have played.
+    method: of a ring, where the row's tokens are spread over the ranks of a context.
     """
-    if trainer.plan is None or trainer.plan.world == trainer.plan.dp:
-        return batch, 0
-    replica = trainer.grid.replica
-    parts = [None] * dist.get_world_size(replica)
-    dist.all_gather_object(parts, batch, group=replica)
-    first = sum(len(part) for part in parts[: dist.get_rank(replica)])
-    return [t for part in parts for t in part], first
+
+    def attention_of_row(document_1S, group):
+        if group is None:
+            return models.packed_attention(doc_ids=document_1S)
+
+        # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what
+        # each pair of ranks needs. A layer with a window narrows it further.
+        mask = ring_attention.Mask.documents(doc_ids=document_1S)
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            return ring_attention.ring_attention(
+                q, k, v, group=group, mask=mask.with_window(window), method=method,
+                scale=scale, softcap=softcap,
+            )  # fmt: skip
+
+        return attention
+
+    return attention_of_row
 
 
-def share_of_batch(trainer, batch):
-    """What this rank runs of a batch: everything of its replica, trees dealt out anew."""
-    together, _ = gather_replica(trainer, batch)
-    return deal_trees(trainer, together)
-
-
-NOTHING = np.zeros(0)
-FILLER = Trajectory(  # one token, no target: a rank without data runs it so that others can go on
-    -1, [0], NOTHING.astype(bool), NOTHING, advantages=NOTHING, values=NOTHING, returns=NOTHING
-)
-
-
-def micro_batches(trainer, batch):
-    """`pack` by the configuration, filled up to as many micro-batches as other ranks need."""
-    config = trainer.config
-    if config.tree == "dta":  # its blocks are cut by --max-tokens
-        return [batch or [FILLER]]
-
-    # A pipeline of p stages idles less the more micro-batches it has: at least 2 p of them, of
-    # about one size, since all are padded to the longest.
-    stages = trainer.plan.pp if trainer.plan else 1
-    size = config.micro_tokens
-    if stages > 1:
-        lengths = [len(t.tokens) for t in batch]
-        size = min(size, sum(lengths) // (2 * stages) + max(lengths, default=0))
-    micros = pack(batch, size, tree=config.tree == "sparse")
-
-    # Interleaved schedules want a multiple of p: 5 micro-batches on 2 stages become 6.
-    count = len(micros)
-    if stages > 1:
-        count = max(2 * stages, -(-count // stages) * stages)
-    if sharded(trainer.model) or (trainer.plan and trainer.plan.ep > 1):
-        # COMM: a sharded forward gathers weights from all, and tokens go to all ranks' experts,
-        # so ranks agree on their number and fill up with empty ones.
-        # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
-        most = torch.tensor(count, device=trainer.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        count = int(most)
-    return micros + [[FILLER]] * (count - len(micros))
-
-
-class Layout(NamedTuple):
-    """A packed micro-batch under a plan: whole on every rank, which runs the tokens `take_s`."""
-
-    tokens_1S: torch.Tensor
-    positions_1S: torch.Tensor
-    take_s: torch.Tensor  # the tokens of this rank of the context group, ascending
-    at_N: torch.Tensor  # the token that predicts each scored one
-    mask_BT: torch.Tensor
-    attention: object
-
-    def micro(self) -> Micro:
-        """This rank's tokens, as a model under a plan takes them."""
-        tokens_1s = self.tokens_1S[:, self.take_s]
-        return Micro(tokens_1s, self.positions_1S[:, self.take_s], self.attention)
-
-
-def lay_out(trainer, micros) -> list:
-    """A Layout for each micro-batch, padded so that its tokens can be shared out evenly."""
-    # Sequence parallelism cuts tokens in t; a zigzag ring cuts them in 2 c. A pipeline wants all
-    # micro-batches of one length.
-    plan = trainer.plan
-    unit = plan.tp
-    if plan.cp > 1:
-        unit *= 2 * plan.cp
-    sizes = [sum(len(t.tokens) for t in micro) for micro in micros]
-    if plan.pp > 1:
-        sizes = [max(sizes)] * len(sizes)
-    return [
-        lay_out_one(trainer, micro, -(-size // unit) * unit)
-        for micro, size in zip(micros, sizes, strict=True)
-    ]
-
-
-def lay_out_one(trainer, micro, length):
-    """The Layout of one micro-batch in a row of `length` tokens."""
-    # Trajectories a b c and d e in 8 places; sampled are b, c and e:
-    #
-    #     tokens      a b c d e 0 0 0        padding is in no document, and at position 0
-    #     document    0 0 0 1 1 - - -
-    #     position    0 1 2 0 1 0 0 0
-    #     mask        [[1, 1], [1, 0]]       of targets b c and e, padded
-    #     at          [0, 1, 3]              b is predicted at a, c at b, e at d
-    device = trainer.device
-    lengths = [len(t.tokens) for t in micro]
-    pad = length - sum(lengths)
-    tokens = [token for t in micro for token in t.tokens] + [0] * pad
-    positions = [n for size in lengths for n in range(size)] + [0] * pad
-    document_1S = np.repeat([*range(len(micro)), -1], [*lengths, pad])[None]
-    mask_BT = padded([t.mask for t in micro], torch.empty(0, device=device).bool())
-    row_N, column_N = mask_BT.nonzero(as_tuple=True)
-    starts_B = torch.tensor(np.cumsum([0, *lengths[:-1]]), device=device)
-
-    attention = models.packed_attention(doc_ids=torch.from_numpy(document_1S))
-    rank = 0
-    if trainer.plan.cp > 1:
-        rank = dist.get_rank(trainer.grid.context)
-        attention = context_attention(trainer, document_1S)
-    take_s = ring_attention.indices(length, rank, trainer.plan.cp).to(device)
-    tokens_1S = torch.tensor([tokens], device=device)
-    positions_1S = torch.tensor([positions], device=device)
-    at_N = starts_B[row_N] + column_N
-    return Layout(tokens_1S, positions_1S, take_s, at_N, mask_BT, attention)
-
-
-def context_attention(trainer, document_1S):
-    """Attention inside documents, their tokens spread over the ranks of the context group."""
-    # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what each
-    # pair of ranks needs. A layer with a window narrows it further.
-    group = trainer.grid.context
-    method = trainer.config.cp_method
-    mask = ring_attention.Mask.documents(doc_ids=document_1S)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        return ring_attention.ring_attention(
-            q, k, v, group=group, mask=mask.with_window(window), method=method,
-            scale=scale, softcap=softcap,
-        )  # fmt: skip
-
-    return attention
-
-
-def score_layout(trainer, hidden_1sM, layout):
-    """What `Trainer.score` returns, from the states of this rank's tokens."""
-    # Of the N scored tokens, those whose state lies here; searchsorted finds it among ours.
-    model = head_part(trainer.model)
-    here_N = torch.isin(layout.at_N, layout.take_s)
-    at_n = layout.at_N[here_N]
-    x_nM = hidden_1sM[0, torch.searchsorted(layout.take_s, at_n)]
-    targets_n = layout.tokens_1S[0, at_n + 1]
-    columns = model.logprobs(x_nM, targets_n, temperature=trainer.config.temperature)
-    if model.config.value_head:
-        columns = (*columns, model.values(x_nM))
-
-    # Back into (B, T). Ranks of a context group have filled in different entries, and the others
-    # are 0: their sum is the whole, and all compute the same loss of it.
-    rows_N, places_N = layout.mask_BT.nonzero(as_tuple=True)
-    at = rows_N[here_N], places_N[here_N]
-    scores = [layout.mask_BT]
-    for x_n in columns:
-        x_BT = x_n.new_zeros(layout.mask_BT.shape).index_put(at, x_n)
-        if trainer.plan.cp > 1:
-            x_BT = add_terms(x_BT, trainer.grid.context)
-        scores.append(x_BT)
-    return scores
-
-
-def score_under_plan(trainer, micro):
-    """`Trainer.score` of the policy under a plan."""
-    (layout,) = lay_out(trainer, [micro])
-    tokens_1s, positions_1s, attention = layout.micro()
-    hidden_1sM = trainer.model.hidden(tokens_1s, positions=positions_1s, attention=attention)
-    return score_layout(trainer, hidden_1sM, layout)
-
-
-def score_pipeline(trainer, micros) -> list:
-    """`Trainer.score` of all micro-batches on the last stage; [] on the others."""
-    layouts = lay_out(trainer, micros)
-    states = trainer.model.forward([layout.micro() for layout in layouts]) or ()
-    return [score_layout(trainer, *pair) for pair in zip(states, layouts)]
-
-
-def from_last_stage(trainer, found) -> list:
-    """What the pipeline's last stage found, on all ranks of the replica."""
-    parts = [None] * dist.get_world_size(trainer.grid.replica)
-    dist.all_gather_object(parts, found, group=trainer.grid.replica)
-    return next(part for part in parts if part)
-
-
-def runs_its_own_backward(trainer) -> bool:
-    """Whether forward and backward of a batch are interleaved by somebody else's schedule."""
-    return trainer.config.tree == "dta" or isinstance(trainer.model, Pipeline)
-
-
-def backward_by_parts(trainer, batch, loss_of) -> int:
-    """The gradient of a batch by blocks of its tree, or by a pipeline's schedule.
-
-    loss_of is called with each scored part, and its value is differentiated there and then.
-    Returns how many tokens of a tree were run.
-    """
-    if trainer.config.tree == "dta":
-        return backward_by_blocks(trainer, batch, loss_of)
-
-    micros = micro_batches(trainer, batch)
-    layouts = lay_out(trainer, micros)
-
-    def loss_of_states(k, hidden_1sM):
-        return loss_of(micros[k], *score_layout(trainer, hidden_1sM, layouts[k]))
-
-    trainer.model.forward_backward([layout.micro() for layout in layouts], loss_of_states)
-    return 0
-
-
-@torch.no_grad()
 def score_batch(trainer, batch, model, kind) -> list:
     """A numpy vector (L - 1,) for each trajectory; kind: logprobs, entropies or values."""
     # The policy under a plan is run by all ranks of a replica, on what all of them hold; this
     # rank's trajectories begin at `first`. The reference is whole on every rank, and runs alone.
-    together = batch
-    first = 0
-    if model is trainer.model:
-        together, first = gather_replica(trainer, batch)
-    micros = micro_batches(trainer, together)
-    if isinstance(model, Pipeline):
-        scored = score_pipeline(trainer, micros)
+    together, first = gather_replica(model, batch)
+    if trainer.config.tree == "disabled":
+        sequences = [t.tokens for t in together]
+        masks = [t.mask for t in together]
+        scores = trainer.batches(model).forward(sequences, masks)
     else:
-        scored = [trainer.score(model, micro, prefix_tree(trainer, micro)) for micro in micros]
-
-    vectors = []
+        scores = scores_by_trees(trainer, model, together)
     column = ("logprobs", "entropies", "values").index(kind)
-    for micro, (_, *columns) in zip(micros, scored):
-        rows_BT = columns[column].double().cpu().numpy()
-        vectors += [row_T[: len(t.mask)] for row_T, t in zip(rows_BT, micro)]
-    if isinstance(model, Pipeline):
-        vectors = from_last_stage(trainer, vectors)
-    reshard(trainer.model)  # without a backward FSDP would leave the gathered weights lying there
-    return vectors[first : first + len(batch)]
+    own = scores[first : first + len(batch)]
+    return [columns[column].double().cpu().numpy() for columns in own]
 
 
 SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
 
 
-def metrics_of_all_ranks(trainer, measured, batch, tree_tokens) -> dict:
+def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     """`loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
 
-    measured: the sums of `grpo_loss`, one dict for each of this rank's micro-batches.
+    measured: the sums of `grpo_loss`, one dict for each of this rank's micro-batches. tree_tokens:
+    those that this rank has run, where a tree makes them fewer.
     """
     totals_K = torch.zeros(len(SUMS), dtype=torch.float64, device=trainer.device)
     gap_max = totals_K.new_zeros(())
@@ -1480,7 +1237,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens) -> dict:
     # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
     # together on the same trajectories have the same sums, and one of them speaks for all.
     numbers = [*totals_K.tolist(), tree_tokens]
-    if not reports(trainer):
+    if not speaks_for_replica(trainer.model):
         numbers = [0.0] * len(numbers)
     flat_tokens = sum(len(t.tokens) for t in batch)
     dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
@@ -1571,63 +1328,52 @@ def shared_prefix(a, b) -> int:
     return count
 
 
-def prefix_tree(trainer, batch):
-    """The tree of a batch's prefixes; None where `--tree` is off."""
-    if trainer.config.tree == "disabled":
-        return None
+NOTHING = np.zeros(0)
+FILLER = Trajectory(  # one token, no target: a rank without data runs it so that others can go on
+    -1, [0], NOTHING.astype(bool), NOTHING, advantages=NOTHING, values=NOTHING, returns=NOTHING
+)
+
+
+def batches_of_trees(trainer, model, batch) -> list:
+    """Cut a batch into lists of trajectories, each for one tree, as many as other ranks need."""
+    if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
+        return [batch or [FILLER]]
+    lengths = [len(t.tokens) for t in batch]
+    cuts = micro_batches(model, lengths, trainer.config.micro_tokens, shared_with_previous(batch))
+    return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
+
+
+def shared_with_previous(batch) -> list:
+    """How many tokens each trajectory has in common with the one before it."""
+    shared = []
+    previous = []
+    for t in batch:
+        shared.append(shared_prefix(previous, t.tokens))
+        previous = t.tokens
+    return shared
+
+
+def prefix_tree(batch):
+    """The tree of a batch's prefixes."""
     return TokenTrie([t.tokens for t in batch])
 
 
 def tokens_of(trie, batch) -> int:
-    """How many tokens of a tree are run; 0 without one. What fills up a rank counts for nothing."""
-    if trie is None or not batch or batch[0].group == FILLER.group:
-        return 0
-    return len(trie.tokens)
+    """How many tokens of a tree are run. What fills up a rank counts for nothing."""
+    return 0 if batch[0] is FILLER else len(trie.tokens)
 
 
 def deal_trees(trainer, batch):
     """This rank's share of the data-parallel ranks' batch: prefixes together, equal times."""
-    # Without trees rollouts stay where they were played. Context ranks share one tree's tokens.
+    # Context ranks share one tree's tokens.
     plan = trainer.plan or Plan(dp=dist.get_world_size())
-    if trainer.config.tree == "disabled" or plan.cp > 1 or plan.dp == 1:
+    if plan.cp > 1 or plan.dp == 1:
         return batch
     cost = Cost(recomputed=1 / 3 if trainer.config.recompute else 0.0)
     group = None if trainer.plan is None else trainer.grid.data
     sequences = [t.tokens for t in batch]
     _, share = redistribute(sequences, batch, group=group, cost=cost)
     return share
-
-
-class PaddedPolicy:
-    """A policy under tensor parallelism, for trees.
-
-    Pads the packed tree to a multiple of t, runs the policy, drops the padding. Attention never
-    sees the padding. Everything else is the policy's.
-    """
-
-    def __init__(self, model, multiple):
-        self.model = model
-        self.multiple = multiple
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def hidden(self, tokens_1S, /, *, positions, attention):
-        # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
-        # rank without any still runs t, because its partners wait for it.
-        length = tokens_1S.shape[1]
-        padded_length = max(1, -(-length // self.multiple)) * self.multiple
-        pad = padded_length - length
-
-        def attention_of_tree(q, k, v, /, **options):
-            out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
-            return F.pad(out, (0, 0, 0, pad))
-
-        x_1SM = self.model.hidden(
-            F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=attention_of_tree,
-        )  # fmt: skip
-        return x_1SM[:, :length]
 
 
 def tree_options(trainer, model, batch):
@@ -1644,34 +1390,65 @@ def tree_options(trainer, model, batch):
     elif own and plan.cp > 1:
         options.update(group=trainer.grid.context, method=config.cp_method)
     if own and plan.tp > 1:
-        model = PaddedPolicy(model, plan.tp)
+        model = PaddedTokens(model, plan.tp)
     return model, options
 
 
 def score_tree(trainer, model, micro, trie):
-    """`Trainer.score` by the tree of a micro-batch's prefixes."""
-    mask_BT = padded([t.mask for t in micro], torch.empty(0, device=trainer.device).bool())
+    """Log-probs, entropies and, of a critic, values (B, T) by the tree of trajectories."""
     model, options = tree_options(trainer, model, micro)
-    return mask_BT, *tree_scores(model, trie, padded=True, **options)
+    return tree_scores(model, trie, padded=True, **options)
 
 
-def backward_by_blocks(trainer, batch, loss_of) -> int:
-    """`--tree dta`: the gradient block by block; how many tokens the tree has."""
+@torch.no_grad()
+def scores_by_trees(trainer, model, batch) -> list:
+    """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
+    found = []
+    for micro in batches_of_trees(trainer, model, batch):
+        columns = score_tree(trainer, model, micro, prefix_tree(micro))
+        for b, t in enumerate(micro):
+            if t is not FILLER:
+                found.append(tuple(x_BT[b, : len(t.mask)] for x_BT in columns))
+    reshard(model)  # without a backward FSDP would leave the gathered weights lying there
+    return found
+
+
+def backward_by_trees(trainer, batch, loss_of) -> int:
+    """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
+    # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
+    batch = deal_trees(trainer, batch)
+    tree_tokens = 0
+    for micro in batches_of_trees(trainer, trainer.model, batch):
+        trie = prefix_tree(micro)
+        tree_tokens += tokens_of(trie, micro)
+        # One tree has one graph under `sparse`; `dta` makes and drops the graphs of its blocks.
+        if trainer.config.tree == "dta":
+            backward_by_blocks(trainer, micro, trie, loss_of)
+        else:
+            scores = score_tree(trainer, trainer.model, micro, trie)
+            loss_of(micro, mask_of(micro, scores[0]), *scores).backward()
+    return tree_tokens
+
+
+def backward_by_blocks(trainer, batch, trie, loss_of):
+    """`--tree dta`: the gradient of a batch, block by block of its tree."""
 
     def loss_of_block(ended, *scores):
         # The trajectories that end in this block, by their index in the batch.
         micro = [batch[i] for i in ended]
-        mask_BT = padded([t.mask for t in micro], scores[0]).bool()
-        return loss_of(micro, mask_BT, *scores)
+        return loss_of(micro, mask_of(micro, scores[0]), *scores)
 
-    trie = prefix_tree(trainer, batch)
     model, options = tree_options(trainer, trainer.model, batch)
     # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
     tree_backward(
         model, trie, loss_of_block, recompute=trainer.config.recompute, batched=True,
         check_finite=False, **options,
     )  # fmt: skip
-    return tokens_of(trie, batch)
+
+
+def mask_of(micro, like):
+    """Which targets of trajectories were sampled, (B, T) bool, on the device of `like`."""
+    return padded([t.mask for t in micro], like).bool()
 
 
 # D. PPO's critic, and the KL in the reward ----------------------------------------------------
@@ -2210,7 +1987,7 @@ def likelihood_loss(config, micro, mask_BT, lp_BT, entropy_BT, Z):
     """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`.
 
     config, micro                 the aggregation; the trajectories
-    mask_BT, lp_BT, entropy_BT    of their tokens, as `Trainer.score` returns them
+    mask_BT, lp_BT, entropy_BT    of their tokens, as `PackedBatches` gives them
     Z                             of (7)
     """
     sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)

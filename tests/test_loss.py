@@ -16,10 +16,11 @@ import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import models
+from parallel import pack
 from train_grpo import (
     SUMS, Config, Trainer, Trajectory, advantages, branch_advantages, build, definition,
     demonstrations, denominator, grpo_loss, loss_metrics, loss_weight, lr_factor, make_task,
-    normaliser, pack, policy_loss,
+    normaliser, policy_loss, shared_with_previous,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -506,9 +507,10 @@ def test_trees_are_cut_by_their_own_tokens():
     batch = [SimpleNamespace(tokens=[*range(8), *some]) for some in ([8], [9, 9], [9, 9, 1], [7])]
     batch.append(SimpleNamespace(tokens=[0, 1]))  # a prefix, and then nothing in common
     batch.append(SimpleNamespace(tokens=[5] * 4))
-    cuts = [len(micro) for micro in pack(batch, 12, tree=True)]
+    lengths = [len(t.tokens) for t in batch]
+    cuts = [len(micro) for micro in pack(lengths, 12, shared_with_previous(batch))]
     assert cuts == [3, 2, 1]  # 9 + 2 + 1, then 9 + 0, and 4 more than 12 - 9
-    assert [len(micro) for micro in pack(batch, 12)] == [1, 1, 1, 2, 1]
+    assert [len(micro) for micro in pack(lengths, 12)] == [1, 1, 1, 2, 1]
 
 
 @pytest.mark.parametrize("size", [1, 30, 10000])

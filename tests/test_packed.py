@@ -1,0 +1,337 @@
+"""A packed batch under a plan, by parallel.py alone: a user's sequences, loss and model.
+
+One process computes the truth sequence by sequence, from logits. Ranks are started once for all
+plans of two ranks, and once, behind `-m slow`, for those of four.
+"""
+
+import re
+from types import SimpleNamespace
+
+import measure_parallel
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_ranks import ranks
+
+import models
+import ring_attention
+from parallel import (
+    Grid,
+    LocalOptimizer,
+    PackedBatches,
+    Plan,
+    clip_grad_norm,
+    full,
+    gather_replica,
+    pack_row,
+    parallelize,
+    reduce_gradients,
+)
+
+LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
+TEMPERATURE = 0.7
+TWO = {
+    "d2": ("d2", "dense", {}),
+    "d2 fsdp": ("d2", "dense", dict(mode="fsdp")),
+    "t2": ("t2", "dense", {}),
+    "t2 tied": ("t2", "tied", {}),
+    "c2": ("c2", "dense", {}),
+    "p2": ("p2", "dense", {}),
+    "p2 zbv": ("p2", "deep", dict(schedule="zbv")),
+    "d2e2": ("d2e2", "moe", {}),
+    "d2e2, all on one rank": ("d2e2", "moe", dict(alone=True)),
+}
+FOUR = {
+    "t2c2": ("t2c2", "dense", {}),
+    "p2t2": ("p2t2", "dense", {}),
+    "p2c2": ("p2c2", "tied", {}),
+    "d2p2 interleaved fsdp": ("d2p2", "deep", dict(schedule="interleaved1f1b", mode="fsdp")),
+    "d2t2e4": ("d2t2e4", "moe", {}),
+}
+
+
+def draw():
+    """Sequences, masks, and a weight for each sequence."""
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(56, size=n).tolist() for n in LENGTHS]
+    masks = [rng.random(n - 1) < 0.7 for n in LENGTHS]
+    masks[1][:] = False  # nothing is scored
+    masks[4] = masks[4].tolist()  # any sequence of truth values will do
+    return sequences, masks, torch.from_numpy(rng.standard_normal(len(LENGTHS)))
+
+
+def user_loss(weights_B, mask_BT, logprobs_BT, entropies_BT):
+    """Not linear in the tokens of a sequence, and so of whole sequences only."""
+    count_B = mask_BT.sum(-1).clamp(min=1)
+    mean_B = logprobs_BT.sum(-1) / count_B
+    return (weights_B * mean_B.square() - 0.1 * entropies_BT.sum(-1)).sum() / len(LENGTHS)
+
+
+def truth_of(kind):
+    """Loss, gradients by name, and scores of each sequence, by the definition."""
+    model = measure_parallel.build(kind, torch.float64)
+    sequences, masks, weights = draw()
+    loss, scores = 0.0, []
+    for i, (tokens, mask) in enumerate(zip(sequences, masks, strict=True)):
+        tokens, mask = torch.tensor(tokens), torch.tensor(mask, dtype=torch.bool)
+        logp = (model(tokens[None])[0, :-1] / TEMPERATURE).log_softmax(-1)
+        logprobs = logp.gather(-1, tokens[1:, None])[:, 0] * mask
+        entropies = -(logp.exp() * logp).sum(-1) * mask
+        loss = loss + user_loss(weights[i], mask[None], logprobs[None], entropies[None])
+        scores.append((logprobs.detach(), entropies.detach()))
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}, scores
+
+
+def attention(document_1S, group):
+    """What the README shows: documents on one device, or over the ranks of a context."""
+    if group is None:
+        return models.packed_attention(doc_ids=document_1S)
+    mask = ring_attention.Mask.documents(doc_ids=document_1S)
+
+    def ring(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        return ring_attention.ring_attention(
+            q, k, v, group=group, mask=mask.with_window(window), scale=scale, softcap=softcap
+        )
+
+    return ring
+
+
+def errors(model, truth, mine, micro_tokens=12):
+    """{what: the worst error} on this rank, whose share of the data is `mine`."""
+    loss, gradients, scores = truth
+    sequences, masks, weights = draw()
+    together, first = gather_replica(model, mine)
+    assert together[first : first + len(mine)] == mine
+    batches = PackedBatches(
+        model, attention=attention, indices=ring_attention.indices, micro_tokens=micro_tokens,
+        temperature=TEMPERATURE,
+    )  # fmt: skip
+    given = [sequences[i] for i in together], [masks[i] for i in together]
+
+    found = {"scores": 0.0}
+    for i, columns in zip(together, batches.forward(*given), strict=True):
+        for x, true in zip(columns, scores[i], strict=True):
+            assert x.shape == true.shape and not x.requires_grad
+            off = (x - true).abs().max().item() if len(x) else 0.0
+            found["scores"] = max(found["scores"], off)
+
+    def loss_fn(indices, *columns):
+        assert indices and all(len(x) == len(indices) for x in columns)
+        return user_loss(weights[[together[i] for i in indices]], *columns)
+
+    found["loss"] = abs(batches.forward_backward(*given, loss_fn).item() - loss)
+    if dist.is_initialized():
+        reduce_gradients(model)
+    largest = max(g.abs().max() for g in gradients.values())
+    named = {name: full(p.grad) for name, p in model.named_parameters()}
+    found["gradient"] = max((named[k] - gradients[k]).abs().max() / largest for k in named).item()
+    return found
+
+
+def _under_plans(rank, cases):
+    """{case: errors} of this rank."""
+    truths, grids, found = {}, {}, {}
+    for name, (text, kind, options) in cases.items():
+        options, plan = dict(options), Plan.parse(text)
+        alone = options.pop("alone", False)
+        if text not in grids:
+            grids[text] = Grid.make(plan)
+        if kind not in truths:
+            truths[kind] = truth_of(kind)
+        model = measure_parallel.build(kind, torch.float64)
+        stand_in = models.causal_attention if plan.cp > 1 else None
+        model = parallelize(model, plan, device_mesh=grids[text], attention=stand_in, **options)
+        mine = [*range(len(LENGTHS))][rank :: plan.world]
+        if alone:
+            mine = [*range(len(LENGTHS))] if rank == 0 else []
+        found[name] = errors(model, truths[kind], mine)
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("two"), 2, _under_plans, TWO)
+
+
+@pytest.fixture(scope="module")
+def by_four(tmp_path_factory):
+    return ranks(tmp_path_factory.mktemp("four"), 4, _under_plans, FOUR)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_are_one_process(by_two, name):
+    for found in by_two:
+        assert max(found[name].values()) < 1e-10, found[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_are_one_process(by_four, name):
+    for found in by_four:
+        assert max(found[name].values()) < 1e-10, found[name]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
+def test_an_unsplit_model_needs_no_group(micro_tokens):
+    model, everything = measure_parallel.build("dense", torch.float64), [*range(len(LENGTHS))]
+    truth = truth_of("dense")
+    assert max(errors(model, truth, everything, micro_tokens).values()) < 1e-12
+    # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
+    assert errors(model, truth, everything, micro_tokens)["gradient"] == pytest.approx(1.0)
+
+
+@pytest.mark.quick
+def test_a_row_is_the_one_of_the_worked_example():
+    row = pack_row([[11, 12, 13], [14, 15]], [[True, True], [True]], 8)
+    assert row.tokens_1S.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0]]
+    assert row.document_1S.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
+    assert row.positions_1S.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
+    assert row.mask_BT.tolist() == [[True, True], [True, False]]
+    assert row.at_N.tolist() == [0, 1, 3]
+
+
+# What cannot be ------------------------------------------------------------------------------
+
+
+def _fails(function, *args, **options):
+    with pytest.raises(ValueError) as error:
+        function(*args, **options)
+    return str(error.value)
+
+
+def _refused_batches(rank):
+    grids = {text: Grid.make(Plan.parse(text)) for text in ("t2", "c2")}
+    built = {}
+    for text, grid in grids.items():
+        model = measure_parallel.build("dense", torch.float64)
+        options = dict(device_mesh=grid, attention=models.causal_attention)
+        built[text] = parallelize(model, Plan.parse(text), **options)
+    texts = [_fails(PackedBatches, built["c2"], attention=attention)]
+    call = PackedBatches(built["t2"], attention=attention).forward_backward
+    texts.append(_fails(call, [[1, 2, 3 + rank]], [[True, True]], None))
+    texts.append(_fails(call, [[1, 2, 3]], [[True, rank == 0]], None))
+    texts.append(_fails(call, [[1, 2, 3], [4]], [[True] * (2 + rank), []], None))
+    texts.append(_fails(call, [[1, 2, 3], []], [[True, True], []], None))
+    texts.append(_fails(call, [[1, 2, 3]], [], None))
+    return texts
+
+
+SAID = [
+    "plan c2 splits rows: give indices=",
+    *["ranks 0, 1 work on the same sequences in plan t2, but were given different"] * 2,
+    "sequence 0 has 3 tokens and a mask of 3; it needs .* each of tokens",
+    "sequence 1 has 0 tokens and a mask of 0",
+    "1 sequences came with 0 masks",
+]
+
+
+def test_a_batch_that_cannot_be_is_refused_on_every_rank(tmp_path):
+    first, second = ranks(tmp_path, 2, _refused_batches)
+    assert first == second
+    for text, pattern in zip(first, SAID, strict=True):
+        assert re.search(pattern, text), text
+
+
+class _Incomplete(torch.nn.Module):
+    """What somebody might bring: layers and a config, and several names that are others'."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sparse_layers=()
+        )
+        self.model = measure_parallel.build("dense", torch.float64).model
+        del self.model.norm, self.model.layers[1].self_attn.q_proj
+        for layer in self.model.layers:
+            del layer.mlp.up_proj
+
+    def hidden(self, tokens, positions=None):
+        return tokens
+
+
+ABSENT = {
+    "d2": ".logprobs .config.intermediate_size .hidden(.., attention=)",
+    "t2": ".logprobs .config.intermediate_size .head_rows .head_weight .model.norm .lm_head "
+    ".config.vocab_size .config.tie_word_embeddings .hidden(.., attention=) "
+    ".model.layers[0].mlp.up_proj.weight .model.layers[1].self_attn.q_proj.weight",
+    "p2": ".logprobs .config.intermediate_size .attention .require_tokens .model.norm .lm_head "
+    ".config.hidden_size .config.tie_word_embeddings .hidden(.., attention=)",
+}
+
+
+def _incomplete(rank):
+    texts = []
+    for text in ABSENT:
+        plan, model = Plan.parse(text), _Incomplete()
+        grid = Grid.make(plan)
+        texts.append(_fails(parallelize, model, plan, device_mesh=grid))
+        assert not hasattr(model, "grid")
+    return texts
+
+
+def test_everything_that_a_model_lacks_is_named_at_once(tmp_path):
+    first, second = ranks(tmp_path, 2, _incomplete)
+    assert first == second
+    for (plan, names), text in zip(ABSENT.items(), first, strict=True):
+        start, *absent = re.split(" has no |, no ", text)
+        assert f"for plan {plan}" in start and "_Incomplete" in start
+        assert sorted(absent) == sorted(re.findall(r"\.(?:[^ (]|\([^)]*\))+", names)), text
+
+
+# Any module ----------------------------------------------------------------------------------
+
+
+def _plain():
+    """A module that has no name of ours, one frozen parameter, and data of five rows."""
+    torch.manual_seed(3)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = torch.nn.Sequential(layer, torch.nn.Linear(8, 3)).double()
+    module[1].bias.requires_grad = False
+    return module, torch.randn(5, 4, 8, dtype=torch.float64)
+
+
+def _three_steps(module, rows, optimizer, reduce, clip):
+    """Norms before the clip, and the parameters after three steps on these rows of five."""
+    found = []
+    for _ in range(3):
+        (module(rows).square().sum() / 5).backward()
+        reduce(module)
+        found.append(clip(module))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach().clone() for p in module.parameters())]
+
+
+def _any_module(rank):
+    """The largest difference to one process, of ranks with two rows and three."""
+    module, rows = _plain()
+    optimizer = LocalOptimizer(module, lambda p: torch.optim.AdamW(p, lr=0.01))
+    own = rows[:2] if rank == 0 else rows[2:]
+    clip = lambda m: clip_grad_norm(m, 0.5)  # noqa: E731
+    found = _three_steps(module, own, optimizer, reduce_gradients, clip)
+
+    whole, rows = _plain()
+    trained = [p for p in whole.parameters() if p.requires_grad]
+
+    def plainly(m):
+        norm = torch.cat([p.grad.flatten() for p in trained]).norm()
+        for p in trained:
+            p.grad *= min(1.0, 0.5 / norm.item())
+        return norm
+
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    true = _three_steps(whole, rows, optimizer, lambda m: None, plainly)
+    assert min(norm.item() for norm in true[:3]) > 0.5  # all three are clipped
+    before = _plain()[0].parameters()
+    moved = [not torch.equal(a, b) for a, b in zip(before, true[3:], strict=True)]
+    assert moved == [p.requires_grad for p in whole.parameters()]
+    return max((a - b).abs().max().item() for a, b in zip(found, true, strict=True))
+
+
+def test_gradients_clip_and_optimiser_take_any_module(tmp_path):
+    for found in ranks(tmp_path, 2, _any_module):
+        assert found < 1e-10  # AdamW divides by gradients that are nearly 0
+    assert gather_replica(_plain()[0], [1, 2]) == ([1, 2], 0)
