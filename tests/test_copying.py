@@ -22,7 +22,6 @@ pytestmark = pytest.mark.quick
 FILES = ("ring_attention.py", "models.py", "tree_attention.py", "parallel.py", "train_grpo.py")
 SIBLINGS = {file.removesuffix(".py") for file in FILES}
 WHOLE_FILE = "take the file"  # a need that is everything
-VAGUE = "the functions below", "the small functions", "its docstring"  # rows not yet written out
 
 
 # The table ---------------------------------------------------------------------------------------
@@ -281,22 +280,14 @@ ORACLES = {
 # Tests -------------------------------------------------------------------------------------------
 
 
-def cases():
-    """The rows; one that asks for pieces without a name cannot be copied by, and is expected so."""
-    mark = pytest.mark.xfail(reason="the row does not name what is needed")
-    return [
-        pytest.param(functions, needs, id=functions[0], marks=mark if vague else ())
-        for functions, needs in rows_of_table()
-        for vague in [any(words in needs for words in VAGUE)]
-    ]
-
-
 def test_the_table_has_what_people_copy_most():
     listed = {name for functions, _ in rows_of_table() for name in functions}
     assert {*ORACLES, "KVCache"} <= listed
 
 
-@pytest.mark.parametrize("functions, needs", cases())
+@pytest.mark.parametrize(
+    "functions, needs", rows_of_table(), ids=[functions[0] for functions, _ in rows_of_table()]
+)
 def test_a_row_of_the_table_runs_by_itself(functions, needs):
     source = source_of(file_of(functions[0]))
     names = needed(source, needs) | {*functions}
