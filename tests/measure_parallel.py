@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import math
+import pickle
 import statistics
 import sys
 import time
@@ -334,6 +335,13 @@ class Message(NamedTuple):
         return self.given * WIRE[self.op](self.ranks)
 
 
+@functools.lru_cache(maxsize=2)
+def without_memory(pickled):
+    """A model on the meta device, of a pickled config; made once for the many ranks of a table."""
+    with torch.device("meta"):
+        return models.Transformer(pickle.loads(pickled))
+
+
 class Rank:
     """What a rank of a stage holds, and sends in a step: a model in closed form, no measurement.
 
@@ -372,8 +380,7 @@ class Rank:
         self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.size)
         self.x = self.n * config.hidden_size * step.size  # bytes of the states of n tokens
         self.again = int(step.ac == "full")
-        with torch.device("meta"):
-            model = models.Transformer(config)
+        model = without_memory(pickle.dumps(config))
         self.whole = sum(p.numel() for p in model.parameters())
         part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
         self.shapes = {name: self._shape(name, p) for name, p in part.named_parameters()}
