@@ -79,6 +79,7 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import json
@@ -1066,16 +1067,23 @@ def _flag(name):
     return "--" + name.replace("_", "-")
 
 
+@functools.cache
+def _help_texts():
+    """Field of Config -> the comment behind it, which is its help: so it cannot say something else.
+
+    Kept, because inspect parses this whole file to find the class, a tenth of a second.
+    """
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
+
+
 def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
-    # The comment behind a field is its help, so that it cannot say something else.
-    source = inspect.getsource(Config)
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
         usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN ..   (--help: every flag)",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
-        text = re.search(rf"^    {f.name}: .*?  # (.*)$", source, re.M)[1].replace("%", "%%")
+        text = _help_texts()[f.name].replace("%", "%%")
         how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{f.default!r}]")
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction, help=text)

@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
-from test_ranks import read_metrics
+from test_ranks import as_script, read_metrics
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good
 
@@ -790,9 +790,8 @@ def test_a_refusal_leaves_the_directory_free(tmp_path):
     derived = text.replace("class Mine:", "from train_grpo import Task\nclass Mine(Task):")
     # As a script, where the file's Task was once another class than the one that it derives from.
     (tmp_path / "task.py").write_text(derived)
-    command = [sys.executable, SCRIPT, *flags.split(), "--demos", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "Mine has no demonstrations" in done.stderr, done.stderr
+    code, _, err = as_script(SCRIPT, *flags.split(), "--demos", "1", cwd=tmp_path)
+    assert code == 2 and "Mine has no demonstrations" in err, err
     if not importlib.util.find_spec("tensorboard"):
         codes, _, err = cli(tmp_path, f"{flags} --tensorboard")
         assert codes == [2] and "--tensorboard: pip install" in err[0]

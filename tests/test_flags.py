@@ -19,9 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import gc
-import inspect
 import math
 import os
 import re
@@ -309,8 +307,6 @@ def _work(number, pipe):
     """A worker: jobs come through the pipe, and what became of each goes back."""
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Help texts are read from the source, a fifth of such a short run: once is enough.
-    inspect.getsource = functools.cache(inspect.getsource)
     saved, hook = (os.dup(1), os.dup(2)), sys.excepthook
     while (job := pipe.recv()) is not None:
         os.chdir(job.cwd)
@@ -620,7 +616,7 @@ def test_random_flags_finish_or_are_refused_by_all_ranks_alike(workers, models_o
     # Neither all refused nor all plain: else nothing was tried.
     ended = [how for _, how, _, _ in judged]
     compared = sum(compared for *_, compared in judged)
-    assert min(ended.count("finished"), 3 * ended.count("refused"), 3 * compared) > count / 3
+    assert min(ended.count("finished"), 3 * ended.count("refused"), 3 * compared) >= count / 3
 
 
 @pytest.mark.slow

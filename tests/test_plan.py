@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from measure_parallel import PUBLISHED, WIRE, Rank, Step
+from test_ranks import ranks
 
 import models
 import parallel
@@ -250,13 +251,33 @@ SENDS_4 = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
 
 
+def _handed_over(rank, cases):
+    return [measure_parallel.handed_over(*case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def handed_over(tmp_path_factory):
+    """Case -> what each rank hands over; all cases of two ranks in one start of them."""
+    made = {}
+
+    def of_case(name):
+        cases = SENDS if name in SENDS else {name: SENDS_4[name]}
+        if name not in made:
+            folder = tmp_path_factory.mktemp("sends")
+            world = Plan.parse(cases[name][0]).world
+            found = ranks(folder, world, _handed_over, [*cases.values()])
+            made.update(zip(cases, zip(*found)))
+        return made[name]
+
+    return of_case
+
+
 @pytest.mark.parametrize("name", [*SENDS, *SLOW])
-def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(name):
+def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
     """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
     text, kind, options, micros = (SENDS | SENDS_4)[name]
     plan = Plan.parse(text)
-    args = measure_parallel.handed_over, text, kind, options, micros
-    found, told = ring.launch(plan.world, *args), []
+    found, told = handed_over(name), []
     config = measure_parallel.build(kind, torch.float32, vocab_size=56).config
     tokens = 8 * measure_parallel.LENGTH // plan.dp
     ac, mode = options.get("ac", "none"), options.get("mode", "ddp")

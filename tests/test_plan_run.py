@@ -63,7 +63,7 @@ def one_process(truth):
     return run
 
 
-# d2, p2, d2t2 FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
+# d2, p2, t2 with FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
 # same flags; single steps of the other plans are those of test_parallel.py.
 QUICKER = ("t2", "c2", "p2 zbv")
 EVERY = [pytest.param(name, 3) for name in QUICKER]
@@ -127,7 +127,7 @@ def test_a_run_goes_on_under_another_plan(one_process, tmp_path, leg):
     out = tmp_path / "run"
     (tmp_path / "ranks").mkdir()
     chain = [(2, "--plan d2"), (2, "--plan p2 --resume"),
-             (4, "--plan d2t2 --data-parallel fsdp --resume"),
+             (2, "--plan t2 --data-parallel fsdp --resume"),
              (1, "--plan d1 --data-parallel zero1 --resume")]  # fmt: skip
     for n, (world, more) in enumerate(chain, 1):
         stop = f"--steps {n * leg} --save-every {leg}"

@@ -12,6 +12,9 @@ import math
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
+import tempfile
 import traceback
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -22,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shortened
+from conftest import ROOT, shortened
 
 import parallel
 import train_grpo
@@ -90,6 +93,34 @@ def ranks(tmp_path, world, function, *args):
     results = [folder / f"result-{rank}" for rank in range(world)]
     assert all(path.exists() for path in results), f"a rank died: exit codes {codes}"
     return [pickle.loads(path.read_bytes()) for path in results]
+
+
+def _script(rank, file, argv, cwd, log, environment):
+    # As Python would start it: nobody's modules but the libraries', and paths of its own.
+    os.chdir(cwd)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{log}-{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(environment)
+    for path in sys.path[:]:
+        if Path(path).resolve() in (ROOT, ROOT / "tests"):
+            sys.path.remove(path)
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}"):
+            del sys.modules[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    sys.argv = [file, *argv]
+    runpy.run_path(file, run_name="__main__")
+
+
+def as_script(file, *argv, cwd, **environment):
+    """`python FILE ARGV` in a process that has imported the libraries: its code, stdout, stderr.
+
+    file: relative to cwd, or whole. What lies in this repository is imported anew, from beside it.
+    """
+    log = Path(tempfile.mkdtemp(dir=cwd.parent)) / "script"
+    (code,) = join(start(1, _script, str(file), argv, cwd, log, environment))
+    out, err = (Path(f"{log}-{name}").read_text() for name in ("out", "err"))
+    return code, out, err
 
 
 def read_metrics(out):

@@ -11,13 +11,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
 from conftest import ROOT, shortened
-from test_ranks import join, ranks, start
+from test_ranks import as_script, join, ranks, start
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import good
 
@@ -239,13 +238,11 @@ ONE_RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost
 
 def check_error(file, folder, **environment):
     """(max_error of the last line, all that was printed) of `python FILE check` in a folder."""
-    kept = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, file, "check"], cwd=folder, env=kept | environment,
-                          capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
+    code, out, err = as_script(file, "check", cwd=folder, **environment)
+    assert code == 0, out + err
+    last = json.loads(out.splitlines()[-1])
     assert last["ok"] and last["check"] == file.removesuffix(".py")
-    return last["max_error"], done.stdout
+    return last["max_error"], out
 
 
 @pytest.mark.quick
