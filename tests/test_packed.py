@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from test_ranks import ranks
 
 import models
@@ -335,3 +336,27 @@ def test_gradients_clip_and_optimiser_take_any_module(tmp_path):
     for found in ranks(tmp_path, 2, _any_module):
         assert found < 1e-10  # AdamW divides by gradients that are nearly 0
     assert gather_replica(_plain()[0], [1, 2]) == ([1, 2], 0)
+
+
+# The recipe --------------------------------------------------------------------------------------
+
+
+def _by_the_recipe(rank, plans):
+    """Losses of three steps under each plan, by the code of tests/RECIPES.md."""
+    page = (ROOT / "tests" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
+    recipe = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], recipe)
+    sequences, _, _ = draw()
+    masks = [[True] * (len(tokens) - 1) for tokens in sequences]
+    found = []
+    for text in plans:
+        model = measure_parallel.build("dense", torch.float64)
+        found.append(recipe["train"](model, Plan.parse(text), sequences, masks, 3))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_the_recipe_gives_one_loss_under_every_plan(tmp_path):
+    (truth,) = ranks(tmp_path, 1, _by_the_recipe, ["d1"])
+    assert truth[0, 2] < truth[0, 0] - 0.1  # it learns
+    for found in ranks(tmp_path, 2, _by_the_recipe, ["d2", "t2", "c2", "p2"]):
+        assert (found - truth).abs().max() < 1e-10
