@@ -2,8 +2,9 @@
 
 The idea. A loss is a sum over tokens, so its gradient is a sum too. Each rank computes some terms
 of that sum; what this file does is to add terms where they belong together. Nothing is averaged,
-because every term is already divided by a count of the whole batch. So neither the number of ranks
-nor who holds what can change the result beyond rounding.
+because every term is already divided by the global count, of all ranks and micro-batches of a step.
+The caller finds it before the first forward: the masks say it. So neither the number of ranks nor
+who holds what can change the result beyond rounding.
 
     python parallel.py check               # every plan on this CPU against one process, float64
     python parallel.py plan p2d2t2         # its ranks, groups, and the memory of a rank
@@ -12,42 +13,42 @@ nor who holds what can change the result beyond rounding.
 With this file alone, check compares ddp and fsdp of a toy; with models.py, ring_attention.py and
 tests/ beside it, every kind of plan.
 
-What it must equal, for ranks r and the loss L = sum_r L_r:
+What it must equal. A data share d is the ranks that work on the same sequences: c, t and p of them.
+They compute its loss L_d together, and it counts once, however many of them have it:
 
-    (1)  grad   = sum_r dL_r / dtheta
+    (1)  grad   = sum_d dL_d / dtheta             over the data shares, so that L = sum_d L_d
     (2)  norm   = sqrt( sum of the squares of grad's distinct entries )   the same on every rank
-    (3)  theta <- optimiser( theta, grad min(1, max_norm / norm) )        unclipped if not finite
-    (4)  f, into split matrices:    x forward           sum_r dx_r backward   section 3 says why
-    (5)  g, out of them:            sum_r y_r forward   dy backward
+    (3)  theta <- optimiser( theta, grad min(1, max_norm / norm) )        skipped if not finite
+    (4)  f, into split matrices:    x forward           sum_r dx_r backward   r: ranks of a group
+    (5)  g, out of them:            sum_r y_r forward   dy backward           section 3 says why
 
-What each kind of parallelism splits and sends. The plan d2t2 has two data shares and two tensor
-ranks; SP is sequence parallelism; the router is a mixture's gate; "+ over" is an all-reduce.
+Inside a share a rank may have worked on some tokens, heads or layers only. It then has a term of
+dL_d / dtheta, and a sum over such ranks comes on top (section 7).
 
-  |          | split               | forward               | backward              | of a weight's |
-  |          |                     |                       |                       | gradient      |
-  | d ddp    | rows of the batch   | nothing               | nothing               | + over d c    |
-  | d fsdp   | weights too         | gather a layer        | gather, scatter-add   | own rows      |
-  | d zero1  | AdamW's states too  | nothing               | nothing               | as ddp        |
-  | t        | heads, inner width, | a layer 2 gathers, 2  | the same; ends: a     | own rows;     |
-  |          | vocabulary; tokens  | scatter-adds; ends: 1 | gather, an all-reduce | norms, router |
-  |          | between them        | and 1, 2 all-reduces  |                       | + over t      |
-  | t, no SP | the same, no tokens | 2 all-reduces a layer | 2 a layer; ends: 1    | own rows;     |
-  |          |                     | ends: 1 and 2         |                       | q, k norm + t |
-  | c        | tokens              | attention's           | attention's           | as d          |
-  | c and t  | tokens, twice; SP   | 1 gather of lengths   | nothing               | as c and t    |
-  | e        | experts             | 3 all-to-all: counts, | 2 all-to-all          | + over        |
-  |          |                     | rows, back            |                       | expert-dp     |
-  | p        | layers              | send states           | send their gradient   | own; tied     |
-  |          |                     |                       |                       | + over ends   |
+What each kind splits and sends. A gather gives every rank the parts of all, an all-reduce the sum
+over ranks, and a scatter-add (reduce-scatter) gives each rank one part of that sum. SP, sequence
+parallelism: t shares out the tokens too, wherever no matrix is split. The ends: what stands before
+the first layer and behind the last one. The router: a mixture's gate.
 
-The ends, under t: forward a scatter-add behind the embedding and a gather of the last states (one
-all-reduce without SP), and two all-reduces of (N,) numbers for log-probs over the vocabulary's
-parts; backward a gather, and an all-reduce of the last states' gradient.
+    d   rows of the batch; zero1: AdamW's states too; fsdp: weights too. ddp and zero1 send nothing
+        in forward and backward; fsdp gathers a layer in each, and scatter-adds its gradient.
+    t   heads, inner widths, vocabulary; with SP tokens between them.
+        A layer: 2 gathers and 2 scatter-adds forward, as many backward; no SP: 2 all-reduces each.
+        Ends, forward: a scatter-add behind the embedding and a gather of the last states (no SP: 1
+        all-reduce), and 2 all-reduces of (N,) numbers for log-probs. Ends, backward: a gather (no
+        SP: nothing), and an all-reduce of the last states' gradient.
+    c   tokens of each sequence. The attention sends what it needs; with t, SP: 1 gather of lengths.
+    e   experts. A sparse layer: 3 all-to-all forward, counts, rows and rows back; 2 backward.
+    p   layers. States go on to the next stage, and their gradient comes back.
 
-`ddp` reduces once per optimiser step. Micro-batches therefore cost no message, and ranks may run
-different numbers of them, or none: it and zero1 suit trees. Under fsdp, t, c, e and p every forward
-is collective: all ranks of a group must make the same calls. `PackedBatches` sees to that, and runs
-a batch of sequences and a loss function under every plan (section 10).
+Once a step gradients are summed: over d and c (fsdp has done it; of experts over expert-dp); of
+norms, router and o's bias also over t (no SP: of norms only those of q and k); of a tied embedding
+also over the first and the last stage.
+
+With ddp and zero1 micro-batches cost no message, so ranks may run different numbers of them, or
+none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
+all ranks of a group must make the same calls. `PackedBatches` sees to that, and runs a batch of
+sequences and a loss function under every plan (section 10).
 
 Numbers a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1) / W
 for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a layer each way.
@@ -59,9 +60,9 @@ for each forward, each backward's gather and scatter-add; t 4 S M (t - 1) / t a 
 How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2 averages
 by default; here it is told to sum. Without SP experts need etp = t.
 
-To copy a part: `clip_grad_norm` takes any nn.Module and needs `local`, `full`, `copies` and TIED;
-`reduce_gradients` too, and needs `local`, `holders`, TIED, and from the appendices `is_split`,
-`sharded`, `reshard` and `sum_in_messages`; `Plan` needs KINDS and appendix D.
+To copy a part: of section 7 `clip_grad_norm` takes any nn.Module and needs `local`, `full`,
+`copies` and TIED; `reduce_gradients` too, and needs `local`, `holders`, TIED, and from appendices
+`is_split`, `sharded`, `reshard`, `sum_in_messages`. `Plan` needs KINDS and appendix D.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
 `LocalOptimizer(after_step=)`); the routers' balance loss under a plan; ranks that only generate;
@@ -240,7 +241,9 @@ class Plan:
 #   (5)  g on y:  all-reduce forward, nothing backward.
 #
 # Rows first and columns next is what makes this cheap: y_r of the first is x_r of the second, and
-# what stands between them (attention by heads, an MLP's activation) needs no message at all.
+# what stands between them (attention by heads, an MLP's activation) needs no message at all. W is
+# torch's weight, out by in. (Megatron writes y = x A, and calls the first cut column-parallel, the
+# second row-parallel.)
 #
 #     x --f--> [W by rows] --> y_r = x_r --> [W by columns] --g--> y
 #
@@ -260,9 +263,9 @@ def _gather_tokens(x_BsM, group):
 def _scatter_add_tokens(x_BSM, group):
     """Sum over ranks, of which each rank gets its own tokens, (B, S, M) -> (B, s, M)."""
     parts = [part.contiguous() for part in x_BSM.chunk(dist.get_world_size(group), 1)]
-    own_BsM = torch.empty_like(parts[0])
-    dist.reduce_scatter(own_BsM, parts, group=group)
-    return own_BsM
+    sum_BsM = torch.empty_like(parts[0])
+    dist.reduce_scatter(sum_BsM, parts, group=group)
+    return sum_BsM
 
 
 def _own_tokens(x_BSM, group):
@@ -312,10 +315,11 @@ def leave_split(x, group, sequence):
 #
 # `split_parameters(module, mesh, weight=Shard(0))` keeps this rank's rows of a weight that all
 # ranks have. The parameter becomes a DTensor under its old name, so that checkpoints and optimisers
-# know the whole; while the module runs, it sees the plain tensor of its own rows (appendix A).
-# `terms=True` marks a parameter that every rank holds whole, but of whose gradient a rank computes
-# only a term: `reduce_gradients` adds those up. `enter_and_leave(first, last, ..)` applies f to
-# what comes into the module `first`, and g to what comes out of the module `last`.
+# know the whole; while the module runs, it sees the plain tensor of its own rows (appendix A),
+# multiplied by `factor`. `terms=True` marks a parameter that every rank holds whole, but of whose
+# gradient a rank has only a term (rank 0 used the norm of q for heads 0-3, rank 1 for 4-7):
+# `reduce_gradients` adds those up. `enter_and_leave(first, last, ..)` applies f to what comes into
+# the module `first`, and g to what comes out of the module `last`.
 
 
 def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
@@ -339,7 +343,8 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
         split_parameters(attention.o_proj, mesh, weight=columns)
 
         # o's bias comes before the sum over ranks, which would add it t times. So the first rank
-        # sees the bias and the others see zero times it; its gradient is a sum of such terms too.
+        # sees the bias and the others see zero times it. Its gradient is then whole on the first
+        # rank and 0 on the others, and the sum of these terms is right on all.
         factor = 1 if mesh.get_local_rank() == 0 else 0
         split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=factor)
 
@@ -355,8 +360,9 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 split_parameters(norm, mesh, weight=whole, terms=sequence)
 
         # A dense MLP: gate and up by rows, down by columns. Experts are split in section 5. Their
-        # router is whole, and a rank has a term of its gradient in both cases: with whole experts
-        # a rank routes its own tokens only; with split ones it has terms of the experts' outputs.
+        # router is whole on every rank, but each rank has only a term of its gradient. With whole
+        # experts it routed its own tokens only. With split ones f and g stand around router and
+        # experts: it routed all tokens, but had only a term of the outputs that it weighed.
         mlp = layer.mlp
         if hasattr(mlp, "experts"):
             split_parameters(mlp.gate, mesh, weight=whole, terms=True)
@@ -428,16 +434,17 @@ def dispatch_experts(x_NM, counts_E, experts, group, /):
 # 6. Pipelines --------------------------------------------------------------------------------
 #
 # A stage is some of the layers, and states travel from stage to stage, their gradients back. One
-# batch would keep one stage busy and the others waiting, so it is cut into microbatches. 1F1B: a
-# stage begins with as many forwards as there are stages from it to the last one, then takes
-# backward and forward in turn. So it never holds the activations of more than p microbatches.
-# F0 is the forward of microbatch 0; 2 stages, 4 microbatches:
+# batch would keep one stage busy and the others waiting, so it is cut into microbatches. 1F1B:
+# stage i of p, counted from 0, begins with p - i forwards (the first with p, the last with one),
+# then takes backward and forward in turn. So it never holds the activations of more than p - i
+# microbatches. F0 is the forward of microbatch 0; 3 stages, 4 microbatches:
 #
-#     rank 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
-#     rank 1   .. F0 B0 F1 B1 F2 B2 F3 B3
+#     rank 0   F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
+#     rank 1   .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
+#     rank 2   .. .. F0 B0 F1 B1 F2 B2 F3 B3
 #
 # torch.distributed.pipelining runs such schedules; appendix B gives it our stages. The loss exists
-# on the last stage only. The losses of microbatches are terms of one sum, as those of ranks are.
+# on the last stage only. Losses of microbatches are terms of one sum, as those of data shares are.
 
 
 # 7. Gradients --------------------------------------------------------------------------------
@@ -473,8 +480,8 @@ def reduce_gradients(model) -> int:
     """(1): sum each parameter's gradient over ranks, in place. Collective, once before each step.
 
     A rank without a gradient adds zeros. FSDP has summed over data ranks in backward already.
-    Returns the position, counted from the last parameter because backward reaches that first, of
-    this rank's first parameter whose own gradient is not finite; -1 if there is none.
+    Returns, for `name_suspects`, which of this rank's gradients was not finite before any sum: the
+    first of them in the order of backward, 0 for the model's last parameter; -1 if there is none.
     """
     reshard(model)  # else the gradients of the root's shards are out of sight
     grid = getattr(model, "grid", None)
@@ -500,14 +507,15 @@ def reduce_gradients(model) -> int:
             sum_in_messages(gradients, group)  # (1)
 
     # Then sum over the ranks that hold the same parameter and have terms of its gradient.
-    # NUMERICS: this sum comes last, because an all-reduce gives its ranks the same bits. Were the
-    # sum over data last, tensor ranks would get theirs from different groups, and two groups may
-    # add the same numbers in other orders, as a ring's order goes by the place in the message. So
-    # split and whole parameters have messages of their own too: parts of a vocabulary may differ
-    # in length, and would move what follows. Replicas stay bitwise alike. Pinned by
+    # NUMERICS: copies of a parameter must get the same bits. An all-reduce gives its own ranks the
+    # same bits, but two groups (0 + 2 and 1 + 3) may add in other orders, as the order goes by
+    # the place in the message. So the sum over t comes last. A copy that has no such sum (a norm
+    # without SP) must lie at the same place in both groups' messages: so it shares none with split
+    # parameters, whose parts may differ in length and would shift it. Pinned by
     # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
     for name, p in trained:
-        # COMM: by the parameter, not by its gradient, so that all ranks of a tensor group agree.
+        # COMM: the mark on the parameter decides whether to send, as it is alike on all ranks of a
+        # tensor group. A gradient's placement does not tell: zeros filled in above are not Partial.
         # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
         if getattr(p, "terms", False):
             total = local(p.grad)
@@ -525,8 +533,8 @@ def reduce_gradients(model) -> int:
 def clip_grad_norm(model, max_norm: float):
     """(2) and the factor of (3): scale the reduced gradients in place, on all ranks alike.
 
-    Returns the norm before it, a 0-d tensor. Where that is not finite, no gradient is changed.
-    Collective for a model of a plan.
+    Returns the norm before it, a 0-d tensor, the same on every rank. Where that is not finite, no
+    gradient is changed, and the caller must skip the step. Collective for a model of a plan.
     """
     grid = getattr(model, "grid", None)
     reduced = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
@@ -541,14 +549,14 @@ def clip_grad_norm(model, max_norm: float):
         ranks_of_stage = grid.plan.world // grid.plan.pp
         squares = []
         for name, p in reduced:
-            norm = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64)
+            norm_of_p = torch.linalg.vector_norm(local(p.grad), dtype=torch.float64)
             k = copies(p, ranks_of_stage)
             if name == TIED and getattr(model, "split_tie", False):
                 k *= 2  # the first and the last stage
-            squares.append(norm.square() / k)
-        norm = torch.stack(squares).sum()
-        dist.all_reduce(norm)
-        norm = norm.sqrt()  # (2)
+            squares.append(norm_of_p.square() / k)
+        sum_of_squares = torch.stack(squares).sum()
+        dist.all_reduce(sum_of_squares)
+        norm = sum_of_squares.sqrt()  # (2)
 
     # NUMERICS: torch's own clip divides by norm + 1e-6; (3) does not.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
@@ -591,6 +599,7 @@ class LocalOptimizer:
 
         # The optimiser gets views of the model's own memory: what it updates is the model. AdamW
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
+        # Without `zero`, `_own_rows` gives all rows that are on this rank.
         self.mine = {}
         for name, p in model.named_parameters():
             rows = _own_rows(self, name, local(p.detach()))
@@ -630,8 +639,8 @@ def parallelize(
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
-    model: a `models.Transformer`, or a module with its names (below), on the device where it will
-        run; it is changed.
+    model: a `models.Transformer`, or a module with its names (appendix F lists them), on the device
+        where it will run; it is changed.
     plan: a `Plan` for as many ranks as there are.
     device_mesh: `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call from here on; plans with
@@ -649,20 +658,11 @@ def parallelize(
     compile: torch.compile each layer by itself, for any length.
     offload: keep the shards of fsdp on the CPU, see `shard`.
 
-    A model needs these names, which a ValueError lists where they are absent:
-
-        always   hidden(tokens, positions=, attention=), logprobs(hidden, targets, temperature=),
-                 model.layers, and the fields of `config` in _NEEDED (appendix F)
-        c        attention: what layers call unless `hidden` is given another
-        t        head_rows(), head_weight, model.embed_tokens, model.norm, lm_head if not tied; of
-                 each layer self_attn's q_proj k_proj v_proj o_proj q_norm k_norm, and mlp's
-                 gate_proj up_proj down_proj, or gate and experts
-        e        of sparse layers mlp.experts(rows, counts): weights gate_proj up_proj down_proj
-        p        attention, require_tokens(tokens), model.embed_tokens, model.norm, lm_head
-
     Raises ValueError on every rank, before the first message, for what cannot be. Section 10 runs
-    the result; who runs it otherwise gives the ranks of a tensor group the same sequences, those of
-    a context group its tokens, and divides a loss by a global count.
+    the result. Who runs it otherwise gives ranks of different d different sequences, those of a
+    tensor group and of a pipeline the same ones, and those of a context different tokens of the
+    same ones. Each divides its loss by the global count, and tensor ranks all compute the same
+    loss; then come reduce_gradients, clip_grad_norm and the optimiser's step.
     """
     _refuse_what_cannot_be(
         plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
@@ -764,8 +764,8 @@ class PackedBatches:
     micro_tokens: of a micro-batch, at most; a longer sequence is alone in one.
     temperature: of the log-probs.
 
-    Different data shares bring different sequences. The ranks of a replica, which are c, t and p,
-    bring the same ones: `gather_replica` makes one batch of what each of them has.
+    Different data shares bring different sequences. The c, t and p ranks of one share, its replica
+    group, bring the same ones: `gather_replica` makes one batch of what each of them has.
     """
 
     def __init__(self, model, *, attention, indices=None, micro_tokens=8192, temperature=1.0):
@@ -779,18 +779,19 @@ class PackedBatches:
         _require_indices(self)
 
     def forward_backward(self, sequences, masks, loss_fn) -> torch.Tensor:
-        """Add the gradient of a batch's loss to .grad; returns the loss, of all ranks. Collective.
+        """Add the gradient of a batch's loss to .grad; returns the loss, summed over data shares.
 
         sequences: lists of token ids. masks: for each a bool for each target, tokens[1:]. loss_fn:
         called as loss_fn(indices, mask_BT, logprobs_BT, entropies_BT), of a critic values_BT too:
-        sequence indices[b] has row b, which is 0 where nothing is scored. What it returns is a term
-        of a sum over all ranks: it divides by a count of the whole batch.
+        sequence indices[b] has row b, which is 0 where nothing is scored. It returns this
+        micro-batch's term of L_d, divided by the global count, and does so alike on all c and t
+        ranks of the share d (under p, of its last stage). Collective.
         """
         micros, rows = _lay_out(self, sequences, masks)
 
         def loss_of_states(k, hidden_1sM):
             scores = self.score(rows[k], hidden_1sM)
-            if not micros[k]:  # empty: only other ranks need what it sends
+            if not micros[k]:  # a loss of 0 with a graph: others wait for its backward's messages
                 return sum(x_BT.sum() for x_BT in scores)
             return loss_fn(micros[k], rows[k].mask_BT.to(self.device), *scores)
 
@@ -814,25 +815,26 @@ class PackedBatches:
 
     def states(self, row):
         """The states (1, s, M) of this rank's tokens of a row."""
-        (own,) = _own_parts(self, [row])
-        return self.model.hidden(own.tokens, positions=own.positions, attention=own.attention)
+        (micro,) = _own_parts(self, [row])
+        return self.model.hidden(micro.tokens, positions=micro.positions, attention=micro.attention)
 
     def score(self, row, hidden_1sM) -> list:
         """Log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
         # Of the N scored tokens, those whose state lies here; searchsorted finds it among ours.
         # Here are 0 1 6 7 of 8 tokens, and scored are 0 1 3: states 0 and 1, and 3 is another's.
         model = self.model.last if isinstance(self.model, Pipeline) else self.model
-        own_s = _own_tokens_of(self, row)
-        here_N = torch.isin(row.at_N, own_s)
+        local_s = _own_tokens_of(self, row)
+        here_N = torch.isin(row.at_N, local_s)
         at_n = row.at_N[here_N]
-        x_nM = hidden_1sM[0, torch.searchsorted(own_s, at_n).to(self.device)]
+        x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
         targets_n = row.tokens_1S[0, at_n + 1].to(self.device)
         columns = [*model.logprobs(x_nM, targets_n, temperature=self.temperature)]
         if getattr(model.config, "value_head", False):
             columns.append(model.values(x_nM))
 
         # Back into (B, T). The ranks of a context have filled in different entries, and the others
-        # are 0: their sum is the whole, and all compute the same loss of it.
+        # are 0: their sum is the whole, and all compute the same loss of it. So each has the whole
+        # gradient of the sum: `add_terms` sends nothing backward, else it would count c times.
         entries = [place_N[here_N].to(self.device) for place_N in row.mask_BT.nonzero().T]
         scores = []
         for x_n in columns:
@@ -863,15 +865,15 @@ def _place_parameter(module, name, mesh, placements, terms=False):
 
     # Cut along one dimension of the mesh after the other. chunk gives the first ranks one row more
     # where rows do not divide, which is how a DTensor's own Shard cuts.
-    own = p.detach()
+    part = p.detach()
     for n, placement in enumerate(placements):
         if placement.is_shard():
-            own = own.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
+            part = part.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
 
     # clone, because a view would keep the whole weight alive. The shape of the whole must be said:
     # from unequal parts torch cannot tell it without a message.
     whole = dict(shape=p.shape, stride=p.stride())
-    placed = DTensor.from_local(own.clone(), mesh, placements, run_check=False, **whole)
+    placed = DTensor.from_local(part.clone(), mesh, placements, run_check=False, **whole)
     parameter = torch.nn.Parameter(placed, requires_grad=p.requires_grad)
     parameter.terms = terms
     setattr(module, name, parameter)
@@ -936,13 +938,14 @@ def _vocabulary_parallel(model, mesh, sequence):
     def embed(tokens_BS):
         if sequence:
             _require_divisible(tokens_BS.shape[1], world)
-        # A lookup is a product with one-hot rows, so the embedding is split by columns in the sense
-        # of (5): each token's row is on one rank, the others add zeros. Token ids 5 2 5 on rank 1
-        # are local rows 1 -2 1, of which the second is another's: it reads row 0, times zero.
+        # Each token's row of the embedding is on one rank; the other ranks add zeros, and g sums.
+        # (As a matrix product with one-hot vectors it is cut along the inner dimension, V: hence g
+        # and not f.) Token ids 5 2 5 on rank 1 are local rows 1 -2 1, of which the second is
+        # another's: it reads row 0, times zero.
         local_BS = tokens_BS - first
-        own_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
-        x_BSM = F.embedding(local_BS.masked_fill(~own_BS, 0), embedding.weight) * own_BS[..., None]
-        return leave_split(x_BSM, group, sequence)
+        here_BS = (local_BS >= 0) & (local_BS < len(embedding.weight))
+        x_BSM = F.embedding(local_BS.masked_fill(~here_BS, 0), embedding.weight)
+        return leave_split(x_BSM * here_BS[..., None], group, sequence)
 
     def head_rows():
         # The whole (N, V) logits never exist: each rank has its rows of the head, and
@@ -955,8 +958,9 @@ def _vocabulary_parallel(model, mesh, sequence):
         _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
     model.head_rows = head_rows
 
-    # Replace `forward` of this one module object. Calling the module still runs its hooks, which
-    # show it the plain rows. Under zbv two stages share one embedding: the second finds it done.
+    # `embed` replaces the lookup of this one module; the hooks that show it the plain rows still
+    # run around it. A rank may hold two stages that share this embedding, the first and the last
+    # (schedule zbv, appendix B): it is replaced once.
     embedding = getattr(model.model, "embed_tokens", None)
     if embedding is not None and not isinstance(embedding.weight, DTensor):
         split_parameters(embedding, mesh, weight=Shard(0))
@@ -1298,8 +1302,9 @@ def checkpoint_layers(layers, ac, *, every=2) -> None:
     _require_every(every)
 
     def policy(context, op, *args, **options):
-        kept = op._overloadpacket.__name__ in KEPT
-        return ckpt.CheckpointPolicy.MUST_SAVE if kept else ckpt.CheckpointPolicy.PREFER_RECOMPUTE
+        if op._overloadpacket.__name__ in KEPT:
+            return ckpt.CheckpointPolicy.MUST_SAVE
+        return ckpt.CheckpointPolicy.PREFER_RECOMPUTE
 
     options = dict(use_reentrant=False)
     if ac == "op":
@@ -1648,6 +1653,17 @@ def patience_of(device_type) -> datetime.timedelta:
 AC = "none", "full", "layers", "op", "memory_budget"
 MODES = "ddp", "fsdp", "zero1"
 
+# The names that `parallelize` needs of a model; a ValueError lists those that are absent:
+#
+#     always   hidden(tokens, positions=, attention=), logprobs(hidden, targets, temperature=),
+#              model.layers, and the fields of `config` in _NEEDED
+#     c        attention: what layers call unless `hidden` is given another
+#     t        head_rows(), head_weight, model.embed_tokens, model.norm, lm_head if not tied; of
+#              each layer self_attn's q_proj k_proj v_proj o_proj q_norm k_norm, and mlp's
+#              gate_proj up_proj down_proj, or gate and experts
+#     e        of sparse layers mlp.experts(rows, counts): weights gate_proj up_proj down_proj
+#     p        attention, require_tokens(tokens), model.embed_tokens, model.norm, lm_head
+
 
 def _refuse_what_cannot_be(
     plan, model, grid, *, attention, mode, sequence, schedule, ac, ac_every, memory_budget, compile,
@@ -1792,9 +1808,9 @@ def require_even_lengths(grid, lengths, device) -> None:
     # One length speaks for all of them: the first that t does not divide, where there is one.
     t = grid.plan.tp
     odd = [length for length in lengths if length % t]
-    own = [*odd, *lengths, 0][0]
+    length_here = [*odd, *lengths, 0][0]
     if grid.plan.cp == 1:
-        _require_divisible(own, t)
+        _require_divisible(length_here, t)
         return
 
     # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 one rank alone would refuse
@@ -1803,7 +1819,7 @@ def require_even_lengths(grid, lengths, device) -> None:
     # so that all of them refuse, with one text. Pinned by
     # tests/test_parallel_faults.py::test_an_odd_share_of_a_sequence_is_refused_by_every_rank.
     parts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(grid.plan.cp)]
-    dist.all_gather(parts, torch.tensor([own], device=device), group=grid.context)
+    dist.all_gather(parts, torch.tensor([length_here], device=device), group=grid.context)
     found = [int(part) for part in parts]
     if any(length % t for length in found):
         raise ValueError(
@@ -1866,7 +1882,8 @@ def copies(p, ranks: int) -> int:
 
 def add_terms(x, group):
     """(5): the sum over a group of terms of any shape, one of each rank. The loss that follows must
-    be the same on all of them: each rank's gradient is then already the whole one."""
+    be the same on all of them: each rank then has the whole gradient of the sum, which is that of
+    its term, so nothing is sent backward."""
     return leave_split(x, group, sequence=False)
 
 
@@ -1888,7 +1905,8 @@ def sum_in_messages(gradients, group):
 
 
 def _own_rows(optimizer, name, x):
-    """The rows of a tensor that a LocalOptimizer's rank updates: 5 rows on 2 are 0 1 2 and 3 4."""
+    """The rows of a tensor that a LocalOptimizer's rank updates: all of them without `zero`; with
+    it, of 5 rows on 2 ranks, 0 1 2 and 3 4."""
     if not optimizer.zero:
         return x
     group = holders(optimizer.model.grid, name)
@@ -1938,11 +1956,11 @@ def copy_weights(source, target) -> None:
     source: of any plan. target: whole, on every rank. Sharded tensors are gathered one at a time;
     of a pipeline, the stage that holds a tensor sends it. ValueError if names or shapes differ.
     """
-    held = dict(source.named_parameters()) | persistent_buffers(source)
+    tensors = dict(source.named_parameters()) | persistent_buffers(source)
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
 
     # What all stages together hold, and who sends each tensor: the first stage that has it.
-    holds = {name: tuple(x.shape) for name, x in held.items()}
+    holds = {name: tuple(x.shape) for name, x in tensors.items()}
     senders = {}
     group = None
     if isinstance(source, Pipeline):
@@ -1960,7 +1978,7 @@ def copy_weights(source, target) -> None:
         raise ValueError(f"models differ: {sorted(set(differ))}")
 
     for name, q in wanted.items():
-        whole = full(held[name]) if name in held else torch.empty_like(q)
+        whole = full(tensors[name]) if name in tensors else torch.empty_like(q)
         if name in senders:
             # COMM: stages gather what they hold in one order, then its first holder sends the
             # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
@@ -2098,14 +2116,14 @@ def replica_difference(model, optimizer=None) -> str | None:
     # For every (name, part) that any rank holds: which ranks have which digest of it.
     differing = set()
     first = None
-    for held in dict.fromkeys(key for table in tables for key in table):
+    for key in dict.fromkeys(key for table in tables for key in table):
         by_digest = {}
         for rank, table in enumerate(tables):
-            if held in table:
-                by_digest.setdefault(table[held], []).append(rank)
+            if key in table:
+                by_digest.setdefault(table[key], []).append(rank)
         if len(by_digest) > 1:
-            first = first or (held, by_digest)
-            differing.add(held)
+            first = first or (key, by_digest)
+            differing.add(key)
     if first is None:
         return None
 
@@ -2122,7 +2140,7 @@ def replica_difference(model, optimizer=None) -> str | None:
 
 def _digests(model, optimizer) -> dict:
     """(name, which part of it) -> digest, of all that this rank holds."""
-    own = isinstance(optimizer, LocalOptimizer)
+    ours = isinstance(optimizer, LocalOptimizer)  # else torch's
     table = {}
 
     def enter(name, tensor):
@@ -2141,14 +2159,14 @@ def _digests(model, optimizer) -> dict:
         if optimizer is None:
             continue
         # Read with get: asking a torch optimiser for the state of a parameter would make one.
-        state = optimizer.state.get(optimizer.mine[name] if own else p, {})
+        state = optimizer.state.get(optimizer.mine[name] if ours else p, {})
         for key, value in state.items():
             if torch.is_tensor(value):
-                if own and value.dim() > 0:
+                if ours and value.dim() > 0:
                     value = _state_as_dtensor(optimizer, name, p, value)
                 enter(f"{name} ({key})", value)
-        rest = {key: None if torch.is_tensor(x) else repr(x) for key, x in state.items()}
-        text = repr(sorted(rest.items())).encode()
+        names = {key: None if torch.is_tensor(x) else repr(x) for key, x in state.items()}
+        text = repr(sorted(names.items())).encode()
         table[f"{name} (names of its states)", ""] = hashlib.blake2b(text, digest_size=8).digest()
     for name, buffer in persistent_buffers(model).items():
         enter(name, buffer)
@@ -2272,9 +2290,9 @@ class Stop:
         self.number = 0  # of the first signal seen
         self.seen_at = 0.0
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            signal.signal(number, self._remember)
 
-    def _note(self, number, frame):
+    def _remember(self, number, frame):
         if not self.number:
             self.number = number
             self.seen_at = time.monotonic()
@@ -2401,8 +2419,8 @@ def write_checkpoint(path, tensors, state) -> None:
 
 def sealed(state) -> dict:
     """A checkpoint's JSON state, which holds the checksums of its other files, with its own."""
-    rest = {key: value for key, value in state.items() if key != "seal"}
-    return rest | {"seal": zlib.crc32(json.dumps(rest).encode())}
+    unsealed = {key: value for key, value in state.items() if key != "seal"}
+    return unsealed | {"seal": zlib.crc32(json.dumps(unsealed).encode())}
 
 
 def _crc32(path):
@@ -2514,7 +2532,7 @@ def read_checkpoint(path, tensors, *, counts=()) -> dict:
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = [mine] * dist.get_world_size()
     dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
-    wanted = {name: shape for some in shapes for name, shape in some.items()}
+    wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
 
     def inspect():
         state, table = _inspect(path, counts)
@@ -2954,12 +2972,12 @@ def _lay_out(batches, sequences, masks):
     # pipeline wants all rows of one length.
     plan = batches.plan
     unit = plan.tp * 2 * plan.cp if plan.cp > 1 else plan.tp
-    sizes = [sum(map(len, some)) for some, _ in parts]
+    sizes = [sum(map(len, in_row)) for in_row, _ in parts]
     if plan.pp > 1:
         sizes = [max(sizes)] * len(sizes)
     rows = []
-    for (some, their_masks), size in zip(parts, sizes, strict=True):
-        rows.append(pack_row(some, their_masks, -(-size // unit) * unit))
+    for (in_row, their_masks), size in zip(parts, sizes, strict=True):
+        rows.append(pack_row(in_row, their_masks, -(-size // unit) * unit))
     return micros, rows
 
 
@@ -2976,9 +2994,9 @@ def _own_parts(batches, rows) -> list:
     group = batches.model.grid.context if batches.plan.cp > 1 else None
     micros = []
     for row in rows:
-        own_s = _own_tokens_of(batches, row)
-        tokens_1s = row.tokens_1S[:, own_s].to(batches.device)
-        positions_1s = row.positions_1S[:, own_s].to(batches.device)
+        local_s = _own_tokens_of(batches, row)
+        tokens_1s = row.tokens_1S[:, local_s].to(batches.device)
+        positions_1s = row.positions_1S[:, local_s].to(batches.device)
         micros.append(Micro(tokens_1s, positions_1s, batches.attention(row.document_1S, group)))
     return micros
 

@@ -24,10 +24,10 @@ update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no
              = R_i - mean R                       `group_mean` (Dr.GRPO)
              = (R_i - mean R) G / (G - 1)         `leave_one_out` (RLOO)
              = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
-         A_t = sum_n (gamma lambda)^n (u_t+n + gamma v_t+n+1 - v_t+n)      `gae` (PPO)
+         A_t = sum_n (gamma lambda)^n (u_(t+n) + gamma v_(t+n+1) - v_(t+n))      `gae` (PPO)
              then (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards,
              v the critic's values; t + 1 is the next sampled token, whatever stands in between
-         with kl_in reward each sampled token first loses kl_coef k(smp_t - ref_t) of its reward
+         with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
     (2)  r_t = exp(lp_t - old_t)                  `token`
              = exp(mean_t(lp_t - old_t))          `sequence` (GSPO)
     (3)  l_t = -min(min(r, c) A, clip(r, 1 - low, 1 + high) A)     `clip`; c: dual clip, if any
@@ -46,7 +46,8 @@ Letters: B trajectories; T positions of their padded log-prob vectors (the targe
 so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums.
 In the appendices S packed tokens, M the model's width; small letters are one rank's share.
 
-Metrics (metrics.jsonl, one line a step; every normaliser is global):
+Metrics (metrics.jsonl, one line a step; every normaliser is global). loss, kl, entropy, ratio,
+value/loss and grad_norm are plain means over a step's updates (see the end of `update`):
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
@@ -234,8 +235,8 @@ def policy_loss(
         clipped_BT = (clipped_gain_BT < gain_BT) | (ratio_BT > bounded_BT)
         l_BT = -torch.minimum(gain_BT, clipped_gain_BT)  # (3)
 
-    # The sampler is another program than the trainer, perhaps in another dtype: the weight corrects
-    # for tokens that it drew more or less often than the policy would have.
+    # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
+    # program and dtype: the weight corrects for tokens drawn more or less often than `old` says.
     if importance_BT is not None:
         l_BT = l_BT * importance_BT  # (4)
 
@@ -244,7 +245,7 @@ def policy_loss(
     if ref_BT is not None:
         kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
         stats["kl"] = kl_BT.detach()
-        if kl_in == "loss":
+        if kl_in == "loss":  # else the rewards were lowered by it, before (1)
             l_BT = l_BT + kl_coef * kl_BT  # (5)
     if entropy_BT is not None:
         stats["entropy"] = torch.where(mask_BT, entropy_BT.detach(), zero)
@@ -269,7 +270,9 @@ def loss_weight(mask_BT, aggregation):
 
 
 def normaliser(masks, /, *, aggregation, max_new_tokens) -> float:
-    """Z of (7) for the masks of some sequences: summed over ranks it is the Z of the batch."""
+    """A term of Z of (7), from the masks of some sequences: `denominator` is that of a rank's, and
+    num_global_valid_tokens is Z, the sum over ranks. A sequence without a sampled token, such as
+    one that was filtered out, counts under `constant` only."""
     sampled = [int(mask.sum()) for mask in masks]
     if aggregation == "token_mean":
         return float(sum(sampled))
@@ -314,7 +317,7 @@ def grpo_loss(
     if sampler_BT is None:
         sampler_BT = old_BT
 
-    # One weight a token, p_old / p_sampler. Its mean is 1, but its tail is long: hence a cap.
+    # One weight a token, p_old / p_sampler. Under the sampler its mean is 1, but its tail is long.
     importance_BT = None
     if importance_cap:
         log_weight_BT = torch.where(mask_BT, old_BT - sampler_BT, 0.0)
@@ -343,9 +346,7 @@ def grpo_loss(
 def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
     """(7) of these tokens: the loss, and the dict of sums that `loss_metrics` is made of.
 
-    l_BT, stats               loss and statistics of each token, by `policy_loss`
-    lp_BT .. sampler_BT       log-probs and mask, as in `grpo_loss`
-    aggregation, Z            as in `grpo_loss`
+    l_BT and stats are each token's, by `policy_loss`; the others are as in `grpo_loss`.
     """
     weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
     loss = (weight_B1 * l_BT).sum() / Z  # (7)
@@ -366,7 +367,7 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
 def loss_metrics(totals, gap_max) -> dict:
     """Metrics by their names, from these sums of a whole batch and its largest gap, all numbers."""
     # The loss is divided by Z already. The others are means over sampled tokens, not over
-    # sequences, micro-batches or ranks, whatever the aggregation of the loss.
+    # sequences, micro-batches or ranks, whatever the aggregation; the loss keeps its name in all.
     count = max(totals["tokens"], 1.0)
     return {
         "loss/token_mean": totals["loss"],
@@ -383,8 +384,8 @@ def loss_metrics(totals, gap_max) -> dict:
 # 4. The loop: rollouts, advantages, updates ---------------------------------------------------
 #
 # A step is one batch of rollouts and a few optimiser steps on it. `config` is the command line
-# (appendix A); `task` makes prompts and replies to answers (appendix E). What the parts of a step
-# hand on are lists of these:
+# (appendix A), by default 28 `prompts`, a `group` of 16, 2 `minibatches` and no `proximal`; `task`
+# makes prompts and replies (appendix E). What the parts of a step hand on are lists of these:
 
 
 @dataclass
@@ -444,7 +445,8 @@ def collect(config, task, generator, step):
     tokens_and_truncated = np.zeros(2)
     first_prompt = step * config.prompts * config.max_rounds
     for _ in range(config.max_rounds):
-        # As many new groups as are missing. With dynamic sampling, of 4 groups wanted:
+        # As many new groups as are missing, from the stretch of the data that is this step's alone:
+        # max_rounds times as many prompts as it wants. With dynamic sampling, of 4 groups wanted:
         #
         #     round 1   groups 0 1 2 3   chosen 0 2        (1 and 3 had equal rewards)
         #     round 2   groups 4 5       chosen 0 2 4 5
@@ -495,9 +497,10 @@ def prepare(config, trainer, groups) -> dict:
         for t, ref in zip(everyone, trainer.forward_only(everyone, trainer.reference)):
             t.ref_logprobs = ref
 
-    # Whose log-probs are `old`? The sampler's come for free. A pass of the trainer costs a forward
-    # and leaves the sampler's rounding out of the ratio. With one update a step the policy is its
-    # own old policy (None): every ratio is then exactly 1, and rounding cannot clip a token.
+    # Three sources of `old`. `proximal`: a forward pass of the trainer, which leaves the sampler's
+    # rounding out of the ratio. Else, with several updates: what the sampler recorded, for nothing;
+    # old is smp then, and the weight (4) would be 1. Else, with one update, None: the policy is its
+    # own old policy, so every ratio is exactly 1 and rounding cannot clip a token.
     if config.proximal:
         for t, old in zip(everyone, trainer.forward_only(everyone)):
             t.old_logprobs = old
@@ -556,6 +559,8 @@ def update(config, trainer, rollouts, chosen, step):
             warn_if_skipped(step, updates[-1])
 
     # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
+    # Each update's metrics count once in the mean, whatever its Z. logprob_gap is the first one's,
+    # which alone had the weights that sampled. Both are in `mean_metrics`; tokens are summed here.
     trainer.push_weights()
     return mean_metrics(updates, step) | {
         "tokens/trained": sum(metrics["tokens/trained"] for metrics in updates),
@@ -588,10 +593,9 @@ def loss_inputs(config, micro, lp_BT):
 class Trainer:
     """Policy, optimiser and generator behind the few calls that a training loop needs.
 
-    `forward_backward` may be called any number of times before `optim_step`; gradients add up over
-    calls and ranks, and nothing is averaged, because every loss is divided by the global
-    `num_global_valid_tokens` that the caller reduced beforehand. Every method is collective: all
-    ranks call it, with whatever share of the batch they hold, none included.
+    `forward_backward` may be called any number of times before `optim_step`: gradients add up over
+    calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
+    Every method is collective: all ranks call it, with whatever share of the batch, none included.
     """
 
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
@@ -612,9 +616,11 @@ class Trainer:
 
     def batches(self, model=None) -> PackedBatches:
         """The policy, or another model, as what runs micro-batches of sequences."""
-        # A micro-batch's sequences lie end to end in one row, and each attends to itself only. The
-        # head, the dearest matrix, runs where a token was sampled. What a plan makes of this, which
-        # rank has which tokens and which one the loss, is the business of parallel.py.
+        # A micro-batch is a row of sequences end to end, and each attends to itself only. A row is
+        # filled in order, until the next sequence would make it longer than micro_tokens: lengths 6
+        # 3 5 2 and micro_tokens 10 give [6 3] [5 2]. (With a tree, tokens shared with the sequence
+        # before do not count.) The head, the dearest matrix, runs where a token was sampled. What a
+        # plan makes of this is the business of parallel.py.
         config = self.config
         return PackedBatches(
             self.model if model is None else model,
@@ -626,7 +632,8 @@ class Trainer:
         """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
-        precede one `optim_step`. supervised: l_t = -lp_t instead of (2)-(6). ValueError for Z <= 0.
+        precede one `optim_step`; whatever its name says, under sequence_mean it counts sequences.
+        supervised: l_t = -lp_t instead of (2)-(6). ValueError for Z <= 0.
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
@@ -634,7 +641,8 @@ class Trainer:
         measured = []
 
         def loss_of(micro, mask_BT, lp_BT, entropy_BT, value_BT=None):
-            # (7) of some scored trajectories; what is measured on the way is kept for the metrics.
+            # The part of (7) of one micro-batch: its trajectories, and what the model has given for
+            # their targets. `metrics_of_all_ranks` makes metrics of the sums left in `measured`.
             if supervised:
                 loss, sums = likelihood_loss(self.config, micro, mask_BT, lp_BT, entropy_BT, Z)
             else:
@@ -655,7 +663,7 @@ class Trainer:
 
         # Forward, loss, backward, one micro-batch after the other. Losses are parts of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad.
-        def loss_of_rows(indices, *scores):
+        def loss_of_rows(indices, *scores):  # PackedBatches knows sequences by their index
             return loss_of([together[i] for i in indices], *scores)
 
         sequences = [t.tokens for t in together]
@@ -731,8 +739,9 @@ class Play(Row):
     key             (seed, step); its random numbers are those of (*key, group, first)
     group, state    the number of its group, and what the task remembers
     prompt, limit   the tokens to begin with, and how many can be drawn behind them
-    first, count    the rollouts of the group that it stands for: one, without forks
-    forks_left      turn boundaries at which it will still fork (appendix C)
+    first, count    it stands for rollouts first .. first + count - 1 of its group: one, but for
+                    tree rollouts (appendix C), which are played once until they fork
+    forks_left      turn boundaries at which it will still fork: 0 without tree rollouts
     """
 
     def __init__(self, key, group, state, prompt, limit, *, first=0, count=1, forks_left=0):
@@ -771,7 +780,7 @@ class Play(Row):
         return fork(self, forks) if self.forks_left else [self]
 
     def trajectories(self):
-        """One for each rollout that this play still stands for."""
+        """One for each rollout that it stands for: all alike, where it ended before it forked."""
         logprobs = np.array(self.logprobs)
         # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
         # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
@@ -794,8 +803,8 @@ def rollout(
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
     """
-    # Without forks a play for each rollout. With them only the roots, each for `share` rollouts:
-    # group 4, forks 2, fork_turns 1 begins with rollouts 0 and 2, which stand for 0 1 and 2 3.
+    # Without forks a play for each rollout. With them each play begins as `share` rollouts: group
+    # 4, forks 2, fork_turns 1 begins with plays 0 and 2, which stand for rollouts 0 1 and 2 3.
     share = forks**fork_turns
     plays = []
     for number, state, prompt in starts:
@@ -1223,8 +1232,8 @@ def score_batch(trainer, batch, model, kind) -> list:
     else:
         scores = scores_by_trees(trainer, model, together)
     column = ("logprobs", "entropies", "values").index(kind)
-    own = scores[first : first + len(batch)]
-    return [columns[column].double().cpu().numpy() for columns in own]
+    of_this_rank = scores[first : first + len(batch)]
+    return [columns[column].double().cpu().numpy() for columns in of_this_rank]
 
 
 SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
@@ -1387,17 +1396,17 @@ def deal_trees(trainer, batch):
 def tree_options(trainer, model, batch):
     """The model and the options that functions of trees are called with for a batch."""
     config = trainer.config
-    own = model is trainer.model
+    is_policy = model is trainer.model
     plan = trainer.plan or Plan()
     options = dict(temperature=config.temperature, masks=[t.mask for t in batch])
     if config.tree == "dta":
         # COMM: experts are on other ranks, which have other trees: as many calls on all.
         # Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
-        lockstep = dist.group.WORLD if own and plan.ep > 1 else None
+        lockstep = dist.group.WORLD if is_policy and plan.ep > 1 else None
         options.update(max_tokens=config.max_tokens, lockstep=lockstep)
-    elif own and plan.cp > 1:
+    elif is_policy and plan.cp > 1:
         options.update(group=trainer.grid.context, method=config.cp_method)
-    if own and plan.tp > 1:
+    if is_policy and plan.tp > 1:
         model = PaddedTokens(model, plan.tp)
     return model, options
 
