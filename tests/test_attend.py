@@ -133,7 +133,6 @@ def test_queries_and_keys_may_differ_in_number_and_be_none(rows, keys, backend):
     assert _worst(leaves, dout, None, backend=backend) < 1e-12
 
 
-@pytest.mark.quick
 def test_scale_and_softcap_are_those_of_the_definition(tile):
     leaves, dout = _draw(30)
     for mask in ra.examples(30, 4).values():
@@ -354,7 +353,6 @@ def test_huge_finite_numbers_in_a_pad_token_reach_no_row(which, backend):
     assert max(relative(a.detach(), b.double()) for a, b in zip(found, want, strict=True)) < 1e-5
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
 @pytest.mark.parametrize("case", ["future", "document", "pad", "window"])

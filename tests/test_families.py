@@ -249,7 +249,6 @@ def test_both_spellings_of_a_config_are_read():
     assert old == new and old.num_experts == 9 and old.sparse_layers == (0, 1)
 
 
-@pytest.mark.quick
 def test_an_absent_field_has_transformers_default():
     transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
     for kind in FAMILIES:
@@ -360,7 +359,6 @@ def refused(function, fields, path):
     return None
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("kind", FAMILY_EXTRA)
 def test_a_hostile_config_is_loaded_or_refused_by_field_and_file(kind, tmp_path):
     """Each field, by each hostile value: never another error, and never an allocation."""

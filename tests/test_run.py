@@ -242,7 +242,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(straight, finished, 
     same_run(finished, straight(f"{SAVING} 4"))
 
 
-@pytest.mark.quick
 def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     _damage(finished / "step-00000004", "one bit")
     resume = "--resume --out run --keep 1 --save-every 1"
@@ -251,7 +250,6 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     verify_checkpoint(finished / "step-00000003")
 
 
-@pytest.mark.quick
 def test_keep_keeps_the_newest(tmp_path):
     good(tmp_path, f"{TINY} --out run --save-every 1 --keep 2 --steps 5")
     assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["4", "5"]
@@ -297,7 +295,6 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
 TORN = ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n"]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("torn", TORN)
 def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
     shutil.rmtree(finished / "step-00000004")
@@ -309,7 +306,6 @@ def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
     assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
 
 
-@pytest.mark.quick
 def test_a_line_that_lost_its_newline_stays_a_line(straight, finished):
     shutil.rmtree(finished / "step-00000004")
     lines = (finished / "metrics.jsonl").read_text().splitlines()
@@ -318,7 +314,6 @@ def test_a_line_that_lost_its_newline_stays_a_line(straight, finished):
     same_run(finished, straight(f"{SAVING} 4"))
 
 
-@pytest.mark.quick
 def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finished):
     before = contents(finished)
     out, _ = good(finished.parent, "--resume --out run")
@@ -355,7 +350,6 @@ def test_a_directory_of_other_files_is_refused_and_untouched(tmp_path, name, fla
     assert err[0].count("\n") == 1 and "run" in err[0]
 
 
-@pytest.mark.quick
 def test_without_out_the_first_free_directory_is_taken_once(tmp_path):
     (tmp_path / "runs" / "guess-1").mkdir(parents=True)
     good(tmp_path, f"{TINY} --steps 1")
@@ -417,7 +411,6 @@ def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flag
     assert _is_one_line(err[0], REFUSED_LATER[flags])
 
 
-@pytest.mark.quick
 def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
     before = contents(finished)
     for flags, text in {
@@ -473,7 +466,6 @@ def test_a_broken_task_ends_every_rank_with_its_reason(tmp_path, where, line, te
     assert "only here" not in line or "another rank is gone" in err["'1'" not in line]
 
 
-@pytest.mark.quick
 def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
     top = "import dataclasses, numpy\n@dataclasses.dataclass\nclass State:\n    index: int"
     reply = "return state, None, numpy.float32(1)"
@@ -495,7 +487,6 @@ def _documented():
     return set(names)
 
 
-@pytest.mark.quick
 def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
     run = straight(f"{SAVING} 6 {KL}")
     lines, samples = (
@@ -523,7 +514,6 @@ def test_help_shows_every_field_with_its_comment(capsys):
         assert f"--{flag}{kind}{comment}" in shown
 
 
-@pytest.mark.quick
 def test_plot_is_text_without_matplotlib_and_a_png_with_it(straight, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(straight(f"{SAVING} 6"), tmp_path / "run")
     with monkeypatch.context() as without:
@@ -539,7 +529,6 @@ def test_plot_is_text_without_matplotlib_and_a_png_with_it(straight, tmp_path, m
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.quick
 def test_plot_draws_a_run_that_was_killed_early(straight, tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure", reason="draws a PNG").Figure
     first = (straight(f"{SAVING} 6") / "metrics.jsonl").read_text().splitlines()[0]

@@ -171,7 +171,6 @@ def test_deeply_nested_forks_have_the_gradient_of_the_definition():
 # Attention -------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("window", [None, 2, 50])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("seed, short", [(0, 0), (1, 0), (2, 0), (0, 48), (1, 48)])
@@ -524,7 +523,6 @@ def failing_losses():
     }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("size", shortened([None, 4], 4))
 @pytest.mark.parametrize("name", failing_losses())
 def test_a_failure_in_the_middle_leaves_nothing_behind(name, size):
