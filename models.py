@@ -25,7 +25,7 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
     (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)                         gemma: (1 + w)
     (5)  rope_p(x) = x cos(p f) + (-x[D/2:], x[:D/2]) sin(p f),  f_n = theta^(-2n/D), n = 0..D/2-1
     (6)  sparse:   ffn(h) = sum_e g_e ffn_e(h) over the K experts e with the largest p_e + b_e,
-                   p = softmax(router h), g_e = p_e, or p_e / (sum of K such) if `norm_topk_prob`
+                   p = softmax(router h), g_e = p_e, or p_e / (sum of the K p) if `norm_topk_prob`
                    (b_e: 0, or a bias that evens out the load of the experts)
     (7)  z_i     = head norm(x^last_i)             gemma: c tanh(z / c), c the final softcap, if any
     (8)  logprob_i(t) = z_it / tau - log sum_u exp(z_iu / tau)         tau the temperature
