@@ -338,10 +338,10 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
 class Block(NamedTuple):
     """A part of the tree that one call of the model computes.
 
-    A block is first a stretch of one path, then whole subtrees that hang from the stretch's end. If
-    other blocks hang from that end as well, the stretch is the block's piece, and its keys go onto
-    the stack. A block that nothing hangs from needs no place there: its piece is 0. 6 tokens, cut
-    with max_tokens = 4:
+    A block is a stretch of one path and then whole subtrees that hang from its end, or whole
+    subtrees alone. If other blocks hang from the stretch's end as well, it is the block's piece,
+    and its keys go onto the stack. Otherwise it needs no place there, and the piece is 0. Six
+    tokens, cut with max_tokens = 4:
 
         index   0   1   2   3
         token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
