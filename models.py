@@ -25,9 +25,10 @@ What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenatio
     (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)                         gemma: (1 + w)
     (5)  rope_p(x) = x cos(p f) + (-x[D/2:], x[:D/2]) sin(p f),  f_n = theta^(-2n/D), n = 0..D/2-1
     (6)  sparse:   ffn(h) = sum_e g_e ffn_e(h) over the K experts e with the largest p_e + b_e,
-                   p = softmax(R h), g_e = p_e, or p_e / (sum of the K p's) if `norm_topk_prob`
-    (7)  z_i     = head norm(x^L_i)                gemma: c tanh(z / c), c the final softcap, if any
-    (8)  logprob_i(t) = z_it / T - log sum_u exp(z_iu / T)               T the temperature
+                   p = softmax(router h), g_e = p_e, or p_e / (sum of the K p) if `norm_topk_prob`
+                   (b_e: 0, or a bias that evens out the load of the experts)
+    (7)  z_i     = head norm(x^last_i)             gemma: c tanh(z / c), c the final softcap, if any
+    (8)  logprob_i(t) = z_it / tau - log sum_u exp(z_iu / tau)         tau the temperature
     (9)  entropy_i    = - sum_u exp(logprob_i(u)) logprob_i(u)
 
 Appendix E adds (10) and (11), the experts' load; appendix I (12) and (13), the flow of actions.
@@ -37,15 +38,14 @@ it, such as the n tokens of a chunk, or this rank's share, such as v rows of the
 
     B batch rows    S tokens in a row     M model width (hidden_size)   V vocabulary
     H query heads   G key/value heads     D head_dim                    L padded document length
-    N tokens (any subset of B x S)        C tokens that a cache has room for
-    E experts       K experts a token     I width of an expert          P prefix tokens
-    T suffix tokens A action dimensions   U documents in a bucket       X anything, say H + G heads
-    J (sequence, token) pairs of `Balance`; in `SharedPrompts` P prompts of at most L tokens
+    N tokens (any subset of B x S)        C tokens in a cache's room    X anything, say H + G heads
+    E experts       K experts a token     I width of an expert          U documents in a bucket
+    Appendices: J pairs (E); R prompts (H); P prefix and T suffix tokens, A action dimensions (I)
 
-Cost per token: 2 W flops forward and 4 W backward, where W counts the parameters outside the
-embedding that a token meets (K of the E experts), and attention's 4 S H D forward per layer, half
-of which a causal mask hides. The cache holds 2 G D numbers per token and layer; a sliding layer
-holds those of the last `window` tokens. Log-probs never hold a whole (N, V) tensor.
+Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
+token meets (K of the E experts), and attention's 4 S H D forward per layer, half of which a causal
+mask hides. The cache holds 2 G D numbers per token and layer; a sliding layer holds those of the
+last `window` tokens. Log-probs never hold a whole (N, V) tensor.
 
 Not here: dropout (no released model has any), quantised weights, the vision tower, shared experts.
 
@@ -152,7 +152,8 @@ DEFINED_ACTIVATIONS = {
 
 def defined_frequencies(rope, D, length, longest):
     """f_n of (5) and the factor on cos and sin; tests/measure_models.py has the other types."""
-    factor = {"default": 1, "linear": rope.get("factor")}[rope["rope_type"]]
+    factors = {"default": 1, "linear": rope.get("factor")}
+    factor = factors[rope["rope_type"]]
     return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
 
 
@@ -164,7 +165,6 @@ def definition(model, tokens, /, frequencies=defined_frequencies):
     """
     config = model.config
     D = config.head_dim
-    # Names are Hugging Face's: a checkpoint's tensors could be read here without a model.
     weights = {name: p.double() for name, p in model.named_parameters()}
     activation = DEFINED_ACTIVATIONS[config.hidden_act]
     scale = (config.query_pre_attn_scalar or D) ** -0.5
@@ -222,8 +222,8 @@ def definition(model, tokens, /, frequencies=defined_frequencies):
         return torch.cat(out)
 
     embed = weights["model.embed_tokens.weight"]
-    root = config.hidden_size**0.5 if config.scale_embedding else 1
-    xs = [root * embed[t] for t in tokens.tolist()]  # (1)
+    embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1
+    xs = [embedding_scale * embed[t] for t in tokens.tolist()]  # (1)
     for layer, kind in enumerate(config.layer_types):
         # All of a layer's q, k and v come before any of its outputs, which replace xs one by one.
         # p is the position of a token, and i the token whose output is computed.
@@ -281,12 +281,12 @@ def rope_frequencies(rope, head_dim, /, *, length, longest):
     rope: {"rope_type", "rope_theta", ...}. length: of the longest row of this call, which only
     dynamic RoPE asks for; longest: max_position_embeddings.
     """
-    # Pair 0 turns by one radian a token, the last pair by about 1 / theta: it tells far from near
-    # where the fast ones have come round many times.
-    n = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    # Pair n turns by theta^(-2n/D) radians a token (D = 4, theta = 100: 1 and 0.1). Fast pairs tell
+    # neighbours apart, slow ones far from near, where the fast ones have gone round many times.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     if rope["rope_type"] == "default":
-        return rope["rope_theta"] ** -n, 1.0
-    return stretched_rope_frequencies(rope, n, length, longest)  # the types for long contexts
+        return rope["rope_theta"] ** -exponents, 1.0
+    return stretched_rope_frequencies(rope, exponents, length, longest)  # for long contexts
 
 
 def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
@@ -329,8 +329,8 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, so
 
 
 class Attention(nn.Module):
-    """(2) without its residual. The heads that exist are read off the weights, not the config:
-    under tensor parallelism a rank holds some of them only, and runs this same code."""
+    """(2) without its residual: projections, norms and RoPE, and the caller's attention. How many
+    heads there are is read off the weights: under tensor parallelism a rank holds only some."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -456,11 +456,8 @@ class Transformer(nn.Module):
         """
         # A pipeline's later stages get the states of the stage before in place of tokens. Such
         # embeddings are taken as they are: Gemma's sqrt(M) is not applied to them.
-        embedded = tokens_BS.is_floating_point()
-        if tokens_BS.dim() != (3 if embedded else 2):
-            found = tuple(tokens_BS.shape)
-            raise ValueError(f"tokens must be (B, S), or embeddings (B, S, M); got {found}")
-        x_BSM = tokens_BS if embedded else self.embed(tokens_BS)
+        require_tokens_or_states(tokens_BS)
+        x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
 
         # Positions say how far apart tokens are; which of them see each other is attention's.
         if positions is None:
@@ -534,7 +531,7 @@ class Transformer(nn.Module):
 # 4. Mixture of experts -----------------------------------------------------------------------
 
 class SparseMLP(nn.Module):
-    """(6): each token goes to its K likeliest experts. b is the rate of (11) times `votes` (E,)."""
+    """(6): each token goes to K experts. The bias b is rate * votes, and (11) casts the votes."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -545,8 +542,8 @@ class SparseMLP(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
         if self.rate:
-            # NUMERICS: whole steps, not their product with the rate, so that no cast of the model
-            # rounds b. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
+            # NUMERICS: votes are whole steps of b. b is not stored, so no cast of the model rounds
+            # it. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
     def forward(self, x_BSM, balance=None, /):
@@ -569,7 +566,8 @@ class SparseMLP(nn.Module):
         out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
         out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6)
 
-        # The balance loss (10) rides on the output, so that this layer's own backward finds it.
+        # The balance loss (10) is not returned: `AttachLoss` gives back the output as it is, and
+        # its backward adds the gradient of the loss, in whichever pipeline stage this layer runs.
         loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
@@ -601,23 +599,19 @@ def token_logprobs(
     No tensor is larger than (chunk, V). ValueError for other shapes and targets outside of 0..V-1.
 
     hidden_NM (N, M), weight_vM (V, M): of one floating dtype. targets_N: (N,) int64 in 0..V-1.
-    temperature: T of (8).
+    temperature: tau of (8).
     softcap: z := c tanh(z / c) before the temperature (Gemma).
-    chunk: rows a matmul. Default: 2^22 logits' worth, at least 128 rows, at most half of N.
+    chunk: rows a matmul. Default: 2^22 logits' worth, at least 128, but half of N at the most.
     group: vocabulary-parallel. Every rank of the group calls with the same hidden and targets, and
         with its rows of the weight. Every rank gets the same results, the whole gradient of
         hidden, and its rows' gradient of the weight.
-    vocab_start: this rank has the rows vocab_start .. vocab_start + v.
-    vocab_size: V, which a rank of a group cannot know by itself; without it, a target that is in
-        nobody's rows gives -inf.
+    vocab_start: this rank has the v rows of the vocabulary from there on.
+    vocab_size: V, for the ranks of a group; without it a target in nobody's rows gives -inf.
     """
-    require_scorable(hidden_NM, weight_vM, targets_N, group, vocab_size)
-    # By default so many exponentials stay for the backward as fit into 2^22 numbers.
-    kept_chunks = 1
+    require_scorable(hidden_NM, weight_vM, targets_N, group, vocab_size, temperature, chunk)
+    kept_chunks = 1  # of so many chunks the exponentials are kept, see `TokenLogprobs`
     if chunk is None:
         chunk, kept_chunks = default_chunks(len(targets_N), len(weight_vM))
-    if not temperature > 0 or chunk < 1:
-        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
     options = LogprobOptions(temperature, softcap, chunk, kept_chunks, group, vocab_start)
     return TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
@@ -626,14 +620,15 @@ class TokenLogprobs(torch.autograd.Function):
     """(8) and (9), and d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy).
 
     Plain autograd would keep every chunk's logits for the backward, (N, V) in all. Here a chunk's
-    logits are dropped, and the backward computes them again, for 2 M V flops a token.
+    logits are dropped and computed again in the backward, for 2 M V flops a token. The exponentials
+    of the last chunks stay (by default 2^22); with a softcap none, as its slope needs the logits.
     """
 
     @staticmethod
     def forward(ctx, hidden_NM, weight_vM, targets_N, options):
-        # Four numbers a token are enough. With m the largest logit: the target's logit, the total
-        # sum e^(z - m), the weighted sum (z - m) e^(z - m), and how many ranks own the target. The
-        # last chunks' exponentials stay, so that the backward need not compute those again.
+        # A chunk's logits z become five numbers a token: the largest, m; the target's; the sums
+        # total = sum e^(z - m) and weighted = sum (z - m) e^(z - m); and how many ranks own the
+        # target. Both results come from these, and the backward needs only lse and entropy.
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
@@ -657,7 +652,9 @@ class TokenLogprobs(torch.autograd.Function):
             if options.softcap is None:
                 ctx.exponentials[n] = e_nv, largest_N[rows, None]
 
-        # A rank that has some rows of the vocabulary has some terms of each sum.
+        # Each rank has summed over its own rows of the vocabulary, around its own m. So the ranks
+        # agree on the largest m first. With d = own m - largest m total becomes e^d total, weighted
+        # becomes e^d (weighted + d total), and only then are they added.
         if options.group is not None:
             largest_N, sums_4N = combine_over_ranks(largest_N, sums_4N, options.group)
 
@@ -704,7 +701,7 @@ class TokenLogprobs(torch.autograd.Function):
             else:
                 dweight_vM += dz_nv.T @ hidden_NM[rows]
         if options.group is not None:
-            dist.all_reduce(dhidden_NM, group=options.group)  # every rank's rows gave a part
+            dist.all_reduce(dhidden_NM, group=options.group)  # a sum over all rows of the weight
         return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
 
 
@@ -722,39 +719,37 @@ def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=
                                                                 c c c
     """
     # A mask over the packed row would cost S^2 work, most of it between documents that do not see
-    # each other. Documents of about one length are gathered into a rectangle instead, padded at
-    # their ends, where causal attention does not look. Only attention ever meets this padding.
+    # each other. Documents of about one length are gathered into a rectangle instead, padded behind
+    # their ends by their last token, where no real token looks. Only attention meets this padding.
     doc_BS = document_ids(lengths, doc_ids, position_ids)
     shape = tuple(doc_BS.shape)
-    token_N, lengths = documents_in_order(doc_BS)
-    buckets = buckets_by_length(token_N, lengths, waste)
-    equal = len(set(lengths)) == 1 and len(token_N) == doc_BS.numel()
-    on_device = {}  # device -> the buckets there, and the places of their real tokens
+    token_N, doc_lengths = documents_in_order(doc_BS)
+    buckets = buckets_by_length(token_N, doc_lengths, waste)
+    all_one_length = len(set(doc_lengths)) == 1 and len(token_N) == doc_BS.numel()
+    on_device = {}  # device -> the buckets there, for all layers
 
     def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
         if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
             raise ValueError(f"packed for {shape} tokens, got {tuple(q_BHSD.shape)}")
-        if equal:  # the row cut in pieces is the bucket: views instead of gathers
+
+        # Documents of one length and no PAD: cutting the row is all the gathering there is.
+        if all_one_length:
             qkv = q_BHSD, k_BGSD, v_BGSD
-            return attention_of_equal_documents(qkv, lengths[0], options)
-        device = q_BHSD.device
-        if device not in on_device:  # the first layer moves the indices, for all layers
-            moved = [(index.to(device), real.to(device)) for index, real in buckets]
-            on_device[device] = moved, [index[real] for index, real in moved]
-        parts, places = on_device[device]
+            return attention_of_equal_documents(qkv, doc_lengths[0], options)
 
         # For each bucket gather, attend, and keep what is no padding. Each real token is in one
         # bucket once, so that the results put next to each other go back by one copy.
+        buckets_here, real_tokens = buckets_on(q_BHSD.device, buckets, on_device)
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
         results = []
-        for index_UL, real_UL in parts:
-            index_n = index_UL.flatten()
-            rows = (x.index_select(0, index_n).unflatten(0, index_UL.shape) for x in flat)
+        for token_UL, is_real_UL in buckets_here:
+            token_n = token_UL.flatten()
+            rows = (x.index_select(0, token_n).unflatten(0, token_UL.shape) for x in flat)
             out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
-            results.append(out_UHLD.transpose(1, 2)[real_UL])
+            results.append(out_UHLD.transpose(1, 2)[is_real_UL])
         out_NHD = torch.zeros_like(flat[0])
         if results:
-            out_NHD = out_NHD.index_copy(0, torch.cat(places), torch.cat(results))
+            out_NHD = out_NHD.index_copy(0, torch.cat(real_tokens), torch.cat(results))
         return out_NHD.unflatten(0, shape).transpose(1, 2)
 
     return attention
@@ -777,10 +772,11 @@ class KVCache:
     def __init__(self, rows: int, device=None):
         self.lengths = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
         self.layers = {}  # layer -> k and v (2, B, G, C, D)
-        self.counts_B = None  # real tokens of each row in the call under way; None: all of them
+        self.counts_B = None  # real tokens a row in this call, for sliding layers; None: all
         self.sliding = set()  # the layers that keep their window only
         self.prompts = None  # `SharedPrompts` after `share`
-        self.own_lengths = self.lengths  # of what `layers` holds: all but a shared prompt
+        # How many tokens of each row `layers` holds: all, but a shared prompt is stored elsewhere.
+        self.stored_lengths = self.lengths
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
@@ -798,11 +794,11 @@ class KVCache:
         # it hides later new tokens, and what stands behind a shorter row. With one new token in
         # each row and rows of equal length there is nothing to hide.
         S = q_BHSD.shape[2]
-        room = self.own_lengths.longest + S
+        room = self.stored_lengths.longest + S
         k_BGCD, v_BGCD = append_to_store(self, layer, k_BGSD, v_BGSD)[:, :, :, :room]
         mask_B1SC = None
-        if S > 1 or not self.own_lengths.even:
-            mask_B1SC = keys_up_to(self.own_lengths, S, room)
+        if S > 1 or not self.stored_lengths.even:
+            mask_B1SC = keys_up_to(self.stored_lengths, S, room)
         if self.prompts is not None:
             return self.prompts.attention(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
         return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
@@ -811,7 +807,7 @@ class KVCache:
         """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
         self.lengths = self.lengths.plus(counts_B, steps)
         shared = self.prompts is not None
-        self.own_lengths = self.own_lengths.plus(counts_B, steps) if shared else self.lengths
+        self.stored_lengths = self.stored_lengths.plus(counts_B, steps) if shared else self.lengths
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
@@ -819,9 +815,10 @@ class KVCache:
         rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
         self.lengths = Lengths.measured(self.lengths.of_B[rows])
         self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
-        self.own_lengths = self.lengths
+        self.stored_lengths = self.lengths
+        # Shared prompts: keep those that the kept rows still begin with (appendix H).
         if self.prompts is not None and len(rows):
-            self.own_lengths = self.prompts.give_rows(self.prompts.prompt_B[rows], self.lengths)
+            self.stored_lengths = self.prompts.give_rows(self.prompts.prompt_B[rows], self.lengths)
 
     def share(self, rows, /):
         """`select(rows)` of rows that are prompts, whose keys full layers keep once."""
@@ -837,6 +834,9 @@ def extend(model, cache, tokens_BS, /, counts=None):
     if S > 1:
         positions = positions + torch.arange(S, device=tokens_BS.device)
 
+    # Lengths 4 2, S = 2, counts 2 1: the new tokens have the positions, and their keys the slots,
+    # [[4, 5], [2, 3]], and then the lengths are 6 3. So the padding, in slot 3 of row 1, is written
+    # too (not by sliding layers). No real query sees it, and the row's next token overwrites it.
     # Every layer reads the same lengths; they move on only when all layers have written.
     cache.counts_B = counts
     x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
@@ -1264,6 +1264,13 @@ def _check_rope(rope, max_position_embeddings, head_dim):
         raise ValueError(f"rope_parameters {rope} give angles that are not finite")
 
 
+def require_tokens_or_states(tokens, /) -> None:
+    """ValueError unless this is (B, S) integers, or (B, S, M) of a floating dtype."""
+    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
+        found = tuple(tokens.shape)
+        raise ValueError(f"tokens must be (B, S), or embeddings (B, S, M); got {found}")
+
+
 def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
     """Refuse token ids that are not in 0..vocab_size - 1.
 
@@ -1296,8 +1303,8 @@ def require_prompts(prompts, vocab_size) -> None:
             raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
 
 
-def require_scorable(hidden, weight, targets, group, vocab_size) -> None:
-    """ValueError for shapes and targets that `token_logprobs` cannot take."""
+def require_scorable(hidden, weight, targets, group, vocab_size, temperature, chunk) -> None:
+    """ValueError for what `token_logprobs` cannot take; the names are its own."""
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         found = f"{tuple(hidden.shape)} and {tuple(targets.shape)}"
         raise ValueError(f"hidden must be (N, M) and targets (N,), got {found}")
@@ -1306,6 +1313,8 @@ def require_scorable(hidden, weight, targets, group, vocab_size) -> None:
         vocab_size = len(weight)
     if vocab_size is not None:
         require_tokens_in_vocabulary(targets, vocab_size, what="target")
+    if not temperature > 0 or chunk is not None and chunk < 1:
+        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
 
 
 def check_sampling(temperature, top_k, top_p, min_p):
@@ -1906,7 +1915,7 @@ def default_chunks(N, v):
 
 
 def scaled_logits(hidden_NM, weight_vM, options):
-    """z / T of (8), capped, (N, v)."""
+    """z / tau of (8), capped, (N, v)."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
     z_Nv = F.linear(hidden_NM, weight_vM)
@@ -2082,6 +2091,18 @@ def buckets_by_length(token_N, lengths, waste):
     return found
 
 
+def buckets_on(device, buckets, on_device):
+    """The buckets on a device, and the tokens of each that are no padding, (n,).
+
+    buckets: as `buckets_by_length` gives them. on_device: device -> what this returned for it; the
+    first layer moves the indices there, and the others find them.
+    """
+    if device not in on_device:
+        moved = [(token_UL.to(device), is_real_UL.to(device)) for token_UL, is_real_UL in buckets]
+        on_device[device] = moved, [token_UL[is_real_UL] for token_UL, is_real_UL in moved]
+    return on_device[device]
+
+
 def attention_of_equal_documents(qkv, length, options):
     """Causal attention in rows that are full of documents of one length: no index, only views."""
     # (B, H, S, D) -> (B S / L, H, L, D): a row is cut in its documents, and they become rows.
@@ -2170,7 +2191,7 @@ def append_to_store(cache, layer, k_BGSD, v_BGSD, window=None, /):
     if window is not None:
         return _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
     B, _, S, _ = k_BGSD.shape
-    lengths = cache.own_lengths
+    lengths = cache.stored_lengths
     new_2BGSD = torch.stack([k_BGSD, v_BGSD])
     all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, lengths.longest + S)
     if lengths.even:
@@ -2279,31 +2300,31 @@ def share_prompts(cache, rows, /) -> None:
     if prompts:
         prompt_B = torch.as_tensor(rows, dtype=torch.long, device=lengths.of_B.device)
         cache.prompts = SharedPrompts(prompts, lengths)
-        cache.own_lengths = cache.prompts.give_rows(prompt_B, cache.lengths)
+        cache.stored_lengths = cache.prompts.give_rows(prompt_B, cache.lengths)
 
 
 class SharedPrompts:
-    """The keys of P prompts, held once for all the rows of a `KVCache` that begin with them.
+    """The keys of R prompts, held once for all the rows of a `KVCache` that begin with them.
 
         prompt 0   k k k k k     rows 0, 2 and 3 of the cache hold only what comes behind it
         prompt 1   k k           row 1
     """
 
     def __init__(self, layers, lengths):
-        self.layers = layers  # layer -> k and v (2, P, G, L, D)
-        self.lengths = lengths  # of the P prompts
+        self.layers = layers  # layer -> k and v (2, R, G, L, D)
+        self.lengths = lengths  # of the R prompts
         self.prompt_B = None  # each row's prompt
-        self.rows_Pn = None  # each prompt's rows, padded to the largest group
+        self.rows_Rn = None  # each prompt's rows, padded to the largest group
         self.place_B = None  # each row's place in that table, flattened
 
     def give_rows(self, prompt_B, row_lengths):
         """Row b begins with prompt prompt_B[b]; the `Lengths` of the rows behind their prompts."""
         # Prompts without a row are dropped, and the padding of those that were the longest.
-        used_P, prompt_B = prompt_B.unique(return_inverse=True)
-        if len(used_P) < len(self.lengths.of_B):
-            self.lengths = Lengths.measured(self.lengths.of_B[used_P])
+        used_R, prompt_B = prompt_B.unique(return_inverse=True)
+        if len(used_R) < len(self.lengths.of_B):
+            self.lengths = Lengths.measured(self.lengths.of_B[used_R])
             longest = self.lengths.longest
-            self.layers = {n: kv[:, used_P, :, :longest] for n, kv in self.layers.items()}
+            self.layers = {n: kv[:, used_R, :, :longest] for n, kv in self.layers.items()}
 
         # Which rows belong to each prompt, padded to the largest group, and the way back:
         #
@@ -2315,8 +2336,8 @@ class SharedPrompts:
         earlier_B = (prompt_B[:, None] == prompt_B).tril(-1).sum(1)
         n = int(earlier_B.max()) + 1
         row_B = torch.arange(len(prompt_B), device=prompt_B.device)
-        self.rows_Pn = row_B.new_zeros(len(used_P), n)
-        self.rows_Pn[prompt_B, earlier_B] = row_B
+        self.rows_Rn = row_B.new_zeros(len(used_R), n)
+        self.rows_Rn[prompt_B, earlier_B] = row_B
         self.place_B = prompt_B * n + earlier_B
         self.prompt_B = prompt_B
         return Lengths.measured(row_lengths.of_B - self.lengths.of_B[prompt_B])
@@ -2329,10 +2350,10 @@ class SharedPrompts:
         mask_B1SC: which of them a query sees; None: all.
         layer, scale: as in `KVCache.attention`.
         """
-        k_PGLD, v_PGLD = self.layers[layer]
+        k_RGLD, v_RGLD = self.layers[layer]
         B, G, C, D = k_BGCD.shape
         S = q_BHSD.shape[2]
-        L = k_PGLD.shape[2]
+        L = k_RGLD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
         # tests/test_models.py::test_shared_prompts_change_nothing.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
@@ -2347,26 +2368,26 @@ class SharedPrompts:
 
         # Scores of the prompt's keys: the queries of all its rows stand side by side, so that each
         # key is read once. Shorter prompts have padding to hide.
-        shared_BGhL = self._per_row(self._per_prompt(q_BGhD) @ k_PGLD.to(wide).mT)
+        shared_BGhL = self._per_row(self._per_prompt(q_BGhD) @ k_RGLD.to(wide).mT)
         if not self.lengths.even:
-            beyond_PL = torch.arange(L, device=q_BHSD.device) >= self.lengths.of_B[:, None]
-            beyond_BL = beyond_PL[self.prompt_B]
+            beyond_RL = torch.arange(L, device=q_BHSD.device) >= self.lengths.of_B[:, None]
+            beyond_BL = beyond_RL[self.prompt_B]
             shared_BGhL = shared_BGhL.masked_fill(beyond_BL[:, None, None], -math.inf)
 
         # One softmax over both, and each part of it weighs its own values.
         p_BGhk = (torch.cat([shared_BGhL, own_BGhC], -1) * scale).softmax(-1)
         p_BGhL, p_BGhC = p_BGhk.split([L, C], -1)
-        shared_BGhD = self._per_row(self._per_prompt(p_BGhL) @ v_PGLD.to(wide))
+        shared_BGhD = self._per_row(self._per_prompt(p_BGhL) @ v_RGLD.to(wide))
         out_BGhD = shared_BGhD + p_BGhC @ v_BGCD.to(wide)
         return out_BGhD.to(q_BHSD.dtype).reshape(q_BHSD.shape)
 
     def _per_prompt(self, x_BGhX):
-        """The rows of each prompt side by side: (B, G, h, X) -> (P, G, n h, X)."""
-        return x_BGhX[self.rows_Pn].transpose(1, 2).flatten(2, 3)
+        """The rows of each prompt side by side: (B, G, h, X) -> (R, G, n h, X)."""
+        return x_BGhX[self.rows_Rn].transpose(1, 2).flatten(2, 3)
 
-    def _per_row(self, x_PGmX):
-        """The way back from `_per_prompt`: (P, G, n h, X) -> (B, G, h, X)."""
-        rows = x_PGmX.unflatten(2, (self.rows_Pn.shape[1], -1)).transpose(1, 2)
+    def _per_row(self, x_RGmX):
+        """The way back from `_per_prompt`: (R, G, n h, X) -> (B, G, h, X)."""
+        rows = x_RGmX.unflatten(2, (self.rows_Rn.shape[1], -1)).transpose(1, 2)
         return rows.flatten(0, 1)[self.place_B]
 
 

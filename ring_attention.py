@@ -34,26 +34,35 @@ anywhere, by torch's own flash kernel:
     (6)  dv_j = sum_i P_ij dout_i,          dS_ij = P_ij (dout_i . v_j - delta_i),
          dq_i = scale sum_j dS_ij k_j,      dk_j  = scale sum_i dS_ij q_i
 
-    B batch   H query heads   G key heads   D head_dim   S whole sequence   2: k and v, stacked
-    q, k   queries, keys of this rank or call   b, i, j, r   of a tile, r = i H / G   X   anything
-    m, n, p   keys of a block on its way: here, the next, one whose gradient is summed up
-    Capital: the same on every rank.  Small: this rank's share, or a part.
+The letters in the names of tensors. A capital is the same on every rank; a small letter is this
+rank's share of it, or a part.
 
-    | method    | keys reach queries by          | numbers a rank sends, forward   | it holds      |
-    | ring      | W - 1 hops of a block          | 2 B G D S (W-1)/W at most       | 2 blocks      |
-    | ulysses   | all-to-all: heads for tokens   | B D (2 H + 2 G') S/W (W-1)/W    | S, 1/W heads  |
-    | usp       | that inside, a ring outside    | both, the ring with 1/u heads   | 2 blocks of u |
-    | allgather | one all-gather                 | 2 B G D S (W-1)/W               | S             |
+    B   batch                       S   tokens of the whole sequence, s of them on this rank
+    H   query heads, h here         G   key heads, g here              D   head_dim
+    q   queries of a call           k   keys of a call                 W   ranks
+    b, i, j   batch rows, queries and keys of a tile
+    r   the queries of a tile that read one key head, i H / G of them
+    m   keys of the block that lies here          n   of the block that comes next
+    p   keys of a block whose gradient is being summed up
+    2   keys and values, stacked                  X   any dimension
 
-W is the number of ranks; usp arranges them as c outer x u inner ones. The ring's backward sends the
-blocks again, and their gradients in float32 or better: twice the forward's bytes in float32, three
-times in bf16. A hop that no rank needs (documents, windows) is not sent.
+    | method    | keys reach queries by   | numbers a rank sends, forward | keys and values held   |
+    | ring      | W - 1 hops of a block   | 2 B G D S (W-1)/W at most     | two blocks             |
+    | ulysses   | an all-to-all           | B D (2 H + 2 G') S/W (W-1)/W  | S tokens, 1/W of heads |
+    | usp       | all-to-all, then a ring | those of both                 | 2 blocks, 1/u of heads |
+    | allgather | one all-gather          | 2 B G D S (W-1)/W             | all S tokens           |
+
+An all-to-all trades tokens for heads, so u ranks that do it need a number of key heads that u
+divides: G' = lcm(G, u), for ulysses with u = W. usp arranges the ranks as c groups of u, with an
+all-to-all in each group and a ring over the groups; a block is then a group's tokens. The ring's
+backward sends the blocks again, and their gradients in float32 or better: twice the forward's bytes
+in float32, three times in bf16. A hop that no rank needs (documents, windows) is not sent.
 
 How it deviates. Ring Attention carries a running maximum and a sum, this file one lse for both.
-Ulysses: key heads are repeated to G' = lcm(G, u) where u does not divide them. FlashMask keeps two
-intervals of hidden rows a key, this file one interval of visible rows. The ranks compare digests of
-shapes, mask and options at every call (0.4 ms on 2 ranks of gloo) and not once a shape: a rank that
-had seen a shape would skip a message that another waits for.
+Ulysses repeats key heads where there are too few. FlashMask keeps two intervals of hidden rows a
+key, this file one interval of visible rows. The ranks compare digests of shapes, mask and options
+at every call (0.4 ms on 2 ranks of gloo). To compare only when a shape is new would hang: a rank
+that had seen the shape before would not send what another rank waits for.
 
 Not here: dropout, additive biases, sinks, second derivatives, dv != dk, Sq != Sk across ranks.
 torch.compile leaves these calls out of its graphs. On CUDA flash computes full and causal tiles of
@@ -104,7 +113,8 @@ def visible_pairs(queries, keys, window, /):
     A table of S^2 bits would say the same, at more memory than all the rest here. But in each mask
     that people train with, the queries that see key j are consecutive. So two integers a key tell
     who sees it: start, the first of these queries, and end, the one behind the last. The least and
-    greatest of them over a tile tell whether nobody or everybody sees it. With 4 tokens:
+    greatest of them over a tile tell whether nobody or everybody sees it (once the bits in rows and
+    the window have been asked too). With 4 tokens:
 
         causal          documents 0 0 1 1      blocks 0 0 1 1        tree 0-(1-2, 3)
         j:     0 1 2 3  j:     0 1 2 3         j:     0 1 2 3        j:     0 1 2 3
@@ -139,9 +149,9 @@ def definition(q_BHqD, k_BGkD, v_BGkD, visible_BHqk, /, *, scale=None, softcap=N
     Returns out_BHqD and lse_BHq, which autograd can differentiate.
     """
     # Grouped heads: H / G query heads read the same key head, so copy it as many times.
-    n = q_BHqD.shape[1] // k_BGkD.shape[1]
-    k_BHkD = k_BGkD.repeat_interleave(n, 1)
-    v_BHkD = v_BGkD.repeat_interleave(n, 1)
+    group_size = q_BHqD.shape[1] // k_BGkD.shape[1]
+    k_BHkD = k_BGkD.repeat_interleave(group_size, 1)
+    v_BHkD = v_BGkD.repeat_interleave(group_size, 1)
 
     # Every query against every key: S^2 scores, which is what the rest of this file never holds.
     scale = q_BHqD.shape[-1] ** -0.5 if scale is None else scale
@@ -238,36 +248,40 @@ def tile_scores(q_bHiD, k_bGjD, visible, kernel):
     if visible is None:
         return s_bGrj, None
 
-    # Masked is -inf and no large negative number: exp(-inf - lse) is 0 beside any finite lse, where
-    # a finite stand-in gives P = 1 to each key of a row that holds nothing else.
+    # Masked is -inf and not a large negative number. In a row that sees a key, in this tile or in
+    # another, both come to a weight of 0. But the lse of a row that sees none at all would be that
+    # number: P would be 1 for each masked key, and out the sum of values that it must not see.
     visible_bHij = visible.expand(*q_bHiD.shape[:3], k_bGjD.shape[2])
     visible_bGrj = fold_heads(visible_bHij, k_bGjD.shape[1])
     return s_bGrj.masked_fill(~visible_bGrj, -math.inf), visible_bGrj
 
 
-def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, clean):
+def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, all_finite):
     """One tile of (3) and (4) by its formulas: out_bHiD and lse_bHi over these keys alone.
 
     q_bHiD: the tile's queries.
     k_bGjD, v_bGjD: its keys and values.
     visible: as in `tile_scores`.
     kernel: a Kernel, of which scale and softcap are used.
-    clean: whether all values are known to be finite and of modest size.
+    all_finite: True if no NaN, inf or overflow can come, so that a plain matrix product is right
+        for masked keys too.
     """
     s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
     lse_bGr = torch.logsumexp(s_bGrj, -1)
 
     # A row that sees nothing has the lse -inf, and -inf - -inf is NaN. With 0 in place of that lse
-    # its P is exp(-inf) = 0 (4). `matmul_of_seen` is `@`, but where a masked value is NaN, its
-    # weight 0 adds 0; in `@` it would add 0 * NaN.
+    # its P is exp(-inf) = 0 (4).
     finite_lse_bGr = lse_bGr.masked_fill(lse_bGr == -math.inf, 0.0)
     p_bGrj = torch.exp(s_bGrj - finite_lse_bGr[..., None])
-    out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, clean)  # (3)
+
+    # P of a masked key is 0, but 0 * NaN is NaN: with `@` a NaN in one masked value would reach the
+    # rows that do not see it. `matmul_of_seen` is `@` without that.
+    out_bGrD = matmul_of_seen(p_bGrj, v_bGjD, visible_bGrj, all_finite)  # (3)
     return out_bGrD.reshape(q_bHiD.shape), lse_bGr.reshape(q_bHiD.shape[:3])
 
 
 def tile_backward(
-    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, kernel, clean
+    dout_bHiD, q_bHiD, k_bGjD, v_bGjD, out_bHiD, lse_bHi, dlse_bHi, visible, kernel, all_finite
 ):
     """One tile of (6) by its formulas: its parts of dq_bHiD, dk_bGjD, dv_bGjD.
 
@@ -275,7 +289,7 @@ def tile_backward(
     q_bHiD, k_bGjD, v_bGjD: the tile's queries, keys, values.
     out_bHiD, lse_bHi: the result for these queries over *all* keys, not over the tile's.
     dlse_bHi: the gradient that arrives for lse.
-    visible, kernel, clean: as in `tile_forward`.
+    visible, kernel, all_finite: as in `tile_forward`.
     """
     # A softmax's gradient needs two sums over *all* keys: the one that normalises P, which is in
     # lse, and sum_j P_ij (dout_i . v_j), which is dout_i . out_i. With the global lse and out both
@@ -306,9 +320,9 @@ def tile_backward(
         ds_bGrj = ds_bGrj.where(visible_bGrj, 0.0)
         seen_bGjr = visible_bGrj.transpose(-1, -2)
 
-    dq_bGrD = matmul_of_seen(ds_bGrj, k_bGjD, visible_bGrj, clean)  # (6)
-    dk_bGjD = matmul_of_seen(ds_bGrj.transpose(-1, -2), q_bGrD, seen_bGjr, clean)
-    dv_bGjD = matmul_of_seen(p_bGrj.transpose(-1, -2), dout_bGrD, seen_bGjr, clean)
+    dq_bGrD = matmul_of_seen(ds_bGrj, k_bGjD, visible_bGrj, all_finite)  # (6)
+    dk_bGjD = matmul_of_seen(ds_bGrj.transpose(-1, -2), q_bGrD, seen_bGjr, all_finite)
+    dv_bGjD = matmul_of_seen(p_bGrj.transpose(-1, -2), dout_bGrD, seen_bGjr, all_finite)
     return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
 
 
@@ -322,11 +336,11 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
     out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
     lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
 
-    # The mask cuts itself into boxes: rows and columns index some queries and some keys. A box in
-    # which nobody sees anything never comes, so a causal mask costs half. One in which all is seen,
-    # or exactly the causal triangle, comes without a bool tensor (visible is None), as flash
-    # kernels like it.
-    (q, k, v), clean, tiles = cut_into_tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
+    # The mask cuts itself into boxes: rows = (batch rows, all heads, queries) are indices into q,
+    # columns = (batch rows, all heads, keys) into k and v. A box in which nobody sees anything is
+    # left out, so a causal mask costs half. One in which all is seen, or exactly the causal
+    # triangle, comes without a bool tensor (visible is None), as flash kernels like it.
+    (q, k, v), all_finite, tiles = cut_into_tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
     begun_Bq = np.zeros((len(q), q.shape[2]), bool)
 
     for rows, columns, visible, causal, tile_kernel in tiles:
@@ -334,14 +348,15 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
         # Both give the same pair, so what follows need not know which it was.
         if tile_kernel.backend == "math":
             wider = (x.to(wide) for x in (q[rows], k[columns], v[columns]))
-            part_out, part_lse = tile_forward(*wider, visible, tile_kernel, clean)
+            part_out, part_lse = tile_forward(*wider, visible, tile_kernel, all_finite)
         else:
             part_out, part_lse = fused_tile_forward(
                 q[rows], k[columns], v[columns], visible, causal, tile_kernel.scale
             )
 
         # Tiles of the same rows hold other keys, so they merge. For the first tile of its rows
-        # there is nothing to merge with yet, and it is the result so far.
+        # there is nothing to merge with yet, and it is the result so far. begun_Bq says which rows
+        # have had their first tile. It has no heads, so the middle index of `rows` is left out.
         begun_rows = rows[0], rows[2]
         if begun_Bq[begun_rows].any():
             part_out, part_lse = merge(out_BHqD[rows], lse_BHq[rows], part_out, part_lse)  # (5)
@@ -362,8 +377,9 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     """
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
 
-    # NUMERICS: (4). With an lse of -inf P would be NaN, and with a sentinel for it P = 1; such rows
-    # get dout 0, lse 0, delta 0, and a masked score is -inf, so P = 0. Pinned by
+    # NUMERICS: (4). A row that saw nothing has the lse -inf, and exp(-inf - -inf) is NaN. With an
+    # lse of 0 its P is exp(-inf - 0) = 0, since all its scores are -inf. Its dout (and dlse, below)
+    # become 0 too, so that its delta is 0 and not whatever arrives. Pinned by
     # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
     dead_BHq = lse_BHq == -math.inf
     if dead_BHq.any():
@@ -381,7 +397,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     # The same boxes as in the forward. Each makes its P again from q, k and lse, so that a training
     # step holds the scores of one tile at a time and never those of all.
     given = q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD
-    (q, k, v, out, dout), clean, tiles = cut_into_tiles(kernel, mask, *given)
+    (q, k, v, out, dout), all_finite, tiles = cut_into_tiles(kernel, mask, *given)
     dq_BHqD = torch.zeros_like(q, dtype=wide)
     dk_BGkD = torch.zeros_like(k, dtype=wide)
     dv_BGkD = torch.zeros_like(v, dtype=wide)
@@ -392,7 +408,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
         if tile_kernel.backend == "math":
             wider = (x.to(wide) for x in block)
             part_dq, part_dk, part_dv = tile_backward(
-                *wider, lse_BHq[rows], dlse_BHq[rows], visible, tile_kernel, clean
+                *wider, lse_BHq[rows], dlse_BHq[rows], visible, tile_kernel, all_finite
             )
         else:
             part_dq, part_dk, part_dv = fused_tile_backward(
@@ -467,7 +483,7 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
 #
 # Rank r holds the queries, keys and values of its tokens: its shard. Queries stay. Its keys and
 # values are block r, which starts out there and goes one rank to the right at each hop. So during
-# hop h block s lies with rank s + h, and rank r has block r - h (modulo W). After W - 1 hops each
+# hop h block r lies with rank r + h, and rank r has block r - h (modulo W). After W - 1 hops each
 # block has met all queries. With 3 ranks:
 #
 #     hop      rank 0    rank 1    rank 2
@@ -478,10 +494,19 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
 # A `Route` (appendix D) answers what depends on the mask:
 #
 #     block_at(hop)            the block that lies with this rank
+#     own_block                the block that began here: this rank's number
 #     mask_of(block)           the mask of our queries against its keys
-#     is_needed(block, hop)    whether any of our queries sees any of its keys (at hop 0 always yes)
-#     last_hop[block]          the hop after which no rank needs it (0: only its owner does)
+#     is_needed(block, hop)    whether our queries see any of it (hop 0: always; hop `hops`: never)
+#     last_hop[block]          the last hop at which a rank needs it (0: only its owner does)
 #     hops                     how many hops, hop 0 included, until no rank needs any block
+#     buffer(like, block)      an empty tensor for a block, or for its gradient
+#
+# and, of the sum of a block's gradients, which follows it in the backward:
+#
+#     gradient_moves(block, hop)    whether the sum goes one rank on: in each hop up to last_hop,
+#                                   after the first one at which another than the owner needed it
+#     gradient_returns(block, hop)  whether the sum is complete and goes to the owner: in the hop
+#                                   after last_hop, unless that is 0
 #
 # All ranks have the whole mask and work out the same answers, so that sender and receiver of each
 # message know of it without asking. `post` starts messages and returns what to wait for.
@@ -492,25 +517,27 @@ TAG_BLOCK, TAG_GRADIENT, TAG_HOME = range(3)  # what a message carries; gloo tel
 def indices(length, rank, world, layout="zigzag"):
     """int64 (s,): the global index of each token of a rank's shard, ascending; RoPE needs it.
 
-    The sequence is cut into n chunks, chunk c being c * length // n up to (c + 1) * length // n, so
-    shards may be unequal, or empty. "contiguous" has n = world and gives chunk r to rank r.
-    "zigzag" has n = 2 world and gives chunks r and n - 1 - r to rank r. Raises ValueError for
-    another layout, a rank that is not in the world, or a negative length.
+    "contiguous" cuts the sequence into `world` chunks and gives chunk r to rank r. "zigzag" cuts it
+    into 2 world chunks and gives chunks r and 2 world - 1 - r to rank r. Chunks may be unequal, or
+    empty. Raises ValueError for another layout, a rank that is not in the world, or a negative
+    length.
     """
     # Under a causal mask a late query sees more keys than an early one. With contiguous chunks the
-    # last of W ranks has 2 - 1/W of the mean work, and all wait for it. An early chunk and its
-    # mirror image together have the mean. Length 8, world 2:
+    # last of W ranks has almost 2 - 1/W times the mean work, the more nearly the longer the
+    # sequence, and all wait for it. An early chunk and its mirror image together have the mean.
+    # Length 8, world 2:
     #
     #     zigzag        rank 0 holds 0 1 . . . . 6 7, and they see 1 + 2 + 7 + 8 = 18 keys
     #                   rank 1 holds . . 2 3 4 5 . .               3 + 4 + 5 + 6 = 18
-    #     contiguous    10 on rank 0, 26 on rank 1
+    #     contiguous    10 on rank 0, 26 on rank 1, which is 1.44 times the mean
     if layout not in LAYOUTS:
         raise ValueError(f'layout must be "zigzag" or "contiguous"; came {layout!r}')
     if not 0 <= rank < world or length < 0:
         raise ValueError(f"need 0 <= rank < world, length >= 0; came {rank}, {world}, {length}")
     chunks = [rank] if layout == "contiguous" else [rank, 2 * world - 1 - rank]
-    n = world if layout == "contiguous" else 2 * world
-    return torch.cat([torch.arange(c * length // n, (c + 1) * length // n) for c in chunks])
+    num_chunks = world if layout == "contiguous" else 2 * world
+    edges = [c * length // num_chunks for c in range(num_chunks + 1)]
+    return torch.cat([torch.arange(edges[c], edges[c + 1]) for c in chunks])
 
 
 def onward(route, block_2BgmD, hop, /):
@@ -549,6 +576,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     """
     # Keys and values travel together, so that a hop is one message and not two.
     block_2BgmD = torch.stack((k_BgkD, v_BgkD))
+    out_BhqD = lse_Bhq = None  # both begin at hop 0, which is computed on every rank
 
     for hop in range(route.hops):
         # COMM: each rank posts its send to the right and its receive from the left, then computes,
@@ -592,17 +620,18 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     # the forward, and behind each block, one hop later, travels the sum of its gradients so far.
     # Block 0 of 3 ranks:
     #
-    #     hop   the block   its gradient
-    #      0    on rank 0   rank 0 computes a part and keeps it: own_2BgkD
-    #      1    on rank 1   rank 1 computes a part
-    #      2    on rank 2   .. which travels to rank 2, which adds the part that it computes now
-    #      3    done        .. and the sum goes home to rank 0, which adds its own part to it
+    #     hop   the block   computed there             the sum that follows it
+    #      0    on rank 0   rank 0's part, own_2BgkD   none: this part stays on rank 0
+    #      1    on rank 1   rank 1's part              begins as this part
+    #      2    on rank 2   rank 2's part              goes to rank 2, which adds its part
+    #      3    nowhere                                goes home to rank 0, which adds own_2BgkD
     #
-    # Hence one hop more than in the forward. sum_2BgpD is the gradient of the block that lay here
-    # at the hop before. If a block travelled with its gradient instead, each hop would have to
-    # compute first and send then, and nothing would overlap.
+    # Hence one hop more than in the forward, in which nothing is computed. If a block travelled
+    # together with its gradient instead, each hop would have to compute first and send then, and
+    # nothing would overlap.
     block_2BgmD = torch.stack((k_BgkD, v_BgkD))
-    sum_2BgpD = None
+    dq_BhqD = own_2BgkD = None  # both begin at hop 0
+    sum_2BgpD = None  # when a hop begins: the sum for the block that lay here at the hop before
 
     for hop in range(route.hops + 1):
         # The blocks go round as in the forward: the backward saved none but its own.
@@ -685,9 +714,10 @@ class _RingAttention(torch.autograd.Function):
 
         # Ulysses: within groups of u ranks an all-to-all trades this rank's tokens of all heads for
         # all its group's tokens of 1/u of the heads, since heads do not need each other. From here
-        # to the last line a block is that, and the ring runs over these groups. For method "ring" u
-        # is 1, and nothing happens; for "ulysses" u is W, and the ring has one hop. Each rank must
-        # have whole heads, so where u does not divide G, key heads are repeated until it does.
+        # to the last line, q, k and v are these. A block of the ring is a group's keys and values,
+        # and a hop leads from group to group. For method "ring" u is 1, and nothing happens; for
+        # "ulysses" u is W, and the ring has one hop. Each rank must have whole heads, so where u
+        # does not divide G, key heads are repeated until it does.
         repeat = math.lcm(k.shape[1], route.inner) // k.shape[1]
         if repeat > 1:
             k = k.repeat_interleave(repeat, 1)
@@ -807,9 +837,10 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
     """The whole along dim, of `length` tokens, on every rank; x holds this rank's tokens.
 
     Its gradient is the sum over ranks of what they do with the whole, cut back to this rank's
-    tokens (a reduce-scatter). That is the adjoint of a gather, right whatever the ranks do; if all
-    of them compute the same loss from the whole, `loss_scale` says the factor. Every rank of the
-    group calls it, forward and backward. Raises ValueError if x has not the tokens of `indices`.
+    tokens (a reduce-scatter). If all W ranks compute the same loss from the whole, the sum counts
+    that loss W times, and the loss must be divided by W (`loss_scale`, in appendix G, has the
+    factor, also where gradients are averaged later). Every rank of the group calls it, forward and
+    backward. Raises ValueError if x has not the tokens of `indices`.
     """
     return _Unshard.apply(x, dim % x.ndim, ring_of(group), layout, length)
 
@@ -1387,8 +1418,8 @@ def tile_dtype(kernel, q):
 def cut_into_tiles(kernel, mask, q, k, *others):
     """What `forward_tiles` and `backward_tiles` loop over.
 
-    Returns the tensors in the dtype of the tiles; whether all of them are clean, see below; and an
-    iterator of (rows, columns, visible, causal, kernel), the first two being indices into q and k.
+    Returns the tensors in the dtype of the tiles; all_finite, see below; and an iterator of (rows,
+    columns, visible, causal, kernel), the first two being indices into q and k.
     """
     if mask is None:
         most = max(q.shape[2], k.shape[2])
@@ -1403,8 +1434,8 @@ def cut_into_tiles(kernel, mask, q, k, *others):
     # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Pinned by
     # tests/test_attend.py::test_huge_finite_numbers_in_a_pad_token_reach_no_row.
     wide = torch.float32 if tensors[0].dtype == torch.float16 else None
-    clean = all(bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors)
-    if not clean:
+    all_finite = all(bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors)
+    if not all_finite:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
     side, join = TILES["math" if kernel.backend == "math" else q.device.type]
@@ -1424,15 +1455,15 @@ def cut_into_tiles(kernel, mask, q, k, *others):
                     tile_kernel = dataclasses.replace(kernel, backend="math")
             yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile_kernel
 
-    return tensors, clean, tiles()
+    return tensors, all_finite, tiles()
 
 
-def matmul_of_seen(weight_bGij, value_bGjD, visible_bGij, clean, /):
+def matmul_of_seen(weight_bGij, value_bGjD, visible_bGij, all_finite, /):
     """weight @ value, where a value that row i does not see adds nothing to it, not even its NaN.
 
-    A masked weight is 0, but 0 * NaN is NaN. clean: no value can be NaN, inf or overflow.
+    A masked weight is 0, but 0 * NaN is NaN. all_finite: as in `tile_forward`.
     """
-    if clean or visible_bGij is None:
+    if all_finite or visible_bGij is None:
         return weight_bGij @ value_bGjD
 
     # NUMERICS: a non-finite value reaches the rows that see it, as NaN, and no other row. Pinned by

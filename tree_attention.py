@@ -17,17 +17,21 @@ What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i 
     (1)  token i of the tree sees token j  iff  j <= i < end_j:  its ancestors and itself
     (2)  h_t       =  the model's state of token t after its path, at position depth_t
     (3)  lp^i_s    =  log softmax(W h / temperature)[x^i_s],  h of token s - 1 of x^i,  0 < s < L_i,
-                      and entropy^i_s, of the same distribution
-    (4)  loss      =  sum_i f_i(lp^i, entropy^i)
+                      and entropy^i_s of that distribution
+    (4)  loss      =  sum_i f_i(lp^i, entropy^i), vectors of L_i - 1: entry s - 1 is about token s
     (5)  dloss/dlp_t  =  sum over the sequences i that hold t of  df_i/dlp^i at t
     (6)  dk_j, dv_j   =  the sum over the tokens that see j: of its own block, and of all below it
-    (7)  aux       =  coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te   (sparse layers; p:
-                      the router's, n_ie: tokens of x^i that went to expert e; in no f_i)
+    (7)  aux       =  coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te
+
+(7) is for mixture-of-experts layers, and comes beside the f_i: p_te is the router's probability of
+expert e at token t, and n_ie tokens of x^i chose e. If all experts are chosen equally often, the
+term of a sequence is coef.
 
 Why it is allowed. The state (2) depends on a token's ancestors alone. So one forward of the packed
 tree, with every token attending by (1), is the forward of every path. A gradient is a sum over
 sequences, and a token that many sequences share enters that sum once for each of them: that is
-(5), and (6) is the same sum for keys and values.
+(5), and (6) is the same sum for keys and values. The state of a leaf is scored by nobody, so no f_i
+sends a gradient through a leaf, and a leaf adds nothing to (6) of its ancestors; only (7) can.
 
     sequences  5 6 7 / 5 6 8 / 5 9      packed, DFS preorder      who sees whom
                                         index  0 1 2 3 4          0  x
@@ -35,6 +39,7 @@ sequences, and a token that many sequences share enters that sum once for each o
         |    `- 8                       depth  0 1 2 2 1          2  x x x
          `- 9                           end    5 4 3 4 5          3  x x . x
                                                                   4  x . . . x
+
 The tree in blocks. A block is a piece of one path and, behind it, whole subtrees that hang from the
 piece's end, as many as fit into max_tokens. Other blocks hang from the piece too, so blocks form a
 tree themselves. They are walked depth first. The keys and values of the pieces above the current
@@ -45,24 +50,23 @@ and takes from it what the blocks below have added for its own piece.
     B = 1 batch   H, G query and key heads   D head_dim   M width   V vocabulary   E experts
     N tokens of the tree   n tokens of a block   p tokens above it, on the stack   m part of a piece
     R sequences, of L_i tokens   L longest path   T = L - 1, the longest row of log-probs
-    e edges scored in a block; an edge joins a token to its parent and has the child's index
+    e edges scored in a block, from its tokens to their children; an edge has the child's index
     r sequences that end in a block   K experts a token
     C = 2 or 3 scores of an edge: log-prob, entropy and, for a critic, value
 
-    |                | tokens forward, backward     | held at the peak                            |
-    | one by one     | sum L_i, sum L_i             | the longest sequence                        |
-    | one block      | N, N                         | N tokens' graph                             |
-    | blocks         | N, N                         | graphs of a path of blocks; K, V, dK, dV    |
-    | ... recompute  | N + inner blocks', N         | one block's graph; K, V, dK, dV of a path   |
+    |                   | tokens forward, backward | held at the peak                             |
+    | one by one        | sum L_i, sum L_i         | the graph of the longest sequence            |
+    | one block         | N, N                     | the graph of N tokens                        |
+    | blocks            | N, N                     | graphs of this block and of all above; stack |
+    | blocks, recompute | N + N', N                | the graph of this block; stack               |
 
-A token's pairs with its ancestors are computed once: N tokens and sum_t (depth_t + 1) pairs, where
-the flat batch has sum_i L_i and sum_i L_i (L_i + 1) / 2. `TokenTrie.stats` gives the ratio.
+N' counts the tokens of the blocks that others hang from; the stack is K, V, dK, dV of one path.
+Attention has sum_t (depth_t + 1) pairs, where the flat batch has sum_i L_i (L_i + 1) / 2.
 
 How it deviates. Prefix Grouper shares one prefix; here it is any tree. Tree Training packs a tree
 that fits into memory; AReaL-DTA walks leaf by leaf with one segment at a time. Blocks are both, and
-packing sibling subtrees together keeps the matrices large. The log-prob of the first token behind a
-fork is computed where its parent's state is, in the parent's block, so there is no cache of forks.
-A rank without sequences, and an empty tree, are ordinary: their loss is 0.
+packing sibling subtrees together keeps the matrices large. The first token behind a fork is scored
+in its parent's block, so there is no cache of forks. A rank without sequences is ordinary: loss 0.
 
 Not here: dropout; mixers other than causal softmax attention; batches of trees (a forest is one
 tree); blocks across the ranks of one sequence (the whole tree at once: `tree_logprobs(group=)`).
@@ -140,8 +144,8 @@ class TokenTrie:
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
 
-    order lists the sequences as sorted, shared (numpy) how many tokens each then shares with the
-    one before it.
+    order: the sequences' numbers in sorted order. shared (R,), numpy: how many first tokens each of
+    them has in common with the one before it in that order.
 
     A ValueError names the sequence that is no sequence of tokens. The cost is a sort, O(total
     tokens) in numpy, and a Python loop over sequences, not over tokens.
@@ -152,7 +156,7 @@ class TokenTrie:
         lengths = np.array([len(x) for x in arrays], np.int64)
 
         # Sort the sequences like the words of a dictionary: those that begin alike become
-        # neighbours. Bytes in big-endian order sort as the ids do, at the speed of memcmp.
+        # neighbours. As bytes, the most significant first, ids >= 0 sort alike, and much faster.
         keys = [x.astype(">i8").tobytes() for x in arrays]
         self.order = sorted(range(len(arrays)), key=keys.__getitem__)
 
@@ -171,8 +175,8 @@ class TokenTrie:
         starts = np.cumsum(new) - new
         N = int(new.sum())
 
-        # Most tokens follow the one before them; the loop corrects the first token of each branch.
-        # Subtrees end with the tree, unless the loop meets a branch that ends them earlier.
+        # Values to start from: each token's parent is the one before it, each subtree ends with the
+        # tree. The loop corrects the first token of each branch, and the ends.
         tokens = np.empty(N, np.int64)
         positions = np.empty(N, np.int64)
         parent = np.arange(N) - 1
@@ -334,13 +338,18 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
 class Block(NamedTuple):
     """A part of the tree that one call of the model computes.
 
-    The first `piece` tokens are a stretch of one path that other blocks hang from, 0 where no block
-    is below. The others are whole subtrees, which hang from the end of that stretch too. (A block
-    without a piece holds sibling subtrees, or everything.) With max_tokens = 4:
+    A block is a stretch of one path and then whole subtrees that hang from its end, or whole
+    subtrees alone. If other blocks hang from the stretch's end as well, it is the block's piece,
+    and its keys go onto the stack. Otherwise it needs no place there, and the piece is 0. Six
+    tokens, cut with max_tokens = 4:
 
         index   0   1   2   3
         token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
-                   4 `- 9          block 1: tokens 4,       piece 0, parent 0,  depth 2
+        token        `- 9 - 3      block 1: tokens 4 5,     piece 0, parent 0,  depth 2
+        index           4   5
+
+    The backward of block 1 begins at edge 5, so token 4 alone adds to the gradient of the keys 0
+    and 1: token 5 is a leaf. Without it block 1 would have no edge to score, and no backward.
     """
 
     tokens: np.ndarray  # (n,) indices into the tree, ascending
@@ -352,12 +361,13 @@ class Block(NamedTuple):
 def plan(trie, max_tokens=None) -> list[Block]:
     """Blocks of at most max_tokens tokens, each listed after its parent; None: all in one block.
 
-    Subtrees that hang from the end of one piece and fit into a block are packed together, the first
-    of them into what is left of the piece's own block. A larger subtree begins with the segment at
-    its top, which is cut into pieces. ValueError if max_tokens is no positive integer.
+    Subtrees that hang from the end of one piece and fit into a block are packed together in order,
+    first into what is left of the piece's own block. One that no longer fits begins a new block,
+    and nothing goes back to an earlier one. A larger subtree begins with the segment at its top,
+    which is cut: with max_tokens = 4 a path of 10 tokens becomes the blocks 0-3, 4-7 and 8-9.
+    ValueError if max_tokens is no positive integer.
     """
-    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
-        raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
+    _require_block_size(max_tokens)
     N = len(trie)
     if N == 0:
         return []
@@ -381,8 +391,9 @@ def plan(trie, max_tokens=None) -> list[Block]:
         small = [x for x in children.get(token, []) if end[x] - x <= max_tokens]
         large = [x for x in children.get(token, []) if end[x] - x > max_tokens]
 
-        # A subtree is a stretch of indices, child .. end - 1. In the example the subtree 2 3 still
-        # fits into block 0, behind its piece; the subtree 4 no longer does, and gets a block.
+        # A subtree is a stretch of indices, child .. end - 1. In the example of `Block` the subtree
+        # 2 3 still fits into block 0, the holder, behind its piece. The subtree 4 5 no longer does,
+        # and gets a block whose parent is the holder.
         subtrees = [np.arange(child, end[child]) for child in small]
         _pack_subtrees(blocks, holder, subtrees, max_tokens, depth)
 
@@ -433,15 +444,12 @@ class Stack:
         grad_21GmD[1, :, :, depths] += dv_1GpD
 
     def take(self, layer, depth, piece):
-        """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing.
-
-        From here on it is zero at these depths, which the next path will use.
-        """
+        """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing."""
         if layer not in self.grads or not piece:
             return None
         grad_21GmD = self.grads[layer][:, :, :, depth : depth + piece]
         taken_21GmD = grad_21GmD.clone()
-        grad_21GmD.zero_()
+        grad_21GmD.zero_()  # the next path will use these depths, and must not inherit it
         return taken_21GmD
 
 
@@ -449,7 +457,8 @@ class _BlockAttention(torch.autograd.Function):
     """Attention of a block to itself and to the stack above it; the backward is (6).
 
     stack, layer: the `Stack`, and the number under which it holds this layer's keys and values.
-    block, masks: the `Block`, and what its tokens see, as `BlockMasks`.
+    block, masks: the `Block`, and what its tokens see, as `BlockMasks`. masks.first is the least
+        depth on the stack that a window leaves in sight, 0 without a window.
     kernel: how tiles are computed, a `ring_attention.Kernel`.
     """
 
@@ -465,7 +474,7 @@ class _BlockAttention(torch.autograd.Function):
             out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *of_stack)
 
         # The stack's keys are not saved. When the backward comes they will lie there still: until
-        # then the walk writes only to greater depths.
+        # then the walk writes only to the depths of this block and to greater ones.
         out_1HnD = out_1HnD.to(q_1HnD.dtype)
         ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
         ctx.setting = stack, layer, block, masks, kernel
@@ -489,8 +498,10 @@ class _BlockAttention(torch.autograd.Function):
             dq_1HnD += dq_above_1HnD
             stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
 
-        # Every block below has gone backward before this one, so for our piece the sum is complete.
-        # It is shorter than the piece if no block below saw all of it, behind a window.
+        # Every block below that has a backward is through with it, so for our piece the sum is
+        # complete. Blocks in which nothing is scored (single leaves) have none. If all below are
+        # such, the stack's gradient may never have grown to the end of our piece, or at all: then
+        # what comes back is shorter than the piece, or empty, and the rest of it is 0.
         below_21GmD = stack.take(layer, block.depth, block.piece)
         if below_21GmD is not None:
             m = below_21GmD.shape[3]
@@ -537,28 +548,27 @@ class _Engine:
         if lockstep is not None:
             self.blocks = overlay(self.blocks, lockstep)
 
-        # Edge t scores token t given its parent. The state that predicts it is the parent's, so the
-        # edge belongs to the parent's block, also where token t itself lies in a block below.
+        # Edge t scores token t from its parent's state, so it belongs to the parent's block, also
+        # where token t itself lies in a block below.
         block_of = np.zeros(len(trie), np.int64)
         for b, block in enumerate(self.blocks):
             block_of[block.tokens] = b
         parent = trie.parent.numpy()
         edges = np.flatnonzero((parent >= 0) & _wanted_edges(trie, masks))
-        by_block = _grouped(block_of[parent[edges]], len(self.blocks))
-        self.edges = [torch.from_numpy(edges[indices]) for indices in by_block]
+        edges_by_block = _grouped(block_of[parent[edges]], len(self.blocks))
+        self.edges = [torch.from_numpy(edges[indices]) for indices in edges_by_block]
 
-        # A sequence's loss can be computed once the block of its last token has run: all of its
-        # edges belong to that block and to those above it.
-        self.ending = _grouped(block_of[trie.ends.numpy()], len(self.blocks))
+        # ending_in[b]: the sequences whose last token is in block b. Once it has run, their losses
+        # can be computed: all of their edges belong to that block and to those above it.
+        self.ending_in = _grouped(block_of[trie.ends.numpy()], len(self.blocks))
 
         # The way down goes from a block to its children, in the order of `plan`.
         parents = np.array([block.parent for block in self.blocks], np.int64)
-        by_parent = _grouped(parents + 1, len(self.blocks) + 1)
-        self.roots = by_parent[0]  # those with parent -1
-        self.children = by_parent[1:]
+        blocks_by_parent = _grouped(parents + 1, len(self.blocks) + 1)
+        self.roots = blocks_by_parent[0]  # those with parent -1
+        self.children = blocks_by_parent[1:]
 
-        # NUMERICS: losses and the sums (5) are in the model's dtype, float32 at least, whatever
-        # loss_fn returns. Pinned by
+        # NUMERICS: losses and the sums (5) are in the model's dtype, float32 at least. Pinned by
         # tests/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
         weight = next(model.parameters())
         self.device = weight.device
@@ -566,11 +576,13 @@ class _Engine:
         C = 3 if _is_critic(model) else 2
         self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=self.device)
         self.dscores_CN = None
-        self.is_used = [True, False, False]  # which of the C scores some loss depends on
+        # Which of the C scores some loss depends on. Log-probs always count, so that every block
+        # with a score has a backward and can take what blocks below have added for its piece.
+        self.is_used = [True, False, False]
         self.loss = 0.0
 
         self.stack = Stack(max((b.depth + b.piece for b in self.blocks if b.piece), default=0))
-        self.balance = TreeBalance(trie, self.blocks, self.ending, aux_coef, self.device)
+        self.balance = TreeBalance(trie, self.blocks, self.ending_in, aux_coef, self.device)
         self.takes_balance = "balance" in inspect.signature(model.hidden).parameters
 
     def run(self, loss_fn=None, recompute=False):
@@ -598,9 +610,8 @@ class _Engine:
                 forwarded = self.forward(b)
             self.record(b, forwarded)
 
-            # The sequences that end here have all their scores now. Their edges belong to this
-            # block and to those above it. None of these has gone backward, so their part of (5)
-            # comes in time.
+            # The sequences that end here have all their scores now. No block of their paths has
+            # gone backward yet, so their part of (5) comes in time.
             if loss_fn is not None:
                 self.finish_sequences(b, loss_fn)
                 todo.append(("up", b, forwarded if keep else None))
@@ -625,7 +636,7 @@ class _Engine:
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
             return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
 
-        # Positions are depths here too, so that a piece's keys are right for every block below.
+        # Positions are depths, so that a piece's keys are right for every block below.
         tokens_n = torch.from_numpy(block.tokens)
         options = {"balance": routing} if self.takes_balance else {}
         hidden_1nM = self.model.hidden(  # (2)
@@ -644,9 +655,10 @@ class _Engine:
                 self.model, hidden_1nM[0], tokens_n, self.trie, edges_e, self.temperature
             )
 
-        # A backward begins at the scores. A piece without any (`masks`) still has to pass on what
-        # blocks below add to its keys and values, and ranks in lockstep wait for the messages of
-        # its layers: there it begins at the states. Elsewhere the states can be freed.
+        # A backward begins at the scores, and the states can be freed. Two kinds of blocks may have
+        # no scores and must go backward all the same: a piece, since blocks below add to its keys
+        # and values (`masks` may want no score of it); and under lockstep any block, since other
+        # ranks wait for the messages of its layers. These keep the states, and begin there.
         begins_at_states = (block.piece and not scores) or self.lockstep is not None
         return _Forwarded(scores, routing, hidden_1nM if begins_at_states else None)
 
@@ -660,32 +672,29 @@ class _Engine:
     def finish_sequences(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
         # One call of the loss for each sequence, or one for all, which costs less Python.
-        ending = self.ending[b].tolist()
+        ending = self.ending_in[b].tolist()
         calls = [[i] for i in ending]
         if self.batched and ending:
             calls = [ending]
 
-        losses, finite = [], []
-        for sequences in calls:
-            loss, is_finite = self._call_loss(sequences, loss_fn)
-            losses.append(loss)
-            finite.append(is_finite)
+        results = [self._call_loss(sequences, loss_fn) for sequences in calls]
         if self.check_finite and calls:
-            _require_finite(calls, losses, finite, self.batched)
-        for loss in losses:
+            _require_finite(calls, results, self.batched)
+        for loss, _ in results:
             self.loss = self.loss + loss  # (4)
 
     def _call_loss(self, sequences, loss_fn):
         """One call of the loss: its value, detached, and whether it and its gradient are finite."""
         # The scores along each path, in order, gathered from wherever their blocks wrote them; 0
-        # behind a path's end. Two sequences through token t both read scores_CN[:, t].
-        paths_RT, inside_RT = _padded_paths(self.trie, sequences, self.device)
+        # behind a path's end. Two sequences through token t both read scores_CN[:, t]. In the tree
+        # at the top 5 6 8 has the path 0 1 3 and the edges 1 3: entries 0 and 1 of what f_i gets.
+        edges_RT, inside_RT = _padded_paths(self.trie, sequences, self.device)
 
         # They are leaves of a graph of their own. The loss's backward ends here, before any block's
         # graph: a block must be gone through once, not once for every sequence that shares it.
         leaves = []
         for row_N in self.scores_CN:
-            leaf_RT = row_N[paths_RT].masked_fill(~inside_RT, 0.0)
+            leaf_RT = row_N[edges_RT].masked_fill(~inside_RT, 0.0)
             leaves.append(leaf_RT.requires_grad_())
 
         with torch.enable_grad():
@@ -702,11 +711,11 @@ class _Engine:
         # that would send the head's backward through the whole vocabulary a second time.
         loss = loss.detach().to(self.scores_CN)
         finite = [loss.isfinite()]
-        paths = paths_RT[inside_RT]
+        edges = edges_RT[inside_RT]
         for c, leaf_RT in enumerate(leaves):
             if leaf_RT.grad is not None:
                 dscores = leaf_RT.grad[inside_RT]
-                self.dscores_CN[c].index_add_(0, paths, dscores)  # (5)
+                self.dscores_CN[c].index_add_(0, edges, dscores)  # (5)
                 self.is_used[c] = True
                 finite.append(dscores.isfinite().all())
         return loss, torch.stack(finite).all()
@@ -751,36 +760,28 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
     max_tokens: None gives one graph of the whole tree, differentiable. A number computes block by
         block, without gradients: call it under torch.no_grad.
     padded: return one (R, longest) tensor of each score instead, 0 behind a sequence's end.
-    group: its ranks share the tokens of the tree out, and all get all scores. If each computes the
-        same loss of them, each has its tokens' part of the gradient: add these up.
+    group: its ranks share the tokens of the tree out, and all get all scores. Every rank then
+        computes the same loss from them. Its .grad is its tokens' part: sum it over the group.
     method, layout: how attention then crosses the ranks, see `ring_attention`.
 
     ValueError where model, tree or masks do not fit, or max_tokens meets gradients or a group.
     """
-    # Either one graph of the packed tree, or the engine of section 6 on its way down only.
     require_tree_model(model, trie)
-    if max_tokens is None and lockstep is None and len(trie):
+    by_blocks = lockstep is not None or max_tokens is not None
+    _require_no_gradient_by_blocks(by_blocks, trie, lockstep, group)
+
+    # Either one graph of the packed tree, or the engine of section 6 on its way down only.
+    if not by_blocks and len(trie):
         columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
-    elif (len(trie) or lockstep is not None) and (torch.is_grad_enabled() or group is not None):
-        raise ValueError("max_tokens and lockstep are for forward passes without group: call "
-                         "tree_scores under torch.no_grad(), or train with tree_backward")
     else:
         options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
         engine = _Engine(model, trie, max_tokens=max_tokens, **options)
         engine.run()
         columns = engine.scores_CN.unbind()
-    if not len(trie):
-        return [column_N.view(0, 0) for column_N in columns] if padded else []
 
     # From scores by edge to scores by sequence: each path picks its own, and in the backward the
     # gradients of all paths add up at their edge, which is (5) by autograd.
-    paths_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)), columns[0].device)
-    if padded:
-        return [column_N[paths_RT].masked_fill(~inside_RT, 0.0) for column_N in columns]
-    paths = paths_RT[inside_RT]
-    sizes = (trie.lengths - 1).tolist()
-    by_score = [column_N.index_select(0, paths).split(sizes) for column_N in columns]
-    return list(zip(*by_score, strict=True))
+    return _scores_by_sequence(trie, columns, padded)
 
 
 def tree_logprobs(model, trie, **options):
@@ -805,9 +806,10 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     model: like models.Transformer; see `require_tree_model` for what it must have.
     trie: the `TokenTrie` of the sequences.
     loss_fn: loss_fn(i, logprobs, entropy), for a critic also values, all (L_i - 1,), returns the
-        loss of sequence i, a tensor () or a number. Item s is about token s + 1 given tokens 0 to
-        s; values are of that state. It is called once for each i, also where L_i = 1, as soon as
-        the path is done. It may return no gradient, and may not use what an earlier call got.
+        loss of sequence i, a tensor () or a number. Entry s - 1 is about token s given those before
+        it, and a value is of the state of token s - 1. It is called once for each i, also where
+        L_i = 1, as soon as the path is done. It may return no gradient, and may not use what an
+        earlier call got.
     max_tokens: of a block. None: the whole tree is one block.
     recompute: keep the keys and values of the blocks above, not their graphs, and run these blocks
         forward twice.
@@ -977,15 +979,37 @@ def _one_number(loss, like, sequences, batched):
     return loss
 
 
-def _require_finite(calls, losses, finite, batched):
-    """NonFiniteLoss if one of a block's losses, or its gradient, is not finite."""
+def _require_finite(calls, results, batched):
+    """NonFiniteLoss if one of a block's losses, or its gradient, is not finite.
+
+    calls: the sequences of each call of the loss. results: what `_Engine._call_loss` gave for it.
+    """
     # One look at all losses of the block: on a GPU each look waits for the device.
+    losses, finite = zip(*results, strict=True)
     if torch.stack(finite).all():
         return
     k = finite.index(False)
     sequence = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
     reason = ", its gradient is not finite" if losses[k].isfinite() else ""
     raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
+
+
+def _require_block_size(max_tokens):
+    """ValueError unless blocks can be of at most so many tokens."""
+    if max_tokens is not None and not (hasattr(max_tokens, "__index__") and max_tokens > 0):
+        raise ValueError(f"max_tokens must be an integer of 1 or more, or None; came {max_tokens}")
+
+
+def _require_no_gradient_by_blocks(by_blocks, trie, lockstep, group):
+    """ValueError where `tree_scores` would have to compute block by block with a graph or a group.
+
+    by_blocks: whether max_tokens or lockstep was given. trie, lockstep, group: as in `tree_scores`.
+    """
+    # An empty tree has nothing to compute, but under lockstep it makes the other ranks' calls.
+    runs = len(trie) or lockstep is not None
+    if by_blocks and runs and (torch.is_grad_enabled() or group is not None):
+        raise ValueError("max_tokens and lockstep are for forward passes without group: call "
+                         "tree_scores under torch.no_grad(), or train with tree_backward")
 
 
 # 9. Small tables -----------------------------------------------------------------------------
@@ -1116,6 +1140,21 @@ def _padded_paths(trie, sequences, device):
     return edges_RT.to(device), inside_RT.to(device)
 
 
+def _scores_by_sequence(trie, columns, padded):
+    """What `tree_scores` returns, from each score of every edge, (N,) each; differentiable."""
+    if not len(trie):
+        return [column_N.view(0, 0) for column_N in columns] if padded else []
+    edges_RT, inside_RT = _padded_paths(trie, range(len(trie.lengths)), columns[0].device)
+    if padded:
+        return [column_N[edges_RT].masked_fill(~inside_RT, 0.0) for column_N in columns]
+
+    # Without padding: the edges of all sequences end to end, cut at the sequences' lengths.
+    edges = edges_RT[inside_RT]
+    sizes = (trie.lengths - 1).tolist()
+    by_score = [column_N.index_select(0, edges).split(sizes) for column_N in columns]
+    return list(zip(*by_score, strict=True))
+
+
 def _grown(store, layer, like_1GnD, needed, limit):
     """A layer's tensor on the stack, (2, 1, G, m, D), with room for depths below `needed`."""
     # Nothing is allocated ahead of need. Doubling keeps the copies few, and the limit keeps a deep
@@ -1146,10 +1185,10 @@ class BlockMasks(NamedTuple):
 
 def block_ends(trie, block):
     """subtree_end of a block's tokens, counted inside the block, (n,)."""
-    # The descendants of a token that lie in the block are contiguous there too. Were there room
-    # for both subtrees in block 1 of the example in `Block`, it would be
+    # The descendants of a token that lie in the block are contiguous there too. Were both
+    # subtrees of the example in `Block` in one block of their own, it would be
     #
-    #     tokens  2 3 4      subtree_end  4 4 5      counted inside the block  2 2 3
+    #     tokens  2 3 4 5      subtree_end  4 4 6 6      counted inside the block  2 2 4 4
     return np.searchsorted(block.tokens, trie.subtree_end.numpy()[block.tokens])
 
 
@@ -1270,10 +1309,10 @@ class TreeBalance:
     down. factor_te is a sum over the sequences that end at or below t: it is built on the way up.
     """
 
-    def __init__(self, trie, blocks, ending, coef, device):
+    def __init__(self, trie, blocks, ending_in, coef, device):
         self.trie = trie
         self.blocks = blocks
-        self.ending = ending  # by block: the sequences that end in it
+        self.ending_in = ending_in  # by block: the sequences that end in it
         self.coef = coef
         self.device = device
         self.loss = 0.0
@@ -1297,7 +1336,7 @@ class TreeBalance:
 
         # Where in the block the last token of each of these sequences lies.
         block = self.blocks[b]
-        ending = torch.from_numpy(self.ending[b])
+        ending = torch.from_numpy(self.ending_in[b])
         last_r = torch.searchsorted(torch.from_numpy(block.tokens), self.trie.ends[ending])
         last_r = last_r.to(self.device)
         lengths_r1 = self.trie.lengths[ending].to(self.device)[:, None]
