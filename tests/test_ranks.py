@@ -92,10 +92,13 @@ def ranks(tmp_path, world, function, *args):
     return [pickle.loads(path.read_bytes()) for path in results]
 
 
+UNEQUAL = "seconds/", "memory/"  # metrics that cannot be equal in two runs
+
+
 def read_metrics(out):
-    """The lines of metrics.jsonl without what cannot be equal in two runs: seconds."""
+    """The lines of metrics.jsonl without what cannot be equal in two runs."""
     lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(UNEQUAL)} for line in lines]
 
 
 # Whole runs ----------------------------------------------------------------------------------
