@@ -13,6 +13,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     torchrun --nproc-per-node 2 train_grpo.py                 # the same on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
+    python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
@@ -55,10 +56,8 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global):
     advantage/token_mean, _std   A of (1) over the sampled tokens that are trained on
     loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
     loss/policy_token_mean       the same of (3) and (4) alone: without (5) and (6)
-    kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           the entropy of (5), at `temperature`
-    value/token_mean             with gae: v before the step
-    value/loss                   with gae: what (6) adds, per sampled token; mean of updates
+    kl/token_mean, entropy/token_mean   k of (5), where there is a reference; H at `temperature`
+    value/token_mean, value/loss   with gae: v before the step; what (6) adds per sampled token
     value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
     ratio/clipped_fraction       of sampled tokens; mean of updates, as is the next
     ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
@@ -67,13 +66,11 @@ Metrics (metrics.jsonl, one line a step; every normaliser is global):
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
     policy_age/update_mean       optimiser steps between the sampler's weights and an update's
-    tokens/generated             sampled
+    tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
     tokens/trained               forwarded by the trainer with gradients; of a tree its own tokens
     tokens/trained_flat          the same without a tree: every token of every trajectory
-    tokens/truncated_fraction    of rollouts that met max_new_tokens
     NAME_first                   what is a mean of updates, of the first alone if there are several
-    memory/peak                  megabytes, of the rank that had most: see `peak_memory`
-    seconds/rollout, /train, /eval, /total
+    memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `peak_memory`; seconds
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
@@ -89,7 +86,6 @@ import dataclasses
 import html
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import numbers
@@ -103,6 +99,7 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -129,11 +126,11 @@ def definition(sequences, Z, c):
     """The loss of a batch, slowly: (2) to (7) as they stand above. A 0-d tensor.
 
     sequences   for each rollout lists over its sampled tokens: lp, H and v of 0-d tensors, old,
-                smp, A, ref, v_old and g of numbers (v and ref None: there are none); its weight w
-    Z, c        the denominator; the settings, which are those of Config
+                smp, A, ref, v_old and g of numbers (v and ref may be None); and its weight w
+    Z, c        the denominator; the settings, a Config
 
-    Each sequence is given `terms`, for each token what is measured and its `part` of the loss.
-    `step_by_hand` (appendix I) makes a whole step of it, for `check`, the tests and `audit`.
+    Each sequence is given `terms`, what is measured of each token and its `part` of the loss.
+    `step_by_hand` (appendix I) makes a whole step of it, for `check`, tests and `audit`.
     """
     loss = torch.zeros(())
     for s in sequences:
@@ -141,10 +138,9 @@ def definition(sequences, Z, c):
         log_ratios = [lp - old for lp, old in zip(s.lp, s.old)]
         if c.ratio == "sequence":
             log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
-        for t, lp in enumerate(s.lp):
+        for t, (lp, A) in enumerate(zip(s.lp, s.A)):
             # How much likelier the token has become since the step began.
             r = log_ratios[t].clamp(-10, 10).exp()  # (2)
-            A = s.A[t]
 
             # The gain is r A. The clip takes the worse of the gain and the gain at the clipped
             # ratio: once a token has moved far enough in the direction that A asks for, its gain
@@ -158,27 +154,24 @@ def definition(sequences, Z, c):
                 clips = clipped_gain < gain or r > (c.dual_clip or math.inf)
                 l = -min(gain, clipped_gain)  # (3)
 
-            # The sampler may be another program; then closeness, randomness, and the critic.
+            # The sampler may be another program. Then closeness, randomness and the critic.
             if c.importance_cap:
                 l = min(math.exp(s.old[t] - s.smp[t]), c.importance_cap) * l  # (4)
-            policy = l
-            k = value = 0.0
+            term = dict(r=r, clips=clips, policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
                 d = lp - s.ref[t]
-                k = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[c.kl]
+                term["k"] = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[c.kl]
             if c.kl_in == "loss":
-                l = l + c.kl_coef * k  # (5)
+                l = l + c.kl_coef * term["k"]  # (5)
             l = l - c.entropy_coef * s.H[t]  # (5)
             if s.v is not None:
-                near = s.v[t]
-                if c.value_clip:
-                    near = s.v_old[t] + (near - s.v_old[t]).clamp(-c.value_clip, c.value_clip)
-                value = c.value_coef * max((s.v[t] - s.g[t]) ** 2, (near - s.g[t]) ** 2) / 2
-                l = l + value  # (6)
-
-            part = s.w * l / Z
-            loss = loss + part  # (7)
-            term = dict(r=r, clips=clips, policy=s.w * policy / Z, k=k, value=value, part=part)
+                bound = c.value_clip or math.inf
+                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-bound, bound)
+                square = max((s.v[t] - s.g[t]) ** 2, (near - s.g[t]) ** 2)
+                term["value"] = c.value_coef * square / 2
+                l = l + term["value"]  # (6)
+            term["part"] = s.w * l / Z
+            loss = loss + term["part"]  # (7)
             s.terms.append(dict(zip(term, numbers_of(term.values()))))
     return loss
 
@@ -282,9 +275,8 @@ def policy_loss(
         l_BT = l_BT * importance_BT  # (4)
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
-    stats = {"clipped": clipped_BT.to(lp_BT.dtype), "ratio": ratio_BT.detach()}
-    stats = {name: torch.where(mask_BT, x_BT, zero) for name, x_BT in stats.items()}
-    stats["policy"] = torch.where(mask_BT, l_BT.detach(), zero)
+    stats = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype), "policy": l_BT}
+    stats = {name: torch.where(mask_BT, x_BT.detach(), zero) for name, x_BT in stats.items()}
     if ref_BT is not None:
         kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
         stats["kl"] = kl_BT.detach()
@@ -402,7 +394,7 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
         "loss": loss.detach(), "tokens": mask_BT.sum(), "gap": gap_N.sum(),
         "identical": (gap_N == 0).sum(), "gap_max": torch.cat([gap_N, zero[None]]).max(),
     }  # fmt: skip
-    for name in ("ratio", "clipped", "policy", "entropy", "kl", "value"):
+    for name in ("ratio", "clipped", "entropy", "kl", "value"):
         sums[name] = stats[name].sum() if name in stats else zero
     sums["policy"] = (weight_B1 * stats.get("policy", zero)).sum() / Z
     ratio_N = stats.get("ratio", zero).double().flatten()
@@ -416,8 +408,7 @@ def loss_metrics(totals) -> dict:
     # sequences, micro-batches or ranks, whatever the aggregation of the loss.
     count = max(totals["tokens"], 1.0)
     return {
-        "loss/token_mean": totals["loss"],
-        "loss/policy_token_mean": totals["policy"],
+        "loss/token_mean": totals["loss"], "loss/policy_token_mean": totals["policy"],
         "entropy/token_mean": totals["entropy"] / count,
         "ratio/token_mean": totals["ratio"] / count,
         "ratio/max": totals["ratio_max"],
@@ -427,7 +418,7 @@ def loss_metrics(totals) -> dict:
         "logprob_gap/identical": totals["identical"] / count,
         "kl/token_mean": totals["kl"] / count,
         "value/loss": totals["value"] / count,
-    }
+    }  # fmt: skip
 
 
 # 4. The loop: rollouts, advantages, updates ---------------------------------------------------
@@ -503,8 +494,7 @@ def collect(config, task, generator, step):
         #     round 1   groups 0 1 2 3   chosen 0 2        (1 and 3 had equal rewards)
         #     round 2   groups 4 5       chosen 0 2 4 5
         missing = config.prompts - len(chosen)
-        played_before = table_3PG.shape[1]
-        groups = range(played_before, played_before + missing)
+        groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, generator, starts, key=(config.seed, step))
 
@@ -535,10 +525,9 @@ def collect(config, task, generator, step):
     return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
-        "reward/groups_all": solved_PG.all(1).mean(),
-        "tokens/generated": int(lengths_PG.sum()),
+        "reward/groups_all": solved_PG.all(1).mean(), "length/rollout_mean": lengths_PG.mean(),
+        "length/max": int(lengths_PG.max()), "tokens/generated": int(lengths_PG.sum()),
         "tokens/truncated_fraction": truncated_PG.mean(),
-        "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
     }  # fmt: skip
 
 
@@ -569,10 +558,8 @@ def prepare(config, trainer, groups) -> dict:
     for t in everyone:
         if t.truncated and config.overlong == "filter":
             t.mask = np.zeros_like(t.mask)
-    metrics = {}
-    if config.advantage == "gae":
-        metrics = critic_advantages(config, trainer, everyone)
-    return metrics | advantage_metrics(trainer, everyone)
+    critic = critic_advantages(config, trainer, everyone) if config.advantage == "gae" else {}
+    return critic | advantage_metrics(trainer, everyone)
 
 
 def group_advantages(config, group):
@@ -624,24 +611,6 @@ def update(config, trainer, rollouts, chosen, step):
 
 
 # 5. The trainer: policy, optimiser and generator ----------------------------------------------
-
-
-def loss_inputs(config, micro, lp_BT):
-    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
-
-    def column(name):
-        return padded([getattr(t, name) for t in micro], lp_BT)
-
-    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
-    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
-    options["sampler_BT"] = column("sampler_logprobs")
-    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
-    if micro[0].ref_logprobs is not None:
-        options["ref_BT"] = column("ref_logprobs")
-    if config.advantage == "gae":
-        options["old_value_BT"] = column("values")
-        options["return_BT"] = column("returns")
-    return old_BT, column("advantages"), options
 
 
 class Trainer:
@@ -1170,7 +1139,7 @@ def resumed_config(path, given) -> Config:
         name = task.rpartition(":")[2]
         if given.get("task", "").rpartition(":")[2] != name:
             raise ValueError(
-                f"--resume: the task of this run is a file's; give it again, as --task "
+                f"the task of this run is a file's; give it again, as --task "
                 f"FILE.py:{name} (the run had {task!r})"
             )
         stored["task"] = given["task"]
@@ -1232,6 +1201,24 @@ def padded(vectors, like):
     for b, vector in enumerate(vectors):
         out_BT[b, : len(vector)] = vector
     return torch.from_numpy(out_BT).to(like)
+
+
+def loss_inputs(config, micro, lp_BT):
+    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
+
+    def column(name):
+        return padded([getattr(t, name) for t in micro], lp_BT)
+
+    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
+    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
+    options["sampler_BT"] = column("sampler_logprobs")
+    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
+    if micro[0].ref_logprobs is not None:
+        options["ref_BT"] = column("ref_logprobs")
+    if config.advantage == "gae":
+        options["old_value_BT"] = column("values")
+        options["return_BT"] = column("returns")
+    return old_BT, column("advantages"), options
 
 
 def denominator(batch, config) -> float:
@@ -2466,6 +2453,7 @@ class Log:
 
 def rollout_line(task, step, number, t) -> dict:
     """A line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
+    # Vectors as they are, of all targets, so that a line can be read without the run.
     with asking(task):
         text = task.show(t.tokens)
     return {
@@ -2553,8 +2541,12 @@ def plot(runs) -> None:
 
 # I. A step by hand ----------------------------------------------------------------------------
 # The definition of a whole step: each sequence by itself, plain loops, (1) to (7), clip and AdamW.
-# It shares no code with the step that it defines but the task, the random numbers and the model.
 # `check`, the tests and `audit` hold steps against it; who only trains can skip it.
+
+# It shares no code with the step that it defines but the task, the random numbers and the model: no
+# batch, no padding, no packing, no cache, no tree, no plan, no sum over ranks. Numbers that need no
+# gradient are Python's floats. The precision is that of the model which it is given, so that the
+# same lines say what a step is, in float64, and what rounding makes of it, in the run's.
 
 
 @dataclass
@@ -2564,6 +2556,7 @@ class Recorded:
     Lists have an entry for each sampled token; `at` is the index of its target, among tokens[1:].
     """
 
+    # What was written down; all but the tokens and smp is found out again from the task.
     group: int
     number: int  # in its group
     tokens: list
@@ -2574,6 +2567,8 @@ class Recorded:
     prompt: int = 0  # so many tokens were not the policy's first turn's
     differs: int = 0  # tokens that are not those that the task says, missing ones too
     filtered: bool = False  # out of the loss, by `--overlong filter`
+
+    # What `definition` takes, by its names. None: the settings have no part for it.
     A: list | None = None
     old: list | None = None
     ref: list | None = None
@@ -2597,9 +2592,14 @@ def play_again(config, task, start, group, number, tokens, logprobs) -> Recorded
     start: (state, prompt tokens). tokens, logprobs: as rollouts.jsonl has them. The task says what
     is no sampled token, what each turn earns and where the rollout ends.
     """
+    # Tokens that the task has said must be the task's, and be there; all others were sampled.
+    #
+    #     ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
+    #        x  x          x  x        sampled: targets 0 1 and 3 4, in `at`
     state, prompt = start
     s = Recorded(group, number, tokens, [], [], [], False, prompt=len(prompt))
-    s.differs = sum(a != b for a, b in itertools.zip_longest(prompt, tokens[: len(prompt)]))
+    s.differs = max(0, len(prompt) - len(tokens))
+    s.differs += len([token for token, said in zip(prompt, tokens) if token != said])
     place = turn = len(prompt)
     ended = False
     while place < len(tokens) and not ended:
@@ -2614,10 +2614,11 @@ def play_again(config, task, start, group, number, tokens, logprobs) -> Recorded
         s.rewards.append((place - 2, float(reward)))
         ended = reply is None
         said = tokens[place : place + len(reply or ())]
-        s.differs += sum(a != b for a, b in zip(reply or (), said))
+        s.differs += len([token for token, here in zip(reply or (), said) if token != here])
         place = turn = place + len(reply or ())
 
-    # A rollout ends where the task says so, or at the limit.
+    # A rollout ends where the task says so, or at the limit: tokens behind its end were never said,
+    # and one that neither ended nor met the limit lacks some.
     limit = len(prompt) + config.max_new_tokens
     s.truncated = not ended
     s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
@@ -2640,6 +2641,9 @@ class Measured(NamedTuple):
     margins: of what is counted or not, how far each is from the other side.
     """
 
+    # Two metrics of 1000 tokens may agree by luck while their tokens do not: errors of either sign
+    # cancel in a sum. The distance of two precisions is therefore taken term by term, by the norm
+    # that bounds the difference of the metrics: |sum a - sum b| <= sum |a - b|.
     value: float
     terms: np.ndarray = np.zeros(0)
     norm: float = 1
@@ -2649,19 +2653,22 @@ class Measured(NamedTuple):
 def distance(a, b) -> float:
     """How far two precisions are apart in a metric: term by term, so that errors cannot cancel."""
     if a.terms.shape != b.terms.shape:
-        return math.inf
+        raise ValueError("rounding decides which updates are finite, so nothing can be compared")
     return float(np.linalg.norm(a.terms - b.terms, a.norm)) if a.terms.size else 0.0
 
 
 def read_alone(model, s, temperature, spelled_out=False):
     """One sequence by itself: log-probs (N, V) at its sampled targets, and the values (N,), or
     None. spelled_out: by `models.definition`, which uses none of the model's code."""
+    # The state of the token before a target predicts it: target `at` is tokens[at + 1].
     tokens = torch.tensor(s.tokens)
     hidden_NM = model.hidden(tokens[None])[0, s.at]
     logits_NV = model.logits(hidden_NM)
     if spelled_out:
         logits_NV = models.definition(model, tokens)[s.at]
     values_N = model.values(hidden_NM) if model.config.value_head else None
+
+    # Log-probs are in float32 at least, as the trainer's and the sampler's are.
     wide = torch.promote_types(logits_NV.dtype, torch.float32)
     return (logits_NV.to(wide) / temperature).log_softmax(-1), values_N
 
@@ -2684,6 +2691,7 @@ def penalties(config, s) -> list:
     """What each sampled token loses of its reward, with --kl-in reward."""
     if config.kl_in != "reward" or not config.kl_coef:
         return [0.0] * len(s.at)
+    # The three estimates of (5), of numbers and not of tensors.
     ds = [smp - ref for smp, ref in zip(s.smp, s.ref)]
     k = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
     return [config.kl_coef * k[config.kl](d) for d in ds]
@@ -2691,10 +2699,13 @@ def penalties(config, s) -> list:
 
 def group_advantages_by_hand(config, group):
     """(1) of a group, all kinds but `gae`, into the A of its rollouts."""
+    # Truncated rollouts count in their group's mean: they have rewards.
     R = [s.reward - math.fsum(penalties(config, s)) for s in group]
     G = len(R)
     mean = math.fsum(R) / G
-    centred = [r - mean if min(R) < max(R) else 0.0 for r in R]
+    centred = [r - mean for r in R]
+    if min(R) == max(R):
+        centred = [0.0] * G  # exactly, which r - mean may miss by rounding
     scale = 1.0
     if config.advantage == "group_std":
         scale = 1 / (math.sqrt(math.fsum(x * x for x in centred) / (G - 1)) + 1e-4)
@@ -2721,6 +2732,7 @@ def group_advantages_by_hand(config, group):
 
 def gae_by_hand(config, sequences):
     """(1) `gae` of all sequences, into A and g; returns the A's before they are whitened."""
+    # The sum over n as it stands, for each token anew, where `gae` has a recursion.
     decay = config.gamma * config.gae_lambda
     raw = []
     for s in sequences:
@@ -2737,6 +2749,7 @@ def gae_by_hand(config, sequences):
         s.g = [v + A for v, A in zip(s.v_old, s.A)]
         raw += s.A
 
+    # Whitened over all tokens of the step, whatever trajectory they are of.
     mean = math.fsum(raw) / max(1, len(raw))
     spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
     for s in sequences:
@@ -2746,6 +2759,7 @@ def gae_by_hand(config, sequences):
 
 def weigh(config, batch) -> float:
     """w and Z of (7), of each sequence of an update; returns Z."""
+    # What is filtered out has no tokens to count; `constant` counts it as a sequence all the same.
     trained = [s for s in batch if s.at and not s.filtered]
     Z = sum(len(s.at) for s in trained)
     if config.aggregation == "sequence_mean":
@@ -2760,6 +2774,7 @@ def weigh(config, batch) -> float:
 
 def rate_by_hand(config, step) -> float:
     """The learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
+    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear.
     if step < config.lr_warmup:
         return config.lr * (step + 1) / config.lr_warmup
     done = (step - config.lr_warmup) / (config.steps - config.lr_warmup)
@@ -2775,6 +2790,9 @@ def adamw_by_hand(config, model, moments, lr, shrink):
         wide = torch.promote_types(p.dtype, torch.float32)
         steps, m, v = moments[name]
         steps += 1
+
+        # Means of the gradient and of its square, that forget; both begin at 0, which is corrected
+        # by what they have not yet seen. Weight decay is apart from the gradient.
         g = shrink * p.grad.to(wide)
         m = 0.9 * m.to(wide) + 0.1 * g
         v = config.beta2 * v.to(wide) + (1 - config.beta2) * g * g
@@ -2802,12 +2820,15 @@ def step_by_hand(
     version, skipped  optimiser steps taken and skipped before the step
     spelled_out       numbers of groups that are read by `models.definition`
     """
+    # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
+    # left out of the training.
     c = config
     found = rollout_metrics(groups)
     chosen = [n for n, group in groups.items() if not c.dynamic_sampling or not equal(group)]
     everyone = [s for n in chosen for s in groups[n]]
 
-    # What has no gradient is known before the first update.
+    # What has no gradient is known before the first update: the reference's log-probs, and those
+    # of the policy as it is now, or the sampler's. None: the policy is its own old policy.
     for s in everyone:
         s.ref = s.old = s.v_old = None
         with torch.no_grad():
@@ -2820,6 +2841,8 @@ def step_by_hand(
         if c.minibatches > 1 and not c.proximal:
             s.old = s.smp
         s.filtered = s.truncated and c.overlong == "filter"
+
+    # Advantages: of each group by itself, or of all tokens that are trained on by a critic.
     trained = [s for s in everyone if s.at and not s.filtered]
     if c.advantage == "gae":
         found |= critic_metrics(trained, gae_by_hand(c, trained))
@@ -2828,7 +2851,7 @@ def step_by_hand(
             group_advantages_by_hand(c, groups[n])
     found |= advantage_metrics_by_hand(trained)
 
-    # The updates: whole groups, in order.
+    # The updates: whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
     lr = rate_by_hand(c, step)
     updates = []
     for m in range(c.minibatches):
@@ -2840,7 +2863,8 @@ def step_by_hand(
         if Z == 0:
             continue
 
-        # The gradient of a sum is the sum of the sequences' gradients.
+        # The gradient of a sum is the sum of the sequences' gradients, and only the graph of one
+        # sequence is held at a time. Then the numbers are kept without it, to be looked at.
         model.zero_grad()
         for s in trained:
             s.lp, s.H, s.v = score_alone(model, s, c.temperature, s.group in spelled_out)
@@ -2851,7 +2875,8 @@ def step_by_hand(
             s.H = numbers_of(s.H)
             s.v = s.v and numbers_of(s.v)
 
-        # Clip by the norm of all of it, then AdamW; a step that is not finite is left out.
+        # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
+        # and is counted.
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
@@ -2862,12 +2887,15 @@ def step_by_hand(
             version += 1
         else:
             skipped += 1
+    # With several updates the first is told by itself: only it sees the weights before the step.
     if len(updates) > 1:
         first = update_metrics(c, updates[:1], reference is not None)
         found |= {f"{name}_first": first[name] for name in FIRST if name in first}
     if updates:
         found |= update_metrics(c, updates, reference is not None)
-    if c.tree == "disabled":  # how trees are cut is none of the definition's business
+
+    # How many tokens a tree runs depends on where it is cut, which no equation says.
+    if c.tree == "disabled":
         found["tokens/trained"] = Measured(sum(u[4] for u in updates))
     found["tokens/trained_flat"] = Measured(sum(u[4] for u in updates))
     counts = {"lr": lr, "policy_version": version, "updates/skipped": skipped}
@@ -2879,13 +2907,15 @@ def equal(group) -> bool:
     return len({s.reward for s in group}) == 1
 
 
-def mean_of(values, **how) -> Measured:
+def mean_of(values) -> Measured:
+    """Their mean; its terms are divided by their number already."""
     terms = np.array(numbers_of(values)) / max(1, len(values))
-    return Measured(math.fsum(terms), terms, **how)
+    return Measured(math.fsum(terms), terms)
 
 
 def rollout_metrics(groups) -> dict:
     """Rewards and lengths of all that was played."""
+    # A row for each group. What was dropped later counts too: it says how the policy is.
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
     played = [s for group in groups.values() for s in group]
     lengths = [len(s.at) for s in played]
@@ -2902,6 +2932,7 @@ def rollout_metrics(groups) -> dict:
 
 def deviation(values):
     """Standard deviation, and the deviations of which it is the length."""
+    # The length of the vector of deviations, each divided by the root of their number.
     values = np.array(numbers_of(values))
     mean = math.fsum(values) / max(1, len(values))
     terms = (values - mean) / math.sqrt(max(1, len(values)))
@@ -2909,6 +2940,7 @@ def deviation(values):
 
 
 def advantage_metrics_by_hand(sequences) -> dict:
+    """Of the tokens that are trained on."""
     A = [A for s in sequences for A in s.A]
     spread, terms = deviation(A)
     return {"advantage/token_mean": mean_of(A), "advantage/token_std": Measured(spread, terms, 2)}
@@ -2934,6 +2966,8 @@ def critic_metrics(sequences, surprises) -> dict:
 def update_metrics(config, updates, has_reference) -> dict:
     """Means over the updates; a row is (sequences, gradient, its norm, version, tokens)."""
     c = config
+    # Two kinds of mean: over the tokens of an update, whatever the aggregation of the loss is, and
+    # then over the updates.
     U = len(updates)
 
     def over_updates(of_sequence, per_token=True):
@@ -2954,10 +2988,14 @@ def update_metrics(config, updates, has_reference) -> dict:
             bounds = [c.cispo_bound]
         return [min((x["r"] - b for b in bounds), key=abs) for x in s.terms]
 
+    # The largest ratio is of all updates. The gap to the sampler is of the first alone, where both
+    # have the same weights and rounding is all that is between them.
     clipped = over_updates(column("clips"))
     near = np.array([x for sequences, *_ in updates for s in sequences for x in margins(s)])
     ratios = np.array([x["r"] for sequences, *_ in updates for s in sequences for x in s.terms])
     gaps = np.array([lp - x for s in updates[0][0] for lp, x in zip(s.lp, s.smp)])
+
+    # The mean of norms is at most the root of the mean of their squares: this vector's length.
     gradients = np.concatenate([row[1] for row in updates]) / math.sqrt(U)
     found = {
         "loss/token_mean": over_updates(column("part"), per_token=False),
@@ -2982,9 +3020,11 @@ def update_metrics(config, updates, has_reference) -> dict:
 # `train_grpo.py audit RUN`: one process, whatever made the run, reads it and writes nothing there.
 # For whoever wants to know where a number of metrics.jsonl came from; everybody else can skip it.
 
-# Recorded and by hand may be apart by TIMES the distance between the step by hand in float64 and in
-# the run's precision, and a unit in the last place. Behind steps that had to be done again, it is
-# LATER times as much.
+# The run's tokens, its weights before the step and its settings go in. Everything else comes out
+# again, twice: in float64, to be compared with what the run wrote down, and in the run's precision,
+# to know how much of a difference rounding can explain. A recorded number and the one by hand may
+# be apart by TIMES the distance of these two and a unit in the last place; behind steps that had
+# to be done again on the way, LATER times as far.
 TIMES = 8
 LATER = 10
 
@@ -2994,14 +3034,14 @@ ORDER = (
     "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all", "tokens/generated",
     "tokens/truncated_fraction", "length/rollout_mean", "length/max", "logprob_gap/max",
     "logprob_gap/mean", "value/token_mean", "value/explained_variance", "advantage/token_mean",
-    "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean", *(f"{name}_first" for name in FIRST),
-    *FIRST, "policy_version", "updates/skipped", "tokens/trained", "tokens/trained_flat", "eval/solved",
-    "parameters",
+    "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean",
+    *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
+    "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
 )  # fmt: skip
 
 
 class Audited(NamedTuple):
-    """A row of the table. recorded and by_hand are what the difference is taken of, if printed."""
+    """A row of the table. Where there are many numbers, `difference` is the largest of theirs."""
 
     key: str
     recorded: float
@@ -3011,58 +3051,81 @@ class Audited(NamedTuple):
 
     @property
     def ok(self):
-        return self.difference <= self.allowed
+        return self.difference == 0 or self.difference <= self.allowed
 
 
-class Precision(NamedTuple):
-    """What the rounding of a run is told by: the step by hand once more, in a lower precision."""
+class Rounding(NamedTuple):
+    """What rounding can explain, told by the step by hand in a second precision."""
 
     dtype: torch.dtype  # to compute in
     scale: float  # what the distance to float64 is multiplied by
     unit: float  # the run's unit in the last place, relative
+    times: float  # TIMES, or LATER times that
 
     @classmethod
-    def of(cls, name):
+    def of(cls, name, times):
         # Of a run in float64 nothing higher is at hand. Rounding is proportional to the unit in the
-        # last place, so that of float32 is told, and made smaller by the ratio of the two units.
+        # last place: that of float32 is told, and made smaller by the ratio of the two units.
         run = getattr(torch, name)
         unit = torch.finfo(run).eps
         if run == torch.float64:
-            return cls(torch.float32, unit / torch.finfo(torch.float32).eps, unit)
-        return cls(run, 1.0, unit)
+            return cls(torch.float32, unit / torch.finfo(torch.float32).eps, unit, times)
+        return cls(run, 1.0, unit, times)
 
-    def allowed(self, exact, rounded, times):
-        """What the difference of a recorded number to `exact` may be; both are Measured."""
+    def allowed(self, exact, rounded) -> float:
+        """How far a recorded number may be from `exact`; both are Measured."""
         size = abs(exact.value) if math.isfinite(exact.value) else 0.0
         if exact.terms.size:
             size = max(size, float(np.linalg.norm(exact.terms, exact.norm)))
-        apart = times * self.scale * distance(exact, rounded)
-        if apart == 0:  # no tensor enters: rewards, counts and rates are float64's in every run
+
+        # Rewards, counts and rates are float64's in every run: no tensor has a part in them.
+        apart = self.times * self.scale * distance(exact, rounded)
+        if apart == 0:
             return TIMES * torch.finfo(torch.float64).eps * size
         allowed = apart + self.unit * size
 
         # A token that is so near to where it would clip that rounding decides counts either way.
         if exact.margins.size and exact.margins.shape == rounded.margins.shape:
-            slack = times * self.scale * np.abs(exact.margins - rounded.margins).max()
-            weights = np.full(len(exact.margins), exact.terms.max(initial=1 / len(exact.margins)))
-            allowed += float(weights[np.abs(exact.margins) <= slack].sum())
+            slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
+            undecided = np.count_nonzero(np.abs(exact.margins) <= slack)
+            allowed += undecided / len(exact.margins)
         return allowed
+
+    def row(self, key, recorded, exact, rounded) -> Audited:
+        """A row about one number."""
+        difference = abs(recorded - exact.value)
+        if math.isnan(recorded) and not math.isfinite(exact.value):
+            difference = 0.0  # JSON has no NaN: what is not finite is written as null
+        if math.isnan(difference):
+            difference = math.inf
+        return Audited(key, recorded, exact.value, difference, self.allowed(exact, rounded))
+
+    def row_of_many(self, key, differences, exact, rounded) -> Audited:
+        """A row about the largest of some differences; exact, rounded: the numbers in question."""
+        worst = max(map(float, differences), default=0.0)
+        pair = [Measured(0.0, np.array(numbers_of(x)), math.inf) for x in (exact, rounded)]
+        return Audited(key, 0.0, worst, worst, self.allowed(*pair))
 
 
 class RunFiles:
-    """A run's directory, read: configuration, metrics, rollouts, checkpoints. Nothing is written,
-    nothing is locked, and no file that it names is imported."""
+    """A run's directory, read: configuration, metrics, rollouts, checkpoints.
+
+    Nothing is written there, nothing is locked, and no file that it names is imported: task is the
+    run's FILE.py:Class, given again by whoever audits.
+    """
 
     def __init__(self, run, task):
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError("it holds no config.json; give the directory of a run")
-        given = {"task": task} if task else {}
-        config = resumed_config(self.path / "config.json", given)
+        config = resumed_config(self.path / "config.json", {"task": task} if task else {})
 
-        # One process: any plan is a way to compute the same. The tree stays, for one process has it.
+        # Any plan is a way to compute the same, and one process needs none. The run's tree stays,
+        # for one process can have it.
         alone = dict(device="cpu", plan="", data_parallel="ddp", ac="none", cp_method="ring")
         self.config = dataclasses.replace(config, pp_schedule="1f1b", **alone).check()
+
+        # A line a step, from 0. The last one may be torn, in a run that was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")
         for number, line in enumerate(self.metrics):
             if line.get("step") != number:
@@ -3090,41 +3153,52 @@ class RunFiles:
             if line.get("step") == step:
                 require_rollout(line, f"{path.name} line {number}")
                 groups.setdefault(line["group"], {})[line["rollout"]] = line
-        whole = all(set(g) == set(range(self.config.group)) for g in groups.values())
-        if not groups or not whole or set(groups) != set(range(len(groups))):
-            return None
-        if len(groups) < self.config.prompts:
+
+        # At an evaluation step only one group is there, and of a torn file the last is not whole.
+        numbers = set(range(self.config.group))
+        whole = all(group.keys() == numbers for group in groups.values())
+        if not whole or groups.keys() != set(range(max(len(groups), self.config.prompts))):
             return None
         return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
 
 
 def require_rollout(line, where):
     """ValueError for a line of rollouts.jsonl that is not what `rollout_line` writes."""
-    def numeric(x):
+
+    def number(x):
         return isinstance(x, int | float) and not isinstance(x, bool)
 
-    counts = [line.get(name) for name in ("group", "rollout")]
+    def count(x):
+        return type(x) is int and x >= 0
+
+    def numbers(x, length):
+        return isinstance(x, list) and len(x) == length and all(map(number, x))
+
+    # The file may come from anybody, and what is computed with it below trusts its form.
     tokens = line.get("tokens")
-    lists = [line.get(name) for name in ("sampled", "logprobs")]
-    if line.get("advantage") is not None:
-        lists.append(line["advantage"])
-    good = all(type(x) is int and x >= 0 for x in counts) and isinstance(tokens, list)
-    good = good and len(tokens) > 1 and all(type(x) is int and x >= 0 for x in tokens)
-    for x in lists:
-        good = good and isinstance(x, list) and len(x) == len(tokens) - 1 and all(map(numeric, x))
     rewards = line.get("rewards")
-    good = good and isinstance(rewards, list)
-    good = good and all(isinstance(x, list) and len(x) == 2 and all(map(numeric, x)) for x in rewards)
+    good = count(line.get("group")) and count(line.get("rollout"))
+    good = good and isinstance(tokens, list) and len(tokens) > 1 and all(map(count, tokens))
+    for name in ("sampled", "logprobs", "advantage"):
+        dropped = name == "advantage" and line.get(name) is None
+        good = good and (dropped or numbers(line.get(name), len(tokens) - 1))
+    good = good and isinstance(rewards, list) and all(numbers(pair, 2) for pair in rewards)
     if not good:
         raise ValueError(f"{where} is no rollout")
 
 
 def state_before(files, task, step, say):
-    """A Trainer that stands before the step, and how many steps it had to do for that."""
+    """A Trainer that stands before the step, and how many steps it had to do for that.
+
+    say: called with each sentence that tells how it came there.
+    """
+    # Checkpoint step-M is the state before step M, and step 0 needs none: its weights are drawn
+    # from the seed, or are those of --model.
     config = files.config
     model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
     start = max([n for n in files.checkpoints if n <= step], default=0)
+    again = step - start
     if start:
         path = files.checkpoints[start]
         if trainer.load_checkpoint(path)["step"] != start:
@@ -3132,6 +3206,7 @@ def state_before(files, task, step, say):
         say(f"from {path.name}, the state before step {start}")
     else:
         warm_start(config, task, trainer)
+        again += config.demos
         demos = f", behind {config.demos} supervised steps" if config.demos else ""
         say(f"from the first weights, which --seed and --model say{demos}")
     keep_reference(files.path, trainer, resumed=True)
@@ -3140,7 +3215,8 @@ def state_before(files, task, step, say):
     # On to the step by the ordinary code, in one process, for as long as it makes the run's own
     # rollouts. In float32 rounding draws another token sooner or later, and then it does not.
     if step > start:
-        say(f"on to step {step} by the ordinary code, in one process: {step - start} steps")
+        say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
+            f"for which {LATER} times as much is allowed")  # fmt: skip
     for n in range(start, step):
         rollouts, chosen, metrics = collect(config, task, trainer.generator, n)
         for name in ("tokens/generated", "reward/mean"):
@@ -3149,12 +3225,12 @@ def state_before(files, task, step, say):
             if not isinstance(there, int | float) or abs(here - there) > 1e-9:
                 raise ValueError(
                     f"on the way from step {start} to step {step} one process makes other rollouts "
-                    f"than the run: {name} of step {n} is {here} here and {there} in metrics.jsonl; "
-                    f"audit a step right behind a checkpoint"
+                    f"than the run: {name} of step {n} is {here} here and {there} in "
+                    f"metrics.jsonl; audit a step right behind a checkpoint"
                 )
         prepare(config, trainer, [rollouts[g] for g in chosen])
         update(config, trainer, rollouts, chosen, n)
-    return trainer, step - start + config.demos * (start == 0)
+    return trainer, again
 
 
 def copy_of_state(trainer, dtype):
@@ -3163,6 +3239,8 @@ def copy_of_state(trainer, dtype):
     reference = trainer.reference
     if reference is not None:
         reference = copy.deepcopy(reference).to(dtype)
+
+    # Before its first step torch's optimiser has no moments yet; they begin at 0.
     moments = {}
     for name, p in trainer.model.named_parameters():
         state = trainer.optimizer.state.get(p) or {}
@@ -3171,235 +3249,6 @@ def copy_of_state(trainer, dtype):
         v = state.get("exp_avg_sq", zero).detach().to(dtype, copy=True)
         moments[name] = [int(state.get("step", 0)), m, v]
     return model, moments, reference
-
-
-@torch.no_grad()
-def draw_intervals(config, model, s):
-    """For each sampled token of s, where a random number must lie that draws it: (N, 2)."""
-    p_NV = read_alone(model, s, config.temperature)[0].double().exp()
-    ends_NV = p_NV.cumsum(-1)
-    n = torch.arange(len(s.at))
-    targets = torch.tensor([s.tokens[at + 1] for at in s.at])
-    end_N = ends_NV[n, targets]
-    return torch.stack([end_N - p_NV[n, targets], end_N], -1).numpy()
-
-
-def sampling(config, groups, step, model, times):
-    """Whether each token is the one that its random number draws: the row, and a sentence."""
-    # The sampler holds the policy's weights in a precision of its own.
-    own = config.generator_dtype or config.dtype
-    precision = Precision.of(own)
-    exact = in_the_samplers_precision(config, model, torch.float64)
-    rounded = in_the_samplers_precision(config, model, precision.dtype)
-    misses = []
-    errors = [0.0]
-    for s in (s for group in groups.values() for s in group):
-        ends = draw_intervals(config, exact, s)
-        errors.append(np.abs(ends - draw_intervals(config, rounded, s)).max(initial=0.0))
-        for (low, high), at in zip(ends, s.at):
-            key = config.seed, step, s.group, first_rollout(config, s, at)
-            draw = uniforms(key, at + 2 - s.prompt)[-1]
-            misses.append(max(low - draw, draw - high, 0.0))
-    allowed = times * precision.scale * max(errors) + precision.unit
-    outside = len([x for x in misses if x > 0])
-    beyond = len([x for x in misses if x > allowed])
-    worst = max(misses, default=0.0)
-    text = (
-        f"sampling: {len(misses)} draws; {outside} lie outside their token's interval of the "
-        f"definition's distribution, the worst by {worst:.1e}; rounding in "
-        f"{own} allows {allowed:.1e}: {beyond} beyond it"
-    )
-    return Audited("sampling", 0.0, worst, worst, allowed), text
-
-
-def rollout_rows(config, groups, lines) -> list:
-    """Rows about rollouts.jsonl itself: what it says against what the task says."""
-    pairs = [(s, line) for n in groups for s, line in zip(groups[n], lines[n])]
-    tokens = sum(len(s.tokens) for s, _ in pairs)
-    wrong = sum(s.differs for s, _ in pairs)
-    sampled = []
-    rewards = []
-    for s, line in pairs:
-        by_hand = [0] * (len(s.tokens) - 1)
-        for at in s.at:
-            by_hand[at] = 1
-        sampled += [a != b for a, b in zip(by_hand, line["sampled"])]
-        told = dict(map(tuple, line["rewards"]))
-        mine = dict(s.rewards)
-        rewards += [abs(told.get(at, 0.0) - mine.get(at, 0.0)) for at in told.keys() | mine.keys()]
-        rewards.append(float(bool(line.get("truncated")) != s.truncated))
-    count = len(sampled)
-    off = max(rewards, default=0.0)
-    return [
-        Audited("rollouts/groups", len(groups), (n := groups_played(config, groups)),
-                abs(n - len(groups)), 0),
-        Audited("rollouts/tokens", tokens, tokens - wrong, wrong, 0),
-        Audited("rollouts/sampled", count, count - sum(sampled), sum(sampled), 0),
-        Audited("rollouts/rewards", 0.0, off, off, 1e-12),
-    ]  # fmt: skip
-
-
-def groups_played(config, groups) -> int:
-    """How many groups the rounds of a step play, by which of them are dropped."""
-    played = chosen = 0
-    for _ in range(config.max_rounds):
-        missing = config.prompts - chosen
-        for n in range(played, played + missing):
-            dropped = n in groups and config.dynamic_sampling and equal(groups[n])
-            chosen += 0 if dropped else 1
-        played += missing
-    return played
-
-
-def advantage_row(groups, rounded, lines, precision, times) -> Audited:
-    """The largest difference of an advantage in rollouts.jsonl to the one by hand."""
-    worst = 0.0
-    terms = []
-    others = []
-    for n in groups:
-        for s, t, line in zip(groups[n], rounded[n], lines[n]):
-            if s.A is None or s.filtered or line["advantage"] is None:
-                continue
-            terms += s.A
-            others += t.A
-            told = [line["advantage"][at] for at in s.at]
-            worst = max([worst, *(abs(a - b) for a, b in zip(told, s.A))])
-    exact, lower = (Measured(0.0, np.array(numbers_of(x)), math.inf) for x in (terms, others))
-    allowed = precision.allowed(exact, lower, times)
-    return Audited("rollouts/advantage", 0.0, worst, worst, allowed)
-
-
-def parameters_row(files, step, trainer, exact, rounded, precision, times):
-    """The parameters behind the step against the next checkpoint: the row, and a sentence."""
-    path = files.checkpoints.get(step + 1)
-    if path is None:
-        return None, f"parameters after the step: not compared, there is no step-{step + 1:08d}"
-    trainer.load_checkpoint(path)
-    lower = dict(rounded.named_parameters())
-    stored = dict(trainer.model.named_parameters())
-    worst = None
-    for name, p in exact.named_parameters():
-        by_hand = p.detach().double().flatten().numpy()
-        other = lower[name].detach().double().flatten().numpy()
-        difference = np.abs(stored[name].detach().double().flatten().numpy() - by_hand).max()
-        pair = [Measured(0.0, x, math.inf) for x in (by_hand, other)]
-        allowed = precision.allowed(*pair, times)
-        row = Audited("parameters", 0.0, float(difference), float(difference), allowed)
-        if worst is None or row.difference / row.allowed > worst[0].difference / worst[0].allowed:
-            worst = row, name
-    text = f"parameters after the step: against {path.name}, worst tensor {worst[1]}"
-    return worst[0], text
-
-
-def table_rows(line, exact, rounded, precision, times) -> list:
-    """A row for each metric that is both in the line and determined by the step."""
-    rows = []
-    for key in exact.keys() & line.keys():
-        recorded = math.nan if line[key] is None else line[key]
-        if not isinstance(recorded, int | float):
-            raise ValueError(f"{key} of step {line['step']} in metrics.jsonl is no number")
-        value = exact[key].value
-        difference = abs(recorded - value)
-        if math.isnan(recorded) and not math.isfinite(value):
-            difference = 0.0  # what is not finite is written as null
-        if math.isnan(difference):
-            difference = math.inf
-        allowed = precision.allowed(exact[key], rounded[key], times)
-        rows.append(Audited(key, recorded, value, difference, allowed))
-    return rows
-
-
-@dataclass
-class Report:
-    """What an audit has found."""
-
-    run: str
-    step: int
-    intro: list  # sentences
-    rows: list  # Audited, in ORDER
-    left_out: list  # names of metrics that the step does not determine
-    outro: list
-    group: int  # whose tokens are shown
-    sequences: list  # its Recorded rollouts
-    others: float  # what the other groups add to the loss
-    updates: int  # of the step: the loss is their mean
-    config: Config
-    show: object  # tokens as text
-
-    @property
-    def wrong(self):
-        return next((row.key for row in self.rows if not row.ok), None)
-
-    @property
-    def verdict(self):
-        if self.wrong is None:
-            return f"audit of step {self.step}: ok"
-        return f"audit of step {self.step}: {self.wrong} is outside"
-
-
-def audited(run, step=None, group=None, task="") -> Report:
-    """Do a step of a run again by hand, and compare; ValueError if that cannot be."""
-    files = RunFiles(run, task)
-    config = files.config
-    step = files.chosen_step(step)
-    line = files.metrics[step]
-    intro = []
-    task = make_task(config)
-    trainer, steps_done = state_before(files, task, step, intro.append)
-    times = TIMES * LATER if steps_done else TIMES
-    precision = Precision.of(config.dtype)
-    say_precision = f"by hand in float64; rounding is told by {str(precision.dtype)[6:]}"
-    if precision.scale != 1:
-        say_precision += f", times {precision.scale:.1e}, the ratio of the two units"
-    intro.append(say_precision)
-
-    # The rollouts: their tokens are the run's, everything else about them is found out again.
-    lines = files.rollouts(step)
-    if lines is None:
-        intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
-                     "the ordinary code")  # fmt: skip
-        rollouts, _, _ = collect(config, task, trainer.generator, step)
-        lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
-                 for n in sorted(rollouts)}  # fmt: skip
-    exact_groups = groups_again(config, task, step, lines)
-    rounded_groups = groups_again(config, task, step, lines)
-    if group is not None and group not in lines:
-        raise ValueError(f"--group {group}: the groups of step {step} are 0 to {len(lines) - 1}")
-
-    # The step by hand, twice.
-    how = dict(version=trainer.policy_version, skipped=trainer.skipped)
-    model, moments, reference = copy_of_state(trainer, torch.float64)
-    spelled_out = [] if group is None else [group]
-    exact = step_by_hand(config, exact_groups, model, moments, step, reference=reference,
-                         spelled_out=spelled_out, **how)  # fmt: skip
-    lower, moments, reference = copy_of_state(trainer, precision.dtype)
-    rounded = step_by_hand(config, rounded_groups, lower, moments, step, reference=reference, **how)
-    row, text = sampling(config, exact_groups, step, trainer.model, times)
-    intro.append(text)
-    rows = [row, *rollout_rows(config, exact_groups, lines)]
-    rows.append(advantage_row(exact_groups, rounded_groups, lines, precision, times))
-    if "eval/solved" in line:
-        pair = solved_by_hand(config, task, model, lower, precision.dtype)
-        exact["eval/solved"], rounded["eval/solved"] = pair
-    rows += table_rows(line, exact, rounded, precision, times)
-    row, text = parameters_row(files, step, trainer, model, lower, precision, times)
-    rows += [row] if row else []
-    rows.sort(key=lambda row: ORDER.index(row.key))
-
-    # The tokens of one group: the one asked for, or the first that the step learns from.
-    if group is None:
-        learns = [n for n, g in exact_groups.items() if any(any(s.A or []) for s in g)]
-        group = learns[0] if learns else 0
-    parts = {n: group_part(g) for n, g in exact_groups.items()}
-    counts = exact["policy_version"].value + exact["updates/skipped"].value
-    updates = max(1, counts - how["version"] - how["skipped"])
-    return Report(
-        run=str(run), step=step, intro=intro, rows=rows, outro=[text],
-        left_out=sorted(line.keys() - exact.keys() - {"step"}), group=group,
-        sequences=exact_groups[group], updates=updates,
-        others=math.fsum(part for n, part in parts.items() if n != group) / updates,
-        config=config, show=task.show,
-    )  # fmt: skip
 
 
 def groups_again(config, task, step, lines) -> dict:
@@ -3413,23 +3262,114 @@ def groups_again(config, task, step, lines) -> dict:
         groups[n] = []
         for i, line in enumerate(group):
             if max(line["tokens"]) >= task.vocab_size:
-                raise ValueError(f"group {n}, rollout {i} of rollouts.jsonl: ids end at "
-                                 f"{task.vocab_size - 1}")  # fmt: skip
-            groups[n].append(
-                play_again(config, task, start, n, i, line["tokens"], line["logprobs"])
-            )
+                last = task.vocab_size - 1
+                raise ValueError(f"group {n}, rollout {i} of rollouts.jsonl: ids end at {last}")
+            said = line["tokens"], line["logprobs"]
+            groups[n].append(play_again(config, task, start, n, i, *said))
     return groups
 
 
-def group_part(group) -> float:
-    """What a group's tokens add to the loss of its update."""
-    return math.fsum(term["part"] for s in group for term in s.terms)
-
-
 def in_the_samplers_precision(config, model, dtype):
-    """A model with the weights that its push gives the sampler, to compute with in `dtype`."""
+    """A model with the weights that a push gives the sampler, to compute with in `dtype`."""
     own = getattr(torch, config.generator_dtype or config.dtype)
     return copy.deepcopy(model).requires_grad_(False).to(own).to(dtype)
+
+
+@torch.no_grad()
+def draw_intervals(config, model, s):
+    """For each sampled token of s, between which numbers one must lie that draws it: (N, 2)."""
+    # Tokens lie side by side on [0, 1), each as wide as it is likely; a number draws the token
+    # that it falls on.
+    p_NV = read_alone(model, s, config.temperature)[0].double().exp()
+    ends_NV = p_NV.cumsum(-1)
+    n = torch.arange(len(s.at))
+    targets = torch.tensor([s.tokens[at + 1] for at in s.at])
+    end_N = ends_NV[n, targets]
+    return torch.stack([end_N - p_NV[n, targets], end_N], -1).numpy()
+
+
+def sampling(config, groups, step, model, times):
+    """Whether each token is the one that its random number draws: the row, and a sentence.
+
+    model: the policy before the step. The sampler holds its weights in a precision of its own.
+    """
+    own = config.generator_dtype or config.dtype
+    rounding = Rounding.of(own, times)
+    exact = in_the_samplers_precision(config, model, torch.float64)
+    rounded = in_the_samplers_precision(config, model, rounding.dtype)
+    misses = []
+    errors = [0.0]
+    for s in (s for group in groups.values() for s in group):
+        ends = draw_intervals(config, exact, s)
+        errors.append(np.abs(ends - draw_intervals(config, rounded, s)).max(initial=0.0))
+        for (low, high), at in zip(ends, s.at):
+            # Of the rollout's own numbers the one that stood at this place behind the prompt.
+            key = config.seed, step, s.group, first_rollout(config, s, at)
+            draw = uniforms(key, at + 2 - s.prompt)[-1]
+            misses.append(max(low - draw, draw - high, 0.0))
+
+    # Rounding moves an end of an interval a little, and a number that lies there falls beside it.
+    allowed = float(times * rounding.scale * max(errors) + rounding.unit)
+    outside = len([x for x in misses if x > 0])
+    beyond = len([x for x in misses if x > allowed])
+    worst = float(max(misses, default=0.0))
+    text = (
+        f"sampling: {len(misses)} draws, of which {outside} lie outside their token's interval of "
+        f"the definition's distribution, the worst by {worst:.1e}; rounding in {own} explains "
+        f"{allowed:.1e}, and {beyond} lie further away"
+    )
+    return Audited("sampling", 0.0, worst, worst, allowed), text
+
+
+def rollout_rows(config, groups, rounded_groups, lines, rounding) -> list:
+    """Rows about rollouts.jsonl itself: what it says, and what the task and the step say."""
+    tokens = wrong = unlike = 0
+    rewards = []
+    advantages = []
+    exact = []
+    rounded = []
+    for n in groups:
+        for s, t, line in zip(groups[n], rounded_groups[n], lines[n]):
+            # Which tokens are the task's, and which were marked as sampled.
+            tokens += len(s.tokens)
+            wrong += s.differs
+            sampled = set(np.flatnonzero(line["sampled"]).tolist())
+            unlike += len(sampled ^ set(s.at))
+
+            # The reward of each turn; a turn that one of the two does not know has none.
+            told = dict(map(tuple, line["rewards"]))
+            mine = dict(s.rewards)
+            rewards += [abs(told.get(at, 0.0) - mine.get(at, 0.0)) for at in {*told, *mine}]
+            rewards.append(float(bool(line.get("truncated")) != s.truncated))
+
+            # The advantages, of what was trained on.
+            if s.A is not None and not s.filtered and line["advantage"] is not None:
+                told = [line["advantage"][at] for at in s.at]
+                advantages += [abs(a - b) for a, b in zip(told, s.A)]
+                exact += s.A
+                rounded += t.A
+    count = groups_played(config, groups)
+    trained = sum(len(group) for group in groups.values())
+    return [
+        Audited("rollouts/groups", len(groups), count, abs(count - len(groups)), 0),
+        Audited("rollouts/tokens", tokens, tokens - wrong, wrong, 0),
+        Audited("rollouts/sampled", 0, unlike, unlike, 0),
+        rounding.row_of_many("rollouts/rewards", rewards, [1.0] * trained, [1.0] * trained),
+        rounding.row_of_many("rollouts/advantage", advantages, exact, rounded),
+    ]
+
+
+def groups_played(config, groups) -> int:
+    """How many groups the rounds of a step play, by which of them are dropped."""
+    # As in `collect`: each round plays as many new groups as are missing.
+    played = chosen = 0
+    for _ in range(config.max_rounds):
+        missing = config.prompts - chosen
+        for n in range(played, played + missing):
+            if not (n in groups and config.dynamic_sampling and equal(groups[n])):
+                chosen += 1
+        played += missing
+    return played
 
 
 @torch.no_grad()
@@ -3437,59 +3377,165 @@ def solved_by_hand(config, task, model, lower, dtype):
     """eval/solved of the policy behind the step, in float64 and in a lower precision."""
     exact = in_the_samplers_precision(config, model, torch.float64)
     rounded = in_the_samplers_precision(config, lower, dtype)
-    starts = draw_prompts(
-        config, task, EVALUATION, 0, range(config.eval_prompts), held_out=True)
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
     solved = []
     margins = []
-    for (_, _, prompt), (t,) in zip(starts, play(greedy, task, exact, starts, key=())):
+    for (t,) in play(greedy, task, exact, starts, key=()):
         solved.append(t.reward >= 1)
 
-        # How far the likeliest token was ahead of the next, at the closest of its choices.
+        # How far the likeliest token was ahead of the next, at the closest choice of this play: a
+        # run whose rounding turned it around may have played another game.
         s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist(), [], [], False)
-        pair = []
+        ahead = []
         for reader in (exact, rounded):
             top_N2 = read_alone(reader, s, 1.0)[0].double().topk(2).values
-            pair.append((top_N2[:, 0] - top_N2[:, 1]).numpy())
-        closest = int(pair[0].argmin())
-        margins.append([pair[0][closest], pair[1][closest]])
+            ahead.append((top_N2[:, 0] - top_N2[:, 1]).numpy())
+        closest = int(ahead[0].argmin())
+        margins.append([ahead[0][closest], ahead[1][closest]])
     terms = np.array(numbers_of(solved)) / len(solved)
-    ahead = np.array(margins).T
-    return [Measured(math.fsum(terms), terms, margins=x) for x in ahead]
+    return [Measured(math.fsum(terms), terms, margins=x) for x in np.array(margins).T]
 
 
-def print_report(report) -> None:
-    """The audit as text."""
-    print(f"audit of {report.run}, step {report.step}")
-    for text in report.intro:
-        print(text)
-    print(f"\n{'':26}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
-    for row in report.rows:
-        verdict = "ok" if row.ok else "OUTSIDE"
-        print(f"{row.key:26}{row.recorded:22.15g}{row.by_hand:22.15g}{row.difference:12.1e}"
-              f"{row.allowed:10.1e}  {verdict}")  # fmt: skip
-    print(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
-    for text in report.outro:
-        print(text)
+def parameters_row(files, step, trainer, exact, rounded, rounding):
+    """The parameters behind the step against the next checkpoint: the row or None, and a sentence.
 
-    # The tokens of one group, and the loss that they and all others add up to.
-    print(f"\ngroup {report.group}: {len(report.sequences)} rollouts")
-    for s, rows in zip(report.sequences, token_rows(report)):
-        print(f"rollout {s.number}, reward {s.reward:g}")
-        print(f"  {'token':>14}{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
-              f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
-        for row in rows:
-            if row["part"] is None:
-                print(f"  {row['text']:>14}  {row['why']}")
-            else:
-                clip = "yes" if row["clips"] else "no"
-                print(f"  {row['text']:>14}{row['smp']:11.6f}{row['old']:11.6f}{row['lp']:11.6f}"
-                      f"{row['r']:10.6f}{clip:>6}{row['A']:11.6f}{row['part']:14.6e}")  # fmt: skip
-    print(loss_sentence(report))
-    print(report.verdict)
+    exact, rounded: the models that the step by hand has left.
+    """
+    path = files.checkpoints.get(step + 1)
+    if path is None:
+        return None, f"parameters after the step: not compared, there is no step-{step + 1:08d}"
+
+    # Each tensor is held to its own rounding, and the one that is furthest from it is shown.
+    trainer.load_checkpoint(path)
+    stored = dict(trainer.model.named_parameters())
+    lower = dict(rounded.named_parameters())
+    rows = {}
+    for name, p in exact.named_parameters():
+        vectors = [x.detach().double().flatten().numpy() for x in (stored[name], p, lower[name])]
+        differences = np.abs(vectors[0] - vectors[1])
+        rows[name] = rounding.row_of_many("parameters", differences, *vectors[1:])
+    worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
+    return rows[worst], f"parameters after the step: against {path.name}, the worst is {worst}"
+
+
+@dataclass
+class Report:
+    """What an audit has found."""
+
+    run: str
+    step: int
+    config: Config
+    intro: list  # sentences
+    rows: list  # Audited, in ORDER
+    left_out: list  # names of metrics that the step does not determine
+    outro: str
+    group: int  # whose tokens are shown
+    sequences: list  # its Recorded rollouts
+    others: float  # what the other groups add to the loss
+    updates: int  # of the step: the loss is their mean
+    show: object  # tokens as text
+
+    @property
+    def wrong(self):
+        """The first row that is outside; None if all are ok."""
+        return next((row.key for row in self.rows if not row.ok), None)
+
+    @property
+    def verdict(self):
+        if self.wrong is None:
+            return f"audit of step {self.step}: ok"
+        return f"audit of step {self.step}: {self.wrong} is outside"
+
+
+def audited(run, step=None, group=None, task="") -> Report:
+    """Do a step of a run again by hand, and compare; ValueError if that cannot be.
+
+    run           its directory
+    step, group   None: the step behind the newest checkpoint; the first group that it learns from
+    task          the run's FILE.py:Class, if it had one
+    """
+    # The state before the step, and the line to be held against it.
+    files = RunFiles(run, task)
+    config = files.config
+    step = files.chosen_step(step)
+    line = files.metrics[step]
+    task = make_task(config)
+    intro = []
+    trainer, again = state_before(files, task, step, intro.append)
+    rounding = Rounding.of(config.dtype, TIMES * LATER if again else TIMES)
+    text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
+    if rounding.scale != 1:
+        text += f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
+    intro.append(text)
+
+    # The rollouts: their tokens are the run's, everything else about them is found out again.
+    lines = files.rollouts(step)
+    if lines is None:
+        intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
+                     "the ordinary code")  # fmt: skip
+        rollouts, _, _ = collect(config, task, trainer.generator, step)
+        lines = {}
+        for n in sorted(rollouts):
+            lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
+    if group is not None and group not in lines:
+        raise ValueError(f"--group {group}: the groups of step {step} are 0 to {len(lines) - 1}")
+
+    ropes = {rope["rope_type"] for rope in trainer.model.config.rope_parameters.values()}
+    if group is not None and not ropes <= {"default", "linear"}:
+        raise ValueError(f"--group: models.definition has no rope of {', '.join(sorted(ropes))}")
+
+    # The step by hand, in float64 and in the precision that tells of rounding.
+    before = dict(version=trainer.policy_version, skipped=trainer.skipped)
+    groups = groups_again(config, task, step, lines)
+    model, moments, reference = copy_of_state(trainer, torch.float64)
+    exact = step_by_hand(
+        config, groups, model, moments, step, reference=reference,
+        spelled_out=[] if group is None else [group], **before,
+    )  # fmt: skip
+    others = groups_again(config, task, step, lines)
+    lower, moments, reference = copy_of_state(trainer, rounding.dtype)
+    rounded = step_by_hand(config, others, lower, moments, step, reference=reference, **before)
+    if "eval/solved" in line:
+        pair = solved_by_hand(config, task, model, lower, rounding.dtype)
+        exact["eval/solved"], rounded["eval/solved"] = pair
+
+    # The rows: every metric that is both in the line and determined by the step, and then some.
+    row, text = sampling(config, groups, step, trainer.model, rounding.times)
+    rows = [row, *rollout_rows(config, groups, others, lines, rounding)]
+    intro.append(text)
+    for key in exact.keys() & line.keys():
+        recorded = math.nan if line[key] is None else line[key]
+        if not isinstance(recorded, int | float):
+            raise ValueError(f"{key} of step {step} in metrics.jsonl is no number")
+        rows.append(rounding.row(key, recorded, exact[key], rounded[key]))
+    row, outro = parameters_row(files, step, trainer, model, lower, rounding)
+    rows += [row] if row else []
+    rows.sort(key=lambda row: ORDER.index(row.key))
+
+    # The tokens of one group, and what all others add to the loss.
+    if group is None:
+        learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
+        group = learning[0] if learning else 0
+    done = exact["policy_version"].value + exact["updates/skipped"].value
+    updates = max(1, done - before["version"] - before["skipped"])
+    rest = [group_part(groups[n]) for n in groups if n != group]
+    return Report(
+        run=str(run), step=step, config=config, intro=intro, rows=rows, outro=outro,
+        left_out=sorted(line.keys() - exact.keys() - {"step"}), group=group,
+        sequences=groups[group], others=math.fsum(rest) / updates, updates=updates,
+        show=task.show,
+    )  # fmt: skip
+
+
+def group_part(group) -> float:
+    """What a group's tokens add to the loss of its update."""
+    return math.fsum(term["part"] for s in group for term in s.terms)
 
 
 def loss_sentence(report) -> str:
+    """That the parts of all tokens are the loss."""
     own = group_part(report.sequences) / report.updates
     return (
         f"loss: this group {own:.15g} + the other groups {report.others:.15g} "
@@ -3501,22 +3547,58 @@ def token_rows(report) -> list:
     """For each rollout of the group a dict for each of its tokens."""
     found = []
     for s in report.sequences:
+        # Target `at` is token at + 1; token 0 is nobody's target.
         place = {at + 1: n for n, at in enumerate(s.at)}
         rows = []
         for index, token in enumerate(s.tokens):
-            row = dict(text=report.show([token]), part=None, why="the prompt", token=token)
             n = place.get(index)
+            row = dict(text=report.show([token]), part=None, why="the prompt")
             if index >= s.prompt:
                 row["why"] = "the task's reply"
             if n is not None:
-                row["why"] = "sampled; not trained on"
+                row["why"] = "sampled, and not trained on"
+
+            # What was trained on has terms. The loss is a mean over updates, and so is its part.
             if n is not None and s.terms:
                 row |= s.terms[n]
+                row |= dict(smp=s.smp[n], old=s.old[n], lp=s.lp[n], A=s.A[n], H=s.H[n])
                 row["part"] /= report.updates
-                row |= dict(smp=s.smp[n], old=s.old[n], lp=s.lp[n], A=s.A[n], H=s.H[n], why="")
             rows.append(row)
         found.append(rows)
     return found
+
+
+def print_report(report) -> None:
+    """The audit as text."""
+    print(f"audit of {report.run}, step {report.step}")
+    for text in report.intro:
+        print(text)
+
+    # The table. Digits beyond the 15th are those of decimal notation.
+    print(f"\n{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
+    for row in report.rows:
+        verdict = "ok" if row.ok else "OUTSIDE"
+        print(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}{row.difference:12.1e}"
+              f"{row.allowed:10.1e}  {verdict}")  # fmt: skip
+    print(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
+    print(report.outro)
+
+    # The tokens of one group, and the loss that they and all others add up to.
+    print(f"\ngroup {report.group}: {len(report.sequences)} rollouts")
+    for s, rows in zip(report.sequences, token_rows(report)):
+        print(f"rollout {s.number}, reward {s.reward:g}")
+        print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
+              f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
+        for row in rows:
+            if row["part"] is None:
+                print(f"  {row['text']:>14}  {row['why']}")
+                continue
+            clip = "yes" if row["clips"] else "no"
+            print(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
+                  f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
+                  f"{row['part']:14.6e}")  # fmt: skip
+    print(loss_sentence(report))
+    print(report.verdict)
 
 
 def audit(argv) -> int:
@@ -3528,6 +3610,8 @@ def audit(argv) -> int:
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     options = parser.parse_args(argv)
+
+    # One process: a group of one rank is all that the ordinary code asks for.
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("an audit is one process: start it without torchrun")
     alone = not dist.is_initialized()
@@ -3550,6 +3634,8 @@ def audit(argv) -> int:
 # `train_grpo.py audit RUN --html FILE`: one file of HTML, which loads nothing and runs no script.
 # For whoever shows a step to others; everybody else can skip it.
 
+# A token is a link whose numbers stand behind it, hidden until it is pointed at (:hover) or named
+# in the page's address (:target). No script is needed for that.
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1.5em;
        color: #1c1f23; background: #fff }
@@ -3558,7 +3644,7 @@ p { margin: .3em 0 } .ok { color: #1a7f37 } .outside { color: #cf222e; font-weig
 table.metrics { border-collapse: collapse; font: 13px/1.5 ui-monospace, monospace }
 table.metrics td, table.metrics th { padding: 0 1.2em 0 0; text-align: right; font-weight: normal }
 table.metrics td:first-child { text-align: left } table.metrics th { color: #6e7781 }
-table.tree { border-spacing: 3px 5px; font: 14px ui-monospace, monospace; margin-bottom: 22em }
+table.tree { border-spacing: 3px 5px; font: 14px ui-monospace, monospace; margin-bottom: 12em }
 table.tree th { text-align: left; font: 13px system-ui, sans-serif; color: #6e7781;
                 padding-right: 1em; white-space: nowrap }
 table.tree td { position: relative; padding: 0 }
@@ -3577,6 +3663,7 @@ table.tree td { position: relative; padding: 0 }
 
 def page_of(report) -> str:
     """The report as one page of HTML."""
+    # What a task or a directory's name says is text, and not markup.
     escaped = html.escape
     color = "ok" if report.wrong is None else "outside"
     lines = [
@@ -3584,23 +3671,27 @@ def page_of(report) -> str:
         f"<title>{escaped(report.verdict)}</title><style>{STYLE}</style>",
         f"<h1>{escaped(report.run)}, step {report.step}</h1>",
         f'<p class="{color}">{escaped(report.verdict)}</p>',
-        *(f"<p>{escaped(text)}</p>" for text in (*report.intro, *report.outro)),
+        *(f"<p>{escaped(text)}</p>" for text in (*report.intro, report.outro)),
         '<h2>Metrics</h2><table class="metrics">',
         "<tr><th></th><th>recorded</th><th>by hand</th><th>difference</th><th>allowed</th></tr>",
     ]  # fmt: skip
+
+    # The table as it is printed, a row for each number.
     for row in report.rows:
         verdict = '<td class="ok">ok' if row.ok else '<td class="outside">OUTSIDE'
         lines.append(
             f"<tr><td>{row.key}</td><td>{row.recorded:.12g}</td><td>{row.by_hand:.12g}</td>"
             f"<td>{row.difference:.1e}</td><td>{row.allowed:.1e}</td>{verdict}</td></tr>"
         )
+
+    # And the tokens of one group.
     lines += ["</table>", f"<h2>Group {report.group}</h2>"]
     lines.append(
-        "<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, red "
-        "ones a negative one; underlined ones are clipped; grey ones were not sampled. What is pale "
-        "is shared with the row above. Point at a token for its part of the loss.</p>"
+        "<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, "
+        "red ones a negative one; underlined ones are clipped; grey ones were not sampled. What is "
+        "pale is shared with the row above. Point at a token for its part of the loss.</p>"
     )
-    lines += [*tree_of(report), f"<p>{escaped(loss_sentence(report))}</p></html>"]
+    lines += [f"<p>{escaped(loss_sentence(report))}</p>", *tree_of(report), "</html>"]
     return "\n".join(lines) + "\n"
 
 
@@ -3629,11 +3720,14 @@ def tree_of(report) -> list:
                 shade = f' style="background: rgba({rgb}, {0.75 * abs(row["A"]) / largest:.2f})"'
                 if row["clips"]:
                     kinds.append("clips")
+
+            # A link to itself: in the page's address it shows this token's numbers from the start.
             name = f"r{s.number}t{place}"
             numbers = "\n".join(equations(report, s, row))
+            text = html.escape(row["text"])
             cells.append(
-                f'<td><a class="{" ".join(kinds)}" id="{name}" href="#{name}"{shade}>'
-                f'{html.escape(row["text"])}</a><div class="numbers">{html.escape(numbers)}</div></td>'
+                f'<td><a class="{" ".join(kinds)}" id="{name}" href="#{name}"{shade}>{text}</a>'
+                f'<div class="numbers">{html.escape(numbers)}</div></td>'
             )
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return [*lines, "</table>"]
@@ -3641,6 +3735,7 @@ def tree_of(report) -> list:
 
 def equations(report, s, row) -> list:
     """The equations of the docstring for one token, with its numbers."""
+    # Only what this run's settings leave of each equation is shown.
     c = report.config
     if row["part"] is None:
         return [f"{row['text']}: {row['why']}"]

@@ -1,8 +1,9 @@
 """What `python train_grpo.py check | bench` run.
 
-check: whole steps against `step_by_hand`, the gradient's invariances, and the matrix: every plan, every
-tree mode and every family of models against one process that trains without trees, in float64:
-loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and critic.
+check: whole steps against `step_by_hand`, the gradient's invariances, and the matrix: every plan,
+every tree mode and every family of models against one process that trains without trees, in
+float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
+critic.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
 """
 
@@ -89,7 +90,8 @@ def step_error(**changes) -> float:
     assert missing <= {"logprob_gap/identical"}, missing
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = dict(state.named_parameters())
-    return max(worst + [(p - hand[name]).abs().max().item() for name, p in model.named_parameters()])
+    worst += [(p - hand[name]).abs().max().item() for name, p in model.named_parameters()]
+    return max(worst)
 
 
 def invariances():
