@@ -1103,7 +1103,7 @@ def parse_config(argv) -> Config:
     source = inspect.getsource(Config)
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN ..   (--help: every flag)",
+        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN  (or --help)",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
         text = re.search(rf"^    {f.name}: .*?  # (.*)$", source, re.M)[1].replace("%", "%%")
@@ -2285,7 +2285,7 @@ def peak_memory(metrics, device):
     On CUDA those of its tensors, on a CPU those of the process. Collective.
     """
     # Linux forgets a process's peak when a 5 is written here. Where it does not, what is reported
-    # is the peak since the process began.
+    # is the peak since the process began: a bound, and no step's own.
     if "cuda" in str(device):
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -2304,6 +2304,7 @@ def peak_memory(metrics, device):
 
 def resident_peak() -> float:
     """The most megabytes that this process has had in memory; 0 where nobody tells."""
+    # Linux says it in kB, other systems in a unit of their own.
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/status").read_text().splitlines()
         peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
@@ -2418,7 +2419,8 @@ class Log:
         1, 2, ..; `rewards` are (index of a turn's last target, reward); a group that was dropped
         has no advantage. Collective.
         """
-        # A step right behind a checkpoint can be audited from that checkpoint: it is logged whole.
+        # A step right behind a checkpoint can be audited from that checkpoint: it is logged whole,
+        # and so is the first of a run and of a resumed one. An evaluation shows one group.
         c = self.config
         behind = step == self.start or (c.save_every > 0 and step % c.save_every == 0)
         evaluates = step + 1 == c.steps or (step + 1) % c.eval_every == 0
@@ -2428,7 +2430,10 @@ class Log:
         if c.log_rollouts == "some" and not behind:
             groups = groups & {chosen[0] if chosen else 0}
 
-        # Ranks have played groups of their own, and rank 0 writes.
+        # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
+        # so that the file does not tell how many ranks there were.
+        # COMM: what decides above is the same on all ranks, so all come here or none does.
+        # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         parts = [None] * dist.get_world_size() if self.on else None
         dist.gather_object({group: rollouts[group] for group in groups}, parts)
         if self.on:
@@ -2675,6 +2680,7 @@ def read_alone(model, s, temperature, spelled_out=False):
 
 def score_alone(model, s, temperature, spelled_out=False):
     """log-prob, entropy and value of each sampled token: lists of 0-d tensors, with a graph."""
+    # The entropy is of the whole distribution, at the temperature that the log-probs have too.
     lp_NV, values_N = read_alone(model, s, temperature, spelled_out)
     targets = [s.tokens[at + 1] for at in s.at]
     lp = list(lp_NV[range(len(targets)), targets])
@@ -2703,9 +2709,11 @@ def group_advantages_by_hand(config, group):
     R = [s.reward - math.fsum(penalties(config, s)) for s in group]
     G = len(R)
     mean = math.fsum(R) / G
+
+    # Equal rewards teach nothing, whatever rounding makes of r - mean.
     centred = [r - mean for r in R]
     if min(R) == max(R):
-        centred = [0.0] * G  # exactly, which r - mean may miss by rounding
+        centred = [0.0] * G
     scale = 1.0
     if config.advantage == "group_std":
         scale = 1 / (math.sqrt(math.fsum(x * x for x in centred) / (G - 1)) + 1e-4)
@@ -2723,6 +2731,7 @@ def group_advantages_by_hand(config, group):
         first = s.number - s.number % share
         return math.fsum(R[first : first + share]) / share
 
+    # Before the first boundary a token is of the root; behind the last fork, its rollout's own.
     for s in group:
         for n, at in enumerate(s.at):
             passed = min(len([end for end, _ in s.rewards if end < at]), config.fork_turns)
@@ -2740,6 +2749,8 @@ def gae_by_hand(config, sequences):
         u = [-penalty for penalty in penalties(config, s)]
         for end, reward in s.rewards:
             u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
+
+        # Behind the last token nothing more is expected.
         next_v = [*s.v_old[1:], 0.0]
         deltas = [u[t] + config.gamma * next_v[t] - v for t, v in enumerate(s.v_old)]
         s.A = []
@@ -2809,6 +2820,16 @@ FIRST = (
 )  # fmt: skip
 
 
+class Update(NamedTuple):
+    """One optimiser step by hand."""
+
+    sequences: list  # Recorded, those that have tokens in its loss
+    gradient: np.ndarray  # all of it, one vector
+    norm: float  # its length, before clipping
+    version: int  # optimiser steps taken before
+    tokens: int  # of all its rollouts
+
+
 def step_by_hand(
     config, groups, model, moments, step, *, reference=None, version=0, skipped=0, spelled_out=()
 ):
@@ -2836,8 +2857,10 @@ def step_by_hand(
                 s.ref = numbers_of(score_alone(reference, s, c.temperature)[0])
             if c.proximal or c.advantage == "gae":
                 lp, _, values = score_alone(model, s, c.temperature, s.group in spelled_out)
-                s.old = numbers_of(lp) if c.proximal else None
-                s.v_old = values and numbers_of(values)
+                if c.proximal:
+                    s.old = numbers_of(lp)
+                if values is not None:
+                    s.v_old = numbers_of(values)
         if c.minibatches > 1 and not c.proximal:
             s.old = s.smp
         s.filtered = s.truncated and c.overlong == "filter"
@@ -2873,7 +2896,8 @@ def step_by_hand(
             definition([s], Z, c).backward()
             s.lp = numbers_of(s.lp)
             s.H = numbers_of(s.H)
-            s.v = s.v and numbers_of(s.v)
+            if s.v is not None:
+                s.v = numbers_of(s.v)
 
         # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
         # and is counted.
@@ -2881,12 +2905,15 @@ def step_by_hand(
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
         norm = float(np.linalg.norm(gradient))
-        updates.append((trained, gradient, norm, version, sum(len(s.tokens) for s in batch)))
+        tokens = sum(len(s.tokens) for s in batch)
+        updates.append(Update(trained, gradient, norm, version, tokens))
         if math.isfinite(norm):
-            adamw_by_hand(c, model, moments, lr, min(1.0, c.max_grad_norm / max(norm, 1e-300)))
+            shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
+            adamw_by_hand(c, model, moments, lr, shrink)
             version += 1
         else:
             skipped += 1
+
     # With several updates the first is told by itself: only it sees the weights before the step.
     if len(updates) > 1:
         first = update_metrics(c, updates[:1], reference is not None)
@@ -2895,10 +2922,10 @@ def step_by_hand(
         found |= update_metrics(c, updates, reference is not None)
 
     # How many tokens a tree runs depends on where it is cut, which no equation says.
-    if c.tree == "disabled":
-        found["tokens/trained"] = Measured(sum(u[4] for u in updates))
-    found["tokens/trained_flat"] = Measured(sum(u[4] for u in updates))
     counts = {"lr": lr, "policy_version": version, "updates/skipped": skipped}
+    counts["tokens/trained_flat"] = sum(update.tokens for update in updates)
+    if c.tree == "disabled":
+        counts["tokens/trained"] = counts["tokens/trained_flat"]
     return found | {name: Measured(x) for name, x in counts.items()}
 
 
@@ -2964,18 +2991,17 @@ def critic_metrics(sequences, surprises) -> dict:
 
 
 def update_metrics(config, updates, has_reference) -> dict:
-    """Means over the updates; a row is (sequences, gradient, its norm, version, tokens)."""
+    """What an Update measures, as means over them."""
     c = config
-    # Two kinds of mean: over the tokens of an update, whatever the aggregation of the loss is, and
-    # then over the updates.
     U = len(updates)
 
     def over_updates(of_sequence, per_token=True):
-        # A sum over the tokens of an update, divided by their number, and the mean over updates.
+        # A sum over the tokens of an update; the loss is divided by Z already, everything else is
+        # by their number, whatever the aggregation of the loss. Then the mean over updates.
         terms = []
-        for sequences, *_ in updates:
-            count = max(1, sum(len(s.at) for s in sequences)) if per_token else 1
-            terms += [x / count / U for s in sequences for x in of_sequence(s)]
+        for update in updates:
+            count = max(1, sum(len(s.at) for s in update.sequences)) if per_token else 1
+            terms += [x / count / U for s in update.sequences for x in of_sequence(s)]
         return Measured(math.fsum(terms), np.array(terms))
 
     def column(name):
@@ -2991,12 +3017,15 @@ def update_metrics(config, updates, has_reference) -> dict:
     # The largest ratio is of all updates. The gap to the sampler is of the first alone, where both
     # have the same weights and rounding is all that is between them.
     clipped = over_updates(column("clips"))
-    near = np.array([x for sequences, *_ in updates for s in sequences for x in margins(s)])
-    ratios = np.array([x["r"] for sequences, *_ in updates for s in sequences for x in s.terms])
-    gaps = np.array([lp - x for s in updates[0][0] for lp, x in zip(s.lp, s.smp)])
+    trained = [s for update in updates for s in update.sequences]
+    near = np.array([x for s in trained for x in margins(s)])
+    ratios = np.array([term["r"] for s in trained for term in s.terms])
+    gaps = np.array([lp - x for s in updates[0].sequences for lp, x in zip(s.lp, s.smp)])
 
     # The mean of norms is at most the root of the mean of their squares: this vector's length.
-    gradients = np.concatenate([row[1] for row in updates]) / math.sqrt(U)
+    gradients = np.concatenate([update.gradient for update in updates]) / math.sqrt(U)
+    norms = [update.norm for update in updates]
+    ages = [update.version - updates[0].version for update in updates]
     found = {
         "loss/token_mean": over_updates(column("part"), per_token=False),
         "loss/policy_token_mean": over_updates(column("policy"), per_token=False),
@@ -3006,8 +3035,8 @@ def update_metrics(config, updates, has_reference) -> dict:
         "ratio/clipped_fraction": clipped._replace(margins=near),
         "logprob_gap/max": Measured(max(abs(gaps), default=0.0), gaps, math.inf),
         "logprob_gap/mean": mean_of(abs(gaps))._replace(terms=gaps / max(1, len(gaps))),
-        "grad_norm": Measured(math.fsum(row[2] for row in updates) / U, gradients, 2),
-        "policy_age/update_mean": mean_of([row[3] - updates[0][3] for row in updates]),
+        "grad_norm": Measured(math.fsum(norms) / U, gradients, 2),
+        "policy_age/update_mean": mean_of(ages),
     }
     if has_reference:
         found["kl/token_mean"] = over_updates(column("k"))
@@ -3074,6 +3103,8 @@ class Rounding(NamedTuple):
 
     def allowed(self, exact, rounded) -> float:
         """How far a recorded number may be from `exact`; both are Measured."""
+        # The loss of a default run, say: 3000 terms of 1e-5 that mostly cancel. In float32 each is
+        # about 1e-11 off, so 8 x 3000 x 1e-11 = 2e-7 is allowed, of a loss of 1e-2.
         size = abs(exact.value) if math.isfinite(exact.value) else 0.0
         if exact.terms.size:
             size = max(size, float(np.linalg.norm(exact.terms, exact.norm)))
@@ -3138,6 +3169,8 @@ class RunFiles:
         that has a line."""
         if not self.metrics:
             raise ValueError("metrics.jsonl holds no whole line")
+
+        # A checkpoint behind the last step has no line yet.
         if step is None:
             return max([n for n in self.checkpoints if n < len(self.metrics)], default=0)
         if not 0 <= step < len(self.metrics):
@@ -3174,7 +3207,8 @@ def require_rollout(line, where):
     def numbers(x, length):
         return isinstance(x, list) and len(x) == length and all(map(number, x))
 
-    # The file may come from anybody, and what is computed with it below trusts its form.
+    # The file may come from anybody, and what is computed with it below trusts its form. True is an
+    # int in Python, and no number here.
     tokens = line.get("tokens")
     rewards = line.get("rewards")
     good = count(line.get("group")) and count(line.get("rollout"))
@@ -3271,6 +3305,7 @@ def groups_again(config, task, step, lines) -> dict:
 
 def in_the_samplers_precision(config, model, dtype):
     """A model with the weights that a push gives the sampler, to compute with in `dtype`."""
+    # A cast there and back rounds the weights, once; what is computed with them is not rounded so.
     own = getattr(torch, config.generator_dtype or config.dtype)
     return copy.deepcopy(model).requires_grad_(False).to(own).to(dtype)
 
@@ -3375,6 +3410,8 @@ def groups_played(config, groups) -> int:
 @torch.no_grad()
 def solved_by_hand(config, task, model, lower, dtype):
     """eval/solved of the policy behind the step, in float64 and in a lower precision."""
+    # The same held-out prompts, and the likeliest token each time, as `evaluate` does it. This is
+    # the one number that the ordinary sampler has a part in: it plays, with float64's choices.
     exact = in_the_samplers_precision(config, model, torch.float64)
     rounded = in_the_samplers_precision(config, lower, dtype)
     prompts = range(config.eval_prompts)
@@ -3407,7 +3444,8 @@ def parameters_row(files, step, trainer, exact, rounded, rounding):
     if path is None:
         return None, f"parameters after the step: not compared, there is no step-{step + 1:08d}"
 
-    # Each tensor is held to its own rounding, and the one that is furthest from it is shown.
+    # Each tensor is held to its own rounding, and the one that is furthest from it is shown: AdamW
+    # makes steps of one length, so what is wrong with a small tensor is no smaller.
     trainer.load_checkpoint(path)
     stored = dict(trainer.model.named_parameters())
     lower = dict(rounded.named_parameters())
@@ -3514,7 +3552,8 @@ def audited(run, step=None, group=None, task="") -> Report:
     rows += [row] if row else []
     rows.sort(key=lambda row: ORDER.index(row.key))
 
-    # The tokens of one group, and what all others add to the loss.
+    # The tokens of one group, and what all others add to the loss. A group whose rewards are all
+    # equal would show nothing but the entropy bonus.
     if group is None:
         learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
         group = learning[0] if learning else 0
@@ -3536,6 +3575,7 @@ def group_part(group) -> float:
 
 def loss_sentence(report) -> str:
     """That the parts of all tokens are the loss."""
+    # The mean over updates, of which each group is in one.
     own = group_part(report.sequences) / report.updates
     return (
         f"loss: this group {own:.15g} + the other groups {report.others:.15g} "
@@ -3574,7 +3614,7 @@ def print_report(report) -> None:
     for text in report.intro:
         print(text)
 
-    # The table. Digits beyond the 15th are those of decimal notation.
+    # The table, causes before their effects.
     print(f"\n{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
     for row in report.rows:
         verdict = "ok" if row.ok else "OUTSIDE"
@@ -3624,6 +3664,8 @@ def audit(argv) -> int:
     finally:
         if alone:
             dist.destroy_process_group()
+
+    # What was found is said in full whatever the verdict is; the verdict is the exit status.
     print_report(report)
     if options.html:
         Path(options.html).write_text(page_of(report))
@@ -3746,7 +3788,7 @@ def equations(report, s, row) -> list:
     mean = "mean of " if c.ratio == "sequence" else ""
     lines.append(f"(2) r = exp({mean}now - old) = {r:.6f}")
 
-    # What (3) and (4) made of it: `policy` is w l / Z already.
+    # What (3) and (4) made of it. The term has its share in the loss, w l / Z; here l is shown.
     l = row["policy"] * s.Z / s.w
     factor = ""
     if c.importance_cap:

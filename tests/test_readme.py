@@ -292,6 +292,7 @@ FLAGS_ELSEWHERE = {
     "--rdzv-id",
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
 FLAGS_ELSEWHERE |= {"--count"}  # tests/test_flags.py's
 
 
