@@ -3539,7 +3539,9 @@ def audited(run, step=None, group=None, task="") -> Report:
         pair = solved_by_hand(config, task, model, lower, rounding.dtype)
         exact["eval/solved"], rounded["eval/solved"] = pair
 
-    # The rows: every metric that is both in the line and determined by the step, and then some.
+    # The rows: every metric that is both in the line and determined by the step, and what is known
+    # besides of the tokens, their advantages and the parameters. A run of an older version of this
+    # file lacks some metrics; of the others each must be right.
     row, text = sampling(config, groups, step, trainer.model, rounding.times)
     rows = [row, *rollout_rows(config, groups, others, lines, rounding)]
     intro.append(text)
@@ -3651,7 +3653,8 @@ def audit(argv) -> int:
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     options = parser.parse_args(argv)
 
-    # One process: a group of one rank is all that the ordinary code asks for.
+    # One process: a group of one rank is all that the ordinary code asks for, and it is left again
+    # before anything is printed.
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("an audit is one process: start it without torchrun")
     alone = not dist.is_initialized()
@@ -3783,7 +3786,7 @@ def equations(report, s, row) -> list:
         return [f"{row['text']}: {row['why']}"]
     r = row["r"]
     A = row["A"]
-    lines = [f"A = {A:.6f}        log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
+    lines = [f"A = {A:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
              f"now {row['lp']:.6f}"]  # fmt: skip
     mean = "mean of " if c.ratio == "sequence" else ""
     lines.append(f"(2) r = exp({mean}now - old) = {r:.6f}")

@@ -258,7 +258,7 @@ def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name)
         good(folder, f"--resume {LONG} --save-every 20")
     elif flags == "jsonl":
         task = "--task jsonl --data questions.jsonl --model DIR --prompts 8 --group 4"
-        good(folder, f"{LONG} {task} --max-new-tokens 32 --lr 1e-3")
+        good(folder, f"{LONG} {task} --max-new-tokens 12 --lr 1e-3")
     else:
         good(folder, f"{LONG} {flags}", world)
     report = audited("run")
