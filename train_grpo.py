@@ -13,6 +13,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     torchrun --nproc-per-node 2 train_grpo.py                 # the same on two processes
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
+    python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
@@ -52,22 +53,25 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
+    length/rollout_mean, length/max   sampled tokens of a rollout
+    advantage/token_mean, _std   A of (1) over the sampled tokens that are trained on
     loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
-    kl/token_mean                k of `--kl` against the reference, where there is one
-    entropy/token_mean           the entropy of (5), at `temperature`
-    value/token_mean             with gae: v before the step
-    value/loss                   with gae: what (6) adds, per sampled token; mean of updates
+    loss/policy_token_mean       the same of (3) and (4) alone: without (5) and (6)
+    kl/token_mean, entropy/token_mean   k of (5), where there is a reference; H at `temperature`
+    value/token_mean, value/loss   with gae: v before the step; what (6) adds per sampled token
     value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
-    ratio/clipped_fraction       of sampled tokens
+    ratio/clipped_fraction       of sampled tokens; mean of updates, as is the next
+    ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
     logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
-    tokens/generated             sampled
+    policy_age/update_mean       optimiser steps between the sampler's weights and an update's
+    tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
     tokens/trained               forwarded by the trainer with gradients; of a tree its own tokens
     tokens/trained_flat          the same without a tree: every token of every trajectory
-    tokens/truncated_fraction    of rollouts that met max_new_tokens
-    seconds/rollout, /train, /eval, /total
+    NAME_first                   what is a mean of updates, of the first alone if there are several
+    memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `peak_memory`; seconds
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
@@ -81,6 +85,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import html
 import importlib.util
 import inspect
 import json
@@ -96,6 +101,7 @@ import traceback
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -106,40 +112,70 @@ import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PaddedTokens, Plan, Stop, agree, clip_grad_norm, connect,
-    copy_weights, gather_replica, lr_factor, micro_batches, name_suspects, naming_lost_ranks,
-    newest_checkpoint, parallelize, persistent_buffers, read_checkpoint, reduce_gradients,
-    replica_difference, reshard, shard, speaks_for_replica, summed, superseded, training_tensors,
-    write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, PaddedTokens, Plan, Stop, agree, checkpoints,
+    clip_grad_norm, connect, copy_weights, gather_replica, lr_factor, micro_batches, name_suspects,
+    naming_lost_ranks, newest_checkpoint, parallelize, persistent_buffers, read_checkpoint,
+    reduce_gradients, replica_difference, reshard, shard, speaks_for_replica, summed, superseded,
+    training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
 
 
-# 1. The definition: the loss by Python's floats -----------------------------------------------
+# 1. The definition: the loss, token by token --------------------------------------------------
 
 
-def definition(lp, old, A, w, Z, clip_low, clip_high):
-    """The loss of a batch, slowly: (2) `token`, (3) `clip` and (7). Returns a float.
+def definition(sequences, Z, c):
+    """The loss of a batch, slowly: (2) to (7) as they stand above. A 0-d tensor.
 
-    lp, old               for each sequence its sampled tokens' log-probs, now and before the step
-    A, w                  for each sequence its advantage and its weight
-    Z                     the denominator
-    clip_low, clip_high   how far below and above 1 the ratio may go
+    sequences   for each rollout lists over its sampled tokens: lp, H and v of 0-d tensors, old,
+                smp, A, ref, v_old and g of numbers (v and ref may be None); and its weight w
+    Z, c        the denominator; the settings, a Config
 
-    `check` compares the Trainer's loss with this.
+    Each sequence is given `terms`, what is measured of each token and its `part` of the loss.
+    `step_by_hand` (appendix I) makes a whole step of it, for `check`, tests and `audit`.
     """
-    total = 0.0
-    for i in range(len(lp)):
-        for t in range(len(lp[i])):
+    loss = torch.zeros(())
+    for s in sequences:
+        s.terms = []
+        log_ratios = [lp - old for lp, old in zip(s.lp, s.old)]
+        if c.ratio == "sequence":
+            log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+        for t, (lp, A) in enumerate(zip(s.lp, s.A)):
             # How much likelier the token has become since the step began.
-            r = math.exp(lp[i][t] - old[i][t])
+            r = log_ratios[t].clamp(-10, 10).exp()  # (2)
 
             # The gain is r A. The clip takes the worse of the gain and the gain at the clipped
             # ratio: once a token has moved far enough in the direction that A asks for, its gain
             # is a constant, and its gradient is zero. A move the wrong way is never clipped.
-            clipped = min(max(r, 1 - clip_low), 1 + clip_high)
-            total += w[i] * -min(r * A[i], clipped * A[i])
-    return total / Z
+            if c.objective == "cispo":
+                clips = r > c.cispo_bound
+                l = -min(r.item(), c.cispo_bound) * A * lp  # (3)
+            else:
+                gain = min(r, c.dual_clip or math.inf) * A
+                clipped_gain = min(max(r, 1 - c.clip_low), 1 + c.clip_high) * A
+                clips = clipped_gain < gain or r > (c.dual_clip or math.inf)
+                l = -min(gain, clipped_gain)  # (3)
+
+            # The sampler may be another program. Then closeness, randomness and the critic.
+            if c.importance_cap:
+                l = min(math.exp(s.old[t] - s.smp[t]), c.importance_cap) * l  # (4)
+            term = dict(r=r, clips=clips, policy=s.w * l / Z, k=0.0, value=0.0)
+            if s.ref is not None:
+                d = lp - s.ref[t]
+                term["k"] = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[c.kl]
+            if c.kl_in == "loss":
+                l = l + c.kl_coef * term["k"]  # (5)
+            l = l - c.entropy_coef * s.H[t]  # (5)
+            if s.v is not None:
+                bound = c.value_clip or math.inf
+                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-bound, bound)
+                square = max((s.v[t] - s.g[t]) ** 2, (near - s.g[t]) ** 2)
+                term["value"] = c.value_coef * square / 2
+                l = l + term["value"]  # (6)
+            term["part"] = s.w * l / Z
+            loss = loss + term["part"]  # (7)
+            s.terms.append(dict(zip(term, numbers_of(term.values()))))
+    return loss
 
 
 # 2. Advantages: which rollouts were better than expected --------------------------------------
@@ -201,8 +237,8 @@ def policy_loss(
     mask_BT, entropy_BT           bool, was sampled; H of (5)
     objective .. entropy_coef     settings of `grpo_loss`, which explains them
 
-    What is None has no part in the loss. The statistics are `clipped` (0 or 1), and `kl` and
-    `entropy` where those were given.
+    What is None has no part in the loss. The statistics are `ratio`, `clipped` (0 or 1), `policy`,
+    which is l of (3) and (4), and `kl` and `entropy` where those were given.
     """
     # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
     # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
@@ -241,7 +277,8 @@ def policy_loss(
         l_BT = l_BT * importance_BT  # (4)
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
-    stats = {"clipped": torch.where(mask_BT, clipped_BT.to(lp_BT.dtype), zero)}
+    stats = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype), "policy": l_BT}
+    stats = {name: torch.where(mask_BT, x_BT.detach(), zero) for name, x_BT in stats.items()}
     if ref_BT is not None:
         kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
         stats["kl"] = kl_BT.detach()
@@ -359,26 +396,31 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
         "loss": loss.detach(), "tokens": mask_BT.sum(), "gap": gap_N.sum(),
         "identical": (gap_N == 0).sum(), "gap_max": torch.cat([gap_N, zero[None]]).max(),
     }  # fmt: skip
-    for name in ("clipped", "entropy", "kl", "value"):
+    for name in ("ratio", "clipped", "entropy", "kl", "value"):
         sums[name] = stats[name].sum() if name in stats else zero
+    sums["policy"] = (weight_B1 * stats.get("policy", zero)).sum() / Z
+    ratio_N = stats.get("ratio", zero).double().flatten()
+    sums["ratio_max"] = torch.cat([ratio_N, zero[None]]).max()
     return loss, sums
 
 
-def loss_metrics(totals, gap_max) -> dict:
-    """Metrics by their names, from these sums of a whole batch and its largest gap, all numbers."""
+def loss_metrics(totals) -> dict:
+    """Metrics by their names, from the sums (and the two maxima) of a whole batch, all numbers."""
     # The loss is divided by Z already. The others are means over sampled tokens, not over
     # sequences, micro-batches or ranks, whatever the aggregation; the loss keeps its name in all.
     count = max(totals["tokens"], 1.0)
     return {
-        "loss/token_mean": totals["loss"],
+        "loss/token_mean": totals["loss"], "loss/policy_token_mean": totals["policy"],
         "entropy/token_mean": totals["entropy"] / count,
+        "ratio/token_mean": totals["ratio"] / count,
+        "ratio/max": totals["ratio_max"],
         "ratio/clipped_fraction": totals["clipped"] / count,
-        "logprob_gap/max": gap_max,
+        "logprob_gap/max": totals["gap_max"],
         "logprob_gap/mean": totals["gap"] / count,
         "logprob_gap/identical": totals["identical"] / count,
         "kl/token_mean": totals["kl"] / count,
         "value/loss": totals["value"] / count,
-    }
+    }  # fmt: skip
 
 
 # 4. The loop: rollouts, advantages, updates ---------------------------------------------------
@@ -406,12 +448,15 @@ class Trajectory:
     values: np.ndarray | None = None  # of the critic, before the step
     returns: np.ndarray | None = None
 
+    def __post_init__(self):
+        self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
+
 
 def train_step(config, task, trainer, log, step):
     """One step of the run; the held-out fraction solved if this step evaluates, else None."""
     seconds = {}
     solved = None
-    with timed(seconds, "total"):
+    with timed(seconds, "total"), peak_memory(seconds, trainer.device):
         # Sample with the generator, a copy of the policy that holds the weights of the last push.
         with timed(seconds, "rollout"):
             rollouts, chosen, metrics = collect(config, task, trainer.generator, step)
@@ -421,6 +466,7 @@ def train_step(config, task, trainer, log, step):
         with timed(seconds, "train"):
             metrics |= prepare(config, trainer, [rollouts[g] for g in chosen if g in rollouts])
             metrics |= update(config, trainer, rollouts, chosen, step)
+        log.rollouts(step, rollouts, chosen)
 
         # `update` has pushed the new weights, so this is the policy as the step leaves it.
         if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
@@ -441,8 +487,8 @@ def collect(config, task, generator, step):
     """
     rollouts = {}
     chosen = []
-    rewards_PG = np.zeros((0, config.group))  # of all ranks, a row for each group played so far
-    tokens_and_truncated = np.zeros(2)
+    # Rewards, sampled tokens and truncation of all ranks, a row for each group played so far.
+    table_3PG = np.zeros((3, 0, config.group))
     first_prompt = step * config.prompts * config.max_rounds
     for _ in range(config.max_rounds):
         # As many new groups as are missing, from the stretch of the data that is this step's alone:
@@ -451,46 +497,46 @@ def collect(config, task, generator, step):
         #     round 1   groups 0 1 2 3   chosen 0 2        (1 and 3 had equal rewards)
         #     round 2   groups 4 5       chosen 0 2 4 5
         missing = config.prompts - len(chosen)
-        groups = range(len(rewards_PG), len(rewards_PG) + missing)
+        groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, generator, starts, key=(config.seed, step))
 
         # `draw_prompts` gave rank r the groups r, r + world, r + 2 world, ... Each rank fills in
         # its own rows and leaves zeros elsewhere: the sum over ranks is the whole table on every
         # rank, and all ranks drop the same groups.
-        round_PG = np.zeros((len(groups), config.group))
+        round_3PG = np.zeros((3, len(groups), config.group))
         for (group, _, _), trajectories in zip(starts, played):
             rollouts[group] = trajectories
-            round_PG[group - groups[0]] = [t.reward for t in trajectories]
-            tokens_and_truncated[0] += sum(t.mask.sum() for t in trajectories)
-            tokens_and_truncated[1] += sum(t.truncated for t in trajectories)
-        round_PG = np.array(summed(round_PG.tolist(), generator.head_weight.device))
-        rewards_PG = np.concatenate([rewards_PG, round_PG])
+            cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
+            round_3PG[:, group - groups[0]] = np.array(cells).T
+        round_3PG = np.array(summed(round_3PG.tolist(), generator.head_weight.device))
+        table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
-        for group, rewards_G in zip(groups, round_PG):
+        for group, rewards_G in zip(groups, round_3PG[0]):
             equal = (rewards_G == rewards_G[0]).all()
             if not (config.dynamic_sampling and equal):
                 chosen.append(group)
         if len(chosen) == config.prompts:
             break
 
-    sampled, truncated = summed(tokens_and_truncated.tolist(), generator.head_weight.device)
-    require_finite_tokens(config, step, sampled)
+    rewards_PG, lengths_PG, truncated_PG = table_3PG
+    require_finite_tokens(config, step, lengths_PG.sum())
 
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
     solved_PG = rewards_PG >= 1
     return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
-        "reward/groups_all": solved_PG.all(1).mean(),
-        "tokens/generated": int(sampled), "tokens/truncated_fraction": truncated / rewards_PG.size,
+        "reward/groups_all": solved_PG.all(1).mean(), "length/rollout_mean": lengths_PG.mean(),
+        "length/max": int(lengths_PG.max()), "tokens/generated": int(lengths_PG.sum()),
+        "tokens/truncated_fraction": truncated_PG.mean(),
     }  # fmt: skip
 
 
 def prepare(config, trainer, groups) -> dict:
     """Fill in what the loss needs of each trajectory: reference and old log-probs, advantages, the
-    final mask. Returns the critic's metrics. Collective, each rank with its own groups."""
+    final mask. Returns their metrics. Collective, each rank with its own groups."""
     # The frozen reference scores what the policy has sampled: a KL compares the two on one token.
     everyone = [t for group in groups for t in group]
     if trainer.reference is not None:
@@ -516,9 +562,8 @@ def prepare(config, trainer, groups) -> dict:
     for t in everyone:
         if t.truncated and config.overlong == "filter":
             t.mask = np.zeros_like(t.mask)
-    if config.advantage == "gae":
-        return critic_advantages(config, trainer, everyone)
-    return {}
+    critic = critic_advantages(config, trainer, everyone) if config.advantage == "gae" else {}
+    return critic | advantage_metrics(trainer, everyone)
 
 
 def group_advantages(config, group):
@@ -548,6 +593,7 @@ def update(config, trainer, rollouts, chosen, step):
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
     cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
     updates = []
+    sampled_by = trainer.policy_version  # of the generator's weights
     for first, last in zip(cuts, cuts[1:]):
         batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
 
@@ -555,7 +601,8 @@ def update(config, trainer, rollouts, chosen, step):
         # empty minibatch together (dynamic sampling or the filter can leave nothing).
         (Z,) = summed([denominator(batch, config)], trainer.device)
         if Z > 0:
-            updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr))
+            age = {"policy_age/update_mean": trainer.policy_version - sampled_by}
+            updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr) | age)
             warn_if_skipped(step, updates[-1])
 
     # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
@@ -570,24 +617,6 @@ def update(config, trainer, rollouts, chosen, step):
 
 
 # 5. The trainer: policy, optimiser and generator ----------------------------------------------
-
-
-def loss_inputs(config, micro, lp_BT):
-    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
-
-    def column(name):
-        return padded([getattr(t, name) for t in micro], lp_BT)
-
-    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
-    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
-    options["sampler_BT"] = column("sampler_logprobs")
-    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
-    if micro[0].ref_logprobs is not None:
-        options["ref_BT"] = column("ref_logprobs")
-    if config.advantage == "gae":
-        options["old_value_BT"] = column("values")
-        options["return_BT"] = column("returns")
-    return old_BT, column("advantages"), options
 
 
 class Trainer:
@@ -935,6 +964,7 @@ class Config:
     save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
     log_every: int = 5  # steps between lines of the table
+    log_rollouts: str = "some"  # to rollouts.jsonl: all | some (what `audit` needs) | none
     tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     threads: int = 1  # CPU threads of each rank
@@ -949,12 +979,13 @@ class Config:
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
         ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
         kl=("k1", "k2", "k3"), kl_in=("loss", "reward"), overlong=("keep", "filter"),
+        log_rollouts=("all", "some", "none"),
     )  # fmt: skip
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
         "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every",
-        "keep", "log_every",
+        "keep", "log_every", "log_rollouts",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
         "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
         "ac",
@@ -1089,7 +1120,7 @@ def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN ..   (--help: every flag)",
+        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN  (or --help)",
     )  # fmt: skip
     for f in dataclasses.fields(Config):
         text = _help_texts()[f.name].replace("%", "%%")
@@ -1114,7 +1145,7 @@ def resumed_config(path, given) -> Config:
     stored = models.read_json(path, what="the configuration of a run")
     # A run that began before a flag existed had that flag's default.
     names = {f.name for f in dataclasses.fields(Config)}
-    stored = {"resume_or_start": False} | stored
+    stored = {"resume_or_start": False, "log_rollouts": "some"} | stored
     if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
@@ -1125,7 +1156,7 @@ def resumed_config(path, given) -> Config:
         name = task.rpartition(":")[2]
         if given.get("task", "").rpartition(":")[2] != name:
             raise ValueError(
-                f"--resume: the task of this run is a file's; give it again, as --task "
+                f"the task of this run is a file's; give it again, as --task "
                 f"FILE.py:{name} (the run had {task!r})"
             )
         stored["task"] = given["task"]
@@ -1189,6 +1220,24 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
+def loss_inputs(config, micro, lp_BT):
+    """What `grpo_loss` takes of some trajectories: old log-probs, advantages, keyword arguments."""
+
+    def column(name):
+        return padded([getattr(t, name) for t in micro], lp_BT)
+
+    # `prepare` gives old and reference log-probs to all trajectories of a step or to none.
+    options = {name: getattr(config, name) for name in LOSS_SETTINGS}
+    options["sampler_BT"] = column("sampler_logprobs")
+    old_BT = None if micro[0].old_logprobs is None else column("old_logprobs")
+    if micro[0].ref_logprobs is not None:
+        options["ref_BT"] = column("ref_logprobs")
+    if config.advantage == "gae":
+        options["old_value_BT"] = column("values")
+        options["return_BT"] = column("returns")
+    return old_BT, column("advantages"), options
+
+
 def denominator(batch, config) -> float:
     """This rank's share of Z of (7); the sum over ranks is `num_global_valid_tokens`."""
     masks = [t.mask for t in batch]
@@ -1236,7 +1285,10 @@ def score_batch(trainer, batch, model, kind) -> list:
     return [columns[column].double().cpu().numpy() for columns in of_this_rank]
 
 
-SUMS = "loss", "tokens", "gap", "identical", "clipped", "entropy", "kl", "value"
+SUMS = (
+    "loss", "policy", "tokens", "gap", "identical", "ratio", "clipped", "entropy", "kl", "value",
+)  # fmt: skip
+MAXIMA = "gap_max", "ratio_max"
 
 
 def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
@@ -1246,10 +1298,10 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     those that this rank has run, where a tree makes them fewer.
     """
     totals_K = torch.zeros(len(SUMS), dtype=torch.float64, device=trainer.device)
-    gap_max = totals_K.new_zeros(())
+    maxima_K = totals_K.new_zeros(len(MAXIMA))
     for sums in measured:
         totals_K += torch.stack([sums[name].double() for name in SUMS])
-        gap_max = torch.maximum(gap_max, sums["gap_max"])
+        maxima_K = torch.maximum(maxima_K, torch.stack([sums[name] for name in MAXIMA]))
 
     # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
     # together on the same trajectories have the same sums, and one of them speaks for all.
@@ -1257,10 +1309,11 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     if not speaks_for_replica(trainer.model):
         numbers = [0.0] * len(numbers)
     flat_tokens = sum(len(t.tokens) for t in batch)
-    dist.all_reduce(gap_max, op=dist.ReduceOp.MAX)
+    dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
     *totals, tree_tokens, flat_tokens = summed([*numbers, flat_tokens], trainer.device)
 
-    metrics = loss_metrics(dict(zip(SUMS, totals)), gap_max.item())
+    totals = dict(zip(SUMS + MAXIMA, totals + maxima_K.tolist()))
+    metrics = loss_metrics(totals)
     if trainer.reference is None:
         del metrics["kl/token_mean"]
     if trainer.config.advantage != "gae":
@@ -2034,6 +2087,9 @@ def warm_start(config, task, trainer):
 # wants the algorithm can skip it; who wants to know what a run writes reads `run` and `Log`.
 
 
+MEANS = "loss", "kl", "entropy", "ratio", "value", "grad_norm", "policy_age"
+
+
 def mean_metrics(updates, step) -> dict:
     """The metrics of a step from those of its updates, a list of dicts; warns where it is empty."""
     if not updates:
@@ -2042,14 +2098,31 @@ def mean_metrics(updates, step) -> dict:
         return {}
 
     # Means over the updates, but for the gap to the sampler: only the first update sees the weights
-    # that sampled, so only there is the gap rounding and not learning.
+    # that sampled, so only there is the gap rounding and not learning. What the first update saw
+    # is known by itself too: an audit can then tell a wrong loss from what it did to the weights.
     out = {}
     for name in updates[0]:
-        if name.startswith(("loss", "kl", "entropy", "ratio", "value", "grad_norm")):
+        if name.startswith(MEANS) and name != "policy_age/update_mean" and len(updates) > 1:
+            out[f"{name}_first"] = updates[0][name]
+        if name == "ratio/max":
+            out[name] = max(metrics[name] for metrics in updates)
+        elif name.startswith(MEANS):
             out[name] = float(np.mean([metrics[name] for metrics in updates]))
         elif name.startswith("logprob_gap"):
             out[name] = updates[0][name]
     return out
+
+
+def advantage_metrics(trainer, batch) -> dict:
+    """Mean and standard deviation of the advantages of all ranks' trajectories. Collective."""
+    # The mean is known before the first square is taken: a difference of two large sums would
+    # leave rounding where all advantages are nearly the same.
+    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
+    count, total = summed([len(A_N), A_N.sum()], trainer.device)
+    mean = total / max(1.0, count)
+    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
+    spread = math.sqrt(squares / max(1.0, count))
+    return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 
 def warn_if_skipped(step, metrics):
@@ -2222,6 +2295,45 @@ def timed(seconds, phase):
     seconds[f"seconds/{phase}"] = time.perf_counter() - start
 
 
+@contextlib.contextmanager
+def peak_memory(metrics, device):
+    """Add memory/peak: the most megabytes at any moment inside, of the rank that had most.
+
+    On CUDA those of its tensors, on a CPU those of the process. Collective.
+    """
+    # Linux forgets a process's peak when a 5 is written here. Where it does not, what is reported
+    # is the peak since the process began: a bound, and no step's own.
+    if "cuda" in str(device):
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+    yield
+
+    if "cuda" in str(device):
+        peak = torch.cuda.max_memory_allocated(device) / 1e6
+    else:
+        peak = resident_peak()
+    most = torch.tensor(peak, dtype=torch.float64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    metrics["memory/peak"] = most.item()
+
+
+def resident_peak() -> float:
+    """The most megabytes that this process has had in memory; 0 where nobody tells."""
+    # Linux says it in kB, other systems in a unit of their own.
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+        return peaks[0] * 1024 / 1e6 if peaks else 0.0
+    with contextlib.suppress(ImportError):
+        import resource  # not on Windows
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+    return 0.0
+
+
 def keep_reference(out, trainer, resumed):
     """The frozen reference is the policy at the first step; it is stored, so that resume has it."""
     # Without it a resumed run would measure its KL against the weights that it resumes with.
@@ -2253,6 +2365,7 @@ class Log:
         self.task = task
         self.on = dist.get_rank() == 0  # everything else is for rank 0 alone
         self.started = time.perf_counter()
+        self.start = 0  # the first step of this process
         self.events = None
         self.text = None
         self.advice = f"go on with --resume --out {out}"
@@ -2266,6 +2379,7 @@ class Log:
             tqdm.write(text)
 
     def begin(self, start, model):
+        self.start = start
         if not self.on:
             return
         c = self.config
@@ -2275,7 +2389,7 @@ class Log:
                  f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
 
         # Lines behind the checkpoint belong to steps that are now done again.
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
             with writing(self.out / name, self.advice):
                 cut_lines(self.out / name, start)
 
@@ -2300,12 +2414,13 @@ class Log:
             tokens = metrics["tokens/generated"] + metrics["tokens/trained_flat"]
             self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
 
-    def write(self, name, line):
-        for key, value in line.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                line = line | {key: None}  # JSON has no NaN
+    def write(self, name, *lines):
         with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            for line in lines:
+                for key, value in line.items():
+                    if isinstance(value, float) and not math.isfinite(value):
+                        line = line | {key: None}  # JSON has no NaN
+                file.write(json.dumps(line) + "\n")
 
     def sample(self, step, trajectory):
         if self.on and trajectory:
@@ -2313,6 +2428,39 @@ class Log:
             with asking(self.task):
                 self.text = self.task.show(trajectory.tokens)
             self.write("samples.jsonl", {"step": step, "reward": reward, "text": self.text})
+
+    def rollouts(self, step, rollouts, chosen):
+        """Write rollouts.jsonl, a line a rollout, for the steps that `--log-rollouts` says.
+
+        rollouts, chosen: of `collect`, after `prepare`. Vectors have an entry for each of tokens
+        1, 2, ..; `rewards` are (index of a turn's last target, reward); a group that was dropped
+        has no advantage. Collective.
+        """
+        # A step right behind a checkpoint can be audited from that checkpoint: it is logged whole,
+        # and so is the first of a run and of a resumed one. An evaluation shows one group.
+        c = self.config
+        behind = step == self.start or (c.save_every > 0 and step % c.save_every == 0)
+        evaluates = step + 1 == c.steps or (step + 1) % c.eval_every == 0
+        groups = rollouts.keys()
+        if c.log_rollouts == "none" or not (c.log_rollouts == "all" or behind or evaluates):
+            return
+        if c.log_rollouts == "some" and not behind:
+            groups = groups & {chosen[0] if chosen else 0}
+
+        # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
+        # so that the file does not tell how many ranks there were.
+        # COMM: what decides above is the same on all ranks, so all come here or none does.
+        # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
+        parts = [None] * dist.get_world_size() if self.on else None
+        dist.gather_object({group: rollouts[group] for group in groups}, parts)
+        if self.on:
+            together = {group: played for part in parts for group, played in part.items()}
+            for group in sorted(together):
+                lines = [
+                    rollout_line(self.task, step, number, trajectory)
+                    for number, trajectory in enumerate(together[group])
+                ]
+                self.write("rollouts.jsonl", *lines)
 
     def end(self, solved):
         if not self.on:
@@ -2323,6 +2471,20 @@ class Log:
         seconds = time.perf_counter() - self.started
         verb = f"target {self.config.target} {verb} after {self.config.steps} steps"
         self.say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
+
+
+def rollout_line(task, step, number, t) -> dict:
+    """A line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
+    # Vectors as they are, of all targets, so that a line can be read without the run.
+    with asking(task):
+        text = task.show(t.tokens)
+    return {
+        "step": step, "group": t.group, "rollout": number, "tokens": list(map(int, t.tokens)),
+        "sampled": t.sampled.astype(int).tolist(), "logprobs": t.sampler_logprobs.tolist(),
+        "text": text, "rewards": [list(pair) for pair in t.turn_rewards],
+        "advantage": None if t.advantages is None else t.advantages.tolist(),
+        "truncated": bool(t.truncated),
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -2399,7 +2561,1282 @@ def plot(runs) -> None:
     print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# I. Commands: the run's directory, main -------------------------------------------------------
+# I. A step by hand ----------------------------------------------------------------------------
+# The definition of a whole step: each sequence by itself, plain loops, (1) to (7), clip and AdamW.
+# `check`, the tests and `audit` hold steps against it; who only trains can skip it.
+
+# It shares no code with the step that it defines but the task, the random numbers and the model: no
+# batch, no padding, no packing, no cache, no tree, no plan, no sum over ranks. Numbers that need no
+# gradient are Python's floats. The precision is that of the model which it is given, so that the
+# same lines say what a step is, in float64, and what rounding makes of it, in the run's.
+
+
+@dataclass
+class Recorded:
+    """A rollout as it was written down, and what the step by hand finds out about it.
+
+    Lists have an entry for each sampled token; `at` is the index of its target, among tokens[1:].
+    """
+
+    # What was written down; all but the tokens and smp is found out again from the task.
+    group: int
+    number: int  # in its group
+    tokens: list
+    at: list
+    smp: list  # log-probs by the sampler
+    rewards: list  # (index of a turn's last target, reward)
+    truncated: bool
+    prompt: int = 0  # so many tokens were not the policy's first turn's
+    differs: int = 0  # tokens that are not those that the task says, missing ones too
+    filtered: bool = False  # out of the loss, by `--overlong filter`
+
+    # What `definition` takes, by its names. None: the settings have no part for it.
+    A: list | None = None
+    old: list | None = None
+    ref: list | None = None
+    v_old: list | None = None
+    g: list | None = None
+    lp: list | None = None  # these three are of the update that trained on it
+    H: list | None = None
+    v: list | None = None
+    w: float = 1.0
+    Z: float = 1.0
+    terms: list = field(default_factory=list)  # of `definition`
+
+    @property
+    def reward(self):
+        return math.fsum(reward for _, reward in self.rewards)
+
+
+def play_again(config, task, start, group, number, tokens, logprobs) -> Recorded:
+    """A recorded rollout, its sampled tokens said to the task again.
+
+    start: (state, prompt tokens). tokens, logprobs: as rollouts.jsonl has them. The task says what
+    is no sampled token, what each turn earns and where the rollout ends.
+    """
+    # Tokens that the task has said must be the task's, and be there; all others were sampled.
+    #
+    #     ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
+    #        x  x          x  x        sampled: targets 0 1 and 3 4, in `at`
+    state, prompt = start
+    s = Recorded(group, number, tokens, [], [], [], False, prompt=len(prompt))
+    s.differs = max(0, len(prompt) - len(tokens))
+    s.differs += len([token for token, said in zip(prompt, tokens) if token != said])
+    place = turn = len(prompt)
+    ended = False
+    while place < len(tokens) and not ended:
+        s.at.append(place - 1)
+        place += 1
+        if tokens[place - 1] not in task.end:
+            continue
+
+        # The turn is over. What the task replies stands next, as far as there is room.
+        with asking(task):
+            state, reply, reward = task.reply(state, tokens[turn:place])
+        s.rewards.append((place - 2, float(reward)))
+        ended = reply is None
+        said = tokens[place : place + len(reply or ())]
+        s.differs += len([token for token, here in zip(reply or (), said) if token != here])
+        place = turn = place + len(reply or ())
+
+    # A rollout ends where the task says so, or at the limit: tokens behind its end were never said,
+    # and one that neither ended nor met the limit lacks some.
+    limit = len(prompt) + config.max_new_tokens
+    s.truncated = not ended
+    s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
+    s.smp = [logprobs[at] for at in s.at]
+    return s
+
+
+def first_rollout(config, s, at) -> int:
+    """The rollout whose random number drew target `at` of s; its own where nothing forks."""
+    # The root of a tree stands for forks^turns rollouts, and each turn boundary divides them.
+    passed = len([end for end, _ in s.rewards if end < at])
+    share = config.forks ** max(0, config.fork_turns - passed)
+    return s.number - s.number % share
+
+
+class Measured(NamedTuple):
+    """A metric by hand, and what it is made of, by which the rounding of two precisions is told.
+
+    terms: numbers of which the metric is the sum (norm 1), the length (2) or the largest (inf).
+    margins: of what is counted or not, how far each is from the other side.
+    """
+
+    # Two metrics of 1000 tokens may agree by luck while their tokens do not: errors of either sign
+    # cancel in a sum. The distance of two precisions is therefore taken term by term, by the norm
+    # that bounds the difference of the metrics: |sum a - sum b| <= sum |a - b|.
+    value: float
+    terms: np.ndarray = np.zeros(0)
+    norm: float = 1
+    margins: np.ndarray = np.zeros(0)
+
+
+def distance(a, b) -> float:
+    """How far two precisions are apart in a metric: term by term, so that errors cannot cancel."""
+    if a.terms.shape != b.terms.shape:
+        raise ValueError("rounding decides which updates are finite, so nothing can be compared")
+    return float(np.linalg.norm(a.terms - b.terms, a.norm)) if a.terms.size else 0.0
+
+
+def read_alone(model, s, temperature, spelled_out=False):
+    """One sequence by itself: log-probs (N, V) at its sampled targets, and the values (N,), or
+    None. spelled_out: by `models.definition`, which uses none of the model's code."""
+    # The state of the token before a target predicts it: target `at` is tokens[at + 1].
+    tokens = torch.tensor(s.tokens)
+    hidden_NM = model.hidden(tokens[None])[0, s.at]
+    logits_NV = model.logits(hidden_NM)
+    if spelled_out:
+        logits_NV = models.definition(model, tokens)[s.at]
+    values_N = model.values(hidden_NM) if model.config.value_head else None
+
+    # Log-probs are in float32 at least, as the trainer's and the sampler's are.
+    wide = torch.promote_types(logits_NV.dtype, torch.float32)
+    return (logits_NV.to(wide) / temperature).log_softmax(-1), values_N
+
+
+def score_alone(model, s, temperature, spelled_out=False):
+    """log-prob, entropy and value of each sampled token: lists of 0-d tensors, with a graph."""
+    # The entropy is of the whole distribution, at the temperature that the log-probs have too.
+    lp_NV, values_N = read_alone(model, s, temperature, spelled_out)
+    targets = [s.tokens[at + 1] for at in s.at]
+    lp = list(lp_NV[range(len(targets)), targets])
+    H = list(-(lp_NV.exp() * lp_NV).sum(-1))
+    return lp, H, None if values_N is None else list(values_N)
+
+
+def numbers_of(values) -> list:
+    """Python's floats, of numbers and of 0-d tensors, without their graph."""
+    return [float(x.detach()) if torch.is_tensor(x) else float(x) for x in values]
+
+
+def penalties(config, s) -> list:
+    """What each sampled token loses of its reward, with --kl-in reward."""
+    if config.kl_in != "reward" or not config.kl_coef:
+        return [0.0] * len(s.at)
+    # The three estimates of (5), of numbers and not of tensors.
+    ds = [smp - ref for smp, ref in zip(s.smp, s.ref)]
+    k = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
+    return [config.kl_coef * k[config.kl](d) for d in ds]
+
+
+def group_advantages_by_hand(config, group):
+    """(1) of a group, all kinds but `gae`, into the A of its rollouts."""
+    # Truncated rollouts count in their group's mean: they have rewards.
+    R = [s.reward - math.fsum(penalties(config, s)) for s in group]
+    G = len(R)
+    mean = math.fsum(R) / G
+
+    # Equal rewards teach nothing, whatever rounding makes of r - mean.
+    centred = [r - mean for r in R]
+    if min(R) == max(R):
+        centred = [0.0] * G
+    scale = 1.0
+    if config.advantage == "group_std":
+        scale = 1 / (math.sqrt(math.fsum(x * x for x in centred) / (G - 1)) + 1e-4)
+    if config.advantage == "leave_one_out":
+        scale = G / (G - 1)
+    for s, x in zip(group, centred):
+        s.A = [x * scale] * len(s.at)  # (1)
+    if config.advantage != "per_branch":
+        return
+
+    # A token's segment is worth the mean reward of the rollouts that share it, and its advantage
+    # is what it is worth beyond the segment before it; the root's is the whole group's.
+    def worth(s, passed):
+        share = config.forks ** max(0, config.fork_turns - passed)
+        first = s.number - s.number % share
+        return math.fsum(R[first : first + share]) / share
+
+    # Before the first boundary a token is of the root; behind the last fork, its rollout's own.
+    for s in group:
+        for n, at in enumerate(s.at):
+            passed = min(len([end for end, _ in s.rewards if end < at]), config.fork_turns)
+            before = worth(s, passed - 1) if passed else mean
+            s.A[n] = worth(s, passed) - before  # (1)
+
+
+def gae_by_hand(config, sequences):
+    """(1) `gae` of all sequences, into A and g; returns the A's before they are whitened."""
+    # The sum over n as it stands, for each token anew, where `gae` has a recursion.
+    decay = config.gamma * config.gae_lambda
+    raw = []
+    for s in sequences:
+        # A turn's reward belongs to the last token that was sampled up to it.
+        u = [-penalty for penalty in penalties(config, s)]
+        for end, reward in s.rewards:
+            u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
+
+        # Behind the last token nothing more is expected.
+        next_v = [*s.v_old[1:], 0.0]
+        deltas = [u[t] + config.gamma * next_v[t] - v for t, v in enumerate(s.v_old)]
+        s.A = []
+        for t in range(len(deltas)):
+            terms = [decay**n * delta for n, delta in enumerate(deltas[t:])]
+            s.A.append(math.fsum(terms))  # (1)
+        s.g = [v + A for v, A in zip(s.v_old, s.A)]
+        raw += s.A
+
+    # Whitened over all tokens of the step, whatever trajectory they are of.
+    mean = math.fsum(raw) / max(1, len(raw))
+    spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
+    for s in sequences:
+        s.A = [(A - mean) / (spread + 1e-8) for A in s.A]  # (1)
+    return raw
+
+
+def weigh(config, batch) -> float:
+    """w and Z of (7), of each sequence of an update; returns Z."""
+    # What is filtered out has no tokens to count; `constant` counts it as a sequence all the same.
+    trained = [s for s in batch if s.at and not s.filtered]
+    Z = sum(len(s.at) for s in trained)
+    if config.aggregation == "sequence_mean":
+        Z = len(trained)
+    if config.aggregation == "constant":
+        Z = len(batch) * config.max_new_tokens
+    for s in trained:
+        s.w = 1 / len(s.at) if config.aggregation == "sequence_mean" else 1.0
+        s.Z = Z
+    return Z
+
+
+def rate_by_hand(config, step) -> float:
+    """The learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
+    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear.
+    if step < config.lr_warmup:
+        return config.lr * (step + 1) / config.lr_warmup
+    done = (step - config.lr_warmup) / (config.steps - config.lr_warmup)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return config.lr * left[config.lr_decay]
+
+
+@torch.no_grad()
+def adamw_by_hand(config, model, moments, lr, shrink):
+    """One AdamW step of the gradients times `shrink`, in place. moments: {name: [steps, m, v]}."""
+    # Numbers are stored in the model's precision, and computed with in float32 at least.
+    for name, p in model.named_parameters():
+        wide = torch.promote_types(p.dtype, torch.float32)
+        steps, m, v = moments[name]
+        steps += 1
+
+        # Means of the gradient and of its square, that forget; both begin at 0, which is corrected
+        # by what they have not yet seen. Weight decay is apart from the gradient.
+        g = shrink * p.grad.to(wide)
+        m = 0.9 * m.to(wide) + 0.1 * g
+        v = config.beta2 * v.to(wide) + (1 - config.beta2) * g * g
+        size = (v / (1 - config.beta2**steps)).sqrt() + 1e-8
+        kept = (1 - lr * config.weight_decay) * p.to(wide)
+        p.copy_(kept - lr * m / (1 - 0.9**steps) / size)
+        moments[name] = [steps, m.to(p.dtype), v.to(p.dtype)]
+
+
+# What is measured in each update, causes before their effects.
+FIRST = (
+    "ratio/token_mean", "ratio/max", "ratio/clipped_fraction", "entropy/token_mean",
+    "kl/token_mean", "value/loss", "loss/policy_token_mean", "loss/token_mean", "grad_norm",
+)  # fmt: skip
+
+
+class Update(NamedTuple):
+    """One optimiser step by hand."""
+
+    sequences: list  # Recorded, those that have tokens in its loss
+    gradient: np.ndarray  # all of it, one vector
+    norm: float  # its length, before clipping
+    version: int  # optimiser steps taken before
+    tokens: int  # of all its rollouts
+
+
+def step_by_hand(
+    config, groups, model, moments, step, *, reference=None, version=0, skipped=0, spelled_out=()
+):
+    """A whole step by (1) to (7): {metric: Measured}. The model and moments become those behind it.
+
+    groups            {number: its Recorded rollouts}, all that were played, in order
+    model, moments    the policy before the step, in the precision to compute in; of AdamW
+    reference         of the KL, in that precision; None: there is none
+    version, skipped  optimiser steps taken and skipped before the step
+    spelled_out       numbers of groups that are read by `models.definition`
+    """
+    # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
+    # left out of the training.
+    c = config
+    found = rollout_metrics(groups)
+    chosen = [n for n, group in groups.items() if not c.dynamic_sampling or not equal(group)]
+    everyone = [s for n in chosen for s in groups[n]]
+
+    # What has no gradient is known before the first update: the reference's log-probs, and those
+    # of the policy as it is now, or the sampler's. None: the policy is its own old policy.
+    for s in everyone:
+        s.ref = s.old = s.v_old = None
+        with torch.no_grad():
+            if reference is not None:
+                s.ref = numbers_of(score_alone(reference, s, c.temperature)[0])
+            if c.proximal or c.advantage == "gae":
+                lp, _, values = score_alone(model, s, c.temperature, s.group in spelled_out)
+                if c.proximal:
+                    s.old = numbers_of(lp)
+                if values is not None:
+                    s.v_old = numbers_of(values)
+        if c.minibatches > 1 and not c.proximal:
+            s.old = s.smp
+        s.filtered = s.truncated and c.overlong == "filter"
+
+    # Advantages: of each group by itself, or of all tokens that are trained on by a critic.
+    trained = [s for s in everyone if s.at and not s.filtered]
+    if c.advantage == "gae":
+        found |= critic_metrics(trained, gae_by_hand(c, trained))
+    else:
+        for n in chosen:
+            group_advantages_by_hand(c, groups[n])
+    found |= advantage_metrics_by_hand(trained)
+
+    # The updates: whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
+    lr = rate_by_hand(c, step)
+    updates = []
+    for m in range(c.minibatches):
+        first = m * len(chosen) // c.minibatches
+        last = (m + 1) * len(chosen) // c.minibatches
+        batch = [s for n in chosen[first:last] for s in groups[n]]
+        Z = weigh(c, batch)
+        trained = [s for s in batch if s.at and not s.filtered]
+        if Z == 0:
+            continue
+
+        # The gradient of a sum is the sum of the sequences' gradients, and only the graph of one
+        # sequence is held at a time. Then the numbers are kept without it, to be looked at.
+        model.zero_grad()
+        for s in trained:
+            s.lp, s.H, s.v = score_alone(model, s, c.temperature, s.group in spelled_out)
+            if s.old is None:
+                s.old = numbers_of(s.lp)
+            definition([s], Z, c).backward()
+            s.lp = numbers_of(s.lp)
+            s.H = numbers_of(s.H)
+            if s.v is not None:
+                s.v = numbers_of(s.v)
+
+        # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
+        # and is counted.
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
+        norm = float(np.linalg.norm(gradient))
+        tokens = sum(len(s.tokens) for s in batch)
+        updates.append(Update(trained, gradient, norm, version, tokens))
+        if math.isfinite(norm):
+            shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
+            adamw_by_hand(c, model, moments, lr, shrink)
+            version += 1
+        else:
+            skipped += 1
+
+    # With several updates the first is told by itself: only it sees the weights before the step.
+    if len(updates) > 1:
+        first = update_metrics(c, updates[:1], reference is not None)
+        found |= {f"{name}_first": first[name] for name in FIRST if name in first}
+    if updates:
+        found |= update_metrics(c, updates, reference is not None)
+
+    # How many tokens a tree runs depends on where it is cut, which no equation says.
+    counts = {"lr": lr, "policy_version": version, "updates/skipped": skipped}
+    counts["tokens/trained_flat"] = sum(update.tokens for update in updates)
+    if c.tree == "disabled":
+        counts["tokens/trained"] = counts["tokens/trained_flat"]
+    return found | {name: Measured(x) for name, x in counts.items()}
+
+
+def equal(group) -> bool:
+    """Whether all rewards of a group are the same, so that it teaches nothing."""
+    return len({s.reward for s in group}) == 1
+
+
+def mean_of(values) -> Measured:
+    """Their mean; its terms are divided by their number already."""
+    terms = np.array(numbers_of(values)) / max(1, len(values))
+    return Measured(math.fsum(terms), terms)
+
+
+def rollout_metrics(groups) -> dict:
+    """Rewards and lengths of all that was played."""
+    # A row for each group. What was dropped later counts too: it says how the policy is.
+    solved = [[s.reward >= 1 for s in group] for group in groups.values()]
+    played = [s for group in groups.values() for s in group]
+    lengths = [len(s.at) for s in played]
+    return {
+        "reward/mean": mean_of([s.reward for s in played]),
+        "reward/solved": mean_of([one for row in solved for one in row]),
+        "reward/groups_none": mean_of([not any(row) for row in solved]),
+        "reward/groups_all": mean_of([all(row) for row in solved]),
+        "tokens/generated": Measured(sum(lengths)),
+        "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
+        "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
+    }  # fmt: skip
+
+
+def deviation(values):
+    """Standard deviation, and the deviations of which it is the length."""
+    # The length of the vector of deviations, each divided by the root of their number.
+    values = np.array(numbers_of(values))
+    mean = math.fsum(values) / max(1, len(values))
+    terms = (values - mean) / math.sqrt(max(1, len(values)))
+    return math.sqrt(math.fsum(terms * terms)), terms
+
+
+def advantage_metrics_by_hand(sequences) -> dict:
+    """Of the tokens that are trained on."""
+    A = [A for s in sequences for A in s.A]
+    spread, terms = deviation(A)
+    return {"advantage/token_mean": mean_of(A), "advantage/token_std": Measured(spread, terms, 2)}
+
+
+def critic_metrics(sequences, surprises) -> dict:
+    """surprises: g - v of each token, which is A before it is whitened."""
+    v = [v for s in sequences for v in s.v_old]
+    a, a_terms = deviation(surprises)
+    b, b_terms = deviation([g for s in sequences for g in s.g])
+    explained = 1 - a * a / (b * b) if b * b > 1e-12 else 0.0
+
+    # The change of a^2 / b^2 is 2 a^2 / b^2 times the sum of the relative changes of a and b. The
+    # last term is of a size that counts what the run loses by b^2 = mean g^2 - (mean g)^2.
+    slope = 2 * (1 - explained)
+    parts = [slope * a_terms / max(a, 1e-300), slope * b_terms / max(b, 1e-300)]
+    lost = slope * math.fsum(g * g for s in sequences for g in s.g) / max(1, len(v))
+    terms = [*parts[0], *parts[1], lost / max(b * b, 1e-300)]
+    share = Measured(explained, np.array(terms) * math.sqrt(2), 2)
+    return {"value/token_mean": mean_of(v), "value/explained_variance": share}
+
+
+def update_metrics(config, updates, has_reference) -> dict:
+    """What an Update measures, as means over them."""
+    c = config
+    U = len(updates)
+
+    def over_updates(of_sequence, per_token=True):
+        # A sum over the tokens of an update; the loss is divided by Z already, everything else is
+        # by their number, whatever the aggregation of the loss. Then the mean over updates.
+        terms = []
+        for update in updates:
+            count = max(1, sum(len(s.at) for s in update.sequences)) if per_token else 1
+            terms += [x / count / U for s in update.sequences for x in of_sequence(s)]
+        return Measured(math.fsum(terms), np.array(terms))
+
+    def column(name):
+        return lambda s: [term[name] for term in s.terms]
+
+    # Where a ratio stands to the bounds beyond which it would clip, whichever is nearest.
+    def margins(s):
+        bounds = [1 - c.clip_low, 1 + c.clip_high, c.dual_clip or math.inf]
+        if c.objective == "cispo":
+            bounds = [c.cispo_bound]
+        return [min((x["r"] - b for b in bounds), key=abs) for x in s.terms]
+
+    # The largest ratio is of all updates. The gap to the sampler is of the first alone, where both
+    # have the same weights and rounding is all that is between them.
+    clipped = over_updates(column("clips"))
+    trained = [s for update in updates for s in update.sequences]
+    near = np.array([x for s in trained for x in margins(s)])
+    ratios = np.array([term["r"] for s in trained for term in s.terms])
+    gaps = np.array([lp - x for s in updates[0].sequences for lp, x in zip(s.lp, s.smp)])
+
+    # The mean of norms is at most the root of the mean of their squares: this vector's length.
+    gradients = np.concatenate([update.gradient for update in updates]) / math.sqrt(U)
+    norms = [update.norm for update in updates]
+    ages = [update.version - updates[0].version for update in updates]
+    found = {
+        "loss/token_mean": over_updates(column("part"), per_token=False),
+        "loss/policy_token_mean": over_updates(column("policy"), per_token=False),
+        "entropy/token_mean": over_updates(lambda s: s.H),
+        "ratio/token_mean": over_updates(column("r")),
+        "ratio/max": Measured(max(ratios, default=0.0), ratios, math.inf),
+        "ratio/clipped_fraction": clipped._replace(margins=near),
+        "logprob_gap/max": Measured(max(abs(gaps), default=0.0), gaps, math.inf),
+        "logprob_gap/mean": mean_of(abs(gaps))._replace(terms=gaps / max(1, len(gaps))),
+        "grad_norm": Measured(math.fsum(norms) / U, gradients, 2),
+        "policy_age/update_mean": mean_of(ages),
+    }
+    if has_reference:
+        found["kl/token_mean"] = over_updates(column("k"))
+    if c.advantage == "gae":
+        found["value/loss"] = over_updates(column("value"))
+    return found
+
+
+# J. The audit: any step of a run, again by hand -----------------------------------------------
+# `train_grpo.py audit RUN`: one process, whatever made the run, reads it and writes nothing there.
+# For whoever wants to know where a number of metrics.jsonl came from; everybody else can skip it.
+
+# The run's tokens, its weights before the step and its settings go in. Everything else comes out
+# again, twice: in float64, to be compared with what the run wrote down, and in the run's precision,
+# to know how much of a difference rounding can explain. A recorded number and the one by hand may
+# be apart by TIMES the distance of these two and a unit in the last place; behind steps that had
+# to be done again on the way, LATER times as far.
+TIMES = 8
+LATER = 10
+
+# Rows of the table, causes before their effects: the first that is outside says where to look.
+ORDER = (
+    "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "rollouts/rewards",
+    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all", "tokens/generated",
+    "tokens/truncated_fraction", "length/rollout_mean", "length/max", "logprob_gap/max",
+    "logprob_gap/mean", "value/token_mean", "value/explained_variance", "advantage/token_mean",
+    "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean",
+    *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
+    "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
+)  # fmt: skip
+
+
+class Audited(NamedTuple):
+    """A row of the table. Where there are many numbers, `difference` is the largest of theirs."""
+
+    key: str
+    recorded: float
+    by_hand: float
+    difference: float
+    allowed: float
+
+    @property
+    def ok(self):
+        return self.difference == 0 or self.difference <= self.allowed
+
+
+class Rounding(NamedTuple):
+    """What rounding can explain, told by the step by hand in a second precision."""
+
+    dtype: torch.dtype  # to compute in
+    scale: float  # what the distance to float64 is multiplied by
+    unit: float  # the run's unit in the last place, relative
+    times: float  # TIMES, or LATER times that
+
+    @classmethod
+    def of(cls, name, times):
+        # Of a run in float64 nothing higher is at hand. Rounding is proportional to the unit in the
+        # last place: that of float32 is told, and made smaller by the ratio of the two units.
+        run = getattr(torch, name)
+        unit = torch.finfo(run).eps
+        if run == torch.float64:
+            return cls(torch.float32, unit / torch.finfo(torch.float32).eps, unit, times)
+        return cls(run, 1.0, unit, times)
+
+    def allowed(self, exact, rounded) -> float:
+        """How far a recorded number may be from `exact`; both are Measured."""
+        # The loss of a default run, say: 3000 terms of 1e-5 that mostly cancel. In float32 each is
+        # about 1e-11 off, so 8 x 3000 x 1e-11 = 2e-7 is allowed, of a loss of 1e-2.
+        size = abs(exact.value) if math.isfinite(exact.value) else 0.0
+        if exact.terms.size:
+            size = max(size, float(np.linalg.norm(exact.terms, exact.norm)))
+
+        # Rewards, counts and rates are float64's in every run: no tensor has a part in them.
+        apart = self.times * self.scale * distance(exact, rounded)
+        if apart == 0:
+            return TIMES * torch.finfo(torch.float64).eps * size
+        allowed = apart + self.unit * size
+
+        # A token that is so near to where it would clip that rounding decides counts either way.
+        if exact.margins.size and exact.margins.shape == rounded.margins.shape:
+            slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
+            undecided = np.count_nonzero(np.abs(exact.margins) <= slack)
+            allowed += undecided / len(exact.margins)
+        return allowed
+
+    def row(self, key, recorded, exact, rounded) -> Audited:
+        """A row about one number."""
+        difference = abs(recorded - exact.value)
+        if math.isnan(recorded) and not math.isfinite(exact.value):
+            difference = 0.0  # JSON has no NaN: what is not finite is written as null
+        if math.isnan(difference):
+            difference = math.inf
+        return Audited(key, recorded, exact.value, difference, self.allowed(exact, rounded))
+
+    def row_of_many(self, key, differences, exact, rounded) -> Audited:
+        """A row about the largest of some differences; exact, rounded: the numbers in question."""
+        worst = max(map(float, differences), default=0.0)
+        pair = [Measured(0.0, np.array(numbers_of(x)), math.inf) for x in (exact, rounded)]
+        return Audited(key, 0.0, worst, worst, self.allowed(*pair))
+
+
+class RunFiles:
+    """A run's directory, read: configuration, metrics, rollouts, checkpoints.
+
+    Nothing is written there, nothing is locked, and no file that it names is imported: task is the
+    run's FILE.py:Class, given again by whoever audits.
+    """
+
+    def __init__(self, run, task):
+        self.path = Path(run)
+        if not (self.path / "config.json").exists():
+            raise ValueError("it holds no config.json; give the directory of a run")
+        config = resumed_config(self.path / "config.json", {"task": task} if task else {})
+
+        # Any plan is a way to compute the same, and one process needs none. The run's tree stays,
+        # for one process can have it.
+        alone = dict(device="cpu", plan="", data_parallel="ddp", ac="none", cp_method="ring")
+        self.config = dataclasses.replace(config, pp_schedule="1f1b", **alone).check()
+
+        # A line a step, from 0. The last one may be torn, in a run that was killed or is alive.
+        self.metrics = whole_lines(self.path / "metrics.jsonl")
+        for number, line in enumerate(self.metrics):
+            if line.get("step") != number:
+                found = line.get("step")
+                raise ValueError(f"line {number + 1} of metrics.jsonl is of step {found!r}")
+        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+
+    def chosen_step(self, step) -> int:
+        """The step to audit: the one that was asked for, or the one behind the newest checkpoint
+        that has a line."""
+        if not self.metrics:
+            raise ValueError("metrics.jsonl holds no whole line")
+
+        # A checkpoint behind the last step has no line yet.
+        if step is None:
+            return max([n for n in self.checkpoints if n < len(self.metrics)], default=0)
+        if not 0 <= step < len(self.metrics):
+            last = len(self.metrics) - 1
+            raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
+        return step
+
+    def rollouts(self, step):
+        """{group: lines} of a step, if all that was played is there; else None."""
+        path = self.path / "rollouts.jsonl"
+        groups = {}
+        for number, line in enumerate(whole_lines(path), 1):
+            if line.get("step") == step:
+                require_rollout(line, f"{path.name} line {number}")
+                groups.setdefault(line["group"], {})[line["rollout"]] = line
+
+        # At an evaluation step only one group is there, and of a torn file the last is not whole.
+        numbers = set(range(self.config.group))
+        whole = all(group.keys() == numbers for group in groups.values())
+        if not whole or groups.keys() != set(range(max(len(groups), self.config.prompts))):
+            return None
+        return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
+
+
+def require_rollout(line, where):
+    """ValueError for a line of rollouts.jsonl that is not what `rollout_line` writes."""
+
+    def number(x):
+        return isinstance(x, int | float) and not isinstance(x, bool)
+
+    def count(x):
+        return type(x) is int and x >= 0
+
+    def numbers(x, length):
+        return isinstance(x, list) and len(x) == length and all(map(number, x))
+
+    # The file may come from anybody, and what is computed with it below trusts its form. True is an
+    # int in Python, and no number here.
+    tokens = line.get("tokens")
+    rewards = line.get("rewards")
+    good = count(line.get("group")) and count(line.get("rollout"))
+    good = good and isinstance(tokens, list) and len(tokens) > 1 and all(map(count, tokens))
+    for name in ("sampled", "logprobs", "advantage"):
+        dropped = name == "advantage" and line.get(name) is None
+        good = good and (dropped or numbers(line.get(name), len(tokens) - 1))
+    good = good and isinstance(rewards, list) and all(numbers(pair, 2) for pair in rewards)
+    if not good:
+        raise ValueError(f"{where} is no rollout")
+
+
+def state_before(files, task, step, say):
+    """A Trainer that stands before the step, and how many steps it had to do for that.
+
+    say: called with each sentence that tells how it came there.
+    """
+    # Checkpoint step-M is the state before step M, and step 0 needs none: its weights are drawn
+    # from the seed, or are those of --model.
+    config = files.config
+    model, generator, reference = build(config, task, "cpu")
+    trainer = Trainer(config, model, generator=generator, reference=reference)
+    start = max([n for n in files.checkpoints if n <= step], default=0)
+    again = step - start
+    if start:
+        path = files.checkpoints[start]
+        if trainer.load_checkpoint(path)["step"] != start:
+            raise ValueError(f"{path.name} is of another step")
+        say(f"from {path.name}, the state before step {start}")
+    else:
+        warm_start(config, task, trainer)
+        again += config.demos
+        demos = f", behind {config.demos} supervised steps" if config.demos else ""
+        say(f"from the first weights, which --seed and --model say{demos}")
+    keep_reference(files.path, trainer, resumed=True)
+    trainer.push_weights()
+
+    # On to the step by the ordinary code, in one process, for as long as it makes the run's own
+    # rollouts. In float32 rounding draws another token sooner or later, and then it does not.
+    if step > start:
+        say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
+            f"for which {LATER} times as much is allowed")  # fmt: skip
+    for n in range(start, step):
+        rollouts, chosen, metrics = collect(config, task, trainer.generator, n)
+        for name in ("tokens/generated", "reward/mean"):
+            here = metrics[name]
+            there = files.metrics[n].get(name)
+            if not isinstance(there, int | float) or abs(here - there) > 1e-9:
+                raise ValueError(
+                    f"on the way from step {start} to step {step} one process makes other rollouts "
+                    f"than the run: {name} of step {n} is {here} here and {there} in "
+                    f"metrics.jsonl; audit a step right behind a checkpoint"
+                )
+        prepare(config, trainer, [rollouts[g] for g in chosen])
+        update(config, trainer, rollouts, chosen, n)
+    return trainer, again
+
+
+def copy_of_state(trainer, dtype):
+    """The policy in a precision, AdamW's moments and the reference, for the step by hand."""
+    model = copy.deepcopy(trainer.model).to(dtype)
+    reference = trainer.reference
+    if reference is not None:
+        reference = copy.deepcopy(reference).to(dtype)
+
+    # Before its first step torch's optimiser has no moments yet; they begin at 0.
+    moments = {}
+    for name, p in trainer.model.named_parameters():
+        state = trainer.optimizer.state.get(p) or {}
+        zero = torch.zeros_like(p)
+        m = state.get("exp_avg", zero).detach().to(dtype, copy=True)
+        v = state.get("exp_avg_sq", zero).detach().to(dtype, copy=True)
+        moments[name] = [int(state.get("step", 0)), m, v]
+    return model, moments, reference
+
+
+def groups_again(config, task, step, lines) -> dict:
+    """{group: Recorded rollouts}: the lines of rollouts.jsonl, said to the task again."""
+    groups = {}
+    for n, group in lines.items():
+        # The prompt is a function of (seed, step, group), as everything that is drawn.
+        rng = np.random.default_rng([config.seed, ROLLOUT, step, n])
+        with asking(task):
+            start = task.prompt(rng, step * config.prompts * config.max_rounds + n, False)
+        groups[n] = []
+        for i, line in enumerate(group):
+            if max(line["tokens"]) >= task.vocab_size:
+                last = task.vocab_size - 1
+                raise ValueError(f"group {n}, rollout {i} of rollouts.jsonl: ids end at {last}")
+            said = line["tokens"], line["logprobs"]
+            groups[n].append(play_again(config, task, start, n, i, *said))
+    return groups
+
+
+def in_the_samplers_precision(config, model, dtype):
+    """A model with the weights that a push gives the sampler, to compute with in `dtype`."""
+    # A cast there and back rounds the weights, once; what is computed with them is not rounded so.
+    own = getattr(torch, config.generator_dtype or config.dtype)
+    return copy.deepcopy(model).requires_grad_(False).to(own).to(dtype)
+
+
+@torch.no_grad()
+def draw_intervals(config, model, s):
+    """For each sampled token of s, between which numbers one must lie that draws it: (N, 2)."""
+    # Tokens lie side by side on [0, 1), each as wide as it is likely; a number draws the token
+    # that it falls on.
+    p_NV = read_alone(model, s, config.temperature)[0].double().exp()
+    ends_NV = p_NV.cumsum(-1)
+    n = torch.arange(len(s.at))
+    targets = torch.tensor([s.tokens[at + 1] for at in s.at])
+    end_N = ends_NV[n, targets]
+    return torch.stack([end_N - p_NV[n, targets], end_N], -1).numpy()
+
+
+def sampling(config, groups, step, model, times):
+    """Whether each token is the one that its random number draws: the row, and a sentence.
+
+    model: the policy before the step. The sampler holds its weights in a precision of its own.
+    """
+    own = config.generator_dtype or config.dtype
+    rounding = Rounding.of(own, times)
+    exact = in_the_samplers_precision(config, model, torch.float64)
+    rounded = in_the_samplers_precision(config, model, rounding.dtype)
+    misses = []
+    errors = [0.0]
+    for s in (s for group in groups.values() for s in group):
+        ends = draw_intervals(config, exact, s)
+        errors.append(np.abs(ends - draw_intervals(config, rounded, s)).max(initial=0.0))
+        for (low, high), at in zip(ends, s.at):
+            # Of the rollout's own numbers the one that stood at this place behind the prompt.
+            key = config.seed, step, s.group, first_rollout(config, s, at)
+            draw = uniforms(key, at + 2 - s.prompt)[-1]
+            misses.append(max(low - draw, draw - high, 0.0))
+
+    # Rounding moves an end of an interval a little, and a number that lies there falls beside it.
+    allowed = float(times * rounding.scale * max(errors) + rounding.unit)
+    outside = len([x for x in misses if x > 0])
+    beyond = len([x for x in misses if x > allowed])
+    worst = float(max(misses, default=0.0))
+    text = (
+        f"sampling: {len(misses)} draws, of which {outside} lie outside their token's interval of "
+        f"the definition's distribution, the worst by {worst:.1e}; rounding in {own} explains "
+        f"{allowed:.1e}, and {beyond} lie further away"
+    )
+    return Audited("sampling", 0.0, worst, worst, allowed), text
+
+
+def rollout_rows(config, groups, rounded_groups, lines, rounding) -> list:
+    """Rows about rollouts.jsonl itself: what it says, and what the task and the step say."""
+    tokens = wrong = unlike = 0
+    rewards = []
+    advantages = []
+    exact = []
+    rounded = []
+    for n in groups:
+        for s, t, line in zip(groups[n], rounded_groups[n], lines[n]):
+            # Which tokens are the task's, and which were marked as sampled.
+            tokens += len(s.tokens)
+            wrong += s.differs
+            sampled = set(np.flatnonzero(line["sampled"]).tolist())
+            unlike += len(sampled ^ set(s.at))
+
+            # The reward of each turn; a turn that one of the two does not know has none.
+            told = dict(map(tuple, line["rewards"]))
+            mine = dict(s.rewards)
+            rewards += [abs(told.get(at, 0.0) - mine.get(at, 0.0)) for at in {*told, *mine}]
+            rewards.append(float(bool(line.get("truncated")) != s.truncated))
+
+            # The advantages, of what was trained on.
+            if s.A is not None and not s.filtered and line["advantage"] is not None:
+                told = [line["advantage"][at] for at in s.at]
+                advantages += [abs(a - b) for a, b in zip(told, s.A)]
+                exact += s.A
+                rounded += t.A
+    count = groups_played(config, groups)
+    trained = sum(len(group) for group in groups.values())
+    return [
+        Audited("rollouts/groups", len(groups), count, abs(count - len(groups)), 0),
+        Audited("rollouts/tokens", tokens, tokens - wrong, wrong, 0),
+        Audited("rollouts/sampled", 0, unlike, unlike, 0),
+        rounding.row_of_many("rollouts/rewards", rewards, [1.0] * trained, [1.0] * trained),
+        rounding.row_of_many("rollouts/advantage", advantages, exact, rounded),
+    ]
+
+
+def groups_played(config, groups) -> int:
+    """How many groups the rounds of a step play, by which of them are dropped."""
+    # As in `collect`: each round plays as many new groups as are missing.
+    played = chosen = 0
+    for _ in range(config.max_rounds):
+        missing = config.prompts - chosen
+        for n in range(played, played + missing):
+            if not (n in groups and config.dynamic_sampling and equal(groups[n])):
+                chosen += 1
+        played += missing
+    return played
+
+
+@torch.no_grad()
+def solved_by_hand(config, task, model, lower, dtype):
+    """eval/solved of the policy behind the step, in float64 and in a lower precision."""
+    # The same held-out prompts, and the likeliest token each time, as `evaluate` does it. This is
+    # the one number that the ordinary sampler has a part in: it plays, with float64's choices.
+    exact = in_the_samplers_precision(config, model, torch.float64)
+    rounded = in_the_samplers_precision(config, lower, dtype)
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+    greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
+    solved = []
+    margins = []
+    for (t,) in play(greedy, task, exact, starts, key=()):
+        solved.append(t.reward >= 1)
+
+        # How far the likeliest token was ahead of the next, at the closest choice of this play: a
+        # run whose rounding turned it around may have played another game.
+        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist(), [], [], False)
+        ahead = []
+        for reader in (exact, rounded):
+            top_N2 = read_alone(reader, s, 1.0)[0].double().topk(2).values
+            ahead.append((top_N2[:, 0] - top_N2[:, 1]).numpy())
+        closest = int(ahead[0].argmin())
+        margins.append([ahead[0][closest], ahead[1][closest]])
+    terms = np.array(numbers_of(solved)) / len(solved)
+    return [Measured(math.fsum(terms), terms, margins=x) for x in np.array(margins).T]
+
+
+def parameters_row(files, step, trainer, exact, rounded, rounding):
+    """The parameters behind the step against the next checkpoint: the row or None, and a sentence.
+
+    exact, rounded: the models that the step by hand has left.
+    """
+    path = files.checkpoints.get(step + 1)
+    if path is None:
+        return None, f"parameters after the step: not compared, there is no step-{step + 1:08d}"
+
+    # Each tensor is held to its own rounding, and the one that is furthest from it is shown: AdamW
+    # makes steps of one length, so what is wrong with a small tensor is no smaller.
+    trainer.load_checkpoint(path)
+    stored = dict(trainer.model.named_parameters())
+    lower = dict(rounded.named_parameters())
+    rows = {}
+    for name, p in exact.named_parameters():
+        vectors = [x.detach().double().flatten().numpy() for x in (stored[name], p, lower[name])]
+        differences = np.abs(vectors[0] - vectors[1])
+        rows[name] = rounding.row_of_many("parameters", differences, *vectors[1:])
+    worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
+    return rows[worst], f"parameters after the step: against {path.name}, the worst is {worst}"
+
+
+@dataclass
+class Report:
+    """What an audit has found."""
+
+    run: str
+    step: int
+    config: Config
+    intro: list  # sentences
+    rows: list  # Audited, in ORDER
+    left_out: list  # names of metrics that the step does not determine
+    outro: str
+    group: int  # whose tokens are shown
+    sequences: list  # its Recorded rollouts
+    others: float  # what the other groups add to the loss
+    updates: int  # of the step: the loss is their mean
+    show: object  # tokens as text
+
+    @property
+    def wrong(self):
+        """The first row that is outside; None if all are ok."""
+        return next((row.key for row in self.rows if not row.ok), None)
+
+    @property
+    def verdict(self):
+        if self.wrong is None:
+            return f"audit of step {self.step}: ok"
+        return f"audit of step {self.step}: {self.wrong} is outside"
+
+
+def audited(run, step=None, group=None, task="") -> Report:
+    """Do a step of a run again by hand, and compare; ValueError if that cannot be.
+
+    run           its directory
+    step, group   None: the step behind the newest checkpoint; the first group that it learns from
+    task          the run's FILE.py:Class, if it had one
+    """
+    # The state before the step, and the line to be held against it.
+    files = RunFiles(run, task)
+    config = files.config
+    step = files.chosen_step(step)
+    line = files.metrics[step]
+    task = make_task(config)
+    intro = []
+    trainer, again = state_before(files, task, step, intro.append)
+    rounding = Rounding.of(config.dtype, TIMES * LATER if again else TIMES)
+    text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
+    if rounding.scale != 1:
+        text += f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
+    intro.append(text)
+
+    # The rollouts: their tokens are the run's, everything else about them is found out again.
+    lines = files.rollouts(step)
+    if lines is None:
+        intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
+                     "the ordinary code")  # fmt: skip
+        rollouts, _, _ = collect(config, task, trainer.generator, step)
+        lines = {}
+        for n in sorted(rollouts):
+            lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
+    if group is not None and group not in lines:
+        raise ValueError(f"--group {group}: the groups of step {step} are 0 to {len(lines) - 1}")
+
+    ropes = {rope["rope_type"] for rope in trainer.model.config.rope_parameters.values()}
+    if group is not None and not ropes <= {"default", "linear"}:
+        raise ValueError(f"--group: models.definition has no rope of {', '.join(sorted(ropes))}")
+
+    # The step by hand, in float64 and in the precision that tells of rounding.
+    before = dict(version=trainer.policy_version, skipped=trainer.skipped)
+    groups = groups_again(config, task, step, lines)
+    model, moments, reference = copy_of_state(trainer, torch.float64)
+    exact = step_by_hand(
+        config, groups, model, moments, step, reference=reference,
+        spelled_out=[] if group is None else [group], **before,
+    )  # fmt: skip
+    others = groups_again(config, task, step, lines)
+    lower, moments, reference = copy_of_state(trainer, rounding.dtype)
+    rounded = step_by_hand(config, others, lower, moments, step, reference=reference, **before)
+    if "eval/solved" in line:
+        pair = solved_by_hand(config, task, model, lower, rounding.dtype)
+        exact["eval/solved"], rounded["eval/solved"] = pair
+
+    # The rows: every metric that is both in the line and determined by the step, and what is known
+    # besides of the tokens, their advantages and the parameters. A run of an older version of this
+    # file lacks some metrics; of the others each must be right.
+    row, text = sampling(config, groups, step, trainer.model, rounding.times)
+    rows = [row, *rollout_rows(config, groups, others, lines, rounding)]
+    intro.append(text)
+    for key in exact.keys() & line.keys():
+        recorded = math.nan if line[key] is None else line[key]
+        if not isinstance(recorded, int | float):
+            raise ValueError(f"{key} of step {step} in metrics.jsonl is no number")
+        rows.append(rounding.row(key, recorded, exact[key], rounded[key]))
+    row, outro = parameters_row(files, step, trainer, model, lower, rounding)
+    rows += [row] if row else []
+    rows.sort(key=lambda row: ORDER.index(row.key))
+
+    # The tokens of one group, and what all others add to the loss. A group whose rewards are all
+    # equal would show nothing but the entropy bonus.
+    if group is None:
+        learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
+        group = learning[0] if learning else 0
+    done = exact["policy_version"].value + exact["updates/skipped"].value
+    updates = max(1, done - before["version"] - before["skipped"])
+    rest = [group_part(groups[n]) for n in groups if n != group]
+    return Report(
+        run=str(run), step=step, config=config, intro=intro, rows=rows, outro=outro,
+        left_out=sorted(line.keys() - exact.keys() - {"step"}), group=group,
+        sequences=groups[group], others=math.fsum(rest) / updates, updates=updates,
+        show=task.show,
+    )  # fmt: skip
+
+
+def group_part(group) -> float:
+    """What a group's tokens add to the loss of its update."""
+    return math.fsum(term["part"] for s in group for term in s.terms)
+
+
+def loss_sentence(report) -> str:
+    """That the parts of all tokens are the loss."""
+    # The mean over updates, of which each group is in one.
+    own = group_part(report.sequences) / report.updates
+    return (
+        f"loss: this group {own:.15g} + the other groups {report.others:.15g} "
+        f"= {own + report.others:.15g}, loss/token_mean by hand"
+    )
+
+
+def token_rows(report) -> list:
+    """For each rollout of the group a dict for each of its tokens."""
+    found = []
+    for s in report.sequences:
+        # Target `at` is token at + 1; token 0 is nobody's target.
+        place = {at + 1: n for n, at in enumerate(s.at)}
+        rows = []
+        for index, token in enumerate(s.tokens):
+            n = place.get(index)
+            row = dict(text=report.show([token]), part=None, why="the prompt")
+            if index >= s.prompt:
+                row["why"] = "the task's reply"
+            if n is not None:
+                row["why"] = "sampled, and not trained on"
+
+            # What was trained on has terms. The loss is a mean over updates, and so is its part.
+            if n is not None and s.terms:
+                row |= s.terms[n]
+                row |= dict(smp=s.smp[n], old=s.old[n], lp=s.lp[n], A=s.A[n], H=s.H[n])
+                row["part"] /= report.updates
+            rows.append(row)
+        found.append(rows)
+    return found
+
+
+def print_report(report) -> None:
+    """The audit as text."""
+    print(f"audit of {report.run}, step {report.step}")
+    for text in report.intro:
+        print(text)
+
+    # The table, causes before their effects.
+    print(f"\n{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
+    for row in report.rows:
+        verdict = "ok" if row.ok else "OUTSIDE"
+        print(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}{row.difference:12.1e}"
+              f"{row.allowed:10.1e}  {verdict}")  # fmt: skip
+    print(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
+    print(report.outro)
+
+    # The tokens of one group, and the loss that they and all others add up to.
+    print(f"\ngroup {report.group}: {len(report.sequences)} rollouts")
+    for s, rows in zip(report.sequences, token_rows(report)):
+        print(f"rollout {s.number}, reward {s.reward:g}")
+        print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
+              f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
+        for row in rows:
+            if row["part"] is None:
+                print(f"  {row['text']:>14}  {row['why']}")
+                continue
+            clip = "yes" if row["clips"] else "no"
+            print(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
+                  f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
+                  f"{row['part']:14.6e}")  # fmt: skip
+    print(loss_sentence(report))
+    print(report.verdict)
+
+
+def audit(argv) -> int:
+    """0: every number is within what rounding allows. 1: one is not. 2 (raised): no audit."""
+    parser = argparse.ArgumentParser("train_grpo.py audit", allow_abbrev=False)
+    parser.add_argument("run", help="directory of a run; nothing is written there")
+    parser.add_argument("--step", type=int, help="[the one behind the newest checkpoint]")
+    parser.add_argument("--group", type=int, help="spell this group out, by models.definition")
+    parser.add_argument("--html", metavar="FILE", help="also write it as a page")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    options = parser.parse_args(argv)
+
+    # One process: a group of one rank is all that the ordinary code asks for, and it is left again
+    # before anything is printed.
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError("an audit is one process: start it without torchrun")
+    alone = not dist.is_initialized()
+    if alone:
+        connect("cpu")
+    try:
+        report = audited(options.run, options.step, options.group, options.task)
+    except ValueError as error:
+        raise ValueError(f"{options.run} cannot be audited: {error}") from error
+    finally:
+        if alone:
+            dist.destroy_process_group()
+
+    # What was found is said in full whatever the verdict is; the verdict is the exit status.
+    print_report(report)
+    if options.html:
+        Path(options.html).write_text(page_of(report))
+    return 0 if report.wrong is None else 1
+
+
+# K. The audit as a page -----------------------------------------------------------------------
+# `train_grpo.py audit RUN --html FILE`: one file of HTML, which loads nothing and runs no script.
+# For whoever shows a step to others; everybody else can skip it.
+
+# A token is a link whose numbers stand behind it, hidden until it is pointed at (:hover) or named
+# in the page's address (:target). No script is needed for that.
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1.5em;
+       color: #1c1f23; background: #fff }
+h1 { font-size: 1.4em; margin-bottom: .2em } h2 { font-size: 1.1em; margin-top: 2em }
+p { margin: .3em 0 } .ok { color: #1a7f37 } .outside { color: #cf222e; font-weight: bold }
+table.metrics { border-collapse: collapse; font: 13px/1.5 ui-monospace, monospace }
+table.metrics td, table.metrics th { padding: 0 1.2em 0 0; text-align: right; font-weight: normal }
+table.metrics td:first-child { text-align: left } table.metrics th { color: #6e7781 }
+table.tree { border-spacing: 3px 5px; font: 14px ui-monospace, monospace; margin-bottom: 12em }
+table.tree th { text-align: left; font: 13px system-ui, sans-serif; color: #6e7781;
+                padding-right: 1em; white-space: nowrap }
+table.tree td { position: relative; padding: 0 }
+.token { display: block; padding: .15em .45em; border-radius: 4px; text-align: center;
+         white-space: pre; color: inherit; text-decoration: none; min-width: 1em }
+.given { color: #8c959f; font-style: italic } .shared { opacity: .35 }
+.clips { text-decoration: underline 3px } .token:hover, .token:target { outline: 2px solid #57606a;
+         opacity: 1 }
+.numbers { display: none; position: absolute; left: 0; top: 1.9em; z-index: 1; padding: .7em 1em;
+           background: #fff; border: 1px solid #57606a; border-radius: 6px; white-space: pre;
+           font: 13px/1.5 ui-monospace, monospace; box-shadow: 0 4px 14px #0003 }
+.token:hover + .numbers, .token:target + .numbers { display: block }
+.token:hover + .numbers { z-index: 2 }
+"""
+
+
+def page_of(report) -> str:
+    """The report as one page of HTML."""
+    # What a task or a directory's name says is text, and not markup.
+    escaped = html.escape
+    color = "ok" if report.wrong is None else "outside"
+    lines = [
+        "<!DOCTYPE html>", '<html lang="en"><meta charset="utf-8">',
+        f"<title>{escaped(report.verdict)}</title><style>{STYLE}</style>",
+        f"<h1>{escaped(report.run)}, step {report.step}</h1>",
+        f'<p class="{color}">{escaped(report.verdict)}</p>',
+        *(f"<p>{escaped(text)}</p>" for text in (*report.intro, report.outro)),
+        '<h2>Metrics</h2><table class="metrics">',
+        "<tr><th></th><th>recorded</th><th>by hand</th><th>difference</th><th>allowed</th></tr>",
+    ]  # fmt: skip
+
+    # The table as it is printed, a row for each number.
+    for row in report.rows:
+        verdict = '<td class="ok">ok' if row.ok else '<td class="outside">OUTSIDE'
+        lines.append(
+            f"<tr><td>{row.key}</td><td>{row.recorded:.12g}</td><td>{row.by_hand:.12g}</td>"
+            f"<td>{row.difference:.1e}</td><td>{row.allowed:.1e}</td>{verdict}</td></tr>"
+        )
+
+    # And the tokens of one group.
+    lines += ["</table>", f"<h2>Group {report.group}</h2>"]
+    lines.append(
+        "<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, "
+        "red ones a negative one; underlined ones are clipped; grey ones were not sampled. What is "
+        "pale is shared with the row above. Point at a token for its part of the loss.</p>"
+    )
+    lines += [f"<p>{escaped(loss_sentence(report))}</p>", *tree_of(report), "</html>"]
+    return "\n".join(lines) + "\n"
+
+
+def tree_of(report) -> list:
+    """The rollouts of the group below each other, those that share a prefix next to each other."""
+    # Sorted by their tokens, rollouts are the leaves of the tree of their prefixes from left to
+    # right, as in `TokenTrie`; what a row shares with the one above is drawn pale.
+    pairs = sorted(zip(report.sequences, token_rows(report)), key=lambda pair: pair[0].tokens)
+    largest = max((abs(A) for s, _ in pairs for A in s.A or []), default=0.0) or 1.0
+    lines = ['<table class="tree">']
+    above = []
+    for s, rows in pairs:
+        shared = shared_prefix(above, s.tokens)
+        above = s.tokens
+        cells = [f"<th>rollout {s.number}, reward {s.reward:g}</th>"]
+        for place, row in enumerate(rows):
+            kinds = ["token"]
+            shade = ""
+            if place < shared:
+                kinds.append("shared")
+            if row["part"] is None:
+                kinds.append("given")
+            else:
+                # Green for tokens that became likelier than they were, red for the others.
+                rgb = "46, 160, 67" if row["A"] > 0 else "248, 81, 73"
+                shade = f' style="background: rgba({rgb}, {0.75 * abs(row["A"]) / largest:.2f})"'
+                if row["clips"]:
+                    kinds.append("clips")
+
+            # A link to itself: in the page's address it shows this token's numbers from the start.
+            name = f"r{s.number}t{place}"
+            numbers = "\n".join(equations(report, s, row))
+            text = html.escape(row["text"])
+            cells.append(
+                f'<td><a class="{" ".join(kinds)}" id="{name}" href="#{name}"{shade}>{text}</a>'
+                f'<div class="numbers">{html.escape(numbers)}</div></td>'
+            )
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return [*lines, "</table>"]
+
+
+def equations(report, s, row) -> list:
+    """The equations of the docstring for one token, with its numbers."""
+    # Only what this run's settings leave of each equation is shown.
+    c = report.config
+    if row["part"] is None:
+        return [f"{row['text']}: {row['why']}"]
+    r = row["r"]
+    A = row["A"]
+    lines = [f"A = {A:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
+             f"now {row['lp']:.6f}"]  # fmt: skip
+    mean = "mean of " if c.ratio == "sequence" else ""
+    lines.append(f"(2) r = exp({mean}now - old) = {r:.6f}")
+
+    # What (3) and (4) made of it. The term has its share in the loss, w l / Z; here l is shown.
+    l = row["policy"] * s.Z / s.w
+    factor = ""
+    if c.importance_cap:
+        ratio = min(math.exp(row["old"] - row["smp"]), c.importance_cap)
+        factor = f", times min(exp(old - sampler), {c.importance_cap:g}) = {ratio:.6f} (4)"
+    if c.objective == "cispo":
+        lines.append(f"(3) l = -min(r, {c.cispo_bound:g}) A now{factor} = {l:.6f}")
+    else:
+        bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
+        low = 1 - c.clip_low
+        high = 1 + c.clip_high
+        lines.append(f"(3) l = -min({bounded} A, clip(r, {low:g}, {high:g}) A){factor} = {l:.6f}"
+                     + (", clipped" if row["clips"] else ""))  # fmt: skip
+
+    # Then what is added to it, and its share in the loss of its update.
+    if s.ref is not None and c.kl_in == "loss":
+        lines.append(f"(5) + {c.kl_coef:g} k = {c.kl_coef:g} x {row['k']:.6f}")
+    if c.entropy_coef:
+        lines.append(f"(5) - {c.entropy_coef:g} H = -{c.entropy_coef:g} x {row['H']:.6f}")
+    if s.v is not None:
+        lines.append(f"(6) + the critic's {row['value']:.6f}")
+    of = f", of {report.updates} updates" if report.updates > 1 else ""
+    total = row["part"] * report.updates * s.Z / s.w
+    lines.append(f"(7) w l / Z = {s.w:g} x {total:.6f} / {s.Z:g}{of}: {row['part']:.6e}")
+    return lines
+
+
+# L. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 
@@ -2479,7 +3916,8 @@ def prepare_out(config, stack) -> str:
         refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8
-            names = ["metrics.jsonl", "samples.jsonl", "curve.png", "events.out.*", "reference"]
+            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "curve.png"]
+            names += ["events.out.*", "reference"]
             names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -2505,6 +3943,8 @@ def main(argv) -> int:
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
+        if argv[:1] == ["audit"]:
+            return audit(argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
         config = parse_config(argv).check()

@@ -35,7 +35,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
-from test_ranks import as_script, read_metrics
+from test_ranks import UNEQUAL, as_script, read_metrics
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good
 
@@ -124,7 +124,7 @@ def truth(tmp_path_factory):
 
 def lines_of(run):
     lines = whole_lines(run / "metrics.jsonl")
-    return [{k: v for k, v in x.items() if not k.startswith("seconds/")} for x in lines]
+    return [{k: v for k, v in x.items() if not k.startswith(UNEQUAL)} for x in lines]
 
 
 def intact(run, truth, least=0):

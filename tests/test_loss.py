@@ -18,9 +18,9 @@ from torch.autograd.gradcheck import GradcheckError, gradcheck
 import models
 from parallel import pack
 from train_grpo import (
-    SUMS, Config, Trainer, Trajectory, advantages, branch_advantages, build, definition,
+    SUMS, Config, Recorded, Trainer, Trajectory, advantages, branch_advantages, build, definition,
     demonstrations, denominator, grpo_loss, loss_metrics, loss_weight, lr_factor, make_task,
-    normaliser, policy_loss, shared_with_previous,
+    normaliser, policy_loss, score_alone, shared_with_previous,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -128,10 +128,10 @@ def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
         row = {name: tensor[b] for name, tensor in names.items()}
         parts.append(grpo_loss(x.lp[b], x.old[b], x.A[b], x.mask[b], Z=Z, **row, **how))
     assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), abs=1e-13)
-    for name in sums.keys() - {"gap_max"}:
+    for name in SUMS:
         total = sum(some[name].item() for _, some in parts)
         assert total == pytest.approx(sums[name].item(), abs=1e-12), name
-    metrics = loss_metrics({name: sums[name].item() for name in SUMS}, sums["gap_max"].item())
+    metrics = loss_metrics({name: value.item() for name, value in sums.items()})
     count = x.mask.sum().item()
     assert metrics["entropy/token_mean"] == pytest.approx(x.entropy[x.mask].sum().item() / count)
     gap = (x.lp - x.old - 0.1)[x.mask].abs()
@@ -208,12 +208,41 @@ def test_every_token_of_the_loss_is_the_textbooks(options):
         assert not l[b][~on].any()
 
 
-def test_the_slow_definition_gives_the_loss():
-    x, c, w, Z = made(1), Config(entropy_coef=0.0), [0.0, 0.5, 1.0, 0.3, 2.0], 17.0
-    l, _ = policy_loss(x.lp, x.old, x.A, x.mask, **settings(c))
-    lp, old = ([r[on].tolist() for r, on in zip(v, x.mask)] for v in (x.lp, x.old))
-    slow = definition(lp, old, x.A[:, 0].tolist(), w, Z, c.clip_low, c.clip_high)
-    assert ((tensor(w)[:, None] * l).sum() / Z).item() == pytest.approx(slow, abs=1e-13)
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("options", SETTINGS, ids=label)
+def test_the_slow_definition_gives_the_loss_and_its_gradient(options, critic):
+    """Of the whole loss, with the importance weight and the critic, under each aggregation."""
+    x, c = made(1), Config(**dict(entropy_coef=0.1, importance_cap=2.0, value_clip=0.3) | options)
+    smp, v, v_old, g = x.old - x.importance.log(), *torch.randn(3, *x.lp.shape).double()
+    for aggregation in Config.CHOICES["aggregation"]:
+        leaves = [y.clone().requires_grad_() for y in (x.lp, x.entropy, v)]
+        more = dict(value_BT=leaves[2], old_value_BT=v_old, return_BT=g, value_clip=0.3)
+        loss, _ = grpo_loss(
+            leaves[0], x.old, x.A, x.mask, Z=17.0, aggregation=aggregation, sampler_BT=smp,
+            importance_cap=2.0, ref_BT=x.ref, entropy_BT=leaves[1], **more if critic else {},
+            **settings(c),
+        )  # fmt: skip
+        loss.backward()
+        slow = [y.clone().requires_grad_() for y in (x.lp, x.entropy, v)]
+        w, rows = loss_weight(x.mask, aggregation)[:, 0].tolist(), []
+        for b, on in enumerate(x.mask):
+            if not on.any():
+                continue
+            lp, H, values = (list(y[b][on]) for y in slow)
+            old, sampler, ref, A, before, returns = (
+                y[b][on].tolist() for y in (x.old, smp, x.ref, x.A.expand(5, 7), v_old, g)
+            )
+            s = SimpleNamespace(lp=lp, H=H, v=values if critic else None, old=old, smp=sampler)
+            s.ref, s.A, s.v_old, s.g, s.w = ref, A, before, returns, w[b]
+            rows.append(s)
+        found = definition(rows, 17.0, c)
+        found.backward()
+        assert found.item() == pytest.approx(loss.item(), abs=1e-13)
+        parts = [term["part"] for s in rows for term in s.terms]
+        assert math.fsum(parts) == pytest.approx(loss.item(), abs=1e-13)
+        for ours, theirs in zip(slow, leaves):
+            grads = [0 * y if y.grad is None else y.grad for y in (ours, theirs)]
+            assert (grads[0] - grads[1]).abs().max() < 1e-13
 
 
 @pytest.mark.parametrize("options", SETTINGS[:-1], ids=label)  # cispo is no derivative of a value
@@ -363,21 +392,22 @@ def alone(trainer, t):
 
 
 def gradient_by_definition(trainer, batch, Z):
+    """Loss and gradient by `definition`, each sequence by itself."""
     trainer.model.zero_grad()
-    total, c = tensor([0.0]), trainer.config
+    total, c = 0.0, trainer.config
     for t in (t for t in batch if t.mask.any()):
-        on, every = torch.from_numpy(t.mask), alone(trainer, t)
-        lp = every.gather(-1, torch.tensor(t.tokens[1:])[:, None])[:, 0]
-        old, smp, A, ref = map(
-            torch.from_numpy, (t.old_logprobs, t.sampler_logprobs, t.advantages, t.ref_logprobs)
+        at = np.flatnonzero(t.mask).tolist()
+        smp, A, old, ref = (
+            x[at].tolist()
+            for x in (t.sampler_logprobs, t.advantages, t.old_logprobs, t.ref_logprobs)
         )
-        cut = (old - smp).exp().clamp(max=c.importance_cap) if c.importance_cap else None
-        H = -(every.exp() * every).sum(-1)
-        more = dict(entropy_BT=H, ref_BT=ref, importance_BT=cut)
-        l, _ = policy_loss(lp, old, A, on, **settings(c), **more)
-        total = total + l.sum() / Z / (on.sum() if c.aggregation == "sequence_mean" else 1)
-    total.backward()
-    return torch.cat([total.detach(), flat_gradient(trainer)])
+        s = Recorded(t.group, 0, t.tokens, at, smp, [], False, A=A, old=old, ref=ref)
+        s.w = 1 / len(at) if c.aggregation == "sequence_mean" else 1.0
+        s.lp, s.H, _ = score_alone(trainer.model, s, c.temperature)
+        loss = definition([s], Z, c)
+        loss.backward()
+        total += loss.item()
+    return torch.cat([tensor([total]), flat_gradient(trainer)])
 
 
 AGGREGATED = [

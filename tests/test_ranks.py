@@ -123,10 +123,13 @@ def as_script(file, *argv, cwd, **environment):
     return code, out, err
 
 
+UNEQUAL = "seconds/", "memory/"  # metrics that cannot be equal in two runs
+
+
 def read_metrics(out):
-    """The lines of metrics.jsonl without what cannot be equal in two runs: seconds."""
+    """The lines of metrics.jsonl without what cannot be equal in two runs."""
     lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("seconds/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(UNEQUAL)} for line in lines]
 
 
 # Whole runs ----------------------------------------------------------------------------------

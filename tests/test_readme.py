@@ -58,6 +58,7 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     "python -m pytest -m quick": "\npython -m pytest\n",
     "python -m pytest -m slow": "\npython -m pytest\n",
     "python -m pytest tests/test_faults.py": "\npython -m pytest\n",
+    "python -m pytest tests/test_audit.py -m slow -s -k made_in_any_way": "\npython -m pytest\n",
     "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
     "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
     "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
@@ -68,6 +69,8 @@ TABLE = {
     "grep COMM *.py": TAGS,
     "python FILE check": CHECK,
     **{f"python {file} check": CHECK for file in FILES},
+    "python train_grpo.py audit runs/guess-0": "tests/test_audit.py::"
+    "test_the_audit_of_an_honest_run",
     "python train_grpo.py check": "tests/test_grpo_matrix.py::test_some_cells_of_the_matrix",
     "python train_grpo.py": TINY,
     TRAIN: TINY,
@@ -289,6 +292,7 @@ FLAGS_ELSEWHERE = {
     "--rdzv-id",
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
 FLAGS_ELSEWHERE |= {"--count"}  # tests/test_flags.py's
 
 

@@ -1,0 +1,545 @@
+"""`train_grpo.py audit`: honest runs pass, and what is wrong with a run is the first row outside.
+
+A run is made once and changed by a digit; or it is made with a fault planted in its process. Then
+the audit, which has no part in either, is held to the row that it must name.
+"""
+
+import json
+import math
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import shortened
+from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
+from test_run import _main, begin, cli, contents, end, good
+
+import train_grpo
+from parallel import training_tensors, write_checkpoint
+from train_grpo import RunFiles, audited, main, make_task, state_before
+
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
+TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
+RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
+ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see what the first did
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    """The directory of a run with these flags, made once for each."""
+    made = {}
+
+    def run(flags=RUN, world=1):
+        if (flags, world) not in made:
+            made[flags, world] = tmp_path_factory.mktemp("honest")
+            good(made[flags, world], flags, world)
+        return made[flags, world] / "run"
+
+    return run
+
+
+# What honest runs show -------------------------------------------------------------------------
+
+
+def rows_of(text):
+    """{key: (recorded, by hand, difference, allowed, verdict)} of a printed table."""
+    found = re.findall(r"^(\S+) +(\S+) +(\S+) +(\S+) +(\S+)  (ok|OUTSIDE)$", text, re.M)
+    return {key: (*map(float, rest), verdict) for key, *rest, verdict in found}
+
+
+@pytest.mark.quick
+def test_the_audit_of_an_honest_run(honest, capsys):
+    """Every metric that the step determines has a row; the tokens of a group sum to the loss."""
+    run = honest()
+    before = contents(run)
+    assert main(["audit", str(run), "--step", "2"]) == 0
+    text = capsys.readouterr().out
+    assert contents(run) == before
+    assert text.splitlines()[-1] == "audit of step 2: ok" and "step-00000003" in text
+    rows = rows_of(text)
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[2])
+    undetermined = {"step", "logprob_gap/identical", "memory/peak"}
+    undetermined |= {name for name in line if name.startswith("seconds/")}
+    assert rows.keys() & line.keys() == line.keys() - undetermined
+    assert list(rows) == [key for key in train_grpo.ORDER if key in rows]
+    assert all(verdict == "ok" for *_, verdict in rows.values())
+    loss = rows["loss/token_mean"]
+    assert abs(loss[1]) > 1e-4 and 0 < loss[2] <= loss[3] < 1e-5
+    assert rows["ratio/clipped_fraction"][0] > 0.01 and rows["kl/token_mean"][0] > 1e-5
+
+    # The token table: the parts of this group, and what the others add.
+    parts = [float(x) for x in re.findall(r"^ .* (?:yes|no) +\S+ +(\S+e\S+)$", text, re.M)]
+    sums = re.search(r"this group (\S+) \+ the other groups (\S+) = (\S+),", text)
+    own, others, total = map(float, sums.groups())
+    assert sum(parts) == pytest.approx(own, abs=1e-6) and abs(own) > 1e-5
+    assert own + others == pytest.approx(total) and total == pytest.approx(loss[1], abs=1e-14)
+
+
+@pytest.mark.quick
+def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, capsys):
+    """models.definition gives a group's tokens the same numbers; step 3 has an evaluation."""
+    run = honest(RUN + " --dtype float64 --save-every 3 --steps 5")
+    assert main(["audit", str(run), "--group", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "audit of step 3: ok" in text and "group 1: 8 rollouts" in text
+    rows = rows_of(text)
+    assert max(row[2] for row in rows.values()) < 1e-12
+    assert all(row[3] < 1e-11 for row in rows.values())
+    assert "not compared" in text and "parameters" not in rows
+
+
+SETTINGS = {
+    "plain float64": "--dtype float64 --minibatches 1",
+    "critic": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --aggregation constant",
+    "sequence": "--advantage group_std --aggregation sequence_mean --ratio sequence "
+    "--clip-low 3e-4 --clip-high 4e-4 --overlong filter --max-new-tokens 8",
+    "forks": "--forks 2 --fork-turns 2 --advantage per_branch --dtype float64",
+    "proximal": "--proximal --importance-cap 1.001 --generator-dtype bfloat16 --temperature 0.8",
+    "cispo": "--objective cispo --cispo-bound 1.01 --weight-decay 0.1 --lr-decay cosine",
+    "dynamic": "--dynamic-sampling --max-rounds 3 --entropy-coef 0 --minibatches 3",
+    "dual clip": "--advantage leave_one_out --dual-clip 1.3 --kl-coef 0.1 --kl k2",
+    "sparse": "--tree sparse --micro-tokens 60", "dta": "--tree dta --max-tokens 8",
+    "bfloat16": "--dtype bfloat16",
+    "demonstrations": "--task lookup --size 2 --demos 3 --kl-coef 0.1",
+}  # fmt: skip
+FEW = "critic", "forks", "proximal", "dynamic"
+
+
+@pytest.mark.parametrize("name", shortened(SETTINGS, *FEW))
+def test_settings_are_audited(honest, process_group, name):
+    """At the step behind the newest checkpoint, and at one with a checkpoint behind it."""
+    run = honest(f"{TINY} --steps 3 {SETTINGS[name]}")
+    for step in (0, 2):
+        report = audited(run, step)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        allowed = {row.key: row.allowed for row in report.rows}
+        if "float64" in SETTINGS[name]:
+            assert max(row.difference for row in report.rows) < 1e-12
+        elif name != "bfloat16" and step > 0:  # the critic's first advantages are rounding
+            assert allowed["loss/token_mean"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "world, flags",
+    [
+        (2, "--dtype float64"),
+        pytest.param(2, "--data-parallel fsdp", marks=pytest.mark.slow),
+        pytest.param(2, "--data-parallel zero1 --plan d2", marks=pytest.mark.slow),
+        (2, "--plan t2 --heads 4"),
+        pytest.param(2, "--plan c2", marks=pytest.mark.slow),
+        pytest.param(2, "--plan p2 --layers 2", marks=pytest.mark.slow),
+    ],
+)
+def test_runs_of_several_ranks_are_audited_by_one(honest, process_group, world, flags):
+    report = audited(honest(f"{TINY} --steps 3 {flags}", world), 2)
+    assert report.wrong is None, [row for row in report.rows if not row.ok]
+
+
+@pytest.mark.quick
+def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, tmp_path):
+    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+    for n in (2, 3):
+        shutil.rmtree(run / f"step-{n:08d}")
+    report = audited(run, 3)
+    assert any("on to step 3 by the ordinary code" in text for text in report.intro)
+    assert report.wrong is None
+    exact = {row.key: row for row in audited(honest(), 3).rows}
+    again = {row.key: row for row in report.rows}
+    assert again["loss/token_mean"].allowed > 5 * exact["loss/token_mean"].allowed
+    assert again["loss/token_mean"].difference == exact["loss/token_mean"].difference
+
+    # Where one process makes another run, it says so.
+    edit_line(run, 1, "reward/mean", lambda x: x + 1e-3)
+    with pytest.raises(ValueError, match="reward/mean of step 1 is .* audit a step right behind"):
+        audited(run, 3)
+
+
+@pytest.mark.quick
+def test_without_recorded_rollouts_it_samples_again(honest, process_group, tmp_path):
+    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+    (run / "rollouts.jsonl").unlink()
+    report = audited(run, 2)
+    assert report.wrong is None and any("sampled again" in text for text in report.intro)
+
+
+def test_a_killed_and_resumed_run_is_audited(honest, tmp_path, process_group):
+    """Lines of rollouts.jsonl are cut on resume, and written again."""
+    flags = f"{TINY} --steps 5 --save-every 2"
+    codes, _, _ = cli(tmp_path, flags, die=("train_grpo.train_step", 4))
+    assert codes == [-9]
+    with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
+        file.write('{"step": 3, "group"')
+    good(tmp_path, "--resume --out run")
+    text = (tmp_path / "run" / "rollouts.jsonl").read_text()
+    assert text == (honest(flags) / "rollouts.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert {step: steps.count(step) for step in steps} == {0: 32, 2: 32, 4: 32}
+    for step in (2, 4):
+        assert audited(tmp_path / "run", step).wrong is None
+
+
+@pytest.mark.quick
+def test_rollouts_are_logged_all_or_none_or_some(honest):
+    def counts(flags):
+        path = honest(flags) / "rollouts.jsonl"
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        return {step: steps.count(step) for step in steps}
+
+    flags = f"{TINY} --steps 3 --save-every 2 --eval-every 2"
+    assert counts(flags) == {0: 32, 1: 8, 2: 32}
+    assert counts(f"{flags} --log-rollouts all") == {0: 32, 1: 32, 2: 32}
+    assert counts(f"{flags} --log-rollouts none") == {}
+
+
+def test_a_checkpoint_on_questions_is_audited(folder, process_group):
+    flags = "--task jsonl --data questions.jsonl --model DIR --device cpu --prompts 2 --group 4 "
+    flags += "--max-new-tokens 8 --steps 2 --lr-warmup 0 --save-every 1 --out run --lr 1e-3"
+    good(folder, flags)
+    report = audited("run", 1, group=0)
+    assert report.wrong is None and report.show(report.sequences[0].tokens)
+
+
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "DIR").symlink_to(checkpoint)
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.quick
+def test_the_page_stands_alone(honest, tmp_path, capsys):
+    """No script, no address but its own; each trained token has its equations and a link."""
+    page = tmp_path / "page.html"
+    assert main(["audit", str(honest()), "--step", "2", "--html", str(page)]) == 0
+    text, printed = page.read_text(), capsys.readouterr().out
+    assert not re.search(r"<script|https?:|src=|@import|url\(", text)
+    assert all(row in text for row in rows_of(printed)) and "audit of step 2: ok" in text
+    shown = re.findall(r'<td><a class="token([^"]*)" id="(\w+)" href="#(\w+)"([^>]*)>', text)
+    assert all(name == link for _, name, link, _ in shown)
+    trained = [name for _, name, _, shade in shown if "rgba" in shade]
+    assert len(trained) == len(re.findall(r"^ .* (?:yes|no) +\S+ +\S+e\S+$", printed, re.M))
+    assert len(trained) == text.count("(7) w l / Z = ") == text.count("(2) r = exp(now - old)")
+    assert sum("shared" in kinds for kinds, *_ in shown) > 7
+    assert text.count("clipped</div>") + text.count("clipped\n") == sum(
+        "clips" in kinds for kinds, *_ in shown)  # fmt: skip
+
+
+# The default run, and what flags make of it ------------------------------------------------------
+
+LONG = "--device cpu --out run --timeout 600 --steps 21 --save-every 20"
+WAYS = {  # of the issue; the default run itself is audited in full by whoever makes the table
+    "one process": (1, ""), "float64": (1, "--dtype float64"), "two ranks": (2, ""),
+    "`--plan t2`": (2, "--plan t2"), "`--plan c2`": (2, "--plan c2"),
+    "`--plan p2`": (2, "--plan p2"), "`--tree sparse`": (1, "--tree sparse"),
+    "`--tree dta`": (1, "--tree dta --max-tokens 2048"),
+    "`--advantage gae`": (1, "--advantage gae"), "`--kl-coef 0.05`": (1, "--kl-coef 0.05"),
+    "`--forks 2 --fork-turns 2`": (1, "--forks 2 --fork-turns 2 --advantage per_branch"),
+    "`--proximal --importance-cap 2`, sampled in bfloat16": (
+        1, "--proximal --importance-cap 2 --generator-dtype bfloat16"),
+    "two ranks, `fsdp`": (2, "--data-parallel fsdp"),
+    "two ranks, `zero1`": (2, "--data-parallel zero1"),
+    "killed in step 17 and resumed": (1, "killed"), "a checkpoint on JSONL": (1, "jsonl"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):
+    """`-s` shows a row of the table in tests/RESULTS.md."""
+    world, flags = WAYS[name]
+    if flags == "killed":
+        codes, _, _ = cli(folder, f"{LONG} --save-every 5", die=("train_grpo.train_step", 18))
+        assert codes == [-9]
+        good(folder, f"--resume {LONG} --save-every 20")
+    elif flags == "jsonl":
+        task = "--task jsonl --data questions.jsonl --model DIR --prompts 8 --group 4"
+        good(folder, f"{LONG} {task} --max-new-tokens 12 --lr 1e-3")
+    else:
+        good(folder, f"{LONG} {flags}", world)
+    report = audited("run")
+    assert report.step == 20 and report.wrong is None, [row for row in report.rows if not row.ok]
+    rows = {row.key: row for row in report.rows}
+    share = {key: row.difference / row.allowed for key, row in rows.items() if row.difference}
+    closest = max(share, key=share.get)
+    cells = [rows[key].difference for key in ("loss/token_mean", "grad_norm", "parameters")]
+    apart = {key: row.difference for key, row in rows.items() if key in ROUNDED}
+    worst = max(apart, key=apart.get)
+    print(f"\n| {name} | {cells[0]:.1e} | {cells[1]:.1e} | {cells[2]:.1e} | "
+          f"{apart[worst]:.1e}, `{worst}` | {share[closest]:.0%} of it, `{closest}` |")  # fmt: skip
+
+
+ROUNDED = {"sampling", "rollouts/advantage", "value/token_mean", "value/explained_variance"}
+ROUNDED |= {*train_grpo.FIRST, *(f"{name}_first" for name in train_grpo.FIRST)}
+ROUNDED |= {"logprob_gap/max", "logprob_gap/mean", "advantage/token_mean", "advantage/token_std"}
+
+
+# Changes to a run's files ----------------------------------------------------------------------
+
+
+def edit_line(run, step, key, change, name="metrics.jsonl"):
+    """Change a number of a step's line, or of a list the first number that is not 0."""
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    line = next(line for line in lines if line["step"] == step and np.any(line[key]))
+    if isinstance(line[key], list):
+        place = next(n for n, x in enumerate(line[key]) if np.any(x))
+        line[key][place] = change(line[key][place])
+    else:
+        line[key] = change(line[key])
+    (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def edit_config(run, key, value):
+    path = run / "config.json"
+    stored = json.loads(path.read_text())
+    assert stored[key] != value
+    path.write_text(json.dumps(stored | {key: value}))
+
+
+def edit_tensor(run, step, name, factor):
+    """Multiply a tensor of a checkpoint, and seal it again, as somebody who means it would."""
+    files = RunFiles(run, "")
+    trainer, _ = state_before(files, make_task(files.config), step, print)
+    path = run / f"step-{step:08d}"
+    tensors = training_tensors(trainer.model, trainer.optimizer)
+    with torch.no_grad():
+        tensors[name].view(-1)[3] *= factor
+    state = json.loads((path / "state.json").read_text())
+    rest = {key: value for key, value in state.items() if key not in ("files", "seal")}
+    write_checkpoint(path, tensors, rest)
+
+
+def digit(x):
+    """The same number but for its fourth digit."""
+    return x * (1 + 1e-3)
+
+
+CHANGES = {  # what is changed, and the first row that must be outside
+    "reward": (edit_line, (2, "reward/mean", digit), "reward/mean"),
+    "advantage": (edit_line, (2, "advantage/token_std", digit), "advantage/token_std"),
+    "loss": (edit_line, (2, "loss/token_mean", digit), "loss/token_mean"),
+    "policy's loss": (edit_line, (2, "loss/policy_token_mean", digit), "loss/policy_token_mean"),
+    "entropy": (edit_line, (2, "entropy/token_mean", digit), "entropy/token_mean"),
+    "kl": (edit_line, (2, "kl/token_mean", digit), "kl/token_mean"),
+    "clipped": (edit_line, (2, "ratio/clipped_fraction", lambda x: x + 0.01),
+                "ratio/clipped_fraction"),
+    "norm": (edit_line, (2, "grad_norm", digit), "grad_norm"),
+    "evaluation": (edit_line, (2, "eval/solved", lambda x: x + 1 / 6), "eval/solved"),
+    "a token": (edit_line, (2, "tokens", lambda x: (x + 1) % 3, "rollouts.jsonl"),
+                "rollouts/tokens"),
+    "a sampled log-prob": (edit_line, (2, "logprobs", digit, "rollouts.jsonl"),
+                           "logprob_gap/max"),
+    "an advantage": (edit_line, (2, "advantage", digit, "rollouts.jsonl"), "rollouts/advantage"),
+    "a reward": (edit_line, (2, "rewards", lambda x: [x[0], x[1] + 0.1], "rollouts.jsonl"),
+                 "rollouts/rewards"),
+    "--lr": (edit_config, ("lr", 0.021), "lr"),
+    "--temperature": (edit_config, ("temperature", 1.2), "sampling"),
+    "--entropy-coef": (edit_config, ("entropy_coef", 0.021), "loss/token_mean_first"),
+    "--clip-high": (edit_config, ("clip_high", 0.01), "ratio/clipped_fraction"),
+    "--kl": (edit_config, ("kl", "k2"), "kl/token_mean_first"),
+    "--max-grad-norm": (edit_config, ("max_grad_norm", 1e-3), "parameters"),
+    "--beta2": (edit_config, ("beta2", 0.98), "parameters"),
+    "a weight": (edit_tensor, (2, "model.lm_head.weight", 1.001), "logprob_gap/max"),
+    "a moment": (edit_tensor, (2, "optimizer.lm_head.weight.exp_avg", 1.01), "parameters"),
+    "a weight behind": (edit_tensor, (3, "model.lm_head.weight", 1.001), "parameters"),
+}  # fmt: skip
+
+COMMON = "loss", "norm", "a token", "--lr", "--entropy-coef", "a weight", "a moment"
+
+
+@pytest.mark.parametrize("name", shortened(CHANGES, *COMMON))
+def test_a_changed_digit_is_named(honest, process_group, tmp_path, name):
+    change, arguments, key = CHANGES[name]
+    flags = ONE if key == "parameters" else RUN
+    run = Path(shutil.copytree(honest(flags), tmp_path / "run"))
+    change(run, *arguments)
+    assert audited(run, 2).verdict == f"audit of step 2: {key} is outside"
+
+
+# Planted faults --------------------------------------------------------------------------------
+
+
+def replaced(name, change):
+    """Plant `change(original, *args)` in place of a function of train_grpo."""
+    owner, _, function = name.rpartition(".")
+    owner = getattr(train_grpo, owner) if owner else train_grpo
+    original = getattr(owner, function)
+    setattr(owner, function, lambda *args, **how: change(original, *args, **how))
+
+
+def _loss_by_another_count(original, masks, **how):
+    return original(masks, **how) + 1
+
+
+def _no_mean(original, rewards, /, kind):
+    return rewards
+
+
+def _shifted_mask(original, play):
+    made = original(play)
+    for t in made:
+        t.mask = t.sampled = np.concatenate([[False], t.mask[:-1]])
+    return made
+
+
+def _shifted_in_the_loss(original, l, lp, mask, *rest, **how):
+    return original(l * mask.roll(1, -1), lp, mask, *rest, **how)
+
+
+def _doubled_gradient(original, trainer, *args, **how):
+    found = original(trainer, *args, **how)
+    if train_grpo.dist.get_rank() == train_grpo.dist.get_world_size() - 1:
+        for p in trainer.model.parameters():
+            if p.grad is not None:
+                p.grad *= 2
+    return found
+
+
+def _scaled(factor):
+    return lambda original, *args, **how: factor * original(*args, **how)
+
+
+def _no_bias_correction(original, *args):
+    optimizer = original(*args)
+    step = optimizer.step
+
+    def stepped():
+        for state in optimizer.state.values():
+            state["step"] += 1000
+        step()
+
+    optimizer.step = stepped
+    return optimizer
+
+
+def _hot_sampler(original, *args, **how):
+    return original(*args, **how | {"temperature": 0.8})
+
+
+def _twice_the_reward(original, play, *args, **how):
+    followers = original(play, *args, **how)
+    play.reward += play.reward == 1
+    return followers
+
+
+def _wide_clip(original, *args, **how):
+    return original(*args, **how | {"clip_high": 9.0, "clip_low": 0.9})
+
+
+def _no_clip_of_the_norm(original, model, most):
+    return original(model, math.inf)
+
+
+def _half_the_entropy(original, *args, **how):
+    return original(*args, **how | {"entropy_BT": how["entropy_BT"] / 2})
+
+
+def _other_kl(original, d, /, kind):
+    return original(d, "k2")
+
+
+def _stale_weights(original, trainer):
+    return trainer.policy_version if trainer.policy_version > 2 else original(trainer)
+
+
+FAULTS = {  # function, what stands in its place, ranks, flags, the first row outside
+    "divided by another count": (
+        "normaliser", _loss_by_another_count, 1, ONE, "loss/policy_token_mean"),
+    "an advantage without its mean": ("advantages", _no_mean, 1, RUN, "advantage/token_mean"),
+    "a mask shifted by one": (
+        "Play.trajectories", _shifted_mask, 1, RUN, "rollouts/sampled"),
+    "a mask shifted in the loss alone": (
+        "weighted_sum", _shifted_in_the_loss, 1, RUN, "loss/token_mean_first"),
+    "a gradient doubled on one rank": (
+        "Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
+    "a gradient doubled, two updates": (
+        "Trainer.forward_backward", _doubled_gradient, 1, RUN, "grad_norm_first"),
+    "no bias correction": ("adamw", _no_bias_correction, 1, ONE, "parameters"),
+    "another temperature": ("generate", _hot_sampler, 1, RUN, "sampling"),
+    "a reward counted twice": ("Play.end_turn", _twice_the_reward, 1, RUN, "reward/mean"),
+    "another learning rate": ("lr_factor", _scaled(1.01), 1, RUN, "lr"),
+    "another clip": ("grpo_loss", _wide_clip, 1, RUN, "ratio/clipped_fraction"),
+    "no clip of the norm": (
+        "clip_grad_norm", _no_clip_of_the_norm, 1, f"{ONE} --max-grad-norm 0.01", "parameters"),
+    "half the entropy": ("grpo_loss", _half_the_entropy, 1, RUN, "entropy/token_mean_first"),
+    "another KL": ("divergence", _other_kl, 1, RUN, "kl/token_mean_first"),
+    "old weights in the sampler": (
+        "Trainer.push_weights", _stale_weights, 1, RUN, "sampling"),
+}  # fmt: skip
+
+
+def _planted(rank, world, port, cwd, log, flags, fault):
+    name, change, *_ = FAULTS[fault]
+    replaced(name, change)
+    _main(rank, world, port, cwd, log, flags, None)
+
+
+@pytest.mark.parametrize("fault", shortened(FAULTS, *list(FAULTS)[:5], "another temperature"))
+def test_a_planted_fault_is_named(tmp_path, process_group, fault):
+    _, _, world, flags, key = FAULTS[fault]
+    (tmp_path / "here").mkdir()
+    codes, _, err = end(*begin(tmp_path / "here", flags, world, fault, _planted))
+    assert codes == [0] * world, err
+    assert audited(tmp_path / "here" / "run", 2).verdict == f"audit of step 2: {key} is outside"
+
+
+# What cannot be audited ------------------------------------------------------------------------
+
+
+def refusal(capsys, *argv):
+    assert main(["audit", *map(str, argv)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "cannot be audited" in err
+    return err
+
+
+@pytest.mark.quick
+def test_what_cannot_be_audited_says_why(honest, tmp_path, capsys):
+    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+    assert "no config.json" in refusal(capsys, tmp_path)
+    assert "no step 4: its lines are of 0 to 3" in refusal(capsys, run, "--step", 4)
+    assert "groups of step 2 are 0 to 3" in refusal(capsys, run, "--step", 2, "--group", 4)
+    data = next((run / "step-00000002").glob("*.distcp"))
+    raw = bytearray(data.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    data.write_bytes(raw)
+    assert "step-00000002: __0_0.distcp is damaged" in refusal(capsys, run, "--step", 2)
+    (run / "rollouts.jsonl").write_text('{"step": 3, "group": 0, "rollout": 0}\n')
+    assert "rollouts.jsonl line 1 is no rollout" in refusal(capsys, run, "--step", 3)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert "line 1 of metrics.jsonl is of step 1" in refusal(capsys, run)
+    (run / "metrics.jsonl").write_text("")
+    assert "holds no whole line" in refusal(capsys, run)
+
+
+TASK = """
+from train_grpo import Guess
+open("imported", "a").close()
+class Mine(Guess):
+    pass
+"""
+
+
+@pytest.mark.quick
+def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
+    """And nothing in the directory is written: it may be read-only, and in use."""
+    (tmp_path / "mine.py").write_text(TASK)
+    good(tmp_path, f"{TINY} --steps 2 --task mine.py:Mine")
+    monkeypatch.chdir(tmp_path)
+    Path("imported").unlink()
+    assert "give it again, as --task FILE.py:Mine" in refusal(capsys, "run")
+    assert not Path("imported").exists()
+    modes = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
+    before = contents(Path("run"))
+    with train_grpo.locked("run"):
+        for path, mode in modes.items():
+            path.chmod(mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+        assert main(["audit", "run", "--task", "mine.py:Mine"]) == 0
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert contents(Path("run")) == before and Path("imported").exists()
