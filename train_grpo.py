@@ -566,24 +566,6 @@ def prepare(config, trainer, groups) -> dict:
     return critic | advantage_metrics(trainer, everyone)
 
 
-def group_advantages(config, group):
-    """Give the trajectories of one group their advantages (1), one for each target."""
-    # What each rollout has earned, less what it pays for its distance to the reference, if it does.
-    rewards_G = np.array([t.reward - kl_penalties(config, t).sum() for t in group])
-    if config.advantage == "per_branch":
-        marked = branch_advantages(rewards_G, [t.path for t in group])
-    else:
-        marked = [[(0, advantage)] for advantage in advantages(rewards_G, config.advantage)]
-
-    # A mark says from which target on an advantage holds; the next mark overwrites the rest.
-    #
-    #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
-    for t, marks in zip(group, marked):
-        t.advantages = np.zeros(len(t.mask))
-        for start, advantage in marks:
-            t.advantages[start:] = advantage
-
-
 def update(config, trainer, rollouts, chosen, step):
     """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
     # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
@@ -1359,6 +1341,24 @@ def fork(play, forks):
         child.path = play.path + [(play.turn, first, share)]
         children.append(child)
     return children
+
+
+def group_advantages(config, group):
+    """Give the trajectories of one group their advantages (1), one for each target."""
+    # What each rollout has earned, less what it pays for its distance to the reference, if it does.
+    rewards_G = np.array([t.reward - kl_penalties(config, t).sum() for t in group])
+    if config.advantage == "per_branch":
+        marked = branch_advantages(rewards_G, [t.path for t in group])
+    else:
+        marked = [[(0, advantage)] for advantage in advantages(rewards_G, config.advantage)]
+
+    # A mark says from which target on an advantage holds; the next mark overwrites the rest.
+    #
+    #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
+    for t, marks in zip(group, marked):
+        t.advantages = np.zeros(len(t.mask))
+        for start, advantage in marks:
+            t.advantages[start:] = advantage
 
 
 def branch_advantages(rewards_G, paths, /):
