@@ -2680,29 +2680,28 @@ def distance(a, b) -> float:
 
 
 def read_alone(model, s, temperature, spelled_out=False):
-    """One sequence by itself: log-probs (N, V) at its sampled targets, and the values (N,), or
-    None. spelled_out: by `models.definition`, which uses none of the model's code."""
+    """One sequence by itself: log-probs of all tokens at its sampled targets, a row for each, and
+    their values or None. spelled_out: by `models.definition`, which uses none of the model's code.
+    """
     # The state of the token before a target predicts it: target `at` is tokens[at + 1].
     tokens = torch.tensor(s.tokens)
-    hidden_NM = model.hidden(tokens[None])[0, s.at]
-    logits_NV = model.logits(hidden_NM)
-    if spelled_out:
-        logits_NV = models.definition(model, tokens)[s.at]
-    values_N = model.values(hidden_NM) if model.config.value_head else None
+    states = model.hidden(tokens[None])[0, s.at]
+    logits = models.definition(model, tokens)[s.at] if spelled_out else model.logits(states)
+    values = model.values(states) if model.config.value_head else None
 
     # Log-probs are in float32 at least, as the trainer's and the sampler's are.
-    wide = torch.promote_types(logits_NV.dtype, torch.float32)
-    return (logits_NV.to(wide) / temperature).log_softmax(-1), values_N
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return (logits.to(wide) / temperature).log_softmax(-1), values
 
 
 def score_alone(model, s, temperature, spelled_out=False):
     """log-prob, entropy and value of each sampled token: lists of 0-d tensors, with a graph."""
     # The entropy is of the whole distribution, at the temperature that the log-probs have too.
-    lp_NV, values_N = read_alone(model, s, temperature, spelled_out)
+    logprobs, values = read_alone(model, s, temperature, spelled_out)
     targets = [s.tokens[at + 1] for at in s.at]
-    lp = list(lp_NV[range(len(targets)), targets])
-    H = list(-(lp_NV.exp() * lp_NV).sum(-1))
-    return lp, H, None if values_N is None else list(values_N)
+    lp = list(logprobs[range(len(targets)), targets])
+    H = list(-(logprobs.exp() * logprobs).sum(-1))
+    return lp, H, None if values is None else list(values)
 
 
 def numbers_of(values) -> list:
@@ -3329,15 +3328,14 @@ def in_the_samplers_precision(config, model, dtype):
 
 @torch.no_grad()
 def draw_intervals(config, model, s):
-    """For each sampled token of s, between which numbers one must lie that draws it: (N, 2)."""
+    """For each sampled token of s, between which two numbers one must lie that draws it."""
     # Tokens lie side by side on [0, 1), each as wide as it is likely; a number draws the token
     # that it falls on.
-    p_NV = read_alone(model, s, config.temperature)[0].double().exp()
-    ends_NV = p_NV.cumsum(-1)
-    n = torch.arange(len(s.at))
-    targets = torch.tensor([s.tokens[at + 1] for at in s.at])
-    end_N = ends_NV[n, targets]
-    return torch.stack([end_N - p_NV[n, targets], end_N], -1).numpy()
+    widths = read_alone(model, s, config.temperature)[0].double().exp()
+    ends = widths.cumsum(-1)
+    targets = [s.tokens[at + 1] for at in s.at]
+    here = range(len(targets)), targets
+    return torch.stack([ends[here] - widths[here], ends[here]], -1).numpy()
 
 
 def sampling(config, groups, step, model, times):

@@ -256,9 +256,9 @@ def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
     assert differ[True] > 0.8 * differ.total() > 0
 
 
-def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked):
+def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked, process_group):
     config = Config(advantage="per_branch", group=8, forks=2, fork_turns=2)
-    prepare(config, SimpleNamespace(reference=None), forked)
+    prepare(config, SimpleNamespace(reference=None, device="cpu"), forked)
     for group in forked:
         for t in group:
             parent, total = np.mean([u.reward for u in group]), 0.0
