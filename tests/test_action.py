@@ -51,7 +51,10 @@ def _ring(rank, layout):
     return errors
 
 
-@pytest.mark.parametrize("world, layout", [(2, "zigzag"), (2, "contiguous"), (3, "zigzag")])
+RINGS = [(2, "zigzag"), (2, "contiguous"), pytest.param(3, "zigzag", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("world, layout", RINGS)
 def test_a_prefix_on_a_ring_gives_the_one_process_loss_and_gradients(tmp_path, world, layout):
     for errors in ranks(tmp_path, world, _ring, layout):
         assert max(errors) < 1e-10 and len(errors) > 40

@@ -106,7 +106,7 @@ SETTINGS = {
     "bfloat16": "--dtype bfloat16",
     "demonstrations": "--task lookup --size 2 --demos 3 --kl-coef 0.1",
 }  # fmt: skip
-FEW = "critic", "forks", "proximal", "dynamic"
+FEW = "critic", "forks", "proximal"
 
 
 @pytest.mark.parametrize("name", shortened(SETTINGS, *FEW))

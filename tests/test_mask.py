@@ -346,7 +346,7 @@ def _covers(mask, tile, join):
 
 @pytest.mark.parametrize("tile, join", [(1, 1), (3, 2), (4, 8), (128, 32)])
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_regions_cover_every_visible_pair_once(seed, tile, join):
     for mask in _many(23, seed):

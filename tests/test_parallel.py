@@ -52,7 +52,8 @@ SLOW |= {"d2t2e4 zero1", "p2 etp", "etp fsdp"}
 # What these join is apart in the default suite, here or in test_parity.py against transformers:
 SLOW |= {"d2t2e4", "etp without sequence", "etp zero1", "c2p2 zero1", "d2p2 fsdp tied"}
 SLOW |= {"p2 interleaved fsdp", "t2 ac op", "c2 ac op", "c2 ac layers", "d2e2 fsdp"}
-SLOW |= {"t2 tied zero1", "p2 ac full"}
+SLOW |= {"t2 tied zero1", "p2 ac full", "p2d2t2"}
+SLOW |= {"d2", "d2 fsdp", "d2 zero1", "t2", "c2", "p2", "d2e2", "etp"}  # all against transformers
 # The second step has AdamW's moments; a third, for all plans, is behind `-m slow`.
 EVERY = [pytest.param(name, 2) for name in CASES if name not in SLOW]
 EVERY += [pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES]
@@ -150,7 +151,7 @@ CHAIN = [("d4", "zero1"), ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d2t2e4", "zero
 PAIRS = [*zip(CHAIN, [*CHAIN[1:], CHAIN[0]])]
 SHORT = [("d2", "zero1"), ("(attn:d2t2|ffn:e2t2)", "fsdp"), ("p2", "ddp")]
 PAIRS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
-PAIRS += zip(SHORT, [*SHORT[1:], SHORT[0]])
+PAIRS += zip(SHORT, SHORT[1:])
 
 
 @pytest.mark.parametrize("writer, reader", PAIRS)
@@ -451,6 +452,7 @@ def _bench(rank, flags, log):
         sys.exit(parallel.main(["bench", *flags.split()]))
 
 
+@pytest.mark.slow  # test_readme.py runs it too
 def test_bench_runs_at_toy_size(tmp_path):
     small = "--rows 4 --length 16 --steps 1 --plans d1 d2 p2"
     assert join(start(1, _bench, small, tmp_path / "log")) == [0]

@@ -342,7 +342,9 @@ def whole_step(tmp_path_factory):
     return results
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", "fsdp --micro-tokens 50"])
+@pytest.mark.parametrize(
+    "mode", shortened(["ddp", "fsdp", "fsdp --micro-tokens 50"], "ddp", "fsdp --micro-tokens 50")
+)
 @pytest.mark.parametrize("share", ["all on rank 0", "all on rank 1"])
 def test_a_rank_without_data_takes_part(whole_step, tmp_path, mode, share):
     for result in ranks(tmp_path, 2, _step, f"--data-parallel {mode}", share):
@@ -435,7 +437,8 @@ def _read(rank, mode, path):
     return _everything(trainer), _update(trainer, batch, rank), _everything(trainer)
 
 
-WORLDS = [("2 fsdp", "1 ddp"), ("1 ddp", "2 fsdp"), ("2 ddp", "3 fsdp")]
+WORLDS = [("2 fsdp", "1 ddp"), ("1 ddp", "2 fsdp")]
+WORLDS += [pytest.param("2 ddp", "3 fsdp", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("written, read", WORLDS)

@@ -155,7 +155,7 @@ def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
 
 def shown_header():
     """The line over the README's piece of a run's output, as a list."""
-    ((_, text),) = [block for block in BLOCKS if block[0] == "text"]
+    text = next(text for language, text in BLOCKS if language == "text")  # the README's first
     return re.findall(r"^ *step .*$", text, re.M)
 
 
@@ -177,11 +177,11 @@ def test_a_command_runs_at_toy_size(folder, command):
         assert "inspect" in flags or json.loads((folder / "log").read_text().splitlines()[-1])
 
 
-EXAMPLES = [text for language, text in BLOCKS if language == "python"]  # a task; any nn.Module
+EXAMPLES = [text for language, text in BLOCKS if language == "python"]  # a task, any nn.Module
 
 
 def test_the_example_of_a_task_runs(tmp_path):
-    text, _ = EXAMPLES
+    text = EXAMPLES[0]
     (tmp_path / "parity.py").write_text(text)
     (name,) = re.findall(r"^class (\w+)", text, re.M)
     good(tmp_path, f"--task parity.py:{name} --out run{TINY}")
@@ -293,7 +293,7 @@ FLAGS_ELSEWHERE = {
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
-FLAGS_ELSEWHERE |= {"--count"}  # tests/test_flags.py's
+FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 
 @pytest.mark.quick

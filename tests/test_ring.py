@@ -62,7 +62,7 @@ def _errors(rank, lengths):
     return found
 
 
-@pytest.mark.parametrize("world", shortened([1, 2, 3, 4], 2, 4))
+@pytest.mark.parametrize("world", shortened([1, 2, 3, 4], 4))
 def test_every_layout_and_method_is_the_definition(tmp_path, world):
     for found in ranks(tmp_path, world, _errors, (41,)):
         assert len(found) == 10 * 2 * 4
