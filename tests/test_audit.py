@@ -195,6 +195,7 @@ def test_rollouts_are_logged_all_or_none_or_some(honest):
     assert counts(f"{flags} --log-rollouts none") == {}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_questions_is_audited(folder, process_group):
     flags = "--task jsonl --data questions.jsonl --model DIR --device cpu --prompts 2 --group 4 "
     flags += "--max-new-tokens 8 --steps 2 --lr-warmup 0 --save-every 1 --out run --lr 1e-3"

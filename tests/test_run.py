@@ -162,7 +162,19 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, wher
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("world", shortened([1, 2], 2))
+def test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on(straight, tmp_path):
+    processes, log = begin(tmp_path, f"{TINY} --out run --steps 100000", world=2)
+    wait_for_steps(tmp_path / "run", 3)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    codes, (out, _), _ = end(processes, log, seconds=60)
+    assert codes == [143, 143]
+    steps = int(re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1]) + 3
+    good(tmp_path, f"--resume --out run --steps {steps}", 2)
+    same_run(tmp_path / "run", straight(f"{TINY} --out run --steps {steps}", 2))
+
+
+@pytest.mark.slow  # torchrun itself, and a process that has imported nothing
+@pytest.mark.parametrize("world", [1, 2])
 def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
     flags = f"{TINY} --out run --steps".split()
     command = [sys.executable, *(TORCHRUN if world > 1 else []), SCRIPT, *flags, "100000"]

@@ -275,7 +275,7 @@ def test_gradients_are_those_of_every_sequence_by_itself(name, recompute):
     model, sequences = TinyModel(), tensors(forests()[name])
     run = lambda: definition(model, sequences, example_loss, temperature=0.7)  # noqa: E731
     truth, (loss, logprobs) = gradients(model, run)
-    for size in (2, 5) if recompute else (None, 1, 3, 7):
+    for size in (2, 5) if recompute else (None, 3):
         options = dict(max_tokens=size, recompute=recompute, temperature=0.7)
         trie = TokenTrie(sequences)
         found, result = gradients(
