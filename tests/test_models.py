@@ -74,14 +74,12 @@ ROTATE = models.rotate
 ATTEND = models.F.scaled_dot_product_attention
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", FAULTS)
 def test_check_fails_with_a_planted_fault(name, monkeypatch):
     monkeypatch.setattr(models, name, FAULTS[name])
     assert not models.check(FEW, transformers=False)
 
 
-@pytest.mark.quick
 def test_check_fails_if_the_cache_forgets_lengths(monkeypatch):
     forgetful = models.Lengths.plus
     monkeypatch.setattr(models.Lengths, "plus", lambda self, counts, steps: forgetful(
@@ -89,7 +87,6 @@ def test_check_fails_if_the_cache_forgets_lengths(monkeypatch):
     assert not models.check(FEW, transformers=False)
 
 
-@pytest.mark.quick
 def test_check_fails_if_the_cache_forgets_its_mask(monkeypatch):
     monkeypatch.setattr(models.F, "scaled_dot_product_attention",
                         lambda *qkv, attn_mask=None, **kw: ATTEND(*qkv, **kw))  # fmt: skip
