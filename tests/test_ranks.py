@@ -230,8 +230,7 @@ OPTIONS = {
 # test_flags.py draws the others at random, against one process too. A mode and an option are tried
 # together where they meet: shares of the data without a prompt, and several updates a step.
 SOME_OPTIONS = (
-    "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling", "ddp forks",
-    "fsdp decoupled",
+    "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling", "fsdp decoupled",
 )  # fmt: skip
 MODES = [f"{mode} {name}" for name in OPTIONS for mode in ("ddp", "fsdp")]
 

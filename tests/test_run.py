@@ -146,7 +146,7 @@ KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
 ]  # fmt: skip
 
 
-MANY = {1, 2, 4, 5, 7, 8, 11, 13}  # of which a like one is left in the default suite
+MANY = {1, 2, 4, 5, 7, 8, 11, 12, 13}  # of which a like one is left in the default suite
 SOME = [
     pytest.param(*kill, marks=[pytest.mark.slow] if n in MANY else [])
     for n, kill in enumerate(KILLS)
