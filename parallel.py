@@ -1717,6 +1717,10 @@ def _refuse_what_cannot_be(
         raise ValueError('ac="memory_budget" is a choice of torch.compile: it needs compile=True')
     if plan.cp > 1 and attention is None:
         raise ValueError(f"plan {plan} splits sequences: give attention=, e.g. a ring over its c")
+    if plan.pp > 1 and schedule == "zbv" and ac == "op":
+        raise ValueError(
+            "zbv runs backward twice through a stage, for inputs and for weights, and torch's "
+            'selective checkpoint allows one; use ac="full" or another schedule')  # fmt: skip
     if plan.pp > 1 and schedule == "zbv" and mode == "fsdp":
         raise ValueError(
             "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "

@@ -272,6 +272,7 @@ def _refused(rank, text, kind, options, length=LENGTH, rows=ROWS):
         ("d2e2", "dense", {}, "spreads experts, but the model is dense"),
         ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
         ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
+        ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
         ("p2", "dense", dict(rows=1), "1 microbatches are fewer than the 2 stages of p2"),
         ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
         ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
