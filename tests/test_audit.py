@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import shortened
-from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
+from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, begin, cli, contents, end, good
 
 import train_grpo
@@ -196,20 +196,12 @@ def test_rollouts_are_logged_all_or_none_or_some(honest):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_questions_is_audited(folder, process_group):
+def test_a_checkpoint_on_questions_is_audited(folder, process_group):  # noqa: F811
     flags = "--task jsonl --data questions.jsonl --model DIR --device cpu --prompts 2 --group 4 "
     flags += "--max-new-tokens 8 --steps 2 --lr-warmup 0 --save-every 1 --out run --lr 1e-3"
     good(folder, flags)
     report = audited("run", 1, group=0)
     assert report.wrong is None and report.show(report.sequences[0].tokens)
-
-
-@pytest.fixture
-def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
-    (tmp_path / "DIR").symlink_to(checkpoint)
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.quick
@@ -250,7 +242,7 @@ WAYS = {  # of the issue; the default run itself is audited in full by whoever m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
-def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):
+def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name):  # noqa: F811
     """`-s` shows a row of the table in tests/RESULTS.md."""
     world, flags = WAYS[name]
     if flags == "killed":

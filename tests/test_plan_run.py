@@ -13,6 +13,7 @@ from test_ranks import (
     learns_something,
     ranks,
     read_metrics,
+    run_of,  # noqa: F401, a fixture
     trained,
 )
 
@@ -39,26 +40,13 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    """flags -> the metrics of one process, made once."""
-    made = {}
-
-    def run(flags):
-        if flags not in made:
-            made[flags] = trained(tmp_path_factory.mktemp("truth"), 1, flags)
-        return made[flags]
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def one_process(truth):
+def one_process(run_of):  # noqa: F811
     """steps -> flags of a run of so many steps, and its metrics in one process."""
 
     def run(steps):
         flags = f"{SHAPE} --steps {steps} --eval-every {2 if steps < 20 else 5}"
-        assert learns_something(truth(flags))
-        return flags, truth(flags)
+        assert learns_something(run_of(flags))
+        return flags, run_of(flags)
 
     return run
 
@@ -85,10 +73,10 @@ SOME = [("p2", 2), *(
 
 
 @pytest.mark.parametrize("plan, steps", SOME)
-def test_old_and_reference_log_probs_too(truth, tmp_path, plan, steps):
+def test_old_and_reference_log_probs_too(run_of, tmp_path, plan, steps):  # noqa: F811
     flags, world = f"{SHAPE} {OPTIONS} {steps}", 2 if plan in ("p2", ZBV) else 4
     found = trained(tmp_path, world, f"{flags} --plan {plan}")
-    assert largest_difference(found, truth(flags)) < 1e-8
+    assert largest_difference(found, run_of(flags)) < 1e-8
 
 
 EXPERTS = {
@@ -114,10 +102,10 @@ def mixture(tmp_path_factory):
 
 
 @pytest.mark.parametrize("plan", SOME)
-def test_experts_train_alike_under_a_plan(truth, mixture, tmp_path, plan):
+def test_experts_train_alike_under_a_plan(run_of, mixture, tmp_path, plan):  # noqa: F811
     flags = f"{TASK} --lr 0.005 --steps 3 --eval-every 3 --model {mixture}"
     found = trained(tmp_path, EXPERTS[plan], f"{flags} --plan {plan}")
-    assert largest_difference(found, truth(flags)) < 1e-8
+    assert largest_difference(found, run_of(flags)) < 1e-8
 
 
 @pytest.mark.parametrize("leg", shortened([2, 5], 2))
@@ -163,10 +151,10 @@ SOME = [(DTA, 2), *(pytest.param(tree, 4, marks=pytest.mark.slow) for tree in (D
 
 
 @pytest.mark.parametrize("tree, steps", SOME)
-def test_old_and_reference_log_probs_of_trees_too(truth, tmp_path, tree, steps):
+def test_old_and_reference_log_probs_of_trees_too(run_of, tmp_path, tree, steps):  # noqa: F811
     flags = f"{SHAPE} {OPTIONS} {steps} --forks 2 --fork-turns 1 --advantage per_branch"
     found = trained(tmp_path, 2, f"{flags} --tree {tree}")
-    assert largest_difference(found, truth(flags)) < 1e-8
+    assert largest_difference(found, run_of(flags)) < 1e-8
 
 
 CRITIC = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005 --steps 3 --eval-every 3"
@@ -182,8 +170,8 @@ SOME = shortened(CRITICS, "p2")
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_critic_trains_alike_under_every_plan_and_tree(truth, tmp_path, name):
+def test_a_critic_trains_alike_under_every_plan_and_tree(run_of, tmp_path, name):  # noqa: F811
     world, more = CRITICS[name]
     found = trained(tmp_path, world, f"{CRITIC} {more}")
-    assert "value/explained_variance" in truth(CRITIC)[0]
-    assert largest_difference(found, truth(CRITIC)) < 1e-8
+    assert "value/explained_variance" in run_of(CRITIC)[0]
+    assert largest_difference(found, run_of(CRITIC)) < 1e-8

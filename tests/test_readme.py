@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import ROOT, shortened
 from test_ranks import as_script, join, ranks, start
-from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
+from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import good
 
 from train_grpo import Config, parse_config
@@ -144,15 +144,6 @@ def _command(rank, file, words, log):
     sys.exit(code)
 
 
-@pytest.fixture
-def folder(checkpoint, tmp_path, monkeypatch):  # noqa: F811
-    """A working directory with what the README's commands call DIR and questions.jsonl."""
-    (tmp_path / "DIR").symlink_to(checkpoint)
-    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def shown_header():
     """The line over the README's piece of a run's output, as a list."""
     text = next(text for language, text in BLOCKS if language == "text")  # the README's first
@@ -160,7 +151,7 @@ def shown_header():
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_a_command_runs_at_toy_size(folder, command):
+def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     words = re.sub(r"\[.*\]", "", command + TABLE[command]).split()
     file = next((word for word in words if word.endswith(".py")), "ring_attention.py")
     flags = words[words.index(file) + 1 :] if file in words else words

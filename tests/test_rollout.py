@@ -464,6 +464,15 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def folder(checkpoint, tmp_path, monkeypatch):
+    """A working directory with what the README's commands call DIR and questions.jsonl."""
+    (tmp_path / "DIR").symlink_to(checkpoint)
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 def jsonl(checkpoint, folder, *extra_lines, **options):
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in LINES) + "\n".join(extra_lines))
