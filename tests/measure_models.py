@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from itertools import islice
+from pathlib import Path
 
 import torch
 
@@ -210,11 +211,29 @@ def their_gradient(name, parameters):
 
 # inspect ---------------------------------------------------------------------------------------
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
 
 def inspect(directory):
-    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each."""
-    config, (tensors, others) = ModelConfig.from_hf(directory), models._open_checkpoint(directory)
+    """Print a checkpoint's config, its tensors, and what `load_hf` would do with each.
+
+    Of a directory that holds no weights, the config and how many parameters it asks for.
+    """
+    config = ModelConfig.from_hf(directory)
+    weights = [name for name in WEIGHTS if (Path(directory) / name).exists()]
+    tensors, others = models._open_checkpoint(directory) if weights else ({}, 0)
     print(json.dumps(dataclasses.asdict(config), indent=2))
+
+    # The number in front is exact: who reads it with a program need not round.
+    count, active = parameters(config)
+    size = f"{count:,} parameters"
+    if config.num_experts:
+        size += f", of which a token meets {active:,}"
+    if not weights:
+        print(f"{size}; no weights: {directory} has no {' and no '.join(WEIGHTS)}")
+        return
+
+    # On the meta device a model has shapes and no memory.
     with torch.device("meta"):
         model = Transformer(config)
     wanted = {
@@ -227,11 +246,10 @@ def inspect(directory):
         print(f"{name:60} {part.get_dtype():5} {part.get_shape()}  {stored.path.name}"
               + ("" if into == name else f"  -> {into}"))  # fmt: skip
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    count = sum(math.prod(p.shape) for p in model.parameters())
     dtypes = {x.part.get_dtype() for name, x in tensors.items() if name in wanted}
     for dtype in sorted(dtypes - models.DTYPES.keys()):
         print(f"refused: tensors of dtype {dtype}")
-    print(f"{count / 1e6:.2f} M parameters; missing {sorted(wanted.keys() - tensors.keys())}, "
+    print(f"{size}; missing {sorted(wanted.keys() - tensors.keys())}, "
           f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
           f"not of the text model {others} tensors")  # fmt: skip
 
@@ -316,10 +334,14 @@ def parameters(config) -> tuple[int, int]:
     """All parameters, and those that one token meets (K of the E experts)."""
     with torch.device("meta"):
         model = Transformer(config)
-    count = active = 0
+    count = 0
+    active = 0
     for name, p in model.named_parameters():
-        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-        count, active = count + p.numel(), active + int(p.numel() * share)
+        count += p.numel()
+        if ".experts." in name:
+            active += p.numel() // config.num_experts * config.num_experts_per_tok
+        else:
+            active += p.numel()
     return count, active
 
 

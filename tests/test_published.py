@@ -1,0 +1,142 @@
+"""The configurations that Qwen2.5, Qwen3 and Gemma 3 are published with, as `inspect` reads them.
+
+Each is the released config.json, less what no reader of a model asks for (versions, names of
+classes, ids of images). No weights are here: a model on the meta device has shapes alone.
+"""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+
+import models
+from models import FULL, SLIDING, ModelConfig
+
+QWEN = dict(
+    attention_dropout=0.0, bos_token_id=151643, hidden_act="silu", initializer_range=0.02,
+    rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16", use_cache=True,
+    use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+QWEN3 = QWEN | dict(
+    attention_bias=False, eos_token_id=151645, head_dim=128, max_position_embeddings=40960,
+    model_type="qwen3", rope_scaling=None, sliding_window=None,
+)  # fmt: skip
+SCALED = {"factor": 8.0, "rope_type": "linear"}
+GEMMA = dict(
+    boi_token_index=255999, eoi_token_index=256000, eos_token_id=[1, 106],
+    image_token_index=262144, initializer_range=0.02, mm_tokens_per_image=256,
+    model_type="gemma3", torch_dtype="bfloat16",
+    vision_config=dict(
+        hidden_size=1152, image_size=896, intermediate_size=4304, num_attention_heads=16,
+        model_type="siglip_vision_model", num_hidden_layers=27, patch_size=14,
+        vision_use_head=False,
+    ),
+)  # fmt: skip
+
+# name -> (parameters of the text model, config.json)
+PUBLISHED = {
+    "Qwen2.5-0.5B": (494_032_768, QWEN | dict(
+        eos_token_id=151643, hidden_size=896, intermediate_size=4864, max_position_embeddings=32768,
+        max_window_layers=24, model_type="qwen2", num_attention_heads=14, num_hidden_layers=24,
+        num_key_value_heads=2, sliding_window=32768, tie_word_embeddings=True, use_mrope=False)),
+    "Qwen3-0.6B": (596_049_920, QWEN3 | dict(
+        hidden_size=1024, intermediate_size=3072, max_window_layers=28, num_attention_heads=16,
+        num_hidden_layers=28, num_key_value_heads=8, tie_word_embeddings=True)),
+    "Qwen3-8B": (8_190_735_360, QWEN3 | dict(
+        hidden_size=4096, intermediate_size=12288, max_window_layers=36, num_attention_heads=32,
+        num_hidden_layers=36, num_key_value_heads=8, tie_word_embeddings=False)),
+    "Qwen3-30B-A3B": (30_532_122_624, QWEN3 | dict(
+        decoder_sparse_step=1, hidden_size=2048, intermediate_size=6144, max_window_layers=48,
+        mlp_only_layers=[], model_type="qwen3_moe", moe_intermediate_size=768, norm_topk_prob=True,
+        num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48,
+        num_key_value_heads=4, output_router_logits=False, router_aux_loss_coef=0.001,
+        tie_word_embeddings=False)),
+    "Gemma 3 1B": (999_885_952, dict(
+        attention_bias=False, attention_dropout=0.0, attn_logit_softcapping=None, bos_token_id=2,
+        cache_implementation="hybrid", eos_token_id=[1, 106], final_logit_softcapping=None,
+        head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=1152,
+        initializer_range=0.02, intermediate_size=6912, max_position_embeddings=32768,
+        model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=26,
+        num_key_value_heads=1, pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-6,
+        rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=512,
+        sliding_window_pattern=6, torch_dtype="bfloat16", use_cache=True, vocab_size=262144)),
+    # What these two leave out of text_config has the defaults of transformers' class.
+    "Gemma 3 4B": (3_880_263_168, GEMMA | dict(text_config=dict(
+        hidden_size=2560, intermediate_size=10240, model_type="gemma3_text", num_hidden_layers=34,
+        rope_scaling=SCALED, sliding_window=1024))),
+    "Gemma 3 27B": (27_009_346_304, GEMMA | dict(text_config=dict(
+        head_dim=128, hidden_size=5376, intermediate_size=21504, model_type="gemma3_text",
+        num_attention_heads=32, num_hidden_layers=62, num_key_value_heads=16,
+        query_pre_attn_scalar=168, rope_scaling=SCALED, sliding_window=1024))),
+}  # fmt: skip
+
+
+def inspected(folder, raw, capsys):
+    """(exit code, config as printed, last line) of `python models.py inspect` on a config alone."""
+    (folder / "config.json").write_text(json.dumps(raw))
+    code = models.main(["inspect", str(folder)])
+    printed = capsys.readouterr()
+    assert not printed.err
+    *config, last = printed.out.splitlines()
+    return code, json.loads("\n".join(config)), last
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_inspect_counts_the_parameters_of_a_published_config(name, tmp_path, capsys):
+    count, raw = PUBLISHED[name]
+    code, config, last = inspected(tmp_path, raw, capsys)
+    number, rest = re.fullmatch(r"([\d,]+) parameters(.*)", last).groups()
+    assert code == 0 and int(number.replace(",", "")) == count
+    assert f"; no weights: {tmp_path} has no model.safetensors" in rest
+
+    # Of 30B with 128 experts a token meets 8, which the name rounds to 3B.
+    active = re.search(r"of which a token meets ([\d,]+)", rest)
+    assert bool(active) == ("A3B" in name)
+    assert not active or 3.3e9 < int(active[1].replace(",", "")) < 3.4e9
+
+    # One layer more is another count.
+    deeper = copy.deepcopy(raw)
+    text_config = deeper.get("text_config", deeper)
+    text_config["num_hidden_layers"] += 1
+    _, _, last = inspected(tmp_path, deeper, capsys)
+    assert not last.startswith(f"{count:,} ")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_read_as_transformers_reads_it(name):
+    """Fields that are left out are filled in by transformers' classes, and then read by ours."""
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    _, raw = PUBLISHED[name]
+    given = {field: value for field, value in raw.items() if field != "model_type"}
+    theirs = transformers.AutoConfig.for_model(raw["model_type"], **given)
+    if "text_config" in raw:
+        theirs = theirs.text_config
+        theirs.eos_token_id = raw["eos_token_id"]  # which stands outside
+    assert ModelConfig.from_hf(raw) == ModelConfig.from_hf(theirs.to_dict())
+
+
+@pytest.mark.quick
+def test_what_a_published_gemma_leaves_out():
+    config = ModelConfig.from_hf(PUBLISHED["Gemma 3 4B"][1])
+    assert config.model_type == "gemma3_text" and config.vocab_size == 262208
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 256)
+    assert config.layer_types == ((SLIDING,) * 5 + (FULL,)) * 5 + (SLIDING,) * 4
+    assert config.rope_parameters == {
+        FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert config.tie_word_embeddings and config.query_pre_attn_scalar == 256
+    assert config.eos_token_id == (1, 106) and config.max_position_embeddings == 131072
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_transformers_has_as_many_parameters(name):
+    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
+    count, raw = PUBLISHED[name]
+    config = transformers.AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config.get_text_config())
+    assert sum(p.numel() for p in model.parameters()) == count
