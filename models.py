@@ -1469,9 +1469,15 @@ def _text_config(raw) -> dict:
     """The text model's part of a config: all of it, or of a multimodal one the inner object."""
     inner = raw.get("text_config")
     require_field("text_config", inner, dict | None)
-    if inner is not None:  # what it lacks may stand outside
-        outside = {k: raw[k] for k in ("eos_token_id", "tie_word_embeddings") if k in raw}
-        raw = {"model_type": f"{raw.get('model_type')}_text"} | outside | inner
+    if inner is not None:
+        # What the inner object lacks may stand outside. The ends of turns stand there in any case:
+        # the inner object of what transformers 5 has saved names its class's default, 1, instead.
+        outer = raw
+        raw = {"model_type": f"{outer.get('model_type')}_text"} | inner
+        if "tie_word_embeddings" in outer:
+            raw.setdefault("tie_word_embeddings", outer["tie_word_embeddings"])
+        if outer.get("eos_token_id") is not None:
+            raw["eos_token_id"] = outer["eos_token_id"]
     require_field("model_type", raw.get("model_type"), str)
     return raw
 

@@ -5,6 +5,7 @@ classes, ids of images). No weights are here: a model on the meta device has sha
 """
 
 import copy
+import dataclasses
 import json
 import re
 
@@ -111,10 +112,12 @@ def test_a_published_config_is_read_as_transformers_reads_it(name):
     _, raw = PUBLISHED[name]
     given = {field: value for field, value in raw.items() if field != "model_type"}
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **given)
-    if "text_config" in raw:
-        theirs = theirs.text_config
-        theirs.eos_token_id = raw["eos_token_id"]  # which stands outside
-    assert ModelConfig.from_hf(raw) == ModelConfig.from_hf(theirs.to_dict())
+    ours = ModelConfig.from_hf(raw)
+    assert ModelConfig.from_hf(theirs.to_dict()) == ours
+
+    # The text model alone does not know the ends of turns that stand outside.
+    text_config = ModelConfig.from_hf(theirs.get_text_config().to_dict())
+    assert dataclasses.replace(text_config, eos_token_id=ours.eos_token_id) == ours
 
 
 @pytest.mark.quick
