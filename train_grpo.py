@@ -112,13 +112,14 @@ import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PaddedTokens, Plan, Stop, agree, checkpoints,
-    clip_grad_norm, connect, copy_weights, gather_replica, lr_factor, micro_batches, name_suspects,
-    naming_lost_ranks, newest_checkpoint, parallelize, persistent_buffers, read_checkpoint,
-    reduce_gradients, replica_difference, reshard, shard, speaks_for_replica, summed, superseded,
-    training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
+    agreed_micro_batches, checkpoints, clip_grad_norm, connect, copy_weights, gather_replica,
+    lr_factor, micro_batches, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
+    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, require_batch,
+    reshard, row_lengths, shard, speaks_for_replica, summed, superseded, training_tensors,
+    write_checkpoint,
 )  # fmt: skip
-from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
+from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
 
 # 1. The definition: the loss, token by token --------------------------------------------------
@@ -1045,9 +1046,9 @@ class Config:
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
         yield self.tree != "dta" and (self.max_tokens or self.recompute), (
             "--max-tokens and --recompute are for --tree dta")
-        yield self.tree != "disabled" and plan.pp > 1, (
-            f"--tree {self.tree} has no p: a pipeline needs microbatches of one length, and trees "
-            f"are not cut to one; --tree disabled packs microbatches")
+        yield self.tree == "dta" and plan.pp > 1, (
+            "--tree dta has no p: a schedule runs forward and backward of microbatches in an order "
+            "of its own, and blocks need theirs; --tree sparse")
         yield self.tree == "dta" and self.data_parallel == "fsdp", (
             "--tree dta has no fsdp: FSDP2 gathers and reduces once a step, not once a block; "
             "use --data-parallel zero1, or --tree sparse")
@@ -1235,20 +1236,25 @@ def document_attention(method):
     def attention_of_row(document_1S, group):
         if group is None:
             return models.packed_attention(doc_ids=document_1S)
-
-        # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what
-        # each pair of ranks needs. A layer with a window narrows it further.
+        # The block-diagonal mask of the whole row; the ring cuts it to what each pair of ranks
+        # needs.
         mask = ring_attention.Mask.documents(doc_ids=document_1S)
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            return ring_attention.ring_attention(
-                q, k, v, group=group, mask=mask.with_window(window), method=method,
-                scale=scale, softcap=softcap,
-            )  # fmt: skip
-
-        return attention
+        return masked_attention(mask, group, method)
 
     return attention_of_row
+
+
+def masked_attention(mask, group, method):
+    """What a layer calls: attention under a mask of the whole row, here or on the group's ring."""
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        # A layer with a window narrows the mask further.
+        options = dict(mask=mask.with_window(window), scale=scale, softcap=softcap)
+        if group is None:
+            return ring_attention.attend(q, k, v, **options)[0]
+        return ring_attention.ring_attention(q, k, v, group=group, method=method, **options)
+
+    return attention
 
 
 def score_batch(trainer, batch, model, kind) -> list:
@@ -1470,9 +1476,84 @@ def score_tree(trainer, model, micro, trie):
     return tree_scores(model, trie, padded=True, **options)
 
 
+class TreeBatches(PackedBatches):
+    """`PackedBatches` for a pipeline: each micro-batch is the packed tree of some sequences."""
+
+    def lay_out(self, sequences, masks):
+        """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
+        # All trees are padded to the longest, so they should cost the same. `partition` cuts the
+        # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
+        require_batch(self.model, sequences, masks)
+        count = agreed_micro_batches(self.model, trees_needed(sequences, self.micro_tokens))
+        micros = partition(sequences, count)
+
+        # A tree without a sequence is one token that nothing is asked of.
+        tries = [TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros]
+        lengths = row_lengths(self.plan, list(map(len, tries)))
+        rows = []
+        for indices, trie, length in zip(micros, tries, lengths, strict=True):
+            rows.append(tree_row(trie, [masks[i] for i in indices] or [[]], length))
+        return micros, rows
+
+
+def trees_needed(sequences, micro_tokens) -> int:
+    """Into how many trees of at most micro_tokens tokens sequences are cut; a longer one alone."""
+    count = 1
+    while count < len(sequences):
+        shares = [[sequences[i] for i in indices] for indices in partition(sequences, count)]
+        # Prefixes that a cut divides are in two trees, so the sizes are only known afterwards.
+        sizes = [len(TokenTrie(share)) for share in shares if len(share) > 1]
+        excess = max(sizes, default=0) / micro_tokens
+        if excess <= 1:
+            break
+        count = min(len(sequences), max(count + 1, int(count * excess)))
+    return count
+
+
+def tree_row(trie, masks, length) -> PackedRow:
+    """A tree as a row of `length` places. masks: for each sequence, which of tokens[1:] count."""
+    # Behind the tree stands padding, tokens of which each is a tree of its own.
+    #
+    #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
+    N = len(trie)
+    padding_P = torch.zeros(length - N, dtype=torch.int64)
+    positions_S = torch.cat([trie.positions, padding_P])
+    end_S = torch.cat([trie.subtree_end, torch.arange(N, length) + 1])
+    tokens_S = torch.cat([trie.tokens, padding_P])
+
+    # Targets of different sequences may be one token of the tree: it is scored once, at the token
+    # before it, and each of them is told by `entries` which of the scored ones it is.
+    mask_BT = np.zeros((len(masks), int(trie.lengths.max()) - 1), dtype=bool)
+    scored = [np.zeros(0, dtype=np.int64)]
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+        scored.append(trie.path(b)[1:].numpy()[np.asarray(mask, dtype=bool)])
+    edges_N, entries_K = np.unique(np.concatenate(scored), return_inverse=True)
+    return PackedRow(
+        tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
+        torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
+        torch.from_numpy(entries_K),
+    )  # fmt: skip
+
+
+def tree_batches(trainer) -> TreeBatches:
+    """The policy as what runs micro-batches of trees, for a plan with p."""
+    config = trainer.config
+
+    def attention_of_row(mask, group):
+        return masked_attention(mask, group, config.cp_method)
+
+    return TreeBatches(
+        trainer.model, attention=attention_of_row, indices=ring_attention.indices,
+        micro_tokens=config.micro_tokens, temperature=config.temperature,
+    )  # fmt: skip
+
+
 @torch.no_grad()
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
+    if isinstance(model, Pipeline):
+        return tree_batches(trainer).forward([t.tokens for t in batch], [t.mask for t in batch])
     found = []
     for micro in batches_of_trees(trainer, model, batch):
         columns = score_tree(trainer, model, micro, prefix_tree(micro))
@@ -1487,6 +1568,8 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
     # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
+    if isinstance(trainer.model, Pipeline):
+        return backward_by_pipeline(trainer, batch, loss_of)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
         trie = prefix_tree(micro)
@@ -1497,6 +1580,21 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
         else:
             scores = score_tree(trainer, trainer.model, micro, trie)
             loss_of(micro, mask_of(micro, scores[0]), *scores).backward()
+    return tree_tokens
+
+
+def backward_by_pipeline(trainer, batch, loss_of) -> int:
+    """`--tree sparse` under a plan with p: trees of about equal cost are its micro-batches."""
+    batches = tree_batches(trainer)
+    tree_tokens = 0
+
+    def loss_of_tree(indices, *scores):
+        nonlocal tree_tokens
+        micro = [batch[i] for i in indices]
+        tree_tokens += len(prefix_tree(micro))
+        return loss_of(micro, *scores)
+
+    batches.forward_backward([t.tokens for t in batch], [t.mask for t in batch], loss_of_tree)
     return tree_tokens
 
 

@@ -595,10 +595,7 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
         ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
         ("--tree dta", "--tree dta needs --max-tokens"),
         ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
-        (
-            "--tree sparse --plan p2",
-            "--tree sparse has no p: a pipeline needs microbatches of one length",
-        ),
+        ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p: a schedule runs forward"),
         ("--tree dta --max-tokens 9 --data-parallel fsdp", "--tree dta has no fsdp"),
         ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c"),
         ("--tree dta --max-tokens 9 --ac full", "--tree dta has its own --recompute"),
