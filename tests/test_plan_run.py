@@ -36,6 +36,12 @@ RUNS = {
     "d2p2": (4, "--plan d2p2"),
     "t2c2": (4, "--plan t2c2 --cp-method allgather"),
     "p2t2": (4, "--plan p2t2"),
+    "2 ranks offload": (2, "--data-parallel fsdp --offload --ac layers"),
+    "4 ranks hsdp": (4, "--data-parallel fsdp --shard-ranks 2"),
+    "d2c2 hsdp": (4, "--plan d2c2 --data-parallel fsdp --shard-ranks 1"),
+    "c4 usp": (4, "--plan c4 --cp-method usp"),
+    "d2 compile": (2, "--plan d2 --compile"),
+    "2 ranks compile fsdp": (2, "--data-parallel fsdp --compile --ac full"),
 }
 
 
@@ -53,7 +59,7 @@ def one_process(run_of):  # noqa: F811
 
 # d2, p2, t2 with FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
 # same flags; single steps of the other plans are those of test_parallel.py.
-QUICKER = ("t2", "c2", "p2 zbv")
+QUICKER = ("t2", "c2", "p2 zbv", "2 ranks offload")
 EVERY = [pytest.param(name, 3) for name in QUICKER]
 EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
 
