@@ -720,37 +720,24 @@ def parallelize(
 
 
 class PackedRow(NamedTuple):
-    """Sequences end to end in a row of S places; on the CPU, and the same on every rank."""
+    """Sequences end to end in a row of S places; on the CPU, and the same on every rank.
+
+    Sequences a b c and d e in 8 places, of which b, c and e are scored:
+
+        tokens      a b c d e 0 0 0        padding is in no document, and at position 0
+        document    0 0 0 1 1 - - -
+        position    0 1 2 0 1 0 0 0
+        mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
+        at          [0, 1, 3]              b is predicted at a, c at b, e at d
+    """
 
     tokens_1S: torch.Tensor
     positions_1S: torch.Tensor
-    document_1S: torch.Tensor  # which sequence a token belongs to; -1: padding
+    sees: object  # for the attention: (1, S), which sequence a token is of; -1: padding
     mask_BT: torch.Tensor  # which targets are scored
     at_N: torch.Tensor  # where the token stands that predicts each of those
-
-
-def pack_row(sequences, masks, length) -> PackedRow:
-    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count."""
-    # Sequences a b c and d e in 8 places; b, c and e are scored:
-    #
-    #     tokens      a b c d e 0 0 0        padding is in no document, and at position 0
-    #     document    0 0 0 1 1 - - -
-    #     position    0 1 2 0 1 0 0 0
-    #     mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
-    #     at          [0, 1, 3]              b is predicted at a, c at b, e at d
-    lengths = [len(tokens) for tokens in sequences]
-    padding = np.zeros(length - sum(lengths), dtype=np.int64)
-    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
-    positions_S = np.concatenate([*map(np.arange, lengths), padding])
-    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
-
-    mask_BT = np.zeros((len(masks), max(lengths) - 1), dtype=bool)
-    for b, mask in enumerate(masks):
-        mask_BT[b, : len(mask)] = mask
-    row_N, column_N = mask_BT.nonzero()
-    first_B = np.cumsum([0, *lengths[:-1]])
-    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
-    return PackedRow(*map(torch.from_numpy, [*in_row, mask_BT, first_B[row_N] + column_N]))
+    targets_N: torch.Tensor  # the tokens that are predicted
+    entries_K: torch.Tensor  # for each True of the mask, which of the N it is: here 0 1 2
 
 
 class PackedBatches:
@@ -787,7 +774,7 @@ class PackedBatches:
         micro-batch's term of L_d, divided by the global count, and does so alike on all c and t
         ranks of the share d (under p, of its last stage). Collective.
         """
-        micros, rows = _lay_out(self, sequences, masks)
+        micros, rows = self.lay_out(sequences, masks)
 
         def loss_of_states(k, hidden_1sM):
             scores = self.score(rows[k], hidden_1sM)
@@ -813,6 +800,10 @@ class PackedBatches:
         (L - 1,) each, on the CPU, on every rank of the replica. Collective."""
         return _scores_without_gradient(self, sequences, masks)
 
+    def lay_out(self, sequences, masks):
+        """The micro-batches, as lists of indices, and the `PackedRow` of each. Collective."""
+        return _lay_out(self, sequences, masks)
+
     def states(self, row):
         """The states (1, s, M) of this rank's tokens of a row."""
         (micro,) = _own_parts(self, [row])
@@ -827,7 +818,7 @@ class PackedBatches:
         here_N = torch.isin(row.at_N, local_s)
         at_n = row.at_N[here_N]
         x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
-        targets_n = row.tokens_1S[0, at_n + 1].to(self.device)
+        targets_n = row.targets_N[here_N].to(self.device)
         columns = [*model.logprobs(x_nM, targets_n, temperature=self.temperature)]
         if getattr(model.config, "value_head", False):
             columns.append(model.values(x_nM))
@@ -835,13 +826,16 @@ class PackedBatches:
         # Back into (B, T). The ranks of a context have filled in different entries, and the others
         # are 0: their sum is the whole, and all compute the same loss of it. So each has the whole
         # gradient of the sum: `add_terms` sends nothing backward, else it would count c times.
-        entries = [place_N[here_N].to(self.device) for place_N in row.mask_BT.nonzero().T]
+        here_n = here_N.nonzero()[:, 0].to(self.device)
+        entries_K = row.entries_K.to(self.device)
+        places = row.mask_BT.nonzero().T.to(self.device)
         scores = []
         for x_n in columns:
-            x_BT = x_n.new_zeros(row.mask_BT.shape).index_put(entries, x_n)
+            x_N = x_n.new_zeros(len(here_N)).index_copy(0, here_n, x_n)
             if self.plan.cp > 1:
-                x_BT = add_terms(x_BT, self.model.grid.context)
-            scores.append(x_BT)
+                x_N = add_terms(x_N, self.model.grid.context)
+            x_BT = x_n.new_zeros(row.mask_BT.shape)
+            scores.append(x_BT.index_put((*places,), x_N[entries_K]))
         return scores
 
 
@@ -2945,9 +2939,15 @@ def micro_batches(model, lengths, micro_tokens, shared=None) -> list:
         longest = max(lengths, default=0)
         micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
     micros = pack(lengths, micro_tokens, shared)
+    count = agreed_micro_batches(model, len(micros))
+    return micros + [[]] * (count - len(micros))
 
-    # Interleaved schedules want a multiple of p: 5 micro-batches on 2 stages become 6.
-    count = len(micros)
+
+def agreed_micro_batches(model, count) -> int:
+    """How many micro-batches a rank runs that has data for `count` of them. Collective."""
+    # A pipeline of p stages wants at least 2 p, and interleaved schedules a multiple of p: 5
+    # micro-batches on 2 stages become 6.
+    plan = _plan_of(model)
     if plan.pp > 1:
         count = max(2 * plan.pp, -(-count // plan.pp) * plan.pp)
     if sharded(model) or plan.ep > 1:
@@ -2957,12 +2957,33 @@ def micro_batches(model, lengths, micro_tokens, shared=None) -> list:
         most = torch.tensor(count, device=_device_of(model))
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         count = int(most)
-    return micros + [[]] * (count - len(micros))
+    return count
+
+
+def pack_row(sequences, masks, length) -> PackedRow:
+    """Lay sequences end to end and pad the row to `length`. masks: which of tokens[1:] count."""
+    lengths = [len(tokens) for tokens in sequences]
+    padding = np.zeros(length - sum(lengths), dtype=np.int64)
+    tokens_S = np.concatenate([*map(np.asarray, sequences), padding])
+    positions_S = np.concatenate([*map(np.arange, lengths), padding])
+    document_S = np.repeat([*range(len(lengths)), -1], [*lengths, len(padding)])
+
+    mask_BT = np.zeros((len(masks), max(lengths) - 1), dtype=bool)
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+
+    # Each scored target is predicted by the token before it, which no other target shares here.
+    row_N, column_N = mask_BT.nonzero()
+    first_B = np.cumsum([0, *lengths[:-1]])
+    at_N = first_B[row_N] + column_N
+    in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
+    scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored]))
 
 
 def _lay_out(batches, sequences, masks):
     """The micro-batches of a batch, and of each its `PackedRow`; an empty one has one token."""
-    _require_batch(batches.model, sequences, masks)
+    require_batch(batches.model, sequences, masks)
     lengths = [len(tokens) for tokens in sequences]
     micros = micro_batches(batches.model, lengths, batches.micro_tokens)
     parts = []
@@ -2972,17 +2993,18 @@ def _lay_out(batches, sequences, masks):
         else:
             parts.append(([[0]], [[]]))
 
+    sizes = row_lengths(batches.plan, [sum(map(len, in_row)) for in_row, _ in parts])
+    return micros, [pack_row(*part, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def row_lengths(plan, sizes) -> list:
+    """The lengths to which rows of these sizes are padded under a plan."""
     # Sequence parallelism cuts a row in t, and a zigzag over a context cuts it in 2 c first. A
     # pipeline wants all rows of one length.
-    plan = batches.plan
     unit = plan.tp * 2 * plan.cp if plan.cp > 1 else plan.tp
-    sizes = [sum(map(len, in_row)) for in_row, _ in parts]
     if plan.pp > 1:
         sizes = [max(sizes)] * len(sizes)
-    rows = []
-    for (in_row, their_masks), size in zip(parts, sizes, strict=True):
-        rows.append(pack_row(in_row, their_masks, -(-size // unit) * unit))
-    return micros, rows
+    return [-(-size // unit) * unit for size in sizes]
 
 
 def _own_tokens_of(batches, row):
@@ -3001,26 +3023,26 @@ def _own_parts(batches, rows) -> list:
         local_s = _own_tokens_of(batches, row)
         tokens_1s = row.tokens_1S[:, local_s].to(batches.device)
         positions_1s = row.positions_1S[:, local_s].to(batches.device)
-        micros.append(Micro(tokens_1s, positions_1s, batches.attention(row.document_1S, group)))
+        micros.append(Micro(tokens_1s, positions_1s, batches.attention(row.sees, group)))
     return micros
 
 
 @torch.no_grad()
 def _scores_without_gradient(batches, sequences, masks) -> list:
     """`PackedBatches.forward`."""
-    micros, rows = _lay_out(batches, sequences, masks)
+    micros, rows = batches.lay_out(sequences, masks)
     pipeline = isinstance(batches.model, Pipeline)
     if pipeline:
         states = batches.model.forward(_own_parts(batches, rows)) or ()
     else:
         states = map(batches.states, rows)  # one row after the other: no two are held at once
 
-    # Sequences come in order, micro-batch after micro-batch, and leave their padding behind.
-    found = []
+    # Sequences go back to their places, and leave their padding behind.
+    found = [None] * len(sequences)
     for indices, row, hidden_1sM in zip(micros, rows, states):
         columns = [x_BT.cpu() for x_BT in batches.score(row, hidden_1sM)]
         for b, i in enumerate(indices):
-            found.append(tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns))
+            found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
     reshard(batches.model)  # without a backward FSDP would leave the gathered weights lying there
 
     # Only the last stage of a pipeline has found anything.
@@ -3096,7 +3118,7 @@ def _require_indices(batches):
             f"plan {batches.plan} splits rows: give indices=, e.g. ring_attention.indices")
 
 
-def _require_batch(model, sequences, masks):
+def require_batch(model, sequences, masks):
     """ValueError, on all ranks of a replica, for masks that do not fit or sequences that differ."""
     found = ""
     if len(sequences) != len(masks):

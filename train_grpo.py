@@ -112,13 +112,14 @@ import models
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PaddedTokens, Plan, Stop, agree, checkpoints,
-    clip_grad_norm, connect, copy_weights, gather_replica, lr_factor, micro_batches, name_suspects,
-    naming_lost_ranks, newest_checkpoint, parallelize, persistent_buffers, read_checkpoint,
-    reduce_gradients, replica_difference, reshard, shard, speaks_for_replica, summed, superseded,
-    training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
+    agreed_micro_batches, checkpoints, clip_grad_norm, connect, copy_weights, gather_replica,
+    lr_factor, micro_batches, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
+    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, require_batch,
+    reshard, row_lengths, shard, speaks_for_replica, summed, superseded, training_tensors,
+    write_checkpoint,
 )  # fmt: skip
-from tree_attention import Cost, TokenTrie, redistribute, tree_backward, tree_scores
+from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
 
 # 1. The definition: the loss, token by token --------------------------------------------------
@@ -569,8 +570,7 @@ def prepare(config, trainer, groups) -> dict:
 def update(config, trainer, rollouts, chosen, step):
     """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
     # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
-    factor = lr_factor(step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay)
-    lr = config.lr * factor
+    lr = learning_rate(config, step)
 
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
     cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
@@ -925,7 +925,9 @@ class Config:
     # the optimiser
     lr: float = 1e-3  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up
+    lr_first_step: str = "nonzero"  # the first step of a warm-up of 5 uses: nonzero 1/5 | zero 0
     lr_decay: str = "linear"  # from there to the last step: constant | linear | cosine
+    lr_min: float = 0.0  # share of lr that the decay ends at
     weight_decay: float = 0.0  # AdamW, decoupled
     beta2: float = 0.99  # AdamW
     minibatches: int = 2  # optimiser steps a rollout batch
@@ -933,9 +935,12 @@ class Config:
     max_skipped: int = 3  # stop after so many non-finite gradients in a row
     micro_tokens: int = 16384  # tokens a forward, of a tree's with sparse; a longer sequence alone
     data_parallel: str = "ddp"  # ddp (full copies) | fsdp (shards) | zero1 (ddp, moments sharded)
-    ac: str = "none"  # activations computed again in backward: none | full | op, see parallel.py
+    shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
+    offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
+    compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
+    ac: str = "none"  # activations computed again: none | full | layers (every second) | op
     plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
-    cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses
+    cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
     max_tokens: int = 0  # of a block with --tree dta
@@ -953,13 +958,14 @@ class Config:
 
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
-        ac=("none", "full", "op"),
-        cp_method=("ring", "allgather", "ulysses"),
+        ac=("none", "full", "layers", "op"),
+        cp_method=("ring", "allgather", "ulysses", "usp"),
         pp_schedule=("1f1b", "interleaved1f1b", "zbv"), tree=("disabled", "sparse", "dta"),
         generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
         advantage=("group_std", "group_mean", "leave_one_out", "per_branch", "gae"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
         ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
+        lr_first_step=("nonzero", "zero"),
         kl=("k1", "k2", "k3"), kl_in=("loss", "reward"), overlong=("keep", "filter"),
         log_rollouts=("all", "some", "none"),
     )  # fmt: skip
@@ -970,7 +976,13 @@ class Config:
         "keep", "log_every", "log_rollouts",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
         "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
-        "ac",
+        "ac", "shard_ranks", "offload", "compile",
+    )  # fmt: skip
+
+    # Flags that older runs do not have in their config.json.
+    ADDED = (
+        "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
+        "lr_min",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
@@ -1029,6 +1041,9 @@ class Config:
             "--max-rounds is for --dynamic-sampling")
         yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
             "--importance-cap needs --proximal or --minibatches 1: else old is the sampler itself")
+        yield self.lr_min > 1, f"--lr-min is a share of --lr, at most 1, got {self.lr_min}"
+        yield self.lr_first_step == "zero" and not self.lr_warmup, (
+            "--lr-first-step zero is the first step of a warm-up: it needs --lr-warmup")
         yield self.minibatches > self.prompts, (
             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty")
         yield self.lr_warmup >= self.steps, (
@@ -1045,9 +1060,9 @@ class Config:
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
         yield self.tree != "dta" and (self.max_tokens or self.recompute), (
             "--max-tokens and --recompute are for --tree dta")
-        yield self.tree != "disabled" and plan.pp > 1, (
-            f"--tree {self.tree} has no p: a pipeline needs microbatches of one length, and trees "
-            f"are not cut to one; --tree disabled packs microbatches")
+        yield self.tree == "dta" and plan.pp > 1, (
+            "--tree dta has no p: a schedule runs forward and backward of microbatches in an order "
+            "of its own, and blocks need theirs; --tree sparse")
         yield self.tree == "dta" and self.data_parallel == "fsdp", (
             "--tree dta has no fsdp: FSDP2 gathers and reduces once a step, not once a block; "
             "use --data-parallel zero1, or --tree sparse")
@@ -1055,6 +1070,11 @@ class Config:
             "--tree dta has its own --recompute, of blocks; --ac none")
         yield self.tree == "dta" and plan.cp > 1, (
             "--tree dta has no c: a block's keys come from the stack of one rank; --tree sparse")
+        for name in ("shard_ranks", "offload"):
+            yield getattr(self, name) and self.data_parallel != "fsdp", (
+                f"{_flag(name)} is about shards of weights: it needs --data-parallel fsdp")
+        yield self.tree == "dta" and self.compile, (
+            "--tree dta has no --compile: each block would be a shape of its own; --tree sparse")
         yield self.pp_schedule == "zbv" and self.data_parallel == "fsdp", (
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
 
@@ -1126,8 +1146,9 @@ def resumed_config(path, given) -> Config:
     a change that would make it another run."""
     stored = models.read_json(path, what="the configuration of a run")
     # A run that began before a flag existed had that flag's default.
-    names = {f.name for f in dataclasses.fields(Config)}
-    stored = {"resume_or_start": False, "log_rollouts": "some"} | stored
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    names = defaults.keys()
+    stored = {name: defaults[name] for name in Config.ADDED} | stored
     if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
@@ -1165,19 +1186,29 @@ def resumed_config(path, given) -> Config:
 def split_over_ranks(config, model, device):
     """The model as this rank holds it, the Plan and the Grid; both None where there is no plan."""
     # Whole copies need no plan: their gradients are summed before the optimiser's step.
-    if not (config.plan or config.data_parallel == "zero1" or config.ac != "none"):
+    special = config.shard_ranks or config.offload or config.compile or config.ac != "none"
+    if not (config.plan or config.data_parallel == "zero1" or special):
         if config.data_parallel == "fsdp":
             shard(model)
         return model, None, None
 
     # Each micro-batch brings an attention of its own; the one given here stands in until then.
     plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
-    grid = Grid.make(plan, device.type)
+    grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
     model = parallelize(
         model, plan, device_mesh=grid, mode=config.data_parallel,
         attention=models.causal_attention, schedule=config.pp_schedule, ac=config.ac,
+        compile=config.compile, offload=config.offload,
     )  # fmt: skip
     return model, plan, grid
+
+
+def learning_rate(config, step) -> float:
+    """AdamW's rate in a step of the loop."""
+    return config.lr * lr_factor(
+        step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay,
+        min_ratio=config.lr_min, first_step=config.lr_first_step,
+    )  # fmt: skip
 
 
 def adamw(config, model, plan):
@@ -1235,20 +1266,25 @@ def document_attention(method):
     def attention_of_row(document_1S, group):
         if group is None:
             return models.packed_attention(doc_ids=document_1S)
-
-        # `Mask.documents` is the block-diagonal mask of the whole row; the ring cuts it to what
-        # each pair of ranks needs. A layer with a window narrows it further.
+        # The block-diagonal mask of the whole row; the ring cuts it to what each pair of ranks
+        # needs.
         mask = ring_attention.Mask.documents(doc_ids=document_1S)
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            return ring_attention.ring_attention(
-                q, k, v, group=group, mask=mask.with_window(window), method=method,
-                scale=scale, softcap=softcap,
-            )  # fmt: skip
-
-        return attention
+        return masked_attention(mask, group, method)
 
     return attention_of_row
+
+
+def masked_attention(mask, group, method):
+    """What a layer calls: attention under a mask of the whole row, here or on the group's ring."""
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        # A layer with a window narrows the mask further.
+        options = dict(mask=mask.with_window(window), scale=scale, softcap=softcap)
+        if group is None:
+            return ring_attention.attend(q, k, v, **options)[0]
+        return ring_attention.ring_attention(q, k, v, group=group, method=method, **options)
+
+    return attention
 
 
 def score_batch(trainer, batch, model, kind) -> list:
@@ -1470,9 +1506,84 @@ def score_tree(trainer, model, micro, trie):
     return tree_scores(model, trie, padded=True, **options)
 
 
+class TreeBatches(PackedBatches):
+    """`PackedBatches` for a pipeline: each micro-batch is the packed tree of some sequences."""
+
+    def lay_out(self, sequences, masks):
+        """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
+        # All trees are padded to the longest, so they should cost the same. `partition` cuts the
+        # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
+        require_batch(self.model, sequences, masks)
+        count = agreed_micro_batches(self.model, trees_needed(sequences, self.micro_tokens))
+        micros = partition(sequences, count)
+
+        # A tree without a sequence is one token that nothing is asked of.
+        tries = [TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros]
+        lengths = row_lengths(self.plan, list(map(len, tries)))
+        rows = []
+        for indices, trie, length in zip(micros, tries, lengths, strict=True):
+            rows.append(tree_row(trie, [masks[i] for i in indices] or [[]], length))
+        return micros, rows
+
+
+def trees_needed(sequences, micro_tokens) -> int:
+    """Into how many trees of at most micro_tokens tokens sequences are cut; a longer one alone."""
+    count = 1
+    while count < len(sequences):
+        shares = [[sequences[i] for i in indices] for indices in partition(sequences, count)]
+        # Prefixes that a cut divides are in two trees, so the sizes are only known afterwards.
+        sizes = [len(TokenTrie(share)) for share in shares if len(share) > 1]
+        excess = max(sizes, default=0) / micro_tokens
+        if excess <= 1:
+            break
+        count = min(len(sequences), max(count + 1, int(count * excess)))
+    return count
+
+
+def tree_row(trie, masks, length) -> PackedRow:
+    """A tree as a row of `length` places. masks: for each sequence, which of tokens[1:] count."""
+    # Behind the tree stands padding, tokens of which each is a tree of its own.
+    #
+    #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
+    N = len(trie)
+    padding_P = torch.zeros(length - N, dtype=torch.int64)
+    positions_S = torch.cat([trie.positions, padding_P])
+    end_S = torch.cat([trie.subtree_end, torch.arange(N, length) + 1])
+    tokens_S = torch.cat([trie.tokens, padding_P])
+
+    # Targets of different sequences may be one token of the tree: it is scored once, at the token
+    # before it, and each of them is told by `entries` which of the scored ones it is.
+    mask_BT = np.zeros((len(masks), int(trie.lengths.max()) - 1), dtype=bool)
+    scored = [np.zeros(0, dtype=np.int64)]
+    for b, mask in enumerate(masks):
+        mask_BT[b, : len(mask)] = mask
+        scored.append(trie.path(b)[1:].numpy()[np.asarray(mask, dtype=bool)])
+    edges_N, entries_K = np.unique(np.concatenate(scored), return_inverse=True)
+    return PackedRow(
+        tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
+        torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
+        torch.from_numpy(entries_K),
+    )  # fmt: skip
+
+
+def tree_batches(trainer) -> TreeBatches:
+    """The policy as what runs micro-batches of trees, for a plan with p."""
+    config = trainer.config
+
+    def attention_of_row(mask, group):
+        return masked_attention(mask, group, config.cp_method)
+
+    return TreeBatches(
+        trainer.model, attention=attention_of_row, indices=ring_attention.indices,
+        micro_tokens=config.micro_tokens, temperature=config.temperature,
+    )  # fmt: skip
+
+
 @torch.no_grad()
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
+    if isinstance(model, Pipeline):
+        return tree_batches(trainer).forward([t.tokens for t in batch], [t.mask for t in batch])
     found = []
     for micro in batches_of_trees(trainer, model, batch):
         columns = score_tree(trainer, model, micro, prefix_tree(micro))
@@ -1487,6 +1598,8 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
     # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
+    if isinstance(trainer.model, Pipeline):
+        return backward_by_pipeline(trainer, batch, loss_of)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
         trie = prefix_tree(micro)
@@ -1497,6 +1610,21 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
         else:
             scores = score_tree(trainer, trainer.model, micro, trie)
             loss_of(micro, mask_of(micro, scores[0]), *scores).backward()
+    return tree_tokens
+
+
+def backward_by_pipeline(trainer, batch, loss_of) -> int:
+    """`--tree sparse` under a plan with p: trees of about equal cost are its micro-batches."""
+    batches = tree_batches(trainer)
+    tree_tokens = 0
+
+    def loss_of_tree(indices, *scores):
+        nonlocal tree_tokens
+        micro = [batch[i] for i in indices]
+        tree_tokens += len(prefix_tree(micro))
+        return loss_of(micro, *scores)
+
+    batches.forward_backward([t.tokens for t in batch], [t.mask for t in batch], loss_of_tree)
     return tree_tokens
 
 
@@ -2801,12 +2929,14 @@ def weigh(config, batch) -> float:
 
 def rate_by_hand(config, step) -> float:
     """The learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
-    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear.
+    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
+    # --lr-first-step zero the warm-up is 0 .5; with --lr-min 0.2 the last one is .3.
     if step < config.lr_warmup:
-        return config.lr * (step + 1) / config.lr_warmup
+        begun = 1 if config.lr_first_step == "nonzero" else 0
+        return config.lr * (step + begun) / config.lr_warmup
     done = (step - config.lr_warmup) / (config.steps - config.lr_warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return config.lr * left[config.lr_decay]
+    return config.lr * (config.lr_min + (1 - config.lr_min) * left[config.lr_decay])
 
 
 @torch.no_grad()
@@ -3170,7 +3300,8 @@ class RunFiles:
         # Any plan is a way to compute the same, and one process needs none. The run's tree stays,
         # for one process can have it.
         alone = dict(device="cpu", plan="", data_parallel="ddp", ac="none", cp_method="ring")
-        self.config = dataclasses.replace(config, pp_schedule="1f1b", **alone).check()
+        alone |= dict(pp_schedule="1f1b", shard_ranks=0, offload=False, compile=False)
+        self.config = dataclasses.replace(config, **alone).check()
 
         # A line a step, from 0. The last one may be torn, in a run that was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")

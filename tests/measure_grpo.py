@@ -143,6 +143,9 @@ PLANS = {  # name -> ranks, flags
     "t2c2": (4, dict(plan="t2c2")),
     "d2p2 zero1": (4, dict(plan="d2p2", data_parallel="zero1")),
     "d2t2e4": (4, dict(plan="d2t2e4")),
+    "d2 fsdp offload": (2, dict(plan="d2", data_parallel="fsdp", offload=True)),
+    "4 ranks hsdp": (4, dict(data_parallel="fsdp", shard_ranks=2, ac="layers")),
+    "c4 usp": (4, dict(plan="c4", cp_method="usp")),
 }
 TREES = {
     "disabled": {},

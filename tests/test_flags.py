@@ -106,7 +106,8 @@ TAME_EXTREMES = {
     "importance-cap": [FAR, 2.0], "device": ["cuda"], "resume": [True], "overwrite": [True],
     "tensorboard": [True], "recompute": [True], "proximal": [True], "dynamic-sampling": [True],
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
-    "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR],
+    "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR], "shard-ranks": [1, 2, 3],
+    "offload": [True], "lr-min": [0.1, 1.0, 2.0], "lr-first-step": ["zero"],
 }  # fmt: skip
 WILD_EXTREMES = {
     "temperature": [NEAR, FAR, 1e-5, 100.0], "clip-low": [NEAR], "clip-high": [NEAR],
@@ -117,7 +118,7 @@ WILD_EXTREMES = {
 }  # fmt: skip
 IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
 ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "max-tokens",
-               "recompute", "ac")  # fmt: skip
+               "recompute", "ac", "shard-ranks", "offload", "compile")  # fmt: skip
 SHAPE = "layers", "hidden", "heads"  # of a model without a checkpoint
 
 
@@ -182,6 +183,8 @@ def draw(seed, number, models_of) -> Case:
         _take_model(flags, models_of[one(list(models_of))])
     if chance(0.3):
         flags["data-parallel"] = one(["fsdp", "zero1"])
+        if flags["data-parallel"] == "fsdp" and chance(0.3):
+            flags |= one([{"shard-ranks": 1}, {"shard-ranks": 2}, {"offload": True}])
     if chance(0.08 if "p2" in flags.get("plan", "") else 0.4):
         flags["tree"] = one(["sparse", "dta"])
         if flags.get("data-parallel") == "fsdp" or "c2" in flags.get("plan", ""):
@@ -191,7 +194,7 @@ def draw(seed, number, models_of) -> Case:
             if chance(0.5):
                 flags["recompute"] = True
     if chance(0.06 if flags.get("tree") == "dta" else 0.3):
-        flags["ac"] = one(["full", "op"])
+        flags["ac"] = one(["full", "layers", "op"])
     if chance(0.15):
         flags["micro-tokens"] = one([1, 20, 60])
 

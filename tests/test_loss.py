@@ -19,8 +19,8 @@ import models
 from parallel import pack
 from train_grpo import (
     SUMS, Config, Recorded, Trainer, Trajectory, advantages, branch_advantages, build, definition,
-    demonstrations, denominator, grpo_loss, loss_metrics, loss_weight, lr_factor, make_task,
-    normaliser, policy_loss, score_alone, shared_with_previous,
+    demonstrations, denominator, grpo_loss, learning_rate, loss_metrics, loss_weight, lr_factor,
+    make_task, normaliser, policy_loss, rate_by_hand, score_alone, shared_with_previous,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -594,3 +594,15 @@ SCHEDULES = {
 def test_lr_factor_is_torchtitans_schedule_and_never_zero(decay):
     factors = [lr_factor(step, warmup=2, total=10, decay=decay) for step in range(10)]
     assert factors == pytest.approx(SCHEDULES[decay], abs=5e-5 if decay == "cosine" else 1e-15)
+
+
+@pytest.mark.parametrize("decay", Config.CHOICES["lr_decay"])
+@pytest.mark.parametrize("first, least", [("nonzero", 0.0), ("zero", 0.25), ("nonzero", 1.0)])
+def test_the_flags_of_the_rate_are_the_schedule_and_the_rate_by_hand(decay, first, least):
+    how = dict(lr=2.0, lr_warmup=2, steps=10, lr_decay=decay, lr_min=least, lr_first_step=first)
+    config = Config(**how).check()
+    rates = [learning_rate(config, step) for step in range(10)]
+    by_hand = [rate_by_hand(config, step) for step in range(10)]
+    assert np.allclose(rates, by_hand, rtol=1e-15)
+    assert rates[0] == (1.0 if first == "nonzero" else 0.0) and max(rates) == 2.0
+    assert min(rates[2:]) >= 2 * least

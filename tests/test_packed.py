@@ -188,7 +188,7 @@ def test_an_unsplit_model_needs_no_group(micro_tokens):
 def test_a_row_is_the_one_of_the_worked_example():
     row = pack_row([[11, 12, 13], [14, 15]], [[True, True], [True]], 8)
     assert row.tokens_1S.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0]]
-    assert row.document_1S.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
+    assert row.sees.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
     assert row.positions_1S.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
     assert row.mask_BT.tolist() == [[True, True], [True, False]]
     assert row.at_N.tolist() == [0, 1, 3]

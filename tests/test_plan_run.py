@@ -36,6 +36,12 @@ RUNS = {
     "d2p2": (4, "--plan d2p2"),
     "t2c2": (4, "--plan t2c2 --cp-method allgather"),
     "p2t2": (4, "--plan p2t2"),
+    "2 ranks offload": (2, "--data-parallel fsdp --offload --ac layers"),
+    "4 ranks hsdp": (4, "--data-parallel fsdp --shard-ranks 2"),
+    "d2c2 hsdp": (4, "--plan d2c2 --data-parallel fsdp --shard-ranks 1"),
+    "c4 usp": (4, "--plan c4 --cp-method usp"),
+    "d2 compile": (2, "--plan d2 --compile"),
+    "2 ranks compile fsdp": (2, "--data-parallel fsdp --compile --ac full"),
 }
 
 
@@ -53,7 +59,7 @@ def one_process(run_of):  # noqa: F811
 
 # d2, p2, t2 with FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
 # same flags; single steps of the other plans are those of test_parallel.py.
-QUICKER = ("t2", "c2", "p2 zbv")
+QUICKER = ("t2", "c2", "p2 zbv", "2 ranks offload")
 EVERY = [pytest.param(name, 3) for name in QUICKER]
 EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
 
@@ -87,6 +93,7 @@ EXPERTS = {
     "t2e2 --tree dta --max-tokens 9": 2,
     "d2t2e4 --tree dta --max-tokens 9": 4,
     "d2c2e2 --tree sparse": 4,
+    "p2d2e2 --tree sparse": 4,
 }
 LATER = [name for name in EXPERTS if name not in ("d2e2", "t2")]
 SOME = [pytest.param(k, marks=[pytest.mark.slow] * (k in LATER)) for k in EXPERTS]
@@ -132,9 +139,15 @@ TREES = {
     "sparse fsdp": (2, "--tree sparse --data-parallel fsdp"),
     "dta t2": (2, "--tree dta --max-tokens 16 --plan t2"),
     "sparse t2c2": (4, "--tree sparse --plan t2c2"),
+    "sparse p2": (2, "--tree sparse --plan p2"),
+    "sparse p2 zbv": (2, "--tree sparse --plan p2 --pp-schedule zbv --micro-tokens 40"),
+    "sparse d2p2 fsdp": (4, "--tree sparse --plan d2p2 --data-parallel fsdp"),
+    "sparse p2t2": (4, "--tree sparse --plan p2t2 --pp-schedule interleaved1f1b"),
+    "sparse p2c2": (4, "--tree sparse --plan p2c2"),
     "dta d2t2 zero1": (4, "--tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1"),
 }
-QUICKEST = ("sparse c2",)  # dta has its run below; `train_grpo.py check` has all the others
+# dta has its run below; `train_grpo.py check` has all the others.
+QUICKEST = ("sparse c2", "sparse p2")
 SOME = [pytest.param(name, 3) for name in QUICKEST]
 SOME += [pytest.param(name, 20, marks=pytest.mark.slow) for name in TREES]
 
@@ -147,7 +160,8 @@ def test_trees_give_the_run_of_one_process_without_them(one_process, tmp_path, n
 
 
 DTA = "dta --max-tokens 9"
-SOME = [(DTA, 2), *(pytest.param(tree, 4, marks=pytest.mark.slow) for tree in (DTA, "sparse"))]
+SOME = [(DTA, 2), ("sparse --plan p2", 2)]
+SOME += [pytest.param(tree, 4, marks=pytest.mark.slow) for tree in (DTA, "sparse")]
 
 
 @pytest.mark.parametrize("tree, steps", SOME)

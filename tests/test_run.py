@@ -595,14 +595,16 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
         ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
         ("--tree dta", "--tree dta needs --max-tokens"),
         ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
-        (
-            "--tree sparse --plan p2",
-            "--tree sparse has no p: a pipeline needs microbatches of one length",
-        ),
+        ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p: a schedule runs forward"),
         ("--tree dta --max-tokens 9 --data-parallel fsdp", "--tree dta has no fsdp"),
         ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c"),
         ("--tree dta --max-tokens 9 --ac full", "--tree dta has its own --recompute"),
-        ("--ac layers", "--ac must be one of none, full, op, got 'layers'"),
+        ("--ac most", "--ac must be one of none, full, layers, op, got 'most'"),
+        ("--shard-ranks 2", "--shard-ranks is about shards of weights: it needs --data-parallel"),
+        ("--offload --plan d1", "--offload is about shards of weights"),
+        ("--data-parallel fsdp --shard-ranks 2", "2 ranks that shard must divide d = 1"),
+        ("--tree dta --max-tokens 9 --compile", "--tree dta has no --compile"),
+        ("--lr-min 1.5", "--lr-min is a share of --lr, at most 1, got 1.5"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):
