@@ -2526,10 +2526,12 @@ def is_plain(name) -> bool:
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
-def read_checkpoint(path, tensors, *, counts=()) -> dict:
+def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
     returns its JSON state, see `verify_checkpoint` for counts.
 
+    Both have the same tensors, by name and shape, or it is refused. only: the beginning of a name;
+    stored tensors that are called otherwise are left where they are. "model." leaves AdamW's state.
     Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
     What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
     """
@@ -2540,7 +2542,11 @@ def read_checkpoint(path, tensors, *, counts=()) -> dict:
 
     def inspect():
         state, table = _inspect(path, counts)
-        saved = {name: tuple(entry.size) for name, entry in table.state_dict_metadata.items()}
+        saved = {
+            name: tuple(entry.size)
+            for name, entry in table.state_dict_metadata.items()
+            if name.startswith(only)
+        }
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise ValueError(

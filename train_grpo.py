@@ -14,6 +14,9 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
+    python train_grpo.py eval runs/guess-0 [--samples 8]      # solved, pass@k, their intervals
+    python train_grpo.py chat runs/guess-0                    # talk to it, here or from a pipe
+    python train_grpo.py export runs/guess-0 DIR [--step N]   # a Hugging Face directory
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
@@ -132,7 +135,7 @@ def definition(sequences, Z, c):
     Z, c        the denominator; the settings, a Config
 
     Each sequence is given `terms`, what is measured of each token and its `part` of the loss.
-    `step_by_hand` (appendix I) makes a whole step of it, for `check`, tests and `audit`.
+    `step_by_hand` (appendix J) makes a whole step of it, for `check`, tests and `audit`.
     """
     loss = torch.zeros(())
     for s in sequences:
@@ -1098,18 +1101,24 @@ def _help_texts():
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
 
 
-def parse_config(argv) -> Config:
-    """Flags from the fields of Config; with --resume, what the run stored is the default."""
-    parser = argparse.ArgumentParser(
-        prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN  (or --help)",
-    )  # fmt: skip
-    for f in dataclasses.fields(Config):
+def add_flags(parser, fields):
+    """Fields of Config as flags of a parser. One that is not typed is absent from what it finds."""
+    for f in fields:
         text = _help_texts()[f.name].replace("%", "%%")
         how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{f.default!r}]")
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction, help=text)
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+
+
+def parse_config(argv) -> Config:
+    """Flags from the fields of Config; with --resume, what the run stored is the default."""
+    parser = argparse.ArgumentParser(
+        prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN"
+        " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
+    )  # fmt: skip
+    add_flags(parser, dataclasses.fields(Config))
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     given = vars(parser.parse_args(argv))
@@ -2137,23 +2146,31 @@ def warn(text):
         print(text, file=sys.stderr)
 
 
+def own_shape(config, task) -> ModelConfig:
+    """The shape of a model that begins with random weights: the flags', with the task's tokens."""
+    return ModelConfig(
+        vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
+        num_hidden_layers=config.layers, hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
+        num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
+    )  # fmt: skip
+
+
+def require_rows(task, model, source):
+    """ValueError if the task has tokens for which the model, of the directory source, has none."""
+    rows = model.config.vocab_size
+    if task.vocab_size > rows:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {rows}")
+
+
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
     # A checkpoint's weights, or random ones that depend on the seed alone.
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
-        if task.vocab_size > model.config.vocab_size:
-            raise ValueError(
-                f"the task has {task.vocab_size} tokens, {config.model} {model.config.vocab_size}"
-            )
+        require_rows(task, model, config.model)
     else:
-        shape = ModelConfig(
-            vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
-            num_hidden_layers=config.layers, hidden_size=config.hidden,
-            intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
-            num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
-        )  # fmt: skip
-        model = Transformer(shape).to(device, getattr(torch, config.dtype))
+        model = Transformer(own_shape(config, task)).to(device, getattr(torch, config.dtype))
         model.init_weights(config.seed)
     if config.advantage == "gae":
         model.add_value_head()
@@ -2247,8 +2264,7 @@ def run(config, task, trainer, out) -> int:
 
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
-        if config.model:  # the generator holds the last weights whole, in its own dtype
-            agree(lambda: export(generator, out, log.advice))
+        agree(lambda: export(config, task, generator, out, log))
     log.end(solved)
     return 0
 
@@ -2282,10 +2298,16 @@ def newest_good(out) -> str:
     return f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
 
 
-def export(generator, out, advice):
-    """The last weights as a Hugging Face checkpoint, for transformers and for --model."""
-    with writing(f"{out}/hf", advice):
-        models.save_hf(generator, f"{out}/hf")
+def export(config, task, generator, out, log):
+    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model."""
+    # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
+    if not importlib.util.find_spec("safetensors"):
+        log.say(f"{out}/hf not written: pip install safetensors, and then "
+                f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
+        return
+    # The generator holds the last weights whole, on every rank and in its own dtype.
+    with writing(f"{out}/hf", log.advice):
+        write_hf(generator, f"{out}/hf", source=config.model, names=token_names(task))
 
 
 @contextlib.contextmanager
@@ -2561,7 +2583,531 @@ def plot(runs) -> None:
     print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# I. A step by hand ----------------------------------------------------------------------------
+# I. A model that one can talk to: eval, chat, export ------------------------------------------
+# What becomes of a run's weights: figures with their intervals, a conversation, a directory that
+# other programs load. Who only trains can skip it.
+
+
+# What a run's plan and its like become where one process reads it: another way to compute the same.
+ONE_PROCESS = dict(plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b")
+
+# Flags that may name a file of Python.
+CODE = "task", "reward"
+
+# Flags of a run that an evaluation has too. All others would change nothing, and are refused.
+EVAL_FLAGS = (
+    "task", "data", "template", "instruction", "system", "reward", "size", "turns", "length",
+    "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "dtype",
+    "threads",
+)  # fmt: skip
+
+NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
+
+
+@contextlib.contextmanager
+def one_process(command, device="cpu", threads=1):
+    """A process group of this process alone, which is all that the ordinary code asks for; yields
+    the device. A group that is there already is used, and stays."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{command} is one process: start it without torchrun")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+    if dist.is_initialized():
+        yield "cpu"
+        return
+    device = connect(device, threads=threads)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def is_run(directory) -> bool:
+    """Whether a directory is a run's, else a checkpoint's: both hold a config.json."""
+    path = Path(directory) / "config.json"
+    what = "the directory of a run, or of a checkpoint in Hugging Face's format"
+    return "advantage" in models.read_json(path, what=what)
+
+
+def settings_of_run(run, imported=()) -> Config:
+    """What a run was started with.
+
+    imported: of the flags in CODE those whose file the caller goes on to import. Where the run had
+    a file, ValueError asks for it: none is imported because a directory names it.
+    """
+    # `resumed_config` wants all of them again. Those that nobody imports are given as they stand.
+    path = Path(run) / "config.json"
+    stored = models.read_json(path, what="the configuration of a run")
+    again = {name: f"{stored[name]}" for name in CODE if name in stored and name not in imported}
+    return resumed_config(path, again)
+
+
+def task_of_run(run, config, spec) -> Task | None:
+    """The task whose tokens are the model's; None for a run with --model, which has its own.
+
+    spec: the run's FILE.py:Class, given again, or nothing.
+    """
+    if spec and (config.model or config.task in TASKS):
+        raise ValueError(f"--task is for a run with a task from a file: {run} needs none here")
+    if config.model:
+        return None
+    if spec:
+        config = dataclasses.replace(config, task=spec)
+    else:
+        settings_of_run(run, imported=("task",))
+    return make_task(config)
+
+
+def policy_of_run(run, step, task, dtype=""):
+    """The policy in a run's checkpoint, whole and on the CPU, and the checkpoint's name.
+
+    step    of the checkpoint; None: the newest that is undamaged
+    task    a run without --model has its task's tokens
+    dtype   default: the generator's, in which the run evaluates and writes OUT/hf
+    """
+    config = settings_of_run(run)
+    path = newest_checkpoint(run)
+    if step is not None:
+        path = Path(run) / f"step-{step:08d}"
+    if path is None or not Path(path).exists():
+        steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
+        raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
+
+    # The shape is not in the checkpoint: it is that of --model, or what the flags say.
+    if config.model and not Path(config.model).is_dir():
+        raise ValueError(
+            f"the shape and the text of this run's model are those of its --model "
+            f"{config.model}, which is gone: put it back"
+        )
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    model = Transformer(shape).to(getattr(torch, config.dtype))
+    if config.advantage == "gae":
+        model.add_value_head()
+
+    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    read_checkpoint(path, weights, only="model.")
+    dtype = dtype or config.generator_dtype or config.dtype
+    return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
+
+
+def load_policy(source, step, task, dtype, device):
+    """The model of a run or of a Hugging Face directory, and how it is called in one line."""
+    if is_run(source):
+        model, checkpoint = policy_of_run(source, step, task, dtype)
+        return model.to(device), f"{source}, {checkpoint}"
+    if step is not None:
+        raise ValueError(f"--step is of a run, and {source} is a checkpoint in another format")
+    stored = getattr(torch, dtype) if dtype else None
+    return models.load_hf(source, dtype=stored, device=device).requires_grad_(False), f"{source}"
+
+
+# Evaluation
+
+
+def pass_at_k(solved, count, k) -> float:
+    """The chance that one of k samples solves a prompt, from `count` samples of which some solved.
+
+    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k). It has no bias, and
+    1 - (1 - solved / count)^k has one: with 1 of 2 solved it says 3/4 for k = 2, where it was 1.
+    """
+    # Of all ways to choose k of the samples, those that choose only failures.
+    return 1 - math.comb(count - solved, k) / math.comb(count, k)
+
+
+def wilson(mean, count):
+    """Wilson's 95 % interval for a chance of which `count` prompts gave this mean."""
+    # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
+    # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
+    #
+    # That is for prompts that count 0 or 1. pass@1 counts c / n, pass@k a number between 0 and 1
+    # too; of all of those with mean p, 0 and 1 spread the most: x^2 <= x, so that the variance
+    # mean(x^2) - p^2 is at most p - p^2. For them the interval is right or wider than it must be.
+    z2 = NORMAL_95**2 / count
+    centre = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation has found."""
+
+    figures: dict  # name -> (value, low, high)
+    prompts: int  # different ones
+    shown: list  # (prompt, answer, reward) of some samples, as text
+
+
+def evaluated(config, task, model, samples) -> Evaluation:
+    """Play each held-out prompt greedily and `samples` times at the temperature. Collective."""
+    # Greedy play is what a run does every `eval_every` steps: the same prompts, the same figure.
+    solved, _ = evaluate(config, task, model)
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+
+    # The samples, by random numbers of their own: a key of one number more than a rollout's.
+    several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
+    groups = play(several, task, model, starts, key=(config.seed, EVALUATION, 0))
+    counts = [len([t for t in group if t.reward >= 1]) for group in groups]
+
+    # A prompt that comes twice is no second one: `guess` has 7, and is asked each of them 10 times.
+    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
+    values = {"solved": solved}
+    k = 1
+    while k <= samples:
+        values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
+        k *= 2
+    figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
+
+    # The first sample of the first prompts, to see what the figures are of.
+    shown = []
+    for (_, _, prompt), group in zip(starts[:3], groups):
+        tokens = group[0].tokens
+        with asking(task):
+            texts = task.show(tokens[: len(prompt)]), task.show(tokens[len(prompt) :])
+        shown.append((*texts, group[0].reward))
+    return Evaluation(figures, different, shown)
+
+
+def settings_of_evaluation(source, given) -> Config:
+    """The run's own settings, or the defaults for a Hugging Face directory, and what was given."""
+    # A run's device may not be here, and its plan needs other processes.
+    if is_run(source):
+        missing = [name for name in CODE if name not in given]
+        config = settings_of_run(source, imported=missing)
+        return dataclasses.replace(config, **ONE_PROCESS | {"device": ""} | given).check()
+    if "task" not in given:
+        raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
+                         f"--data FILE for --task jsonl")  # fmt: skip
+    return Config(**given | {"model": f"{source}"}).check()
+
+
+def evaluation(argv) -> int:
+    """`eval`: how many held-out prompts a policy solves, greedily and in several samples."""
+    parser = argparse.ArgumentParser("train_grpo.py eval", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
+    fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
+    flags = parser.add_argument_group("flags", "default: the run's own; of a directory [these]")
+    add_flags(flags, fields)
+    options = parser.parse_args(argv)
+    if options.samples < 1:
+        raise ValueError(f"--samples must be positive, got {options.samples}")
+
+    # Everything that is wrong with the flags is said before a model is read.
+    given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
+    config = settings_of_evaluation(options.source, given)
+    with one_process("an evaluation", config.device, config.threads) as device:
+        task = make_task(config)
+        dtype = given.get("dtype", "")
+        model, name = load_policy(options.source, options.step, task, dtype, device)
+        require_rows(task, model, options.source)
+        require_room(config, task, model.config.max_position_embeddings)
+        found = evaluated(config, task, model, options.samples)
+
+    # A table for a reader, samples, and one line of JSON for a program.
+    print(f"{name}: {config.task}, {config.eval_prompts} held-out prompts, {found.prompts} "
+          f"different; {options.samples} samples each at temperature {config.temperature:g}, "
+          f"seed {config.seed}")  # fmt: skip
+    print(f"{'':16}{'':>8}   95 % interval over prompts")
+    for name, (value, low, high) in found.figures.items():
+        label = f"{name} (greedy)" if name == "solved" else name
+        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
+    for prompt, answer, reward in found.shown:
+        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
+    print(f"\n{json.dumps(found.figures)}")
+    return 0
+
+
+# Conversation
+
+
+class Words:
+    """The text side of a model whose tokens are named symbols: words with spaces between them.
+
+    What `chat` asks of a `models.Text`, for tasks like `guess`; it needs no package.
+    """
+
+    template = None
+
+    def __init__(self, names, end):
+        self.names = names
+        self.end = end
+        self.numbers = {name: number for number, name in enumerate(names)}
+
+    def encode(self, text, *, bos=False):
+        for word in text.split():
+            if word not in self.numbers:
+                raise ValueError(f"{word!r} is none of the symbols: {' '.join(self.names)}")
+        return [self.numbers[word] for word in text.split()]
+
+    def decode(self, tokens):
+        return " ".join(self.names[token] for token in tokens)
+
+
+def words_of(directory):
+    """The names of a directory's symbols, if its tokenizer is one that `write_hf` makes of words;
+    else None."""
+    path = Path(directory) / "tokenizer.json"
+    if not path.exists():
+        return None
+    stored = models.read_json(path)
+    model = stored.get("model")
+    if not isinstance(model, dict) or model.get("type") != "WordLevel":
+        return None
+    names = list(model.get("vocab", {}))
+    return names if stored == word_tokenizer(names)["tokenizer.json"] else None
+
+
+def text_side(source, config, task):
+    """The text side of a run (config, task) or of a Hugging Face directory (None, None)."""
+    if config is None:
+        names = words_of(source)
+        if names is None:
+            return models.Text(source)
+        return Words(names, ModelConfig.from_hf(source).eos_token_id)
+    if config.model:
+        return models.Text(config.model)
+    if not token_names(task):
+        raise ValueError(f"the tokens of {type(task).__name__} have no names, so nobody can talk")
+    return Words(token_names(task), task.end)
+
+
+class Answer(Row):
+    """An answer under way, printed while it is sampled."""
+
+    def __init__(self, tokens, draws, text):
+        super().__init__(tokens, draws)
+        self.text = text
+        self.start = len(tokens)
+        self.printed = ""
+
+    def append(self, token, *logprobs):
+        sampled = super().append(token, *logprobs)
+        self.print_whole()
+        return sampled
+
+    def print_whole(self, ended=False):
+        """Print what is new, up to the last whole character; all of it once the answer has ended."""
+        # A character may be the bytes of several tokens. Until the last of them is there, decoding
+        # ends in U+FFFD; it is shown only if no more will come.
+        text = self.text.decode(self.tokens[self.start :])
+        if ended or not text.endswith("\ufffd"):
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+
+
+class Conversation:
+    """What was said, as messages and as the one row of tokens that the model sees."""
+
+    def __init__(self, model, text, options):
+        self.model = model
+        self.text = text
+        self.options = options
+        self.tokens = []
+        self.turns = 0
+        self.messages = []
+        if options.system:
+            self.messages.append({"role": "system", "content": options.system})
+
+    def hear(self, said):
+        """Put what the user says into the row; ValueError, and nothing, if it has no tokens."""
+        # Tokens of answers stay as they were sampled: only what is new is encoded.
+        messages = [*self.messages, {"role": "user", "content": said}]
+        if self.text.template is None:
+            new = self.text.encode(said, bos=self.turns == 0)
+        elif self.turns == 0:
+            new = self.text.prompt(messages)
+        else:
+            new = self.text.next_turn(messages, self.tokens[-1])
+        self.tokens = self.tokens + new
+        self.messages = messages
+
+    def answer(self):
+        """Sample the answer and print it meanwhile; ValueError where the model has no room left."""
+        positions = self.model.config.max_position_embeddings
+        room = min(self.options.max_new_tokens, positions - len(self.tokens))
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(self.tokens)} tokens, and the model has {positions} "
+                f"positions, so it cannot go on: begin another"
+            )
+
+        # The draws are a function of the seed and the turn, so a piped conversation repeats.
+        draws = uniforms((self.options.seed, self.turns), room)
+        row = Answer(self.tokens, draws, self.text)
+        generate(
+            self.model, [row], max_new_tokens=room, temperature=self.options.temperature,
+            end=self.text.end,
+        )  # fmt: skip
+        row.print_whole(ended=True)
+        print(flush=True)
+        if row.truncated:
+            print(f"(cut off after {room} tokens)", file=sys.stderr)
+
+        self.messages.append({"role": "assistant", "content": row.printed})
+        self.tokens = row.tokens
+        self.turns += 1
+
+
+def lines_said(at_terminal):
+    """What is typed, or comes through a pipe, line by line to the end of the input."""
+    while True:
+        if at_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def converse(conversation):
+    """Answer every line. At a terminal a line that has no tokens is named, and asked for again."""
+    at_terminal = sys.stdin.isatty()
+    for said in lines_said(at_terminal):
+        try:
+            conversation.hear(said)
+        except ValueError as error:
+            if not at_terminal:
+                raise
+            print(error, file=sys.stderr)
+            continue
+        conversation.answer()
+
+
+def chat(argv) -> int:
+    """`chat`: a conversation, streamed, until the input ends or somebody presses Ctrl-C."""
+    parser = argparse.ArgumentParser("train_grpo.py chat", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--system", default="", help="the system's message, in a chat template")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="[cuda, if there]")
+    parser.add_argument("--dtype", choices=Config.CHOICES["dtype"], default="", help="[as stored]")
+    options = parser.parse_args(argv)
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
+
+    config = task = None
+    if is_run(options.source):
+        config = settings_of_run(options.source)
+        task = task_of_run(options.source, config, options.task)
+    elif options.task:
+        raise ValueError("--task is for a run with a task from a file")
+    try:
+        with one_process("a chat", options.device, torch.get_num_threads()) as device:
+            text = text_side(options.source, config, task)
+            if options.system and text.template is None:
+                raise ValueError(f"--system needs a chat template, and {options.source} has none")
+            model, name = load_policy(
+                options.source, options.step, task, options.dtype, device
+            )
+            # How one talks to it. Answers alone go to standard output, for whoever reads a pipe.
+            how = "its own chat template"
+            if isinstance(text, Words):
+                how = f"symbols, with spaces between them: {' '.join(text.names)}"
+            elif text.template is None:
+                how = "no chat template, so each line is plain text that the model goes on with"
+            print(f"{name}: {how}", file=sys.stderr)
+            converse(Conversation(model, text, options))
+    except KeyboardInterrupt:
+        pass  # how one leaves
+    print(flush=True)
+    return 0
+
+
+# Hugging Face's directory
+
+
+def token_names(task) -> list:
+    """A task's tokens as words that a tokenizer can tell apart; an empty list if they are none."""
+    names = task.names if isinstance(task, Symbols) else []
+    words = [name for name in names if isinstance(name, str) and name.split() == [name]]
+    whole = len(set(words)) == len(names) == task.vocab_size
+    return words if whole else []
+
+
+def word_tokenizer(names) -> dict:
+    """{file: its JSON}: a tokenizer of words, which the package tokenizers and transformers read.
+
+    Word n of names has the id n. A word that is none of them is an error there, as it is here.
+    """
+    model = {"type": "WordLevel", "vocab": {name: n for n, name in enumerate(names)}}
+    # An unknown word would become this one, if it were in the vocabulary.
+    model["unk_token"] = "<unknown>"
+    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
+    tokenizer |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+
+    # Without this file transformers takes the model's family for the tokenizer's, in silence.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+
+
+def write_hf(model, directory, *, source="", names=()):
+    """Write a model as a Hugging Face directory, all of it or nothing; what stood there goes.
+
+    source   the --model directory, whose tokenizer, template and ends of turns are copied, or none
+    names    without a source: the names of the tokens, for a tokenizer of words, or none
+    """
+    # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
+    directory = Path(directory)
+    partial = directory.with_name(f"{directory.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        models.save_hf(model, partial)
+        if source and not Path(source).is_dir():
+            raise FileNotFoundError(f"the text files of --model {source} are gone")
+        if source:
+            models.copy_text_files(source, partial)
+        elif names:
+            for name, value in word_tokenizer(names).items():
+                text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+                (partial / name).write_text(text, encoding="utf-8")
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        raise
+
+    # Between these two lines there is no directory, and never half of one.
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def export_command(argv) -> int:
+    """`export`: a run's checkpoint as the directory that the run itself would write to OUT/hf."""
+    parser = argparse.ArgumentParser("train_grpo.py export", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("directory", metavar="DIR", help="to write; not there yet, or empty")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    options = parser.parse_args(argv)
+
+    # Nothing is deleted for this but an empty directory.
+    directory = Path(options.directory).absolute()
+    partial = directory.with_name(f"{directory.name}.tmp")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
+    if partial.exists():
+        raise ValueError(f"{partial} is there, where the files are first written: remove it")
+    if not is_run(options.run):
+        raise ValueError(f"{options.run} is no run: it is in Hugging Face's format already")
+
+    config = settings_of_run(options.run)
+    with one_process("an export"):
+        task = task_of_run(options.run, config, options.task)
+        model, checkpoint = policy_of_run(options.run, options.step, task)
+        names = token_names(task) if task else []
+        write_hf(model, directory, source=config.model, names=names)
+    print(f"wrote {directory}: {options.run}, {checkpoint}")
+    return 0
+
+
+# J. A step by hand ----------------------------------------------------------------------------
 # The definition of a whole step: each sequence by itself, plain loops, (1) to (7), clip and AdamW.
 # `check`, the tests and `audit` hold steps against it; who only trains can skip it.
 
@@ -3061,7 +3607,7 @@ def update_metrics(config, updates, has_reference) -> dict:
     return found
 
 
-# J. The audit: any step of a run, again by hand -----------------------------------------------
+# K. The audit: any step of a run, again by hand -----------------------------------------------
 # `train_grpo.py audit RUN`: one process, whatever made the run, reads it and writes nothing there.
 # For whoever wants to know where a number of metrics.jsonl came from; everybody else can skip it.
 
@@ -3167,10 +3713,8 @@ class RunFiles:
             raise ValueError("it holds no config.json; give the directory of a run")
         config = resumed_config(self.path / "config.json", {"task": task} if task else {})
 
-        # Any plan is a way to compute the same, and one process needs none. The run's tree stays,
-        # for one process can have it.
-        alone = dict(device="cpu", plan="", data_parallel="ddp", ac="none", cp_method="ring")
-        self.config = dataclasses.replace(config, pp_schedule="1f1b", **alone).check()
+        # One process needs no plan. The run's tree stays, for one process can have it.
+        self.config = dataclasses.replace(config, device="cpu", **ONE_PROCESS).check()
 
         # A line a step, from 0. The last one may be torn, in a run that was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")
@@ -3668,20 +4212,12 @@ def audit(argv) -> int:
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     options = parser.parse_args(argv)
 
-    # One process: a group of one rank is all that the ordinary code asks for, and it is left again
-    # before anything is printed.
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("an audit is one process: start it without torchrun")
-    alone = not dist.is_initialized()
-    if alone:
-        connect("cpu")
-    try:
-        report = audited(options.run, options.step, options.group, options.task)
-    except ValueError as error:
-        raise ValueError(f"{options.run} cannot be audited: {error}") from error
-    finally:
-        if alone:
-            dist.destroy_process_group()
+    # The group of this one process is left again before anything is printed.
+    with one_process("an audit"):
+        try:
+            report = audited(options.run, options.step, options.group, options.task)
+        except ValueError as error:
+            raise ValueError(f"{options.run} cannot be audited: {error}") from error
 
     # What was found is said in full whatever the verdict is; the verdict is the exit status.
     print_report(report)
@@ -3690,7 +4226,7 @@ def audit(argv) -> int:
     return 0 if report.wrong is None else 1
 
 
-# K. The audit as a page -----------------------------------------------------------------------
+# L. The audit as a page -----------------------------------------------------------------------
 # `train_grpo.py audit RUN --html FILE`: one file of HTML, which loads nothing and runs no script.
 # For whoever shows a step to others; everybody else can skip it.
 
@@ -3834,7 +4370,7 @@ def equations(report, s, row) -> list:
     return lines
 
 
-# L. Commands: the run's directory, main -------------------------------------------------------
+# M. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 
@@ -3916,7 +4452,8 @@ def prepare_out(config, stack) -> str:
             number = "[0-9]" * 8
             names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "curve.png"]
             names += ["events.out.*", "reference"]
-            names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
+            names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "hf.tmp"]
+            names += ["config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         stored = dataclasses.asdict(config)
@@ -3936,13 +4473,17 @@ def _measuring_file():
 
 
 def main(argv) -> int:
-    """0: done, target met or not. 2: an error, named on stderr. 130, 143: saved after Ctrl-C,
-    SIGTERM."""
+    """0: done, target met or not. 1: an audit that disagrees. 2: an error, named on stderr.
+    130, 143: saved after Ctrl-C, SIGTERM.
+
+    argv: flags of a run, or first a command, which has a function of its own and flags of its own.
+    """
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
-        if argv[:1] == ["audit"]:
-            return audit(argv[1:])
+        commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
+        if argv and argv[0] in commands:
+            return commands[argv[0]](argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
         config = parse_config(argv).check()
