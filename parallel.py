@@ -2542,6 +2542,7 @@ def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
 
     def inspect():
         state, table = _inspect(path, counts)
+        # Strict both ways, so that no tensor is left as it was made, or stays behind unseen.
         saved = {
             name: tuple(entry.size)
             for name, entry in table.state_dict_metadata.items()

@@ -2612,6 +2612,8 @@ def one_process(command, device="cpu", threads=1):
         raise ValueError(f"{command} is one process: start it without torchrun")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
+
+    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
     if dist.is_initialized():
         yield "cpu"
         return
@@ -2651,6 +2653,8 @@ def task_of_run(run, config, spec) -> Task | None:
         raise ValueError(f"--task is for a run with a task from a file: {run} needs none here")
     if config.model:
         return None
+
+    # A file that only the run's directory names is asked for and not imported.
     if spec:
         config = dataclasses.replace(config, task=spec)
     else:
@@ -2666,9 +2670,10 @@ def policy_of_run(run, step, task, dtype=""):
     dtype   default: the generator's, in which the run evaluates and writes OUT/hf
     """
     config = settings_of_run(run)
-    path = newest_checkpoint(run)
-    if step is not None:
-        path = Path(run) / f"step-{step:08d}"
+    if step is None:
+        path = newest_checkpoint(run)
+    else:
+        path = f"{run}/step-{step:08d}"
     if path is None or not Path(path).exists():
         steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
@@ -2702,7 +2707,9 @@ def load_policy(source, step, task, dtype, device):
     return models.load_hf(source, dtype=stored, device=device).requires_grad_(False), f"{source}"
 
 
-# Evaluation
+# An evaluation asks two things of the same held-out prompts. Greedy play says how many the policy
+# solves at its best; several samples of each say how likely one answer solves it (pass@1), and how
+# often one of k does (pass@k). Figures that are far apart promise that training can still help.
 
 
 def pass_at_k(solved, count, k) -> float:
@@ -2819,7 +2826,9 @@ def evaluation(argv) -> int:
     return 0
 
 
-# Conversation
+# A conversation is one growing row of tokens. What the user says is encoded and put behind it, the
+# answer is sampled behind that, and its tokens stay as they are: nothing is encoded twice. Every
+# turn runs the row from its beginning, which is simple, and quick for what a person can type.
 
 
 class Words:
@@ -2842,7 +2851,7 @@ class Words:
         return [self.numbers[word] for word in text.split()]
 
     def decode(self, tokens):
-        return " ".join(self.names[token] for token in tokens)
+        return Symbols(self.names).show(tokens)
 
 
 def words_of(directory):
@@ -2851,6 +2860,8 @@ def words_of(directory):
     path = Path(directory) / "tokenizer.json"
     if not path.exists():
         return None
+
+    # The vocabulary in its order makes the same file again, or somebody else has made this one.
     stored = models.read_json(path)
     model = stored.get("model")
     if not isinstance(model, dict) or model.get("type") != "WordLevel":
@@ -2861,6 +2872,7 @@ def words_of(directory):
 
 def text_side(source, config, task):
     """The text side of a run (config, task) or of a Hugging Face directory (None, None)."""
+    # Of a task of symbols the tokenizer is the list of their names; of all else it is a file.
     if config is None:
         names = words_of(source)
         if names is None:
@@ -2888,7 +2900,7 @@ class Answer(Row):
         return sampled
 
     def print_whole(self, ended=False):
-        """Print what is new, up to the last whole character; all of it once the answer has ended."""
+        """Print what is new, up to the last whole character; all once the answer has ended."""
         # A character may be the bytes of several tokens. Until the last of them is there, decoding
         # ends in U+FFFD; it is shown only if no more will come.
         text = self.text.decode(self.tokens[self.start :])
@@ -2956,7 +2968,11 @@ def lines_said(at_terminal):
         if at_terminal:
             print("> ", end="", flush=True)
         line = sys.stdin.readline()
+
+        # Even an empty line has its newline: nothing at all is the end, Ctrl-D at a terminal.
         if not line:
+            if at_terminal:
+                print()
             return
         if line.strip():
             yield line.rstrip("\n")
@@ -2964,6 +2980,7 @@ def lines_said(at_terminal):
 
 def converse(conversation):
     """Answer every line. At a terminal a line that has no tokens is named, and asked for again."""
+    # A mistyped symbol does not end a conversation. In a pipe nobody would see that it was skipped.
     at_terminal = sys.stdin.isatty()
     for said in lines_said(at_terminal):
         try:
@@ -3015,12 +3032,13 @@ def chat(argv) -> int:
             print(f"{name}: {how}", file=sys.stderr)
             converse(Conversation(model, text, options))
     except KeyboardInterrupt:
-        pass  # how one leaves
-    print(flush=True)
+        print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0
 
 
-# Hugging Face's directory
+# Hugging Face's directory is what other programs load: weights and shape by `models.save_hf`, and a
+# text side, without which AutoTokenizer makes up one of five tokens and says nothing. It is the
+# --model directory's, as it stands. A task of symbols has none, so one of words is written for it.
 
 
 def token_names(task) -> list:
