@@ -884,9 +884,13 @@ class Config:
     size: int = 7  # guess: numbers; sort: symbols; lookup: keys, and values
     turns: int = 4  # guess: answers allowed
     length: int = 4  # sort: symbols to sort
-    data: str = ""  # jsonl: file of {"question", "answer"} lines
-    template: str = "{question}\nEnd with '#### ' and the answer.\n"  # jsonl: the user's turn
+    data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
+    template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
+    instruction: str = "End with '#### ' and the answer."  # jsonl: a line behind each question
+    system: str = ""  # jsonl: the system's message, in a chat template
+    reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
     demos: int = 0  # supervised steps on the task's demonstrations before the first rollout
+    demo_data: str = ""  # jsonl: file of demonstrations, lines as of --data; empty: --data's own
     # the model
     model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
     layers: int = 3  # decoder layers
@@ -1074,6 +1078,19 @@ class Config:
             f"--heads must be 1 or even, got {self.heads}")
         yield self.task == "jsonl" and not (self.data and self.model), (
             "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json")
+
+        # Text. A task from a file may read these flags too; those of this file but one do not.
+        given = [name for name in TEXT_FLAGS if getattr(self, name) != getattr(Config, name)]
+        yield self.task in TASKS and self.task != "jsonl" and given, (
+            f"{' and '.join(map(_flag, given))}: for --task jsonl, not {self.task}")
+        whole = self.template not in ("", "chat", "raw")
+        yield whole and "{question}" not in self.template, (
+            f"--template must be chat, raw or a text with {{question}}, got {self.template!r}")
+        yield whole and (self.system or self.instruction not in ("", Config.instruction)), (
+            "--template with {question} is the whole prompt: write --instruction, --system there")
+        yield self.system and self.template == "raw", "--system is for --template chat, not raw"
+        yield self.demo_data and not self.demos, (
+            "--demo-data needs --demos N, the number of supervised steps")
         yield self.task == "sort" and self.length > self.size, (
             f"--length {self.length} distinct symbols need --size of as many, got {self.size}")
         yield self.device == "cuda" and not torch.cuda.is_available(), (
@@ -1085,6 +1102,9 @@ LOSS_SETTINGS = (
     "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
     "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
 )  # fmt: skip
+
+# The flags that only `Jsonl` reads.
+TEXT_FLAGS = "data", "template", "instruction", "system", "reward", "demo_data"
 
 
 def _flag(name):
@@ -1140,17 +1160,19 @@ def resumed_config(path, given) -> Config:
     if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
-    # A task's file is code. The run's directory may have come from somebody else, so the file that
-    # it names is never imported: whoever goes on with the run names one.
-    task = str(stored["task"])
-    if task not in TASKS:
-        name = task.rpartition(":")[2]
-        if given.get("task", "").rpartition(":")[2] != name:
+    # A task's file is code, and so is a reward's. The run's directory may have come from somebody
+    # else, so a file that it names is never imported: whoever goes on with the run names it.
+    for field in ("task", "reward"):
+        spec = str(stored[field])
+        if spec == "" or (field == "task" and spec in TASKS):
+            continue
+        name = spec.rpartition(":")[2]
+        if given.get(field, "").rpartition(":")[2] != name:
             raise ValueError(
-                f"the task of this run is a file's; give it again, as --task "
-                f"FILE.py:{name} (the run had {task!r})"
+                f"the {field} of this run is a file's; give it again, as --{field} "
+                f"FILE.py:{name} (the run had {spec!r})"
             )
-        stored["task"] = given["task"]
+        stored[field] = given[field]
 
     # A decaying learning rate depends on the last step, so `steps` is then not free.
     free = set(Config.FREE)
@@ -1660,6 +1682,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def demo_prompt(self, rng, index: int):
+        """Begin a demonstration, as `prompt` begins a group. index counts those of the run."""
+        return self.prompt(rng, index, False)
+
     def demo(self, state, rng) -> list[int]:
         """A valid answer to train on before the first rollout (--demos)."""
         raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
@@ -1835,65 +1861,390 @@ class Lookup(Symbols):
         return [int(rng.integers(self.size)) + (0 if state[2] is None else self.size), *self.end]
 
 
-class Jsonl(Task):
-    """Questions from a file of {"question", "answer"} lines, GSM8K's format.
+class Line(NamedTuple):
+    """A line of --data or --demo-data, as `Jsonl` plays it."""
 
-    The gold answer is what follows `####` (the whole answer, if nothing does). The reward is 1 for
-    an answer that ends in `####` and an equal number or text; so the template has to ask for it.
-    Every tenth question, by its hash, is held out. It needs the checkpoint's tokenizer.json.
+    where: str  # FILE.jsonl line N, for errors
+    row: dict  # as it stands in the file, for the reward
+    shown: str  # what is asked in it; its hash decides whether it is held out
+    messages: list  # what the prompt is rendered from; none without a chat template
+    prompt: list  # its tokens
+    later: list  # the user's messages that are said to the policy's first, second, .. answer
+    demo: list  # texts of the policy's answers, to be learnt; none where there is no demonstration
+    rewarded: bool  # lines of --demo-data are learnt, and nobody asks what they are worth
+
+
+class Jsonl(Task):
+    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+
+        {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+
+    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    template, is the question and on the next line --instruction; --system stands before it. `raw`:
+    the same two lines as plain text. A text with {question}: that is the whole prompt.
+
+    Messages are said as they stand, in the chat template. The policy answers the last of them, and
+    where two of the user's follow each other, the first of the two; the second is then said to it:
+
+        system  user  assistant  user  [the policy]  user  [the policy]
+
+    An assistant's message at the end is a demonstration (--demos), and is not shown. Rewards are
+    asked once, about the last answer. --reward names a function(text, row); without it the reward
+    is 1 for an answer that ends in `####` and a number or text equal to what follows `####` in the
+    line's answer (to all of that, if nothing does), so the prompt has to ask for it. An answer that
+    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out.
+
+    A state is (line, texts of the policy's answers so far).
     """
 
     def __init__(self, config):
-        self.tokenizer = models.load_tokenizer(config.model)
+        self.config = config
+        self.text = models.Text(config.model)
+        self.end = self.text.end
+        # Any row of the model can be sampled, and most have more rows than their tokenizer has
+        # tokens. Gemma's text models have one less: texts are held to that, too.
         shape = ModelConfig.from_hf(config.model)
-        self.vocab_size = self.tokenizer.get_vocab_size()
-        self.end = shape.eos_token_id
-        if not self.end:
-            raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
-
-        template = config.template
-        close = self.tokenizer.token_to_id("<|im_end|>")
-        if "{question}" not in template:
-            raise ValueError(f"--template must contain {{question}}, got {template!r}")
-        if close is not None:  # ChatML; base checkpoints do not name its end in config.json
-            template = f"<|im_start|>user\n{template}<|im_end|>\n<|im_start|>assistant\n"
-            self.end = tuple({*self.end, close})
+        self.vocab_size = shape.vocab_size
+        self.positions = shape.max_position_embeddings
+        self.template = self._template()
+        notes = []
+        if not config.template and self.template == "raw":
+            notes.append(
+                f"{config.model} has no chat template: prompts are plain text (--template raw), "
+                f"the question, --instruction on the next line, and a newline"
+            )
+        if config.reward:
+            if not names_code(config.reward):
+                raise ValueError(f"--reward {config.reward!r} is no FILE.py:function")
+            self.reward_file, self.reward = from_file(config.reward, "function")
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
-        room = shape.max_position_embeddings - config.max_new_tokens
-        self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
-        for number, row in models.read_json_lines(config.data):
-            where = f"{config.data} line {number}"
-            question = row.get("question")
-            answer = row.get("answer")
-            if not isinstance(question, str) or not isinstance(answer, str):
-                raise ValueError(f"{where} holds no question and answer, two strings")
-            tokens = self._encode(template.replace("{question}", question))
-            self.rows[is_held_out(question.encode())].append((answer, tokens))
-            if len(tokens) > room:
-                raise ValueError(
-                    f"{where}: a prompt of {len(tokens)} tokens; the model's positions less "
-                    f"--max-new-tokens leave {room}"
-                )
+        self.rows = {False: [], True: []}  # by held out
+        for line in self._read(config.data):
+            self.rows[is_held_out(line.shown.encode())].append(line)
         if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
 
-    def _encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        asks = any("messages" not in line.row for line in self.rows[False] + self.rows[True])
+        if config.instruction != Config.instruction and not asks:
+            raise ValueError(f"--instruction goes behind a question; {config.data} asks none")
+
+        # What is to be learnt: the answers of the training lines, or those of a file of their own.
+        # The two files may have prompts in common, and of those none that is held out is learnt.
+        self.demos = self.rows[False]
+        if config.demo_data:
+            held_out = {line.shown for line in self.rows[True]}
+            found = self._read(config.demo_data, learnt=True)
+            self.demos = [line for line in found if line.shown not in held_out]
+            if not self.demos:
+                raise ValueError(f"{config.demo_data} holds no line that is not held out")
+            if len(self.demos) < len(found):
+                notes.append(
+                    f"{len(found) - len(self.demos)} of {len(found)} lines of {config.demo_data} "
+                    f"are held out for evaluation, and not learnt"
+                )
+        if config.demos:
+            for line in self.demos:
+                self._require_demonstration(line)
+        self.note = "; ".join(notes)
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
-        return rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        line = rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        return (line, ()), line.prompt
 
     def reply(self, state, answer):
-        text = self.tokenizer.decode([t for t in answer if t not in self.end])
-        return state, None, float(same_answer(final_answer(text), final_answer(state) or state))
+        # The last token ends the turn; everything before it is what the policy has said.
+        line, answers = state
+        text = self.text.decode(answer[:-1])
+        answers = (*answers, text)
+        if len(answers) <= len(line.later):
+            return (line, answers), self._said_next(line, answers, answer[-1]), 0.0
+        return (line, answers), None, self._reward(line, text)
+
+    def demo_prompt(self, rng, index):
+        # The training lines are drawn, as in a rollout. A file of demonstrations is dealt: each of
+        # its lines is learnt as often as the others.
+        if not self.config.demo_data:
+            return self.prompt(rng, index, False)
+        line = self.demos[deal(self.config.seed, index, len(self.demos))]
+        return (line, ()), line.prompt
 
     def demo(self, state, rng):
-        return self._encode(state) + [self.end[0]]
+        # A line may hold none: then the task begins without, and only --demos asks for it.
+        line, answers = state
+        if not line.demo:
+            raise ValueError(
+                f"{line.where}: it holds no demonstration, neither an answer to its question nor "
+                f"an assistant's message that is the policy's only one; --demo-data can bring some"
+            )
+        try:
+            return self._spoken(conversation(line, answers), line.demo[len(answers)])
+        except ValueError as error:
+            raise ValueError(f"{line.where}: {error}") from error
 
     def show(self, tokens):
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return self.text.decode(tokens, special=True)
+
+    # How a line becomes a Line.
+
+    def _template(self):
+        """What --template is for this checkpoint: chat, raw, or a text with {question}."""
+        # Unless somebody wants it otherwise, the checkpoint is spoken to as it has learnt to be: a
+        # model that is trained on other marks than its own has to unlearn those first.
+        config = self.config
+        has_own = self.text.template is not None
+        template = config.template or ("chat" if has_own else "raw")
+        if template == "chat" and not has_own:
+            raise ValueError(
+                f"--template chat: {config.model} has no chat template, neither as "
+                f"chat_template.jinja nor in tokenizer_config.json; --template raw has none"
+            )
+        if template != "chat" and config.system:
+            raise ValueError(f"--system: {config.model} has no chat template to put it in")
+        return template
+
+    def _read(self, file, learnt=False):
+        """The Lines of a file. learnt: it is that of --demo-data. ValueError names a bad line."""
+        lines = []
+        for number, row in models.read_json_lines(file):
+            where = f"{file} line {number}"
+            try:
+                how = self._messages if "messages" in row else self._question
+                line = Line(where=where, row=row, rewarded=not learnt, **how(row, learnt))
+                self._require_room(line)
+            except ValueError as error:  # of the chat template, too, which may refuse a role
+                raise ValueError(f"{where}: {error}") from error
+            lines.append(line)
+        return lines
+
+    def _question(self, row, learnt) -> dict:
+        """What a {"question", "answer"} row says of its Line."""
+        # A reward's function may do without an answer; what is learnt, or is right, is one.
+        question = row.get("question")
+        answer = row.get("answer")
+        needed = learnt or not self.config.reward
+        if not isinstance(question, str) or (needed and not isinstance(answer, str)):
+            strings = "question and answer, two strings" if needed else "question, a string"
+            raise ValueError(f"it holds no {strings}")
+
+        # Marks of turns are the chat template's business. Plain text begins with BOS if this
+        # checkpoint's texts do; a chat template says so itself.
+        messages = []
+        asked = question
+        if self.config.instruction:
+            asked += f"\n{self.config.instruction}"
+        if self.template == "chat":
+            messages = self._behind_system([{"role": "user", "content": asked}])
+            prompt = self.text.prompt(messages)
+        elif self.template == "raw":
+            prompt = self.text.encode(f"{asked}\n", bos=True)
+        else:
+            whole = self.template.replace("{question}", question)
+            prompt = self.text.encode(whole, bos=True)
+        demo = [answer] if isinstance(answer, str) else []
+        return dict(shown=question, messages=messages, prompt=prompt, later=[], demo=demo)
+
+    def _messages(self, row, learnt) -> dict:
+        """What a {"messages", "answer"} row says of its Line."""
+        messages = row["messages"]
+        require_messages(messages)
+        if self.template != "chat":
+            raise ValueError("it holds messages, which only --template chat can say")
+        if not (learnt or self.config.reward or isinstance(row.get("answer"), str)):
+            raise ValueError("it holds no answer, a string, and without --reward nothing else says "
+                             "what is right")  # fmt: skip
+
+        # Demonstrations of a file of their own are learnt from the first answer on. Of other lines
+        # only an answer at the end is one, and what stands before it is shown, whoever said it.
+        shown = messages
+        if messages[-1]["role"] == "assistant":
+            shown = messages[:-1]
+        if learnt:
+            first, later, demo = learnt_turns(messages)
+        else:
+            first, later = played_turns(shown)
+            demo = []
+            if shown is not messages and not later:  # else earlier answers are missing
+                demo = [messages[-1]["content"]]
+        first = self._behind_system(first)
+        return dict(
+            shown=json.dumps(shown, sort_keys=True), messages=first, later=later, demo=demo,
+            prompt=self.text.prompt(first),
+        )  # fmt: skip
+
+    def _behind_system(self, messages) -> list:
+        """Messages behind --system, unless they bring a system's message of their own."""
+        if not self.config.system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.config.system}, *messages]
+
+    # What is said, as tokens, and what it must leave room for.
+
+    def _said_next(self, line, answers, end_token) -> list:
+        """The user's next message, behind the policy's last answer, which end_token has ended."""
+        return self.text.next_turn(conversation(line, answers), end_token)
+
+    def _require_known(self, tokens):
+        """ValueError if the model has no row for one of the tokens."""
+        for token in tokens:
+            if token >= self.vocab_size:
+                raise ValueError(
+                    f"it holds token {token}, {self.show([token])!r}; those of the model end at "
+                    f"{self.vocab_size - 1}"
+                )
+
+    def _spoken(self, messages, answer) -> list:
+        """The tokens of an answer, its end included, as the policy should say it to messages."""
+        tokens = self.text.encode(answer)
+        self._require_known(tokens)
+        if any(token in self.end for token in tokens):
+            raise ValueError(f"the demonstration {answer!r} holds a mark that would end it")
+        if self.template != "chat":
+            return [*tokens, self.end[0]]
+
+        # As the chat template writes it: Gemma's strips blanks around it, and Qwen3's puts an empty
+        # block of thoughts before it. What the template adds behind the end is not the policy's. A
+        # template that asks for answers in one form and writes them in another (DeepSeek-R1's, with
+        # its thoughts) gives no text that follows the prompt: then the answer stands by itself.
+        before = self.text.render(messages)
+        answered = [*messages, {"role": "assistant", "content": answer}]
+        whole = self.text.render(answered, add_generation_prompt=False)
+        if whole.startswith(before):
+            tokens = self.text.encode(whole[len(before) :])
+        for n, token in enumerate(tokens):
+            if token in self.end:
+                return tokens[: n + 1]
+        return [*tokens, self.end[0]]
+
+    def _require_room(self, line):
+        """ValueError if the model has too few positions for a prompt and an answer."""
+        limit = self.config.max_new_tokens
+        self._require_known(line.prompt)
+        if len(line.prompt) + limit > self.positions:
+            raise ValueError(
+                f"a prompt of {len(line.prompt)} tokens; the model's positions less "
+                f"--max-new-tokens leave {self.positions - limit}"
+            )
+
+        # What the user says later counts among the new tokens, and so does each answer's end.
+        answers = [""] * len(line.later)
+        said = 0
+        for n in range(len(line.later)):
+            tokens = self._said_next(line, answers[: n + 1], self.end[0])
+            self._require_known(tokens)
+            said += len(tokens)
+        if said + len(line.later) + 1 > limit:
+            raise ValueError(
+                f"{said} tokens are said after the policy's answers, which leaves no room for "
+                f"those in --max-new-tokens {limit}"
+            )
+
+    def _require_demonstration(self, line):
+        """ValueError if a line has nothing to be learnt, or more than --max-new-tokens of it."""
+        # Said as in a rollout, turn by turn: a limit that cut it would leave its end unlearnt.
+        answers = ()
+        count = 0
+        for n in range(len(line.later) + 1):
+            tokens = self.demo((line, answers), None)
+            answers = (*answers, line.demo[n])
+            count += len(tokens)
+            if n < len(line.later):
+                count += len(self._said_next(line, answers, tokens[-1]))
+        if count > self.config.max_new_tokens:
+            raise ValueError(
+                f"{line.where}: a demonstration of {count} tokens is over --max-new-tokens "
+                f"{self.config.max_new_tokens}"
+            )
+
+    def _reward(self, line, text) -> float:
+        """What a last answer is worth; ValueError that names the line where that is no number."""
+        if not line.rewarded:
+            return 0.0
+        if not self.config.reward:
+            gold = line.row["answer"]
+            return float(same_answer(final_answer(text), final_answer(gold) or gold))
+
+        # The function gets a copy: what it changes there would be another row for the next answer.
+        try:
+            with naming_the_task(self.reward_file):
+                reward = self.reward(text, copy.deepcopy(line.row))
+        except TaskError as error:
+            where = f"for the answer {text[:200]!r} to {line.where}"
+            raise TaskError(f"{error}, {where}") from error.__cause__
+        if not is_finite_number(reward):
+            raise ValueError(
+                f"--reward {self.config.reward} gave {reward!r} for the answer {text[:200]!r} to "
+                f"{line.where}: rewards must be finite numbers"
+            )
+        return float(reward)
+
+
+def conversation(line, answers) -> list:
+    """The messages of a line up to here: those of its prompt, each answer, what is said to it."""
+    messages = list(line.messages)
+    for n, answer in enumerate(answers):
+        messages.append({"role": "assistant", "content": answer})
+        messages += line.later[n : n + 1]  # none behind the last answer
+    return messages
+
+
+def require_messages(messages):
+    """ValueError for what is no conversation of a user and an assistant."""
+    # Templates take any role and write it down, "asistant" too: what is no role is refused here.
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it holds no messages, a list of objects")
+    for n, message in enumerate(messages):
+        good = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not good or message.get("role") not in ("system", "user", "assistant"):
+            raise ValueError(
+                f"message {n + 1} has no role (system, user or assistant) and content, a string"
+            )
+        if message["role"] == "system" and n > 0:
+            raise ValueError(f"message {n + 1} is the system's, which can only be the first")
+
+
+def played_turns(messages):
+    """(messages of the prompt, later ones of the user) of a conversation that is to be played."""
+    # Where the user speaks twice in a row, the policy answers in between: there the prompt ends.
+    # What the assistant has said before that is history.
+    #
+    #     user  assistant  user | user | user      the prompt, and two later messages
+    roles = [message["role"] for message in messages]
+    if roles[-1:] != ["user"]:
+        raise ValueError("the messages end with no user's, which the policy could answer")
+    cut = len(messages)
+    for n in range(1, len(messages)):
+        if roles[n - 1] == roles[n] == "user":
+            cut = n
+            break
+    later = messages[cut:]
+    if "assistant" in roles[cut:]:
+        raise ValueError(
+            f"message {roles.index('assistant', cut) + 1} is the assistant's, behind an answer "
+            f"that the policy has to give: two messages of the user stand in a row before it"
+        )
+    return messages[:cut], later
+
+
+def learnt_turns(messages):
+    """(messages of the prompt, later ones of the user, answers) of a demonstration."""
+    # Behind the user's first message all that the assistant says is learnt.
+    #
+    #     user | assistant | user | assistant      the prompt, an answer, a later message, an answer
+    roles = [message["role"] for message in messages]
+    if "user" not in roles or roles[-1] != "assistant":
+        raise ValueError("a demonstration needs a user's message, and an assistant's at its end")
+    first = roles.index("user") + 1
+    behind = messages[first:]
+    for n, role in enumerate(roles[first:]):
+        wanted = "user" if n % 2 else "assistant"
+        if role != wanted:
+            where = f"message {first + n + 1}"
+            raise ValueError(f"{where} is the {role}'s; a demonstration needs the {wanted}'s there")
+    answers = [message["content"] for message in behind[::2]]
+    return messages[:first], behind[1::2], answers
 
 
 def final_answer(text):
@@ -1922,26 +2273,40 @@ def same_answer(a, b):
 TASKS = {"guess": Guess, "sort": Sort, "lookup": Lookup, "jsonl": Jsonl}
 
 
+def names_code(spec) -> bool:
+    """Whether spec is FILE.py:NAME of a file that is there."""
+    file = spec.rpartition(":")[0]
+    return file.endswith(".py") and Path(file).is_file()
+
+
+def from_file(spec, kind):
+    """(file, what it calls NAME) for spec FILE.py:NAME. kind: class or function, for the error."""
+    file, _, name = spec.rpartition(":")
+    # Run as a script, this file is the module __main__; a task file that imports train_grpo would
+    # get a second copy of it, whose Task is another class than this one.
+    sys.modules.setdefault("train_grpo", sys.modules[__name__])
+    found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    with naming_the_task(file):
+        found.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no {kind} {name!r}")
+    return file, getattr(module, name)
+
+
 def make_task(config) -> Task:
     """The task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task in TASKS:
         return TASKS[config.task](config)
-    file, _, name = config.task.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
-    # Run as a script, this file is the module __main__; a task file that imports train_grpo would
-    # get a second copy of it, whose Task is another class than this one.
-    sys.modules.setdefault("train_grpo", sys.modules[__name__])
-    spec = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    if not names_code(config.task):
+        raise ValueError(
+            f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
+    file, make = from_file(config.task, "class")
     with naming_the_task(file):
-        spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise ValueError(f"{file} has no class {name!r}")
-    with naming_the_task(file):
-        task = getattr(module, name)(config)
+        task = make(config)
 
     # A class in a file need not derive from Task, so nothing can be taken for granted.
+    name = type(task).__name__
     size = getattr(task, "vocab_size", 0)
     end = getattr(task, "end", ())
     if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
@@ -1978,7 +2343,11 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
         if group % dist.get_world_size() == dist.get_rank():
             rng = np.random.default_rng([config.seed, stream, step, group])
             with asking(task):
-                state, prompt = task.prompt(rng, first + group, held_out)
+                # A task from a file need not derive from Task, and may lack `demo_prompt`.
+                if stream == DEMO_PROMPT and hasattr(task, "demo_prompt"):
+                    state, prompt = task.demo_prompt(rng, first + group)
+                else:
+                    state, prompt = task.prompt(rng, first + group, held_out)
             starts.append((group, state, prompt))
     return starts
 
@@ -2001,7 +2370,7 @@ def ask_reply(task, play, answer):
     with asking(task):
         state, reply, reward = task.reply(play.state, answer)
     name = type(task).__name__
-    if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
+    if not is_finite_number(reward):
         raise ValueError(
             f"{name} gave reward {reward} in group {play.group}, rollout "
             f"{play.first}, for the answer {task.show(answer)!r}: rewards must be finite"
@@ -2012,6 +2381,13 @@ def ask_reply(task, play, answer):
         last = task.vocab_size - 1
         raise ValueError(f"{name} replied {reply} in group {play.group}: ids end at {last}")
     return state, reply, reward
+
+
+def is_finite_number(x) -> bool:
+    """Whether x, which may be anything that a task has returned, is a number or a tensor of one."""
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 and bool(x.isfinite())
+    return isinstance(x, numbers.Real) and math.isfinite(x)
 
 
 def require_finite_tokens(config, step, sampled):
@@ -2409,6 +2785,8 @@ class Log:
         self.say(json.dumps(dataclasses.asdict(c)))
         self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
+        if getattr(self.task, "note", ""):  # what a task has decided, such as a template
+            self.say(self.task.note)
 
         # Lines behind the checkpoint belong to steps that are now done again.
         for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
@@ -3721,15 +4099,17 @@ class Rounding(NamedTuple):
 class RunFiles:
     """A run's directory, read: configuration, metrics, rollouts, checkpoints.
 
-    Nothing is written there, nothing is locked, and no file that it names is imported: task is the
-    run's FILE.py:Class, given again by whoever audits.
+    Nothing is written there, nothing is locked, and no file that it names is imported: task and
+    reward are the run's FILE.py:Class and FILE.py:function, given again by whoever audits.
     """
 
-    def __init__(self, run, task):
+    def __init__(self, run, task="", reward=""):
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError("it holds no config.json; give the directory of a run")
-        config = resumed_config(self.path / "config.json", {"task": task} if task else {})
+        given = {"task": task, "reward": reward}
+        given = {name: spec for name, spec in given.items() if spec}
+        config = resumed_config(self.path / "config.json", given)
 
         # One process needs no plan. The run's tree stays, for one process can have it.
         self.config = dataclasses.replace(config, device="cpu", **ONE_PROCESS).check()
@@ -4064,15 +4444,15 @@ class Report:
         return f"audit of step {self.step}: {self.wrong} is outside"
 
 
-def audited(run, step=None, group=None, task="") -> Report:
+def audited(run, step=None, group=None, task="", reward="") -> Report:
     """Do a step of a run again by hand, and compare; ValueError if that cannot be.
 
     run           its directory
     step, group   None: the step behind the newest checkpoint; the first group that it learns from
-    task          the run's FILE.py:Class, if it had one
+    task, reward  the run's FILE.py:Class and FILE.py:function, if it had them
     """
     # The state before the step, and the line to be held against it.
-    files = RunFiles(run, task)
+    files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
     line = files.metrics[step]
@@ -4228,12 +4608,15 @@ def audit(argv) -> int:
     parser.add_argument("--group", type=int, help="spell this group out, by models.definition")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
     options = parser.parse_args(argv)
 
     # The group of this one process is left again before anything is printed.
     with one_process("an audit"):
         try:
-            report = audited(options.run, options.step, options.group, options.task)
+            report = audited(
+                options.run, options.step, options.group, options.task, options.reward
+            )
         except ValueError as error:
             raise ValueError(f"{options.run} cannot be audited: {error}") from error
 
