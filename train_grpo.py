@@ -14,9 +14,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
-    python train_grpo.py eval runs/guess-0 [--samples 8]      # solved, pass@k, their intervals
-    python train_grpo.py chat runs/guess-0                    # talk to it, here or from a pipe
-    python train_grpo.py export runs/guess-0 DIR [--step N]   # a Hugging Face directory
+    python train_grpo.py eval | chat | export runs/guess-0 .. # pass@k; talk; for Hugging Face
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
@@ -3254,7 +3252,8 @@ def policy_of_run(run, step, task, dtype=""):
         steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
 
-    # The shape is not in the checkpoint: it is that of --model, or what the flags say.
+    # The shape is not in the checkpoint: it is that of --model, or what the flags say. Tensors of
+    # another shape are refused by `read_checkpoint`, by name.
     if config.model and not Path(config.model).is_dir():
         raise ValueError(
             f"the shape and the text of this run's model are those of its --model "
@@ -3322,12 +3321,14 @@ class Evaluation(NamedTuple):
 
 def evaluated(config, task, model, samples) -> Evaluation:
     """Play each held-out prompt greedily and `samples` times at the temperature. Collective."""
-    # Greedy play is what a run does every `eval_every` steps: the same prompts, the same figure.
+    # Greedy play is what a run does every `eval_every` steps, by the same call: of the same
+    # weights it is the same figure, if seed, prompts and limits are the run's.
     solved, _ = evaluate(config, task, model)
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
 
-    # The samples, by random numbers of their own: a key of one number more than a rollout's.
+    # The samples, by random numbers of their own: a key of one number more than a rollout's. They
+    # are no rollouts of training, which fork where --forks says so, and are `group` in number.
     several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
     groups = play(several, task, model, starts, key=(config.seed, EVALUATION, 0))
     counts = [len([t for t in group if t.reward >= 1]) for group in groups]
@@ -3353,11 +3354,12 @@ def evaluated(config, task, model, samples) -> Evaluation:
 
 def settings_of_evaluation(source, given) -> Config:
     """The run's own settings, or the defaults for a Hugging Face directory, and what was given."""
-    # A run's device may not be here, and its plan needs other processes.
+    # A run's device may not be here, nor what it began with; its plan needs other processes.
     if is_run(source):
         missing = [name for name in CODE if name not in given]
         config = settings_of_run(source, imported=missing)
-        return dataclasses.replace(config, **ONE_PROCESS | {"device": ""} | given).check()
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": ""}
+        return dataclasses.replace(config, **elsewhere | given).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
                          f"--data FILE for --task jsonl")  # fmt: skip
@@ -3377,7 +3379,8 @@ def evaluation(argv) -> int:
     if options.samples < 1:
         raise ValueError(f"--samples must be positive, got {options.samples}")
 
-    # Everything that is wrong with the flags is said before a model is read.
+    # Everything that is wrong with the flags is said before a model is read. `given` are those that
+    # were typed: the others are the run's own.
     given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
     config = settings_of_evaluation(options.source, given)
     with one_process("an evaluation", config.device, config.threads) as device:
@@ -3521,7 +3524,8 @@ class Conversation:
                 f"positions, so it cannot go on: begin another"
             )
 
-        # The draws are a function of the seed and the turn, so a piped conversation repeats.
+        # The draws are a function of the seed and the turn, so that a conversation from a pipe can
+        # be repeated, and a second turn is not drawn by the numbers of the first.
         draws = uniforms((self.options.seed, self.turns), room)
         row = Answer(self.tokens, draws, self.text)
         generate(
@@ -3575,7 +3579,7 @@ def chat(argv) -> int:
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
-    parser.add_argument("--system", default="", help="the system's message, in a chat template")
+    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
     parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
@@ -3585,12 +3589,16 @@ def chat(argv) -> int:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
 
+    # A directory in Hugging Face's format needs no task, and has no settings.
     config = task = None
     if is_run(options.source):
         config = settings_of_run(options.source)
         task = task_of_run(options.source, config, options.task)
+        if options.system is None:
+            options.system = config.system
     elif options.task:
         raise ValueError("--task is for a run with a task from a file")
+
     try:
         with one_process("a chat", options.device, torch.get_num_threads()) as device:
             text = text_side(options.source, config, task)
@@ -3667,7 +3675,8 @@ def write_hf(model, directory, *, source="", names=()):
         shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
         raise
 
-    # Between these two lines there is no directory, and never half of one.
+    # Between these two lines there is no directory, and never half of one. A directory cannot be
+    # renamed to one that holds files, so the old one has to go first.
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
 
