@@ -34,7 +34,7 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Added tokens in the order of their ids. The tags of Qwen are no "special" ones: decoding keeps them.
+# Added tokens in the order of their ids. The tags are no "special" ones: decoding keeps them.
 QWEN_MARKS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|image_pad|>"
 QWEN_TAGS = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
 QWEN3_TAGS = "<tool_response>", "</tool_response>", "<think>", "</think>"

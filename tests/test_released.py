@@ -105,7 +105,7 @@ def test_a_released_checkpoint_comes_and_goes_as_transformers_has_it(family, tmp
     # The next turn of the same conversation, behind what was sampled.
     said = [*CHAT, {"role": "assistant", "content": text.decode(answer)}, CHAT[-1]]
     row = [*prompt, *answer, *text.next_turn(said, answer[-1])]
-    assert tokenizer.decode(row[len(prompt) + len(answer) :]).endswith(tokenizer.decode(prompt[-3:]))
+    assert row[-3:] == prompt[-3:]  # where the assistant answers
     same_logits(ours, model, row)
     same_answers(ours, model, text, row)
 
