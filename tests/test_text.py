@@ -22,6 +22,11 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def texts(checkpoints):
+    return {name: Text(directory) for name, directory in checkpoints.items()}
+
+
+@pytest.fixture(scope="module")
 def theirs(checkpoints):
     """transformers' tokenizer of each family."""
     transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
@@ -105,8 +110,8 @@ def test_there_are_twenty_conversations():
 
 
 @pytest.mark.parametrize("family", released.FAMILIES)
-def test_token_ids_are_those_of_transformers(checkpoints, theirs, family):
-    text = Text(checkpoints[family])
+def test_token_ids_are_those_of_transformers(texts, theirs, family):
+    text = texts[family]
     for name, messages in CONVERSATIONS.items():
         want = theirs[family].apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False)  # fmt: skip
@@ -118,8 +123,8 @@ def test_token_ids_are_those_of_transformers(checkpoints, theirs, family):
 
 
 @pytest.mark.parametrize("family", released.FAMILIES)
-def test_raw_text_is_that_of_transformers_with_one_bos(checkpoints, theirs, family):
-    text = Text(checkpoints[family])
+def test_raw_text_is_that_of_transformers_with_one_bos(texts, theirs, family):
+    text = texts[family]
     for messages in CONVERSATIONS.values():
         for message in messages:
             raw = message["content"]
@@ -131,8 +136,8 @@ def test_raw_text_is_that_of_transformers_with_one_bos(checkpoints, theirs, fami
 
 
 @pytest.mark.parametrize("family", released.FAMILIES)
-def test_decoding_is_that_of_transformers(checkpoints, theirs, family):
-    text = Text(checkpoints[family])
+def test_decoding_is_that_of_transformers(texts, theirs, family):
+    text = texts[family]
     for messages in CONVERSATIONS.values():
         tokens = text.prompt(messages)
         assert text.decode(tokens) == theirs[family].decode(tokens, skip_special_tokens=True)
@@ -205,9 +210,9 @@ def test_without_a_template_rendering_says_so(tmp_path):
 
 
 @pytest.mark.quick
-def test_bos_is_what_the_checkpoint_says(checkpoints, changed):
+def test_bos_is_what_the_checkpoint_says(texts, changed):
     for family in released.FAMILIES:
-        assert Text(checkpoints[family]).bos == (2 if family == "gemma3" else None)
+        assert texts[family].bos == (2 if family == "gemma3" else None)
     for value, wanted in ((True, 2), (False, None), (None, 2), (..., 2)):
         directory = changed("gemma3", {"tokenizer_config.json": {"add_bos_token": value}})
         text = Text(directory)
@@ -230,6 +235,9 @@ def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
 # Turns -----------------------------------------------------------------------------------------
 
 
+TALKERS = "qwen2", "qwen3", "gemma3"  # the text of Qwen3-MoE is that of Qwen3
+
+
 def row_of(text, messages, *, answers=None):
     """The row that a policy makes which gives these answers, turn by turn."""
     row = []
@@ -248,9 +256,9 @@ def row_of(text, messages, *, answers=None):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_turns_one_by_one_are_the_whole_conversation(checkpoints, family):
-    text = Text(checkpoints[family])
+@pytest.mark.parametrize("family", TALKERS)
+def test_turns_one_by_one_are_the_whole_conversation(texts, family):
+    text = texts[family]
     for name in ("short", "code", "marks of Gemma", "two turns", "six turns"):
         messages = CONVERSATIONS[name]
         if name == "six turns":  # Gemma's template trims what is said
@@ -259,9 +267,9 @@ def test_turns_one_by_one_are_the_whole_conversation(checkpoints, family):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_what_was_sampled_stays_as_it_was_drawn(checkpoints, family):
-    text = Text(checkpoints[family])
+@pytest.mark.parametrize("family", TALKERS)
+def test_what_was_sampled_stays_as_it_was_drawn(texts, family):
+    text = texts[family]
     messages = said("2 + 2?", "the answer is four", "and 3?")
 
     # Letter by letter: tokens that no encoder makes of these words.
@@ -277,9 +285,8 @@ def test_what_was_sampled_stays_as_it_was_drawn(checkpoints, family):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_thoughts_of_earlier_turns_stay_though_the_template_drops_them(checkpoints, family):
-    text = Text(checkpoints[family])
+def test_thoughts_of_earlier_turns_stay_though_the_template_drops_them(texts):
+    text = texts["qwen3"]
     messages = said("2 + 2?", THOUGHT, "and 3?", THOUGHT, "and 4?")
     row = row_of(text, messages)
     assert row.count(text.encode("</think>")[0]) == 2
@@ -289,17 +296,17 @@ def test_thoughts_of_earlier_turns_stay_though_the_template_drops_them(checkpoin
 
 
 @pytest.mark.quick
-def test_spaces_around_an_answer_stay_though_a_template_trims_them(checkpoints):
-    text = Text(checkpoints["gemma3"])
+def test_spaces_around_an_answer_stay_though_a_template_trims_them(texts):
+    text = texts["gemma3"]
     messages = said("2 + 2?", " 4\n", "and 3?")
     row = text.decode(row_of(text, messages), special=True)
     assert row == text.render(messages).replace("model\n4", "model\n 4\n")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_the_next_turn_depends_on_no_answer(checkpoints, family):
-    text = Text(checkpoints[family])
+@pytest.mark.parametrize("family", TALKERS)
+def test_the_next_turn_depends_on_no_answer(texts, family):
+    text = texts[family]
     mark, document = text.end
     whole = text.encode(text.render(said("a", "An answer", "c")).partition("An answer")[2])
     assert whole[0] == mark
@@ -325,11 +332,11 @@ def test_a_template_must_write_an_answer_once(changed, times):
 # Ends ------------------------------------------------------------------------------------------
 
 @pytest.mark.quick
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_ends_are_those_of_both_configs_and_the_templates_mark(checkpoints, changed, family):
+@pytest.mark.parametrize("family", TALKERS)
+def test_ends_are_those_of_both_configs_and_the_templates_mark(texts, changed, family):
     marks = ("<end_of_turn>", "<eos>") if family == "gemma3" else ("<|im_end|>", "<|endoftext|>")
-    mark, document = map(Text(checkpoints[family]).tokenizer.token_to_id, marks)
-    assert Text(checkpoints[family]).end == (mark, document)
+    mark, document = map(texts[family].tokenizer.token_to_id, marks)
+    assert texts[family].end == (mark, document)
 
     # Of config.json, of generation_config.json, and whether there is a template.
     for config, generation, template, want in (
@@ -437,8 +444,8 @@ def test_a_wrong_template_in_the_settings_is_named_too(changed):
 
 
 @pytest.mark.quick
-def test_a_templates_own_complaint_is_passed_on(checkpoints):
-    text = Text(checkpoints["gemma3"])
+def test_a_templates_own_complaint_is_passed_on(texts):
+    text = texts["gemma3"]
     twice = [*HELLO, *HELLO]
     assert complaint_of(text.render, twice).endswith(
         "fails: Conversation roles must alternate user/assistant/user/assistant/...")  # fmt: skip
