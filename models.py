@@ -3164,8 +3164,8 @@ class Text:
     def _find_bos(self, settings):
         """The id of BOS if raw text begins with it, else None."""
         # DEVIATES: from transformers 5, which reads `add_bos_token` only where there is no
-        # tokenizer.json; 4 and the checkpoints' authors mean it. Released checkpoints say the
-        # same in both files. Pinned by tests/test_text.py::test_bos_is_what_the_checkpoint_says.
+        # tokenizer.json. Whoever wrote the field meant it; released checkpoints say the same in
+        # both files. Pinned by tests/test_text.py::test_bos_is_what_the_checkpoint_says.
         path = self.directory / "tokenizer_config.json"
         said = _field_of_file(path, settings, "add_bos_token", bool | None)
         if said is None:
