@@ -3019,6 +3019,8 @@ def _replace_checkpoint(directory, written):
 # For whoever talks to a checkpoint: its words as tokens, and how a conversation is written down.
 # Skip it if your rows are token ids already.
 
+# What a checkpoint has beside its weights and their config.json: all that text needs, and how its
+# authors sample. Some of these say the same in an older form.
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
@@ -3033,7 +3035,9 @@ class Text:
     ValueError of one line that names the file; so is a directory in which nothing ends a turn.
 
     tokenizer: the `tokenizers` Tokenizer of tokenizer.json.
-    vocab_size: how many tokens it has. Some models have more rows than that, and some fewer.
+    vocab_size: how many ids the model has, by config.json: more than the tokenizer where the
+        model's rows are rounded up (Qwen), one less where the tokenizer alone knows the place of an
+        image (Gemma 3 1B).
     template: the source of the chat template; None where the directory has none.
     special_tokens: what the template may name: {"bos_token": "<bos>", ..}.
     bos: the id that raw text begins with; None if the checkpoint wants none.
@@ -3047,23 +3051,28 @@ class Text:
         # A tokenizer.json may still say how its last user cut and padded rows. Ours are whole.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.vocab_size = self.tokenizer.get_vocab_size()
+        config = ModelConfig.from_hf(self.directory)
+        self.vocab_size = config.vocab_size
 
+        # Raw text needs BOS alone; conversations need the template and what it may name.
         settings = _optional_json(self.directory / "tokenizer_config.json")
         self.special_tokens = _special_tokens(self.directory, settings)
         self.bos = self._find_bos(settings)
-
         self.template, self._template_file = _chat_template(self.directory, settings)
         self._compiled = None
         if self.template is not None:
-            self._compiled = compile_template(self.template, self._template_file)
-        self.end = self._find_ends()
+            self._compiled = _compile_template(self.template, self._template_file)
+
+        # Last, since the template is asked too.
+        self.end = self._find_ends(config)
 
     def encode(self, text, *, bos=False) -> list[int]:
         """The tokens of a text as it stands: marks in it become their ids, and nothing is added.
 
         bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
         """
+        # "special tokens" are here those that the tokenizer would put around the text. Marks that
+        # stand in the text are found in any case.
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         if bos and self.bos is not None and tokens[:1] != [self.bos]:
             tokens = [self.bos, *tokens]
@@ -3131,6 +3140,9 @@ class Text:
 
     def _text_behind(self, messages, turn, *, add_generation_prompt) -> str:
         """What the template writes behind the content of messages[turn], to the end."""
+        # A template is a program. What it writes behind an answer is seen by running it with an
+        # answer that can be found again: plain words, which no template trims, splits or escapes.
+        # If somebody has said these very words, others are taken.
         marker = "here the answer stands"
         while marker in str(messages):
             marker += " again"
@@ -3148,38 +3160,35 @@ class Text:
         # DEVIATES: from transformers 5, which reads `add_bos_token` only where there is no
         # tokenizer.json; 4 and the checkpoints' authors mean it. Released checkpoints say the
         # same in both files. Pinned by tests/test_text.py::test_bos_is_what_the_checkpoint_says.
-        said = settings.get("add_bos_token")
+        path = self.directory / "tokenizer_config.json"
+        said = _field_of_file(path, settings, "add_bos_token", bool | None)
         if said is None:
-            # The tokenizer's post-processor puts it in front, or nothing does.
+            # The tokenizer's post-processor puts it in front of any text, or nothing does.
             bare = self.tokenizer.encode("a", add_special_tokens=False).ids
-            first = self.tokenizer.encode("a", add_special_tokens=True).ids[0]
-            return None if first == bare[0] else first
+            whole = self.tokenizer.encode("a", add_special_tokens=True).ids
+            return whole[0] if whole[:1] != bare[:1] else None
         if not said:
             return None
         bos = self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
         if bos is None:
-            raise ValueError(f"{self.directory / 'tokenizer_config.json'} has add_bos_token, but "
-                             f"no bos_token that tokenizer.json knows")  # fmt: skip
+            raise ValueError(f"{path} has add_bos_token, but no bos_token that tokenizer.json "
+                             f"knows")  # fmt: skip
         return bos
 
-    def _find_ends(self):
+    def _find_ends(self, config):
         """The ids that end a turn, each once."""
         ends = []
         mark = self._template_mark()
         if mark is not None:
             ends.append(mark)
 
-        # A chat model's config.json often names the end of a document alone, and a base model's
-        # generation_config.json has the ends of both.
+        # A chat model's config.json often names one end alone, that of a turn or of a document;
+        # generation_config.json has both.
         path = self.directory / "generation_config.json"
-        said = _optional_json(path).get("eos_token_id")
-        try:
-            require_field("eos_token_id", said, int | list[int] | None)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        said = _field_of_file(path, _optional_json(path), "eos_token_id", int | list[int] | None)
         if said is not None:
             ends += said if isinstance(said, list) else [said]
-        ends += ModelConfig.from_hf(self.directory).eos_token_id
+        ends += config.eos_token_id
 
         if not ends:
             raise ValueError(f"{self.directory}: nothing ends a turn. Neither generation_config."
@@ -3231,7 +3240,8 @@ def copy_text_files(source, target) -> list[str]:
     present = [name for name in TEXT_FILES if (source / name).is_file()]
     target.mkdir(parents=True, exist_ok=True)
     if source.resolve() == target.resolve():
-        return present
+        return present  # nothing to do, and nothing to lose
+
     for name in TEXT_FILES:
         if name not in present:
             (target / name).unlink(missing_ok=True)
@@ -3243,7 +3253,7 @@ def copy_text_files(source, target) -> list[str]:
     return present
 
 
-def compile_template(source, where):
+def _compile_template(source, where):
     """A chat template, ready for `render`, with what transformers gives templates at hand.
 
     where: the file, for the ValueError if its syntax is wrong.
@@ -3271,6 +3281,7 @@ def compile_template(source, where):
 
     # A checkpoint comes from somebody else, and its template is a program. The sandbox keeps it
     # from Python's internals, from changing what it is given, and from ranges beyond 100,000.
+    # The two switches are part of the language: without them every {% .. %} would leave a line.
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation],
     )  # fmt: skip
@@ -3282,6 +3293,8 @@ def compile_template(source, where):
     except Exception as error:  # a wrong syntax, or one that is nested too deeply for the compiler
         raise ValueError(_template_complaint(where, error)) from error
 
+
+# What transformers gives templates, by the names of the sandbox above.
 
 def _template_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     return json.dumps(
@@ -3332,16 +3345,33 @@ def _chat_template(directory, settings):
 
 def _special_tokens(directory, settings) -> dict[str, str]:
     """The tokens that have a role, by its name: bos_token, eos_token, pad_token and so on."""
-    # Before `added_tokens_decoder`, they stood in a file of their own, which is then the newer.
+    # Checkpoints from before `added_tokens_decoder` have these tokens in a file of their own. As in
+    # transformers, it wins there, and is not looked at elsewhere.
+    path = directory / "tokenizer_config.json"
     if "added_tokens_decoder" not in settings:
-        settings = settings | _optional_json(directory / "special_tokens_map.json")
+        path = directory / "special_tokens_map.json"
+        settings = settings | _optional_json(path)
+
     found = {}
-    for name, token in settings.items():
+    for name in settings:
+        if not name.endswith("_token") or isinstance(settings[name], bool):
+            continue  # add_bos_token and its like are no tokens
+        token = _field_of_file(path, settings, name, str | dict | None)
         if isinstance(token, dict):  # with how it is matched: {"content": "<bos>", "lstrip": ..}
-            token = token.get("content")
-        if name.endswith("_token") and isinstance(token, str):
+            token = _field_of_file(path, token, "content", str)
+        # A token that is null is not there: a template that asks for it finds nothing.
+        if token is not None:
             found[name] = token
     return found
+
+
+def _field_of_file(path, found, name, kind):
+    """found[name], or None; ValueError that names the file, unless it is of the annotated kind."""
+    try:
+        require_field(name, found.get(name), kind)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found.get(name)
 
 
 def _optional_json(path) -> dict:
