@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import shortened
 
 import train_grpo
 from train_grpo import Config, demonstrations, draw_prompts, is_held_out, make_task
@@ -104,7 +105,7 @@ def prompts(task):
 # 1. Prompts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", released.FAMILIES)
+@pytest.mark.parametrize("family", shortened(released.FAMILIES, *FAMILIES))
 @pytest.mark.parametrize("said", ["", "Be brief."])
 def test_prompts_are_the_checkpoints_own(directory, by_transformers, tmp_path, family, said):
     task = task_of(directory(family), tmp_path, [*QUESTIONS, *numbered(HISTORY)], system=said)
