@@ -195,6 +195,17 @@ def test_a_state_is_shared_by_forks_and_never_changed(directory, tmp_path):
         assert said(now, "#### 4")[1:] == (None, 1.0)
 
 
+def test_a_conversation_needs_room_for_what_is_said_and_an_end_of_each_answer(directory, tmp_path):
+    model, rows = directory("qwen2"), numbered([user("2 + 2?"), user("And 3 + 3?")])
+    task = task_of(model, tmp_path, rows)
+    state, _ = task.prompt(np.random.default_rng(0), 0, False)
+    reply = task.reply(state, [task.end[0]])[1]
+    task_of(model, tmp_path, rows, max_new_tokens=len(reply) + 2)
+    message = f"{len(reply)} tokens are said after the policy's answers"
+    with pytest.raises(ValueError, match=message):
+        task_of(model, tmp_path, rows, max_new_tokens=len(reply) + 1)
+
+
 def test_every_tenth_conversation_is_held_out_by_its_hash(directory, tmp_path):
     task = task_of(directory("qwen2"), tmp_path, numbered(HISTORY) + numbered(TWICE))
     for held_out, lines in task.rows.items():
@@ -242,8 +253,9 @@ def rewarding(directory, folder, name, **options):
 
 def test_a_reward_of_a_file_gets_the_text_and_a_row_of_its_own(directory, tmp_path):
     asked = rewarding(directory, tmp_path, "close")
-    assert asked("so\n#### 14!") == 1.0 and isinstance(asked("so\n#### 14!"), float)
-    assert asked("four") == 0.04  # what it changed is forgotten
+    for _ in range(2):  # what it changed is forgotten
+        assert asked("so\n#### 14!") == 1.0 and asked("four") == 0.04
+    assert isinstance(asked("so\n#### 14!"), float)
 
 
 @pytest.mark.parametrize("name, message", [
