@@ -994,7 +994,7 @@ class Config:
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
     # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
-    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip"  # may be 0, though not by default
+    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip", "save_every"  # may be 0
 
     def __post_init__(self):
         start = "demos" if self.demos else "random"
