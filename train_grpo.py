@@ -964,7 +964,7 @@ class Config:
     # everything; the same would undo in a few steps what the other two know (tests/RESULTS.md).
     # A field of this table is None until __post_init__ has looked here.
     BY_START = dict(
-        lr=dict(random=1e-3, demos=2e-4, model=1e-6),
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
         entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
         demo_lr=dict(random=1e-3, demos=1e-3, model=1e-5),
     )
@@ -997,6 +997,8 @@ class Config:
     ZERO = "target", "lr_warmup", "gae_lambda", "value_clip", "save_every"  # may be 0
 
     def __post_init__(self):
+        # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
+        # fields are numbers, also in config.json: a resumed run has those that it began with.
         start = "demos" if self.demos else "random"
         if self.model:
             start = "model"

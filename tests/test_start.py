@@ -15,7 +15,7 @@ import pytest
 import train_grpo
 from test_ranks import UNEQUAL, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
-from train_grpo import Config, Log, audited, parse_config
+from train_grpo import Config, Log, RunFiles, audited, make_task, parse_config, state_before
 
 DEMOS = f"{TINY} --task lookup --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9 --log-every 4"
@@ -178,6 +178,12 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     before = [row for row in report.rows if row.key == "eval/solved_before"]
     assert len(before) == 1 and before[0].by_hand > 0.1
     assert "eval/solved_before" not in {row.key for row in audited(run, 1).rows}
+
+    # The loop's optimiser begins anew: the moments of the supervised steps are gone.
+    files = RunFiles(run, "")
+    trainer, again = state_before(files, make_task(files.config), 0, print)
+    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    assert again == 0 and moments and not any(x.any() for x in moments)
 
     # Without that checkpoint the supervised steps are done again; a changed number is found.
     shutil.rmtree(run / "step-00000000")
