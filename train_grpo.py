@@ -2522,8 +2522,8 @@ class Log:
         self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), plan {plan}, {c.data_parallel}, "
                  f"{trainer.device.type}, {c.dtype}")  # fmt: skip
-        self.say(f"out {self.out}: `plot {self.out}` draws it, Ctrl-C saves it, --resume --out "
-                 f"{self.out} goes on with it")  # fmt: skip
+        self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
+                 f"{self.out} goes on")  # fmt: skip
 
         # Lines behind the checkpoint belong to steps that are now done again.
         firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), start)
