@@ -52,7 +52,7 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
-    reward/groups_equal          of those whose rewards are all equal; gae: 1 if all the step's are
+    reward/groups_equal          fraction of groups of equal rewards; gae: 1 if all the step's are
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
     eval/solved_before           the same before the first step, behind any --demos; in line 0
     length/rollout_mean, length/max   sampled tokens of a rollout
@@ -2805,7 +2805,12 @@ class Recorded:
 
     @property
     def reward(self):
-        return math.fsum(reward for _, reward in self.rewards)
+        # Added turn by turn, as a rollout's is, for whether two sums are equal is a question of
+        # their last bits: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
+        total = 0.0
+        for _, reward in self.rewards:
+            total += reward
+        return total
 
 
 def play_again(config, task, start, group, number, tokens, logprobs) -> Recorded:
