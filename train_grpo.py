@@ -3308,7 +3308,11 @@ def wilson(mean, count):
     z2 = NORMAL_95**2 / count
     centre = (mean + z2 / 2) / (1 + z2)
     half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
-    return max(0.0, centre - half), min(1.0, centre + half)
+
+    # Rounding may leave an end just beyond 0 or 1, or the mean of 1 just outside.
+    low = max(0.0, centre - half)
+    high = min(1.0, centre + half)
+    return min(low, mean), max(high, mean)
 
 
 class Evaluation(NamedTuple):
