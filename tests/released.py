@@ -1,6 +1,6 @@
 """Checkpoints as they are released: Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3, small, random weights.
 
-    directory = make("gemma3", folder)                          # 5 to 20 M parameters
+    directory = make("gemma3", folder)                          # 8 to 16 M parameters
     directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
 
 The files and the fields of their configurations are those of the published repositories, in the
@@ -9,6 +9,7 @@ tokenizers are of the same kind, trained on this project's own text: byte-level 
 SentencePiece's BPE with byte fallback becomes in a tokenizer.json (Gemma).
 """
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -33,11 +34,10 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Added tokens in the order of their ids; the second half of Qwen's are no "special" ones, so that
-# decoding keeps them.
+# Added tokens in the order of their ids. The tags are no "special" ones: decoding keeps them.
 QWEN_MARKS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|image_pad|>"
-QWEN_WORDS_ADDED = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
-QWEN3_WORDS_ADDED = "<tool_response>", "</tool_response>", "<think>", "</think>"
+QWEN_TAGS = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
+QWEN3_TAGS = "<tool_response>", "</tool_response>", "<think>", "</think>"
 GEMMA_MARKS = (
     "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>",
     "<start_of_image>", "<end_of_image>",
@@ -45,23 +45,30 @@ GEMMA_MARKS = (
 GEMMA_SPACES = "\n", "\n\n", "\n\n\n", "\n\n\n\n", "▁▁", "▁▁▁", "▁▁▁▁"
 
 
-def make(family, directory, *, layers=8, width=256, template=True, seed=0) -> Path:
+def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Path:
     """A checkpoint in the released form; the directory, which is made.
 
-    family: one of FAMILIES. layers, width: 8 and 256 give 7 to 15 M parameters.
+    family: one of FAMILIES. layers, width: 4 and 384 give 8 to 16 M parameters.
     template: whether it is a chat model. Without, it is a base model: no chat template, and one
         end, that of a document.
     """
     directory = Path(directory)
     tokenizer = gemma_tokenizer() if family == "gemma3" else qwen_tokenizer(family != "qwen2")
     raw = config_of(family, tokenizer, layers, width, template)
-    model = Transformer(ModelConfig.from_hf(raw)).init_weights(seed)
+    config = dataclasses.replace(ModelConfig.from_hf(raw), initializer_range=0.08)
+    model = Transformer(config).init_weights(seed)
 
-    # Norms away from 1 and biases away from 0, so that no test passes for their being neutral.
+    # A trained model's layers change what passes through them. Weights four times as large as a
+    # new model's do so too: without, a tied head repeats its last token for ever. Gemma scales its
+    # embedding by 16 or so, and has to begin with a smaller one. Norms are away from 1 and biases
+    # from 0, so that no test passes for their being neutral.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p += 0.02 * torch.randn(p.shape, generator=generator)
+            if p.ndim == 1:
+                p += 0.1 * torch.randn(p.shape, generator=generator)
+        if config.scale_embedding:
+            model.model.embed_tokens.weight *= 0.25
     save_hf(model.to(torch.bfloat16), directory)
 
     def write(name, value):
@@ -90,8 +97,8 @@ def corpus():
 
 
 @functools.cache
-def qwen_tokenizer(thinks):
-    """Byte-level BPE. thinks: with the added tokens of Qwen3."""
+def qwen_vocabulary() -> str:
+    """Byte-level BPE without any mark, as the text of a tokenizer.json."""
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
@@ -103,10 +110,14 @@ def qwen_tokenizer(thinks):
     trainer = BpeTrainer(
         vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)  # fmt: skip
     tokenizer.train_from_iterator(corpus(), trainer)
+    return tokenizer.to_str()
 
-    # They come behind the vocabulary, as in the released ones.
+
+def qwen_tokenizer(thinks):
+    """With the marks behind the vocabulary, as in the released ones. thinks: those of Qwen3 too."""
+    tokenizer = Tokenizer.from_str(qwen_vocabulary())
     tokenizer.add_special_tokens(list(QWEN_MARKS))
-    tokenizer.add_tokens([*QWEN_WORDS_ADDED, *(QWEN3_WORDS_ADDED if thinks else ())])
+    tokenizer.add_tokens([*QWEN_TAGS, *(QWEN3_TAGS if thinks else ())])
     return tokenizer
 
 
