@@ -1936,11 +1936,8 @@ class Jsonl(Task):
         self.config = config
         self.text = models.Text(config.model)
         self.end = self.text.end
-        # Any row of the model can be sampled, and most have more rows than their tokenizer has
-        # tokens. Gemma's text models have one less: texts are held to that, too.
-        shape = ModelConfig.from_hf(config.model)
-        self.vocab_size = shape.vocab_size
-        self.positions = shape.max_position_embeddings
+        self.vocab_size = self.text.vocab_size
+        self.positions = ModelConfig.from_hf(config.model).max_position_embeddings
         self.template = self._template()
         notes = []
         if not config.template and self.template == "raw":

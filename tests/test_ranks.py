@@ -462,3 +462,11 @@ def test_the_clip_is_exactly_the_ratio_of_norms(bound):
     assert parallel.clip_grad_norm(model, bound).item() == pytest.approx(norm, rel=1e-15)
     for p, g in zip(model.parameters(), before):
         assert torch.allclose(p.grad, g * min(1.0, bound / norm), rtol=1e-15, atol=0)
+
+
+def test_the_norm_of_many_float32_entries_is_that_of_float64():
+    """Summed in float32, the squares of an embedding's gradient were off by 1e-5."""
+    model = torch.nn.Embedding(4096, 32)
+    model.weight.grad = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
+    norm = model.weight.grad.double().square().sum().sqrt().item()
+    assert parallel.clip_grad_norm(model, 1e9).item() == pytest.approx(norm, rel=1e-12)
