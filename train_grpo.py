@@ -53,7 +53,7 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
-    reward/groups_equal          of those whose rewards are all equal; gae: 1 if all the step's are
+    reward/groups_equal          fraction of groups of equal rewards; gae: 1 if all the step's are
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
     eval/solved_before           the same before the first step, behind any --demos; in line 0
     length/rollout_mean, length/max   sampled tokens of a rollout
@@ -969,7 +969,7 @@ class Config:
     # everything; the same would undo in a few steps what the other two know (tests/RESULTS.md).
     # A field of this table is None until __post_init__ has looked here.
     BY_START = dict(
-        lr=dict(random=1e-3, demos=2e-4, model=1e-6),
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
         entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
         demo_lr=dict(random=1e-3, demos=1e-3, model=1e-5),
     )
@@ -999,9 +999,11 @@ class Config:
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
     # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
-    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip"  # may be 0, though not by default
+    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip", "save_every"  # may be 0
 
     def __post_init__(self):
+        # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
+        # fields are numbers, also in config.json: a resumed run has those that it began with.
         start = "demos" if self.demos else "random"
         if self.model:
             start = "model"
@@ -2913,8 +2915,8 @@ class Log:
         self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
                  f"{dist.get_world_size()} rank(s), plan {plan}, {c.data_parallel}, "
                  f"{trainer.device.type}, {c.dtype}")  # fmt: skip
-        self.say(f"out {self.out}: `plot {self.out}` draws it, Ctrl-C saves it, --resume --out "
-                 f"{self.out} goes on with it")  # fmt: skip
+        self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
+                 f"{self.out} goes on")  # fmt: skip
         if getattr(self.task, "note", ""):  # what a task has decided, such as a template
             self.say(self.task.note)
 
@@ -3755,7 +3757,12 @@ class Recorded:
 
     @property
     def reward(self):
-        return math.fsum(reward for _, reward in self.rewards)
+        # Added turn by turn, as a rollout's is, for whether two sums are equal is a question of
+        # their last bits: 0.1 + 0.2 + 0.3 is more than 0.3 + 0.3.
+        total = 0.0
+        for _, reward in self.rewards:
+            total += reward
+        return total
 
 
 def play_again(config, task, start, group, number, tokens, logprobs) -> Recorded:

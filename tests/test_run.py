@@ -262,9 +262,10 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     verify_checkpoint(finished / "step-00000003")
 
 
-def test_keep_keeps_the_newest(tmp_path):
-    good(tmp_path, f"{TINY} --out run --save-every 1 --keep 2 --steps 5")
-    assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["4", "5"]
+@pytest.mark.parametrize("every, kept", [(1, ["4", "5"]), (0, ["5"])])
+def test_keep_keeps_the_newest(tmp_path, every, kept):
+    good(tmp_path, f"{TINY} --out run --save-every {every} --keep 2 --steps 5")
+    assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == kept
 
 
 class Evil:

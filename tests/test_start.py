@@ -8,18 +8,17 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 import train_grpo
 from test_ranks import UNEQUAL, read_metrics
-from test_run import TINY, _main, _task, at, begin, cli, contents, end, good, same_run
-from train_grpo import Config, Log, audited, parse_config
+from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
+from train_grpo import Config, Log, RunFiles, audited, make_task, parse_config, state_before
 
-DEMOS = f"{TINY} --task lookup --size 2 --demos 5 --kl-coef 0.1 --keep 9 --out run --save-every 2"
-DEMOS += " --steps 2 --log-every 2"
+DEMOS = f"{TINY} --task lookup --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
+DEMOS += " --out run --save-every 4 --keep 9 --log-every 4"
 
 
 def lines_of(path):
@@ -44,8 +43,11 @@ def straight(tmp_path_factory):
 # Defaults ------------------------------------------------------------------------------------
 
 
+STARTS = [{}, dict(demos=3), dict(model="DIR"), dict(demos=3, model="DIR")]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("given", [{}, dict(demos=3), dict(model="DIR"), dict(demos=3, model="DIR")])
+@pytest.mark.parametrize("given", STARTS)
 def test_defaults_depend_on_what_the_run_begins_with(given):
     """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
     start = "model" if "model" in given else "demos" if "demos" in given else "random"
@@ -57,7 +59,7 @@ def test_defaults_depend_on_what_the_run_begins_with(given):
     given = parse_config([*flags, "--entropy-coef", "0.5", "--lr", "3"]).check()
     assert (given.entropy_coef, given.lr) == (0.5, 3.0)
     assert parse_config([*flags, "--entropy-coef", "0"]).check().entropy_coef == 0
-    with pytest.raises(ValueError, match="--demo-lr must be positive; --lr must be positive"):
+    with pytest.raises(ValueError, match="--demo-lr must be positive.* --lr must be positive"):
         Config(lr=0.0, demo_lr=0.0).check()
 
 
@@ -78,23 +80,23 @@ def test_help_shows_the_default_of_each_start(capsys):
 def test_the_supervised_start_is_seen(straight):
     run, out = straight()
     lines = lines_of(run / "demos.jsonl")
-    assert [line["step"] for line in lines] == list(range(5))
+    assert [line["step"] for line in lines] == list(range(10))
     assert all(line.keys() == {"step", *train_grpo.DEMO_METRICS} for line in lines)
     losses = [line["loss/token_mean"] for line in lines]
-    assert losses == sorted(losses, reverse=True) and 1 < losses[-1] < losses[0] < 3
-    assert {line["lr"] for line in lines} == {Config.BY_START["demo_lr"]["demos"]}
+    assert losses[-1] < 1 < 1.9 < losses[0] < 2
+    assert {line["lr"] for line in lines} == {0.03}  # --lr-warmup 0
 
     # Two tables, of which the second begins with what is solved behind the demonstrations.
     rows = [line.split() for line in out.splitlines()]
     heads = [n for n, row in enumerate(rows) if row[:1] == ["step"]]
     assert rows[heads[0]] == ["step", "loss", "entropy", "norm", "tokens/s"]
-    assert [row[0] for row in rows[heads[0] + 1 : heads[1]]] == ["0", "2", "4"]
+    assert [row[0] for row in rows[heads[0] + 1 : heads[1]]] == ["0", "4", "8", "9"]
     assert [row[0] for row in rows[heads[1] + 1 : heads[1] + 4]] == ["before", "0", "1"]
     assert heads[0] < 5, "so many lines stand before the first row"
 
     # The loop has lines and checkpoints of its own, and its optimiser begins anew.
     metrics = read_metrics(run)
-    assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy_version"] == 7
+    assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy_version"] == 12
     assert {path.name for path in run.glob("*-0*")} == {"step-00000000", "step-00000002"}
     stored = json.loads((run / "config.json").read_text())
     assert stored["entropy_coef"] == 0 and stored["lr"] == 0.01
@@ -102,9 +104,9 @@ def test_the_supervised_start_is_seen(straight):
 
 SUPERVISED = "train_grpo.supervised_step"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 4), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.keep_reference", 1),
+    (1, SUPERVISED, 6), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.keep_reference", 1),
     (1, "train_grpo.save", 3), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
-    (2, SUPERVISED, 4), (2, "train_grpo.save", 3),
+    (2, SUPERVISED, 6), (2, "train_grpo.save", 3),
 ]  # fmt: skip
 QUICK = 0, 3
 SOME = [
@@ -125,7 +127,7 @@ def test_a_killed_supervised_start_resumes_bit_for_bit(straight, tmp_path, world
     codes, _, _ = cli(tmp_path, DEMOS, world, die=(where, count))
     assert -signal.SIGKILL in codes
     out, _ = good(tmp_path, "--resume --out run", world)
-    assert count != 4 or "the weights of run/demos-00000002, first 3 supervised steps" in out
+    assert count != 6 or "the weights of run/demos-00000004, first 6 supervised steps" in out
     same_start(tmp_path / "run", straight(world)[0])
 
 
@@ -136,17 +138,18 @@ def _stopped(rank, world, port, cwd, log, flags, count):
     _main(rank, world, port, cwd, log, flags, None)
 
 
-@pytest.mark.parametrize(
-    "world, count",
-    [(1, 4), pytest.param(1, 5, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow)],
-)
+LAST = pytest.param(1, 10, marks=pytest.mark.slow)
+OF_TWO = pytest.param(2, 6, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("world, count", [(1, 6), LAST, OF_TWO])
 def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
     codes, out, err = end(*begin(tmp_path, DEMOS, world, count, _stopped))
     assert codes == [143] * world, err
     assert f"SIGTERM: saved after {count} supervised steps; go on with --resume --out run" in out[0]
-    saved = "demos-00000004" if count == 4 else "step-00000000"
+    saved = "step-00000000" if count == 10 else f"demos-{count:08d}"
     assert (tmp_path / "run" / saved / "state.json").exists()
-    assert not read_metrics(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else 1
+    assert read_metrics(tmp_path / "run") == []
     good(tmp_path, "--resume --out run", world)
     same_start(tmp_path / "run", straight(world)[0])
 
@@ -173,7 +176,14 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     report = audited(run, 0)
     assert report.wrong is None and "from step-00000000, the state before step 0" in report.intro
     before = [row for row in report.rows if row.key == "eval/solved_before"]
-    assert len(before) == 1 and "eval/solved_before" not in {row.key for row in audited(run, 1).rows}
+    assert len(before) == 1 and before[0].by_hand > 0.1
+    assert "eval/solved_before" not in {row.key for row in audited(run, 1).rows}
+
+    # The loop's optimiser begins anew: the moments of the supervised steps are gone.
+    files = RunFiles(run, "")
+    trainer, again = state_before(files, make_task(files.config), 0, print)
+    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    assert again == 0 and moments and not any(x.any() for x in moments)
 
     # Without that checkpoint the supervised steps are done again; a changed number is found.
     shutil.rmtree(run / "step-00000000")
@@ -182,23 +192,27 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
     report = audited(run, 0)
     assert report.wrong == "eval/solved_before"
-    assert any("behind 5 supervised steps" in text for text in report.intro)
+    assert any("behind 10 supervised steps" in text for text in report.intro)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_it_is_evaluated_once_and_again_only_with_line_0(tmp_path, world):
-    """Secrets that have to be asked for: the same of them are found on any number of ranks."""
-    flags = f"{TINY} --out run --save-every 2 --seed 3 --steps"
-    out, _ = good(tmp_path, f"{flags} 2", world)
+def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
+    finished, out = straight()
+    lines = read_metrics(finished)
     (before,) = re.findall(r"^before +(\S+)$", out, re.M)
-    first = read_metrics(tmp_path / "run")[0]
-    assert float(before) == pytest.approx(first["eval/solved_before"], abs=1e-3)
-    out, _ = good(tmp_path, "--resume --out run --steps 3", world)
-    assert "before" not in out and read_metrics(tmp_path / "run")[0] == first
-    shutil.rmtree(tmp_path / "run" / "step-00000002")
-    shutil.rmtree(tmp_path / "run" / "step-00000003")
-    out, _ = good(tmp_path, "--resume --out run --steps 1", world)
-    assert "before" in out and read_metrics(tmp_path / "run") == [first]
+    assert float(before) == pytest.approx(lines[0]["eval/solved_before"], abs=1e-3)
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    out, _ = good(tmp_path, "--resume --out run")
+    assert "before" not in out and read_metrics(run) == lines
+    shutil.rmtree(run / "step-00000002")
+    out, _ = good(tmp_path, "--resume --out run")
+    assert f"before{before:>30}\n" in out and read_metrics(run) == lines
+
+
+@pytest.mark.slow
+def test_two_ranks_solve_as_much_before_the_first_step(straight):
+    (one, _), (two, _) = straight(), straight(2)
+    lines = [read_metrics(run)[0]["eval/solved_before"] for run in (one, two)]
+    assert lines[0] == lines[1] > 0.1
 
 
 # What is printed --------------------------------------------------------------------------------
