@@ -197,6 +197,12 @@ def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch
     assert contents(run) == before and not list(tmp_path.iterdir())
 
 
+def test_what_stands_where_an_export_is_first_written_is_refused(run, tmp_path, capsys):
+    (tmp_path / "new.tmp").mkdir()
+    code, _, err = call(capsys, "export", run, tmp_path / "new")
+    assert code == 2 and "new.tmp is there" in err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("flag", ["--lr", "--steps", "--model", "--advantage", "--out"])
 def test_a_flag_that_does_nothing_in_an_evaluation_is_refused(run, capsys, flag):
     with pytest.raises(SystemExit) as left:
