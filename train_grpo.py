@@ -3291,13 +3291,13 @@ def plot(runs) -> None:
 # other programs load. Who only trains can skip it.
 
 
-# What a run's plan and its like become where one process reads it: another way to compute the same.
+# One process reads a run without its plan, which is another way to compute the same.
 ONE_PROCESS = dict(
     plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
     offload=False, compile=False,
 )  # fmt: skip
 
-# Flags that may name a file of Python.
+# Flags that may name a file of Python, which is code: see `resumed_config`.
 CODE = "task", "reward"
 
 # Flags of a run that an evaluation has too. All others would change nothing, and are refused.
@@ -3440,7 +3440,11 @@ def wilson(mean, count):
     z2 = NORMAL_95**2 / count
     centre = (mean + z2 / 2) / (1 + z2)
     half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
-    return max(0.0, centre - half), min(1.0, centre + half)
+
+    # Rounding may leave an end just beyond 0 or 1, or the mean of 1 just outside.
+    low = max(0.0, centre - half)
+    high = min(1.0, centre + half)
+    return min(low, mean), max(high, mean)
 
 
 class Evaluation(NamedTuple):
@@ -3523,7 +3527,10 @@ def evaluation(argv) -> int:
         require_room(config, task, model.config.max_position_embeddings)
         found = evaluated(config, task, model, options.samples)
 
-    # A table for a reader, samples, and one line of JSON for a program.
+    # What the task has decided by itself, such as a template. Then a table for a reader, samples,
+    # and one line of JSON for a program.
+    if getattr(task, "note", ""):
+        print(task.note)
     print(f"{name}: {config.task}, {config.eval_prompts} held-out prompts, {found.prompts} "
           f"different; {options.samples} samples each at temperature {config.temperature:g}, "
           f"seed {config.seed}")  # fmt: skip
@@ -3707,6 +3714,8 @@ def converse(conversation):
 
 def chat(argv) -> int:
     """`chat`: a conversation, streamed, until the input ends or somebody presses Ctrl-C."""
+    # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
+    # top-k, top-p or penalty of generation_config.json, so what one sees is what was trained.
     parser = argparse.ArgumentParser("train_grpo.py chat", allow_abbrev=False)
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
@@ -3736,9 +3745,8 @@ def chat(argv) -> int:
             text = text_side(options.source, config, task)
             if options.system and text.template is None:
                 raise ValueError(f"--system needs a chat template, and {options.source} has none")
-            model, name = load_policy(
-                options.source, options.step, task, options.dtype, device
-            )
+            model, name = load_policy(options.source, options.step, task, options.dtype, device)
+
             # How one talks to it. Answers alone go to standard output, for whoever reads a pipe.
             how = "its own chat template"
             if isinstance(text, Words):
@@ -3790,8 +3798,7 @@ def write_hf(model, directory, *, source="", names=()):
     names    without a source: the names of the tokens, for a tokenizer of words, or none
     """
     # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
-    directory = Path(directory)
-    partial = directory.with_name(f"{directory.name}.tmp")
+    partial = Path(f"{Path(directory).absolute()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         models.save_hf(model, partial)
@@ -3823,8 +3830,8 @@ def export_command(argv) -> int:
     options = parser.parse_args(argv)
 
     # Nothing is deleted for this but an empty directory.
-    directory = Path(options.directory).absolute()
-    partial = directory.with_name(f"{directory.name}.tmp")
+    directory = Path(options.directory)
+    partial = Path(f"{directory.absolute()}.tmp")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
@@ -5256,7 +5263,7 @@ def main(argv) -> int:
         print(f"rank {os.environ.get('RANK', 0)}: error: {error}", file=sys.stderr, flush=True)
         return leave(2)  # a clean teardown would wait for ranks that may be gone or stuck
     except KeyboardInterrupt:  # from here on Stop has it: a Ctrl-C before the first step
-        print("interrupted before the first step: nothing to save", file=sys.stderr, flush=True)
+        print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
     dist.destroy_process_group()
     return leave(code)

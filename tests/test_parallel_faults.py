@@ -290,6 +290,21 @@ def test_what_one_rank_cannot_read_is_refused_by_all(tmp_path):
     assert all("cannot be read: rank 1: " in text for text in first[2:])
 
 
+def test_a_part_of_a_checkpoint_is_read_by_the_beginning_of_its_names(tmp_path, process_group):
+    """And is as strict: a tensor too many or too few under these names is refused."""
+    stored = {"model.a": torch.ones(2), "model.b": torch.ones(3), "optimizer.a": torch.ones(2)}
+    write_checkpoint(tmp_path / "saved", stored, {"step": 1})
+    found = {"model.a": torch.zeros(2), "model.b": torch.zeros(3)}
+    assert read_checkpoint(tmp_path / "saved", found, only="model.")["step"] == 1
+    assert all(x.eq(1).all() for x in found.values())
+    with pytest.raises(ValueError, match=r"optimizer.a is \(2,\) there and absent here"):
+        read_checkpoint(tmp_path / "saved", found)
+    with pytest.raises(ValueError, match=r"model.b is \(3,\) there and absent here"):
+        read_checkpoint(tmp_path / "saved", {"model.a": torch.zeros(2)}, only="model.")
+    with pytest.raises(ValueError, match="model.c is absent there"):
+        read_checkpoint(tmp_path / "saved", found | {"model.c": torch.zeros(1)}, only="model.")
+
+
 # Buffers ---------------------------------------------------------------------------------------
 
 

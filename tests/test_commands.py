@@ -1,0 +1,494 @@
+"""`eval`, `chat` and `export`, and OUT/hf: what becomes of a run's weights.
+
+Runs are processes of their own, as in test_run.py; the commands are called in this one. Of
+checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
+"""
+
+import io
+import itertools
+import json
+import math
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import shortened
+from test_rollout import checkpoint, folder  # noqa: F401, fixtures
+from test_run import _main, begin, cli, contents, end, good
+
+import models
+import train_grpo
+from train_grpo import Answer, Config, Words, evaluated, main, make_task, pass_at_k, wilson
+
+SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
+SMALL += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
+SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
+ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".split()
+NAMED = """
+from pathlib import Path
+Path("imported").touch()
+from train_grpo import Symbols
+class Echo(Symbols):
+    def __init__(self, config):
+        super().__init__(["a", "b", "!"])
+    def prompt(self, rng, index, held_out):
+        return None, [index % 2]
+    def reply(self, state, answer):
+        return None, None, float(len(answer) == 2)
+class Mute(Echo):
+    def __init__(self, config):
+        self.vocab_size, self.end, self.names = 3, (2,), ["a", "b b", "!"]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 9 steps that solves 0, 1/3 and all of its prompts at its three checkpoints."""
+    pytest.importorskip("safetensors", reason="checkpoints are safetensors")
+    folder = tmp_path_factory.mktemp("commands")
+    good(folder, f"{SMALL} 9")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory):
+    """A directory with a run of a task from a file, whose import leaves a file `imported`."""
+    folder = tmp_path_factory.mktemp("echo")
+    (folder / "echo.py").write_text(NAMED)
+    flags = SMALL.replace("--size 3", "--task echo.py:Echo --lr-decay constant")
+    good(folder, f"{flags} 2")
+    good(folder, f"{flags.replace('Echo', 'Mute').replace('--out run', '--out mute')} 2")
+    (folder / "imported").unlink()
+    return folder
+
+
+def call(capsys, *argv):
+    """Code, standard output and standard error of a command that is called in this process."""
+    capsys.readouterr()
+    code = main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def said(monkeypatch, text):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def figures_of(out):
+    return json.loads(out.splitlines()[-1])
+
+
+# Figures ---------------------------------------------------------------------------------------
+
+
+def test_the_greedy_figure_is_the_runs_own(run, capsys):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
+    assert len(set(solved.values())) == 3, solved
+    for step, value in solved.items():
+        _, out, _ = call(capsys, "eval", run, "--step", step, "--samples", 2)
+        assert figures_of(out)["solved"][0] == value and f"step-{step:08d}" in out
+    newest = call(capsys, "eval", run, "--samples", 2)
+    assert newest == (0, out, "")
+    _, of_directory, _ = call(capsys, "eval", run / "hf", "--samples", 2, *ASK)
+    assert of_directory.splitlines()[1:] == out.splitlines()[1:]
+
+
+def test_an_evaluation_is_a_function_of_its_seed(run, capsys):
+    same = [call(capsys, "eval", run, "--step", 6, *more)
+            for more in ([], ["--batch-rows", 8], ["--device", "cpu", "--seed", 0])]  # fmt: skip
+    assert same[0] == same[1] == same[2] and same[0][0] == 0
+    other = call(capsys, "eval", run, "--step", 6, "--seed", 1)
+    colder = call(capsys, "eval", run, "--step", 6, "--temperature", 0.5)
+    wider = call(capsys, "eval", run, "--step", 6, "--dtype", "float64")
+    assert len({result[1] for result in (same[0], other, colder, wider)}) >= 3
+    assert figures_of(other[1])["pass@1"] != figures_of(same[0][1])["pass@1"]
+    assert re.search(r"6 held-out prompts, 3 different; 8 samples each .* seed 0\n", same[0][1])
+    assert same[0][1].count("\nprompt: ?\nanswer: ") == 3
+
+
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
+    for count, solved in itertools.product(range(1, 7), range(7)):
+        outcomes = [n < solved for n in range(count)]
+        for k in range(1, count + 1):
+            chosen = [any(some) for some in itertools.combinations(outcomes, k)]
+            assert pass_at_k(min(solved, count), count, k) == pytest.approx(np.mean(chosen))
+    assert pass_at_k(1, 4000, 2000) == pytest.approx(0.5)
+
+
+def test_figures_are_of_the_groups_that_were_played(monkeypatch):
+    """Of 4 samples of three prompts 4, 1 and 0 are solved, and the third prompt comes twice."""
+    rewards = [[1, 1, 2, 1], [0, 0.9, 0, 1], [0, 0, 0.5, 0], [0, 0, 0, 0.5]]
+    starts = [(n, state, [0]) for n, state in enumerate("abcc")]
+    played = [[SimpleNamespace(reward=r, tokens=[0, 1]) for r in group] for group in rewards]
+    monkeypatch.setattr(train_grpo, "evaluate", lambda *args: (0.25, None))
+    monkeypatch.setattr(train_grpo, "draw_prompts", lambda *args, **how: starts)
+    monkeypatch.setattr(train_grpo, "play", lambda *args, **how: played)
+    found = evaluated(Config(eval_prompts=4), make_task(Config()), None, 4)
+    values = {name: value for name, (value, *_) in found.figures.items()}
+    assert values == {"solved": 0.25, "pass@1": 5 / 16, "pass@2": 1.5 / 4, "pass@4": 0.5}
+    assert found.prompts == 3 and found.figures["pass@1"] == (5 / 16, *wilson(5 / 16, 3))
+    assert found.shown == [("0", "1", 1), ("0", "1", 0), ("0", "1", 0)]
+
+
+def test_wilsons_interval_holds_the_chances_that_reach_to_the_mean():
+    for mean, count in itertools.product((0.0, 0.1, 0.5, 1.0), (1, 7, 200)):
+        low, high = wilson(mean, count)
+        assert 0 <= low <= mean <= high <= 1
+        for p in (low, high):
+            if 0 < p < 1:
+                deviations = abs(mean - p) / math.sqrt(p * (1 - p) / count)
+                assert deviations == pytest.approx(1.959964)
+
+
+def test_ninety_five_of_a_hundred_intervals_hold_the_truth():
+    """Of 60 prompts that are solved or not; more of them if 8 samples say how often each is."""
+    rng = np.random.default_rng(0)
+
+    def held(truth, means):
+        ends = [wilson(mean, means.shape[1]) for mean in means.mean(1)]
+        return np.mean([low <= truth <= high for low, high in ends])
+
+    solved = [held(p, rng.random((1000, 60)) < p) for p in np.arange(0.05, 1, 0.1)]
+    assert 0.94 < np.mean(solved) < 0.965, solved
+    for a, least in ((0.3, 0.95), (1.0, 0.98), (3.0, 0.995)):  # nearly 0 or 1; any; nearly alike
+        chances = rng.beta(a, a, (1000, 60))
+        assert held(0.5, rng.binomial(8, chances) / 8) > least
+
+
+# What is refused -------------------------------------------------------------------------------
+
+REFUSED = {
+    "eval {run} --samples 0": "--samples must be positive, got 0",
+    "eval {run} --step 4": "no such checkpoint; those that it holds are of: 3, 6, 9",
+    "eval {run} --temperature 0": "--temperature must be positive",
+    "eval {run} --dtype float8": "--dtype must be one of",
+    "eval {run} --size 4": "is of another model",
+    "eval {run} --max-new-tokens 40000": "exceed the 32768 positions",
+    "eval {run}/hf": "say what to ask it: --task NAME",
+    "eval {run}/hf --task guess --step 3": "--step is of a run",
+    "eval {run}/hf --task guess": "the task has 11 tokens, ",
+    "eval {run}/step-00000003": "expected the directory of a run, or of a checkpoint",
+    "eval {run} --task echo.py:Echo": "no FILE.py:Class",
+    "chat {run} --task echo.py:Echo": "needs none here",
+    "chat {run} --system x": "--system needs a chat template",
+    "chat {run}/hf --task guess": "--task is for a run",
+    "chat {run} --max-new-tokens 0": "--max-new-tokens must be positive",
+    "export {run} {run}": "is not empty",
+    "export {run} {run}/lock": "is not empty",
+    "export {run}/hf new": "is no run",
+    "export {run} new --step 4": "those that it holds are of: 3, 6, 9",
+    "export nothing new": "no nothing/config.json; expected",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    said(monkeypatch, "?\n")
+    before = contents(run)
+    code, out, err = call(capsys, *command.format(run=run).split())
+    assert (code, out) == (2, "") and REFUSED[command] in err.splitlines()[-1], err
+    assert contents(run) == before and not list(tmp_path.iterdir())
+
+
+def test_what_stands_where_an_export_is_first_written_is_refused(run, tmp_path, capsys):
+    (tmp_path / "new.tmp").mkdir()
+    code, _, err = call(capsys, "export", run, tmp_path / "new")
+    assert code == 2 and "new.tmp is there" in err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--steps", "--model", "--advantage", "--out"])
+def test_a_flag_that_does_nothing_in_an_evaluation_is_refused(run, capsys, flag):
+    with pytest.raises(SystemExit) as left:
+        main(["eval", str(run), flag, "3"])
+    assert left.value.code == 2 and f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_commands_are_one_process(run, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(train_grpo, "leave", lambda code: code)
+    for command in ("eval", "chat"):
+        code, _, err = call(capsys, command, run)
+        assert code == 2 and "is one process: start it without torchrun" in err
+
+
+# Files that a run names ------------------------------------------------------------------------
+
+
+def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypatch, capsys):
+    monkeypatch.chdir(echo)
+    said(monkeypatch, "")
+    for command in (["eval", "run"], ["chat", "run"], ["export", "run", "new"]):
+        code, _, err = call(capsys, *command)
+        assert code == 2 and "give it again, as --task FILE.py:Echo" in err, err
+    call(capsys, "chat", "run/hf")
+    call(capsys, "eval", "run/hf", "--task", "guess", "--size", 1)
+    assert not Path("imported").exists() and not Path("new").exists()
+
+    code, out, err = call(capsys, "eval", "run", "--task", "echo.py:Echo", "--samples", 4)
+    assert code == 0 and Path("imported").exists(), err
+    assert "prompt: a\n" in out
+    assert figures_of(out).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
+    said(monkeypatch, "a b\n")
+    assert call(capsys, "chat", "run", "--task", "echo.py:Echo")[0] == 0
+    assert call(capsys, "export", "run", "new", "--task", "echo.py:Echo")[0] == 0
+    assert contents(Path("new")) == contents(Path("run/hf"))
+
+
+def test_tokens_without_names_get_no_tokenizer(echo, monkeypatch, capsys):
+    monkeypatch.chdir(echo)
+    said(monkeypatch, "a\n")
+    assert {x.name for x in Path("mute/hf").iterdir()} == {"config.json", "model.safetensors"}
+    code, _, err = call(capsys, "chat", "mute", "--task", "echo.py:Mute")
+    assert code == 2 and "the tokens of Mute have no names" in err
+    assert call(capsys, "eval", "mute/hf", "--task", "echo.py:Mute", "--samples", 1)[0] == 0
+
+
+# Hugging Face's directory ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["guess", "sort", "lookup"])
+def test_transformers_reads_a_tasks_own_symbols(tmp_path, task):
+    """The ids are the task's, there and back, and a word that is none is an error."""
+    transformers = pytest.importorskip("transformers")
+    task = make_task(Config(task=task))
+    names = train_grpo.token_names(task)
+    shape = models.tiny(vocab_size=len(names), eos_token_id=task.end)
+    model = models.Transformer(shape).init_weights(0)
+    train_grpo.write_hf(model, tmp_path / "hf", names=names)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = [*range(len(names)), 0, 0, len(names) - 1]
+    assert tokenizer(task.show(ids)).input_ids == ids and len(tokenizer) == len(names)
+    assert tokenizer.decode(ids) == task.show(ids)
+    assert train_grpo.words_of(tmp_path / "hf") == names
+    with pytest.raises(Exception, match="Missing"):
+        tokenizer("nonsense")
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(torch.tensor([ids])).logits, model(torch.tensor([ids])))
+
+
+def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("new/below", "empty"):
+        code, out, _ = call(capsys, "export", run, tmp_path / name)
+        assert code == 0 and "step-00000009" in out
+        assert contents(tmp_path / name) == contents(run / "hf")
+    code, _, _ = call(capsys, "export", run, tmp_path / "older", "--step", 3)
+    names = {name for name, raw in contents(tmp_path / "older").items()
+             if raw != contents(run / "hf")[name]}  # fmt: skip
+    assert code == 0 and names == {"model.safetensors"}
+
+
+def test_a_run_goes_on_from_what_it_wrote(run):
+    good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
+    theirs = models.read_json(run.parent / "again" / "hf" / "tokenizer.json")
+    assert theirs == models.read_json(run / "hf" / "tokenizer.json")
+
+
+def test_a_kill_while_the_directory_is_written_leaves_none(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "hf")
+    for where in ("train_grpo.word_tokenizer", "pathlib.Path.rename"):
+        codes, _, _ = cli(tmp_path, "--resume --out run", die=(where, 1))
+        assert codes == [-signal.SIGKILL]
+        assert (tmp_path / "run" / "hf.tmp").exists() and not (tmp_path / "run" / "hf").exists()
+    good(tmp_path, "--resume --out run")
+    assert contents(tmp_path / "run") == contents(run)
+
+
+def _without_safetensors(*args):
+    sys.modules["safetensors"] = None
+    _main(*args)
+
+
+def test_without_safetensors_a_run_ends_with_0_and_says_how_to_export(
+    tmp_path, capsys, monkeypatch
+):
+    flags = SMALL.replace("--prompts 12", "--prompts 2")
+    codes, (out,), _ = end(*begin(tmp_path, f"{flags} 1", main=_without_safetensors))
+    (line,) = [line for line in out.splitlines() if "pip install safetensors" in line]
+    command = re.search(r"python train_grpo.py (export run run/hf)", line)[1]
+    assert codes == [0] and not (tmp_path / "run" / "hf").exists()
+    monkeypatch.chdir(tmp_path)
+    assert call(capsys, *command.split())[0] == 0
+    assert call(capsys, "eval", "run/hf", "--samples", 1, *ASK)[0] == 0
+
+
+def test_the_model_that_a_run_began_with_is_named_if_it_is_gone(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text()) | {"model": "nowhere"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    for command in ("eval", "chat", "export"):
+        directory = ["new"] if command == "export" else []
+        code, _, err = call(capsys, command, tmp_path / "run", *directory)
+        assert code == 2 and "nowhere" in err, err
+    assert "put it back" in err
+
+
+# Conversation ----------------------------------------------------------------------------------
+
+
+def test_a_pipe_is_answered_a_line_a_line(run, monkeypatch, capsys):
+    """At temperature 0 the solved policy finds the number that only the replies tell it."""
+    said(monkeypatch, "?\n\nhigher\nhigher\n")
+    code, out, err = call(capsys, "chat", run, "--temperature", 0)
+    answers = out.split("\n")
+    assert code == 0 and len(answers) == 4 and answers[-1] == ""
+    assert all(answer.endswith(" .") for answer in answers[:-1])
+    assert "symbols, with spaces between them: 0 1 2 ? higher lower ." in err and "> " not in out
+    for source in (run, run / "hf"):
+        said(monkeypatch, "?\n\nhigher\nhigher")  # the last line without its end
+        assert call(capsys, "chat", source, "--temperature", 0)[:2] == (0, out)
+    told = []
+    for seed in (0, 0, *range(1, 5)):
+        said(monkeypatch, "?\n?\n?\n")
+        told.append(call(capsys, "chat", run, "--step", 3, "--seed", seed)[1])
+    assert told[0] == told[1] and len(set(told)) > 2
+
+
+def test_a_symbol_that_is_none_ends_a_pipe_and_not_a_terminal(run, monkeypatch, capsys):
+    said(monkeypatch, "?\nhello\n?\n")
+    code, out, err = call(capsys, "chat", run)
+    assert code == 2 and out.count("\n") == 1 and "'hello' is none of the symbols: 0 1" in err
+
+    said(monkeypatch, "?\nhello\n?\n")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    code, out, err = call(capsys, "chat", run)
+    assert code == 0 and out.count("> ") == 4 and "'hello' is none" in err and out[-1] == "\n"
+
+
+def test_ctrl_c_ends_a_conversation_with_0(run, monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    said(monkeypatch, "?\n")
+    monkeypatch.setattr(sys.stdin, "readline", interrupt)
+    assert call(capsys, "chat", run)[:2] == (0, "\n")
+    said(monkeypatch, "?\n")
+    monkeypatch.setattr(train_grpo, "generate", lambda *args, **how: interrupt())
+    assert call(capsys, "chat", run)[:2] == (0, "\n")
+
+
+class Bytes:
+    """A text side whose tokens are bytes."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_a_character_is_printed_once_all_its_bytes_are_there(capsys):
+    answer = Answer([7], [], Bytes())
+    printed = []
+    for byte in "aé\u4e2d🙂!".encode() + b"\xf0\x9f":
+        answer.append(byte, 0.0)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["a", "", "é", "", "", "\u4e2d", "", "", "", "🙂", "!", "", ""]
+    answer.print_whole(ended=True)
+    assert capsys.readouterr().out == "\ufffd" and answer.printed == "aé\u4e2d🙂!\ufffd"
+
+
+def test_a_conversation_beyond_the_models_positions_is_a_sentence(
+    checkpoint, monkeypatch, capsys,  # noqa: F811
+):  # fmt: skip
+    """48 positions: a later answer is cut off by them, and no other one fits."""
+    said(monkeypatch, "What is 3 and 3?\n" * 9)
+    code, out, err = call(capsys, "chat", checkpoint, "--max-new-tokens", 12, "--temperature", 0)
+    assert code == 2 and "no chat template, so each line is plain text" in err, err
+    assert 1 < out.count("\n") < 9
+    assert re.search(r"error: the conversation has \d+ tokens, and the model has 48 positions", err)
+    assert "(cut off after " in err
+
+
+def test_words_are_a_tasks_names():
+    words = Words(["a", "b", "."], (2,))
+    assert words.encode("b  a .") == [1, 0, 2] and words.decode([1, 0, 2]) == "b a ."
+    with pytest.raises(ValueError, match="'c' is none of the symbols: a b ."):
+        words.encode("a c")
+
+
+# Released checkpoints --------------------------------------------------------------------------
+
+REWARD = """
+def reward(text, row):
+    return float((len(text) + int(row["answer"])) % 2)
+"""
+ROAD = "--task jsonl --data rows.jsonl --reward odd.py:reward --prompts 2 --group 2 --lr 1e-3 "
+ROAD += "--lr-warmup 0 --lr-decay constant --eval-prompts 8 --max-new-tokens 6 --device cpu"
+
+
+@pytest.mark.parametrize("family", shortened(["qwen2", "qwen3", "qwen3_moe", "gemma3"], "gemma3"))
+def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
+    family, tmp_path, monkeypatch, capsys
+):
+    """Train, load, evaluate, talk, export, resume, train again: each as transformers has it."""
+    released = pytest.importorskip("released", reason="tests/requirements.txt is not installed")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    released.make(family, "released", layers=2, width=64)
+
+    # Random weights hardly ever draw an end, and greedily they say what was said last. Here that
+    # ends an answer, and so do two tokens of three.
+    turn = [{"role": "user", "content": "What is 3 and 3?"}]
+    text = models.Text("released")
+    last = text.prompt(turn)[-1]
+    ends = [n for n in range(text.vocab_size) if (n - last) % 3 < 2]
+    path = Path("released/generation_config.json")
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"eos_token_id": ends}))
+    Path("odd.py").write_text(REWARD)
+    rows = [{"question": f"What is {n}?", "answer": f"{n // 2}"} for n in range(200)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    good(tmp_path, f"{ROAD} --model released --out run --steps 3")
+
+    # The same tokenizer and template, and the same numbers.
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("run/hf", dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("run/hf")
+    ours, text = models.load_hf("run/hf"), models.Text("run/hf")
+    prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
+    assert prompt == text.prompt(turn)
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])) for model in (ours, theirs)]
+    torch.testing.assert_close(logits[0], logits[1].logits, rtol=1e-4, atol=1e-4)
+
+    def answer(tokens, count=6):
+        """Their greedy answer to a row."""
+        row = theirs.generate(
+            torch.tensor([tokens]), max_new_tokens=count, do_sample=False, repetition_penalty=1.0,
+            eos_token_id=list(text.end), pad_token_id=0)  # fmt: skip
+        return row[0, len(tokens) :].tolist()
+
+    # The evaluation's greedy figure, and the answers of its samples' prompts.
+    code, out, err = call(capsys, "eval", "run", "--reward", "odd.py:reward", "--samples", 1)
+    assert code == 0, err
+    task = make_task(Config(**json.loads(Path("run/config.json").read_text())))
+    rewards = []
+    for n in range(8):
+        state, tokens = task.prompt(None, n, True)
+        said_by_theirs = answer(tokens)
+        ended = said_by_theirs[-1] in text.end
+        rewards.append(task.reply(state, said_by_theirs)[2] if ended else 0.0)
+    assert figures_of(out)["solved"][0] == np.mean(rewards) and len(set(rewards)) == 2
+
+    # Two turns of a conversation: the second row is the first, the answer, and what is said next.
+    said(monkeypatch, "What is 3 and 3?\nAnd 4?\n")
+    code, out, err = call(capsys, "chat", "run/hf", "--temperature", 0, "--max-new-tokens", 6)
+    first = answer(prompt)
+    turns = [*turn, {"role": "assistant", "content": ""}, {"role": "user", "content": "And 4?"}]
+    second = answer([*prompt, *first, *text.next_turn(turns, first[-1])])
+    assert (code, out) == (0, f"{text.decode(first)}\n{text.decode(second)}\n"), err
+
+    # Exported it is the same; resumed and begun again it trains.
+    assert call(capsys, "export", "run", "again")[0] == 0
+    assert contents(Path("again")) == contents(Path("run/hf"))
+    good(tmp_path, "--resume --out run --steps 4 --reward odd.py:reward")
+    assert contents(Path("again")) != contents(Path("run/hf"))
+    good(tmp_path, f"{ROAD} --model again --out more --steps 1")
+    assert models.ModelConfig.from_hf("more/hf") == ours.config
