@@ -2557,30 +2557,31 @@ def read_checkpoint(path, tensors, *, counts=()) -> dict:
     return state
 
 
-def checkpoints(directory):
-    """The step-NNNNNNNN directories, oldest first."""
-    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
+def checkpoints(directory, kind="step"):
+    """The step-NNNNNNNN directories, oldest first. kind: how else their names begin."""
+    return sorted(Path(directory).glob(f"{kind}-" + "[0-9]" * 8))
 
 
-def superseded(directory, step, keep):
+def superseded(directory, step, keep, kind="step"):
     """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
-    ones, which a resume from here has found damaged."""
+    ones, which a resume from here has found damaged. kind: as in `checkpoints`."""
     # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
-    found = checkpoints(directory)
-    saved = Path(directory) / f"step-{step:08d}"
+    found = checkpoints(directory, kind)
+    saved = Path(directory) / f"{kind}-{step:08d}"
     up_to_it = [path for path in found if path <= saved]
     later = [path for path in found if path > saved]
     return up_to_it[:-keep] + later
 
 
-def newest_checkpoint(directory):
+def newest_checkpoint(directory, kind="step"):
     """The newest undamaged checkpoint; damaged ones are named and passed over. None if there is
     none at all; if none is whole, ValueError, so that a run is not begun again by mistake.
+    kind: as in `checkpoints`.
 
     A crash or a disk does not leave a right seal on wrong contents. Such a checkpoint was made so;
     it is not passed over but refused, when `read_checkpoint` reads it.
     """
-    found = checkpoints(directory)
+    found = checkpoints(directory, kind)
     # Reading all bytes for their checksum takes a while, so only of as many as it takes.
     for path in reversed(found):
         try:

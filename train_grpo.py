@@ -52,7 +52,9 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
+    reward/groups_equal          of those whose rewards are all equal; gae: 1 if all the step's are
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
+    eval/solved_before           the same before the first step, behind any --demos; in line 0
     length/rollout_mean, length/max   sampled tokens of a rollout
     advantage/token_mean, _std   A of (1) over the sampled tokens that are trained on
     loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
@@ -523,13 +525,18 @@ def collect(config, task, generator, step):
     rewards_PG, lengths_PG, truncated_PG = table_3PG
     require_finite_tokens(config, step, lengths_PG.sum())
 
+    # Equal rewards have no advantage: those of a group or, with a critic, of the whole step.
+    compared = rewards_PG.reshape(1, -1) if config.advantage == "gae" else rewards_PG
+    all_equal = (compared == compared[:, :1]).all(1)
+
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
     solved_PG = rewards_PG >= 1
     return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
-        "reward/groups_all": solved_PG.all(1).mean(), "length/rollout_mean": lengths_PG.mean(),
-        "length/max": int(lengths_PG.max()), "tokens/generated": int(lengths_PG.sum()),
+        "reward/groups_all": solved_PG.all(1).mean(), "reward/groups_equal": all_equal.mean(),
+        "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
+        "tokens/generated": int(lengths_PG.sum()),
         "tokens/truncated_fraction": truncated_PG.mean(),
     }  # fmt: skip
 
@@ -644,7 +651,7 @@ class Trainer:
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
         precede one `optim_step`; whatever its name says, under sequence_mean it counts sequences.
-        supervised: l_t = -lp_t instead of (2)-(6). ValueError for Z <= 0.
+        supervised: l_t = -lp_t instead of (2)-(6), and a Z of tokens. ValueError for Z <= 0.
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
@@ -655,7 +662,7 @@ class Trainer:
             # The part of (7) of one micro-batch: its trajectories, and what the model has given for
             # their targets. `metrics_of_all_ranks` makes metrics of the sums left in `measured`.
             if supervised:
-                loss, sums = likelihood_loss(self.config, micro, mask_BT, lp_BT, entropy_BT, Z)
+                loss, sums = likelihood_loss(micro, mask_BT, lp_BT, entropy_BT, Z)
             else:
                 old_BT, advantage_BT, options = loss_inputs(self.config, micro, lp_BT)
                 options["entropy_BT"] = entropy_BT
@@ -883,7 +890,8 @@ class Config:
     length: int = 4  # sort: symbols to sort
     data: str = ""  # jsonl: file of {"question", "answer"} lines
     template: str = "{question}\nEnd with '#### ' and the answer.\n"  # jsonl: the user's turn
-    demos: int = 0  # supervised steps on the task's demonstrations before the first rollout
+    demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
+    demo_lr: float = None  # AdamW, in the supervised steps; after --lr-warmup it stays constant
     # the model
     model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
     layers: int = 3  # decoder layers
@@ -915,7 +923,7 @@ class Config:
     kl: str = "k3"  # k1 | k2 | k3
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: str = "loss"  # loss | reward
-    entropy_coef: float = 0.02  # weight of the entropy bonus
+    entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
     gamma: float = 1.0  # gae: discount of a sampled token
@@ -923,7 +931,7 @@ class Config:
     value_coef: float = 0.5  # gae: weight of the critic's loss
     value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
     # the optimiser
-    lr: float = 1e-3  # AdamW
+    lr: float = None  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up
     lr_decay: str = "linear"  # from there to the last step: constant | linear | cosine
     weight_decay: float = 0.0  # AdamW, decoupled
@@ -951,6 +959,16 @@ class Config:
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     threads: int = 1  # CPU threads of each rank
 
+    # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
+    # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
+    # everything; the same would undo in a few steps what the other two know (tests/RESULTS.md).
+    # A field of this table is None until __post_init__ has looked here.
+    BY_START = dict(
+        lr=dict(random=1e-3, demos=1e-4, model=1e-6),
+        entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
+        demo_lr=dict(random=1e-3, demos=1e-3, model=1e-5),
+    )
+
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
         ac=("none", "full", "op"),
@@ -976,7 +994,17 @@ class Config:
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
     # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
-    ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
+    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip", "save_every"  # may be 0
+
+    def __post_init__(self):
+        # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
+        # fields are numbers, also in config.json: a resumed run has those that it began with.
+        start = "demos" if self.demos else "random"
+        if self.model:
+            start = "model"
+        for name, defaults in self.BY_START.items():
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[start])
 
     def check(self) -> "Config":
         """Raise ValueError for anything that cannot run, before anything is built or written."""
@@ -985,6 +1013,7 @@ class Config:
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
+            defaults = self.BY_START.get(f.name, {"always": f.default}).values()
             if f.type is float and type(value) is int:
                 setattr(self, f.name, float(value))
             elif type(value) is not f.type:
@@ -994,7 +1023,7 @@ class Config:
                 wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
             elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
-            elif value == 0 and f.default and f.name not in self.ZERO:
+            elif value == 0 and all(defaults) and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
 
         wrong = wrong or [text for bad, text in self._combinations() if bad]
@@ -1098,6 +1127,15 @@ def _help_texts():
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
 
 
+def _default_text(f):
+    """A field's default, as --help shows it."""
+    if f.name not in Config.BY_START:
+        return f"{f.default!r}"
+    by_start = Config.BY_START[f.name]
+    return (f"{by_start['random']!r}; with --demos {by_start['demos']!r}; "
+            f"with --model {by_start['model']!r}")  # fmt: skip
+
+
 def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
@@ -1106,7 +1144,7 @@ def parse_config(argv) -> Config:
     )  # fmt: skip
     for f in dataclasses.fields(Config):
         text = _help_texts()[f.name].replace("%", "%%")
-        how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{f.default!r}]")
+        how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{_default_text(f)}]")
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction, help=text)
         parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
@@ -1127,7 +1165,7 @@ def resumed_config(path, given) -> Config:
     stored = models.read_json(path, what="the configuration of a run")
     # A run that began before a flag existed had that flag's default.
     names = {f.name for f in dataclasses.fields(Config)}
-    stored = {"resume_or_start": False, "log_rollouts": "some"} | stored
+    stored = {"resume_or_start": False, "log_rollouts": "some", "demo_lr": 1e-3} | stored
     if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
@@ -2053,30 +2091,52 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     return trajectories
 
 
-def likelihood_loss(config, micro, mask_BT, lp_BT, entropy_BT, Z):
+def likelihood_loss(micro, mask_BT, lp_BT, entropy_BT, Z):
     """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`.
 
-    config, micro                 the aggregation; the trajectories
+    micro                         the trajectories
     mask_BT, lp_BT, entropy_BT    of their tokens, as `PackedBatches` gives them
-    Z                             of (7)
+    Z                             tokens of all ranks' demonstrations: the loss is their mean
     """
     sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
     stats = {"entropy": entropy_BT.detach()}
-    how = dict(aggregation=config.aggregation, Z=Z)
+    how = dict(aggregation="token_mean", Z=Z)
     return weighted_sum(-lp_BT, lp_BT, mask_BT, sampler_BT, stats, **how)
 
 
-def warm_start(config, task, trainer):
-    """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
-    for step in range(config.demos):
-        groups = range(config.prompts * config.group)
-        starts = draw_prompts(config, task, DEMO_PROMPT, step, groups)
+# A line of demos.jsonl: these metrics of the docstring, and seconds/total. loss/token_mean is here
+# the mean negative log-likelihood of a token, whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
+    "tokens/trained_flat", "policy_version", "updates/skipped",
+)  # fmt: skip
+
+
+def supervised_step(config, task, trainer, step):
+    """One step on demonstrations, before the first rollout: its metrics. Collective."""
+    seconds = {}
+    with timed(seconds, "total"):
+        # As many demonstrations as a step of the loop has rollouts, and each time other ones. What
+        # they are depends on (seed, step, number) alone, like everything that is drawn.
+        count = config.prompts * config.group
+        starts = draw_prompts(config, task, DEMO_PROMPT, step, range(count), first=step * count)
         key = config.seed, DEMO_PLAY, step
         batch = demonstrations(task, starts, key, config.max_new_tokens)
-        (Z,) = summed([denominator(batch, config)], trainer.device)
-        trainer.forward_backward(batch, Z, supervised=True)
-        trainer.optim_step()
 
+        # The same two calls as in `update`: Z is summed over ranks before any forward.
+        (Z,) = summed([sum(int(t.mask.sum()) for t in batch)], trainer.device)
+        warmup = min(config.lr_warmup, config.demos)
+        factor = lr_factor(step, warmup=warmup, total=config.demos, decay="constant")
+        metrics = trainer.forward_backward(batch, Z, supervised=True)
+        metrics |= trainer.optim_step(config.demo_lr * factor)
+        warn_if_skipped(step, metrics, "supervised step")
+
+    metrics |= {"updates/skipped": trainer.skipped} | seconds
+    return {name: metrics[name] for name in (*DEMO_METRICS, "seconds/total")}
+
+
+def end_demonstrations(trainer):
+    """Make the optimiser new behind the last supervised step."""
     # The second moments of a converged supervised fit are tiny: kept, they would make the first
     # policy-gradient steps ten times too long.
     trainer.optimizer.state.clear()
@@ -2125,10 +2185,10 @@ def advantage_metrics(trainer, batch) -> dict:
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 
-def warn_if_skipped(step, metrics):
+def warn_if_skipped(step, metrics, kind="step"):
     """Say so at once, since the next update may end the run."""
     if "nonfinite" in metrics:
-        warn(f"step {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
+        warn(f"{kind} {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
 
 
 def warn(text):
@@ -2218,13 +2278,19 @@ def run(config, task, trainer, out) -> int:
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             step = trainer.load_checkpoint(found)["step"]
+            keep_reference(out, trainer, resumed=True)
+            log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
-            if config.resume:
-                log.say(f"no checkpoint in {out} yet: from the start")
-            warm_start(config, task, trainer)
-        keep_reference(out, trainer, resumed=bool(found))
+            signalled = supervised_start(config, task, trainer, log, stop, out)
+            if signalled:
+                return 128 + signalled
         trainer.push_weights()
-        log.begin(step, generator)
+
+        # A curve needs a start: what is solved before the first step, on the prompts of all later
+        # evaluations. Line 0 of metrics.jsonl has it.
+        log.table(Log.COLUMNS, config.steps, step)
+        if step == 0:
+            log.before(evaluate(config, task, generator)[0])
 
         # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
@@ -2234,15 +2300,9 @@ def run(config, task, trainer, out) -> int:
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
                 saved = save(config, trainer, out, step)
-                if last and not saved:
-                    raise FloatingPointError(
-                        f"the run ends in steps that were skipped for a non-finite gradient, so "
-                        f"its last state is not saved; {newest_good(out)}"
-                    )
+                require_saved(saved or not last, out)
             if signalled and not last:
-                name = signal.Signals(signalled).name
-                state = f"saved after {step} steps" if saved else newest_good(out)
-                log.say(f"{name}: {state}; go on with --resume --out {out}")
+                log.say_interrupted(signalled, saved, f"{step} steps")
                 return 128 + signalled
 
         if solved is None:  # resumed at its last step
@@ -2253,7 +2313,49 @@ def run(config, task, trainer, out) -> int:
     return 0
 
 
-def save(config, trainer, out, step) -> bool:
+def supervised_start(config, task, trainer, log, stop, out) -> int:
+    """Bring the trainer before step 0 of a run: the first weights, and --demos supervised steps.
+
+    They are saved, stopped and resumed like the steps of the loop, in checkpoints demos-NNNNNNNN of
+    their own, in the place of which step-00000000 stands when they are done. Returns the signal
+    that ended them, or 0.
+    """
+    found = agree(lambda: newest_checkpoint(out, "demos") if config.resume else None)
+    step = 0
+    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
+    if found:
+        step = trainer.load_checkpoint(found)["step"]
+        origin = f"the weights of {found}"
+    elif config.resume:
+        log.say(f"no checkpoint in {out} yet: from the start")
+    log.begin(trainer, origin, 0, step)
+    if not config.demos:
+        keep_reference(out, trainer, resumed=False)
+        return 0
+
+    signalled = 0
+    log.table(Log.DEMO_COLUMNS, config.demos, step)
+    with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
+        while step < config.demos and not signalled:
+            log.demo(step, supervised_step(config, task, trainer, step))
+            step += 1
+            last = step == config.demos
+            signalled = stop.agreed(trainer.device)
+
+            # The reference is written before the checkpoint that a resume needs it for.
+            if last:
+                end_demonstrations(trainer)
+                keep_reference(out, trainer, resumed=False)
+                saved = save(config, trainer, out, 0)
+                require_saved(saved, out)
+            elif signalled or (config.save_every and step % config.save_every == 0):
+                saved = save(config, trainer, out, step, "demos")
+    if signalled:
+        log.say_interrupted(signalled, saved, f"{step} supervised steps")
+    return signalled
+
+
+def save(config, trainer, out, step, kind="step") -> bool:
     """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
 
     A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
@@ -2270,15 +2372,30 @@ def save(config, trainer, out, step) -> bool:
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
             f"--out {out}"
         )
-    trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
-    for old in agree(lambda: superseded(out, step, config.keep)):
+    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step)
+
+    # Once the loop has a checkpoint, those of the supervised start are of no use.
+    def outdated():
+        finished = checkpoints(out, "demos") if kind == "step" else []
+        return superseded(out, step, config.keep, kind) + finished
+
+    for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
     return True
 
 
+def require_saved(saved, out):
+    """FloatingPointError if the last state of the run, or of its supervised start, is not saved."""
+    if not saved:
+        raise FloatingPointError(
+            f"the run ends in steps that were skipped for a non-finite gradient, so its last state "
+            f"is not saved; {newest_good(out)}"
+        )
+
+
 def newest_good(out) -> str:
     """Which checkpoint a run that could not save its last state can go on from."""
-    newest = agree(lambda: newest_checkpoint(out))
+    newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
     return f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
 
 
@@ -2358,6 +2475,8 @@ class Log:
         reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
         entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
     )  # fmt: skip
+    DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+    IDLE = 3  # steps in a row with nothing to learn from, after which the run warns
 
     def __init__(self, config, out, task):
         self.config = config
@@ -2366,6 +2485,8 @@ class Log:
         self.on = dist.get_rank() == 0  # everything else is for rank 0 alone
         self.started = time.perf_counter()
         self.start = 0  # the first step of this process
+        self.solved_before = None  # known in the process that does step 0
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
         self.events = None
         self.text = None
         self.advice = f"go on with --resume --out {out}"
@@ -2378,41 +2499,119 @@ class Log:
         if self.on:
             tqdm.write(text)
 
-    def begin(self, start, model):
+    def say_interrupted(self, signalled, saved, done):
+        """done: how far the run is, in words. Collective."""
+        state = f"saved after {done}" if saved else newest_good(self.out)
+        self.say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
+
+    def begin(self, trainer, origin, start, demo_start):
+        """Say in three lines what is trained, how and where; cut files back to where it goes on.
+
+        origin             where the weights come from, in words
+        start, demo_start  the first step of the loop, and of the supervised start, that are to do
+        """
         self.start = start
         if not self.on:
             return
         c = self.config
-        count = sum(p.numel() for p in model.parameters())
-        self.say(json.dumps(dataclasses.asdict(c)))
-        self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
-                 f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
+        count = sum(p.numel() for p in trainer.generator.parameters())
+        if demo_start < c.demos:
+            origin += f", first {c.demos - demo_start} supervised steps"
+        plan = c.plan or f"d{dist.get_world_size()}"
+        self.say(f"{c.task}: {count:,} parameters, {origin}")
+        self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+                 f"{dist.get_world_size()} rank(s), plan {plan}, {c.data_parallel}, "
+                 f"{trainer.device.type}, {c.dtype}")  # fmt: skip
+        self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
+                 f"{self.out} goes on")  # fmt: skip
 
         # Lines behind the checkpoint belong to steps that are now done again.
-        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), start)
+        if c.demos:
+            firsts["demos.jsonl"] = demo_start
+        for name, first in firsts.items():
             with writing(self.out / name, self.advice):
-                cut_lines(self.out / name, start)
+                cut_lines(self.out / name, first)
 
-        self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
-        self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
+    def table(self, columns, total, done):
+        """Begin a table, of the supervised start or of the loop, and its bar."""
+        if self.on:
+            self.columns = columns
+            self.say("  step" + "".join(f"{name:>10}" for name in columns) + "  tokens/s")
+            self.bar = tqdm(total=total, initial=done, disable=None, unit="step")
+
+    def row(self, label, metrics):
+        """A line of the table. It has one now and then, and the files have one for each step."""
+        shown = [metrics.get(name) for name in self.columns.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in metrics:
+            tokens = metrics.get("tokens/generated", 0) + metrics["tokens/trained_flat"]
+            cells.append(f"{tokens / metrics['seconds/total']:10.0f}")
+        self.say(f"{label:>6}{''.join(cells)}".rstrip())
+
+    def advance(self, name, step, metrics, progress):
+        """Write a step's line to the file `name`, and move the bar on; progress: shown beside."""
+        self.write(name, {"step": step} | metrics)
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+        if self.events:
+            prefix = "demos/" if name == "demos.jsonl" else ""
+            for key, value in metrics.items():
+                self.events.add_scalar(prefix + key, value, step)
+
+    def demo(self, step, metrics):
+        """A step of the supervised start."""
+        if not self.on:
+            return
+        progress = f"loss {metrics['loss/token_mean']:.3f}"
+        self.advance("demos.jsonl", step, metrics, progress)
+
+        # The last line of the table and its bar stay above those of the loop.
+        last = step + 1 == self.config.demos
+        if step % self.config.log_every == 0 or last:
+            self.row(step, metrics)
+        if last:
+            self.bar.close()
+
+    def before(self, solved):
+        """What was solved before step 0, whose line will say so."""
+        self.solved_before = solved
+        if self.on:
+            self.row("before", {"eval/solved": solved})
 
     def step(self, step, metrics):
         if not self.on:
             return
-        metrics = {"step": step} | metrics
-        self.write("metrics.jsonl", metrics)
-        self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}", refresh=False)
-        self.bar.update()
-        if self.events:
-            for name, value in metrics.items():
-                self.events.add_scalar(name, value, step)
-
-        # The table has a line now and then, and metrics.jsonl one for each step.
+        if step == 0:
+            metrics = {"eval/solved_before": self.solved_before} | metrics
+        self.advance("metrics.jsonl", step, metrics, f"reward {metrics['reward/mean']:.3f}")
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
-            shown = [metrics.get(name) for name in self.COLUMNS.values()]
-            cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
-            tokens = metrics["tokens/generated"] + metrics["tokens/trained_flat"]
-            self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
+            self.row(step, metrics)
+        self.warn_if_idle(step, metrics)
+
+    def warn_if_idle(self, step, metrics):
+        """Say it, once, if some steps in a row had no two rewards to compare."""
+        if metrics["reward/groups_equal"] < 1:
+            self.idle = 0
+            return
+        self.idle += 1
+        if self.idle != self.IDLE:
+            return
+
+        # What helps depends on which reward it is that all of them have.
+        text = "in each group all rewards are equal, so nothing is learned: raise --group"
+        if metrics["reward/groups_none"] == 1:
+            text = (
+                "no rollout is solved and no reward is better than another in its group, so "
+                "nothing is learned: read samples.jsonl; begin with --demos, reward parts of an "
+                "answer, or raise --group, --max-new-tokens or --temperature"
+            )
+        if metrics["reward/groups_all"] == 1:
+            text = (
+                "every rollout is solved, so nothing more is learned: stop here, or give harder "
+                "prompts"
+            )
+        warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
 
     def write(self, name, *lines):
         with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
@@ -2551,9 +2750,10 @@ def plot(runs) -> None:
     for n, (run, lines) in enumerate(curves.items()):
         rewards = [x["reward/mean"] for x in lines]
         axes.plot([x["step"] + 1 for x in lines], rewards, f"C{n}", label=Path(run).name)
-        evals = [x for x in lines if "eval/solved" in x]
-        solved = [x["eval/solved"] for x in evals]
-        axes.plot([x["step"] + 1 for x in evals], solved, f"C{n}o", markersize=4)
+        # What a step leaves is drawn behind it, and what was solved before the first one at 0.
+        dots = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        dots += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        axes.plot([x for x, _ in dots], [y for _, y in dots], f"C{n}o", markersize=4)
     axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -2860,7 +3060,7 @@ def step_by_hand(
     # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
     # left out of the training.
     c = config
-    found = rollout_metrics(groups)
+    found = rollout_metrics(c, groups)
     chosen = [n for n, group in groups.items() if not c.dynamic_sampling or not equal(group)]
     everyone = [s for n in chosen for s in groups[n]]
 
@@ -2956,17 +3156,20 @@ def mean_of(values) -> Measured:
     return Measured(math.fsum(terms), terms)
 
 
-def rollout_metrics(groups) -> dict:
+def rollout_metrics(config, groups) -> dict:
     """Rewards and lengths of all that was played."""
-    # A row for each group. What was dropped later counts too: it says how the policy is.
+    # A row for each group. What was dropped later counts too: it says how the policy is. A critic
+    # compares the rewards of the whole step.
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
     played = [s for group in groups.values() for s in group]
+    compared = [played] if config.advantage == "gae" else groups.values()
     lengths = [len(s.at) for s in played]
     return {
         "reward/mean": mean_of([s.reward for s in played]),
         "reward/solved": mean_of([one for row in solved for one in row]),
         "reward/groups_none": mean_of([not any(row) for row in solved]),
         "reward/groups_all": mean_of([all(row) for row in solved]),
+        "reward/groups_equal": mean_of([equal(some) for some in compared]),
         "tokens/generated": Measured(sum(lengths)),
         "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
         "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
@@ -3076,10 +3279,11 @@ LATER = 10
 # Rows of the table, causes before their effects: the first that is outside says where to look.
 ORDER = (
     "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "rollouts/rewards",
-    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all", "tokens/generated",
-    "tokens/truncated_fraction", "length/rollout_mean", "length/max", "logprob_gap/max",
-    "logprob_gap/mean", "value/token_mean", "value/explained_variance", "advantage/token_mean",
-    "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean",
+    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all",
+    "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
+    "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "value/token_mean",
+    "value/explained_variance", "advantage/token_mean", "advantage/token_std",
+    "rollouts/advantage", "lr", "policy_age/update_mean",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
     "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
 )  # fmt: skip
@@ -3242,20 +3446,22 @@ def state_before(files, task, step, say):
 
     say: called with each sentence that tells how it came there.
     """
-    # Checkpoint step-M is the state before step M, and step 0 needs none: its weights are drawn
-    # from the seed, or are those of --model.
+    # Checkpoint step-M is the state before step M. Step 0 needs none: its weights are drawn from
+    # the seed or are those of --model. Supervised steps leave one, which may be gone (--keep).
     config = files.config
     model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
     start = max([n for n in files.checkpoints if n <= step], default=0)
     again = step - start
-    if start:
+    if start in files.checkpoints:
         path = files.checkpoints[start]
         if trainer.load_checkpoint(path)["step"] != start:
             raise ValueError(f"{path.name} is of another step")
         say(f"from {path.name}, the state before step {start}")
     else:
-        warm_start(config, task, trainer)
+        for n in range(config.demos):
+            supervised_step(config, task, trainer, n)
+        end_demonstrations(trainer)
         again += config.demos
         demos = f", behind {config.demos} supervised steps" if config.demos else ""
         say(f"from the first weights, which --seed and --model say{demos}")
@@ -3542,6 +3748,10 @@ def audited(run, step=None, group=None, task="") -> Report:
     # The step by hand, in float64 and in the precision that tells of rounding.
     before = dict(version=trainer.policy_version, skipped=trainer.skipped)
     groups = groups_again(config, task, step, lines)
+    if "eval/solved_before" in line:  # of the weights that the step by hand is about to change
+        model, _, _ = copy_of_state(trainer, torch.float64)
+        lower, _, _ = copy_of_state(trainer, rounding.dtype)
+        solved_before = solved_by_hand(config, task, model, lower, rounding.dtype)
     model, moments, reference = copy_of_state(trainer, torch.float64)
     exact = step_by_hand(
         config, groups, model, moments, step, reference=reference,
@@ -3553,6 +3763,8 @@ def audited(run, step=None, group=None, task="") -> Report:
     if "eval/solved" in line:
         pair = solved_by_hand(config, task, model, lower, rounding.dtype)
         exact["eval/solved"], rounded["eval/solved"] = pair
+    if "eval/solved_before" in line:
+        exact["eval/solved_before"], rounded["eval/solved_before"] = solved_before
 
     # The rows: every metric that is both in the line and determined by the step, and what is known
     # besides of the tokens, their advantages and the parameters. A run of an older version of this
@@ -3914,9 +4126,10 @@ def prepare_out(config, stack) -> str:
         refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8
-            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "curve.png"]
-            names += ["events.out.*", "reference"]
-            names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
+            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl"]
+            names += ["curve.png", "events.out.*", "reference", "reference.tmp", "hf"]
+            names += [f"step-{number}", f"step-{number}.tmp"]
+            names += [f"demos-{number}", f"demos-{number}.tmp", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         stored = dataclasses.asdict(config)

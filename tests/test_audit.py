@@ -104,7 +104,8 @@ SETTINGS = {
     "dual clip": "--advantage leave_one_out --dual-clip 1.3 --kl-coef 0.1 --kl k2",
     "sparse": "--tree sparse --micro-tokens 60", "dta": "--tree dta --max-tokens 8",
     "bfloat16": "--dtype bfloat16",
-    "demonstrations": "--task lookup --size 2 --demos 3 --kl-coef 0.1",
+    "demonstrations": "--task lookup --size 2 --demos 3 --demo-lr 0.01 --kl-coef 0.1 "
+    "--entropy-coef 0.02",
 }  # fmt: skip
 FEW = "critic", "forks", "proximal"
 

@@ -206,7 +206,8 @@ OPTIONS = {
         "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
         lambda x: abs(x["kl/token_mean"]) > 1e-6),
     "a warm start": (
-        "--task lookup --size 2 --demos 3 --prompts 3 --kl-coef 0.1",
+        "--task lookup --size 2 --demos 3 --demo-lr 0.01 --prompts 3 --kl-coef 0.1 "
+        "--entropy-coef 0.02",
         lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
     "decoupled": (
         "--proximal --importance-cap 2 --minibatches 4 --clip-high 0.01",
