@@ -2590,21 +2590,6 @@ def _safetensors():
     return safetensors
 
 
-def load_tokenizer(directory):
-    """The `tokenizers` Tokenizer of a checkpoint directory."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError("text needs tokenizers: pip install tokenizers") from error
-    path = Path(directory) / "tokenizer.json"
-    if not path.exists():
-        raise ValueError(f"{directory} has no tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower, whatever is wrong
-        raise ValueError(f"{path} is no tokenizer that can be read: {error}") from error
-
-
 def read_json(path, /, *, what="a JSON file") -> dict:
     """The object that a JSON file holds.
 
@@ -3060,7 +3045,371 @@ def _replace_checkpoint(directory, written):
         os.replace(path, name)
 
 
-# K. check -------------------------------------------------------------------------------------
+# K. Text: tokenizer, chat template, ends of turns ----------------------------------------------
+# For whoever talks to a checkpoint: its words as tokens, and how a conversation is written down.
+# Skip it if your rows are token ids already.
+
+# What a checkpoint has beside its weights and their config.json: all that text needs, and how its
+# authors sample. Some of these say the same in an older form.
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+class Text:
+    """The text side of a checkpoint directory: its tokenizer, its chat template, the ends of turns.
+
+    A conversation is a list of messages, {"role": "system" | "user" | "assistant", "content": ..}.
+    Its tokens are those of transformers' `apply_chat_template`. Files that are damaged are a
+    ValueError of one line that names the file; so is a directory in which nothing ends a turn.
+
+    tokenizer: the `tokenizers` Tokenizer of tokenizer.json.
+    vocab_size: how many ids the model has, by config.json: more than the tokenizer where the
+        model's rows are rounded up (Qwen), one less where the tokenizer alone knows the place of an
+        image (Gemma 3 1B).
+    template: the source of the chat template; None where the directory has none.
+    special_tokens: what the template may name: {"bos_token": "<bos>", ..}.
+    bos: the id that raw text begins with; None if the checkpoint wants none.
+    end: the ids that end a turn. The mark that the template itself writes behind an answer comes
+        first, then those of generation_config.json, then those of config.json.
+    """
+
+    def __init__(self, directory):
+        self.directory = Path(directory)
+        self.tokenizer = load_tokenizer(directory)
+        # A tokenizer.json may still say how its last user cut and padded rows. Ours are whole.
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        config = ModelConfig.from_hf(self.directory)
+        self.vocab_size = config.vocab_size
+
+        # Raw text needs BOS alone; conversations need the template and what it may name.
+        settings = _optional_json(self.directory / "tokenizer_config.json")
+        self.special_tokens = _special_tokens(self.directory, settings)
+        self.bos = self._find_bos(settings)
+        self.template, self._template_file = _chat_template(self.directory, settings)
+        self._compiled = None
+        if self.template is not None:
+            self._compiled = _compile_template(self.template, self._template_file)
+
+        # Last, since the template is asked too.
+        self.end = self._find_ends(config)
+
+    def encode(self, text, *, bos=False) -> list[int]:
+        """The tokens of a text as it stands: marks in it become their ids, and nothing is added.
+
+        bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
+        """
+        # "special tokens" are here those that the tokenizer would put around the text. Marks that
+        # stand in the text are found in any case.
+        tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if bos and self.bos is not None and tokens[:1] != [self.bos]:
+            tokens = [self.bos, *tokens]
+        return tokens
+
+    def decode(self, tokens, *, special=False) -> str:
+        """The text of tokens. special: with the marks, such as <|im_end|>, which it leaves out."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=not special)
+
+    def render(self, messages, *, add_generation_prompt=True) -> str:
+        """The conversation as text, in the words of the checkpoint's template.
+
+        add_generation_prompt: end with what stands before an answer of the assistant.
+        ValueError without a template, or with what the template has to complain of.
+        """
+        if self._compiled is None:
+            raise ValueError(f"{self.directory} has no chat template, neither chat_template.jinja "
+                             f"nor chat_template in tokenizer_config.json")  # fmt: skip
+        if not messages or not all(isinstance(message, dict) for message in messages):
+            got = reprlib.repr(messages)
+            raise ValueError(f"messages must be objects, at least one, got {got}")
+
+        # Many programs write a field that they do not use as null; a template asks whether it is
+        # there, and would write the word None.
+        messages = [{name: value for name, value in message.items() if value is not None}
+                    for message in messages]  # fmt: skip
+        try:
+            return self._compiled.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, tools=None,
+                documents=None, **self.special_tokens,
+            )  # fmt: skip
+        except Exception as error:  # its own complaint, the sandbox's, or any of a wrong program
+            raise ValueError(_template_complaint(self._template_file, error)) from error
+
+    def prompt(self, messages) -> list[int]:
+        """The tokens of a conversation, up to where the assistant answers.
+
+        Whether BOS is among them is the template's affair: Gemma's writes it, Qwen has none.
+        """
+        return self.encode(self.render(messages))
+
+    def next_turn(self, messages, end_token) -> list[int]:
+        """The tokens between an answer that was sampled and the answer to what is said next.
+
+        messages[-2] is an answer of the policy, whose tokens stand in a row already, end_token
+        last; messages[-1] is what is said to it. The result goes behind end_token:
+
+            row so far   .. <|im_start|>assistant, line break, 12. <|im_end|>
+            next_turn    line break, <|im_start|>user, line break, And 7? <|im_end|>,
+                         line break, <|im_start|>assistant, line break
+
+        Nothing that was sampled is decoded and encoded again: BPE is no bijection, and the tokens
+        of a row must stay those that were drawn. Hence the row can differ from the rendering of
+        the whole conversation where a template rewrites history. Qwen3's leaves the thoughts of
+        earlier turns out; here they stay. Gemma's trims the spaces around an answer; here not.
+        """
+        if len(messages) < 2 or messages[-2].get("role") != "assistant":
+            raise ValueError("next_turn needs an answer of the assistant and what is said to it")
+        tokens = self.encode(self._text_behind(messages, -2, add_generation_prompt=True))
+        # The mark behind the answer is encoded with the rest, since some marks take the spaces
+        # that follow. It is the token that the policy sampled, unless that ended in another way.
+        if tokens[:1] == [end_token]:
+            tokens = tokens[1:]
+        return tokens
+
+    def _text_behind(self, messages, turn, *, add_generation_prompt) -> str:
+        """What the template writes behind the content of messages[turn], to the end."""
+        # A template is a program. What it writes behind an answer is seen by running it with an
+        # answer that can be found again: plain words, which no template trims, splits or escapes.
+        # If somebody has said these very words, others are taken.
+        marker = "here the answer stands"
+        while marker in str(messages):
+            marker += " again"
+        messages = list(messages)
+        messages[turn] = {"role": messages[turn]["role"], "content": marker}
+
+        text = self.render(messages, add_generation_prompt=add_generation_prompt)
+        if text.count(marker) != 1:
+            raise ValueError(f"{self._template_file} writes an answer {text.count(marker)} times, "
+                             f"not once: what follows it cannot be told")  # fmt: skip
+        return text.partition(marker)[2]
+
+    def _find_bos(self, settings):
+        """The id of BOS if raw text begins with it, else None."""
+        # DEVIATES: from transformers 5, which reads `add_bos_token` only where there is no
+        # tokenizer.json; 4 and the checkpoints' authors mean it. Released checkpoints say the
+        # same in both files. Pinned by tests/test_text.py::test_bos_is_what_the_checkpoint_says.
+        path = self.directory / "tokenizer_config.json"
+        said = _field_of_file(path, settings, "add_bos_token", bool | None)
+        if said is None:
+            # The tokenizer's post-processor puts it in front of any text, or nothing does.
+            bare = self.tokenizer.encode("a", add_special_tokens=False).ids
+            whole = self.tokenizer.encode("a", add_special_tokens=True).ids
+            return whole[0] if whole[:1] != bare[:1] else None
+        if not said:
+            return None
+        bos = self.tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+        if bos is None:
+            raise ValueError(f"{path} has add_bos_token, but no bos_token that tokenizer.json "
+                             f"knows")  # fmt: skip
+        return bos
+
+    def _find_ends(self, config):
+        """The ids that end a turn, each once."""
+        ends = []
+        mark = self._template_mark()
+        if mark is not None:
+            ends.append(mark)
+
+        # A chat model's config.json often names one end alone, that of a turn or of a document;
+        # generation_config.json has both.
+        path = self.directory / "generation_config.json"
+        said = _field_of_file(path, _optional_json(path), "eos_token_id", int | list[int] | None)
+        if said is not None:
+            ends += said if isinstance(said, list) else [said]
+        ends += config.eos_token_id
+
+        if not ends:
+            raise ValueError(f"{self.directory}: nothing ends a turn. Neither generation_config."
+                             f"json nor config.json has an eos_token_id, and no chat template "
+                             f"writes a mark behind an answer")  # fmt: skip
+        return tuple(dict.fromkeys(ends))
+
+    def _template_mark(self):
+        """The id of the mark that the template writes behind an answer, None without one."""
+        if self.template is None:
+            return None
+        conversation = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"}]
+        try:
+            behind = self._text_behind(conversation, -1, add_generation_prompt=False)
+        except ValueError:
+            return None  # it takes other conversations, or none: `render` will say so
+
+        # It is a mark if it is a token of its own. Gemma has such tokens for line breaks too.
+        tokens = self.encode(behind)
+        added = self.tokenizer.get_added_tokens_decoder()
+        if not tokens or tokens[0] not in added or added[tokens[0]].content.isspace():
+            return None
+        return tokens[0]
+
+
+def load_tokenizer(directory):
+    """The `tokenizers` Tokenizer of a checkpoint directory."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ImportError("text needs tokenizers: pip install tokenizers") from error
+    path = Path(directory) / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{directory} has no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower, whatever is wrong
+        raise ValueError(f"{path} is no tokenizer that can be read: {error}") from error
+
+
+def copy_text_files(source, target) -> list[str]:
+    """Make a checkpoint's text files those of another one; the names of the files copied.
+
+    As `save_hf` does with weights: what stood in `target` under these names is replaced, or
+    removed where `source` has none, so that no template of another model is left beside them.
+    """
+    source = Path(source)
+    target = Path(target)
+    present = [name for name in TEXT_FILES if (source / name).is_file()]
+    target.mkdir(parents=True, exist_ok=True)
+    if source.resolve() == target.resolve():
+        return present  # nothing to do, and nothing to lose
+
+    for name in TEXT_FILES:
+        if name not in present:
+            (target / name).unlink(missing_ok=True)
+            continue
+        # Under another name first: after a kill each file is the old one or the new one, whole.
+        partial = target / f"{name}.partial"
+        partial.write_bytes((source / name).read_bytes())
+        os.replace(partial, target / name)
+    return present
+
+
+def _compile_template(source, where):
+    """A chat template, ready for `render`, with what transformers gives templates at hand.
+
+    where: the file, for the ValueError if its syntax is wrong.
+    """
+    from importlib.metadata import version
+
+    try:
+        import jinja2
+        import jinja2.ext
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ImportError("chat templates need jinja2: pip install jinja2") from error
+    if torch.torch_version.TorchVersion(version("jinja2")) < "3.1.6":
+        raise ImportError("the sandbox of jinja2 before 3.1.6 has holes: pip install -U jinja2")
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} .. {% endgeneration %}, around answers; their text is written as is."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    # A checkpoint comes from somebody else, and its template is a program. The sandbox keeps it
+    # from Python's internals, from changing what it is given, and from ranges beyond 100,000.
+    # The two switches are part of the language: without them every {% .. %} would leave a line.
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation],
+    )  # fmt: skip
+    sandbox.filters["tojson"] = _template_json  # jinja2's own escapes <, > and &
+    sandbox.globals["raise_exception"] = _template_exception
+    sandbox.globals["strftime_now"] = _template_date
+    try:
+        return sandbox.from_string(source)
+    except Exception as error:  # a wrong syntax, or one that is nested too deeply for the compiler
+        raise ValueError(_template_complaint(where, error)) from error
+
+
+# What transformers gives templates, by the names of the sandbox above.
+
+def _template_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _template_exception(message):
+    raise ValueError(message)
+
+
+def _template_date(form):
+    from datetime import datetime
+
+    return datetime.now().strftime(form)
+
+
+def _template_complaint(where, error):
+    """One line, whatever the error says; the name of its class where it is not the template's."""
+    said = " ".join(f"{error}".split())
+    if type(error) is not ValueError:
+        said = f"{type(error).__name__}: {said}"
+    return f"the chat template in {where} fails: {said}"
+
+
+def _chat_template(directory, settings):
+    """The source of a directory's chat template and the file it stands in; (None, None) if none."""
+    # The file is the newer form, and wins, as in transformers.
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return _read_bytes(path, "a chat template").decode("utf-8"), path
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text: {error}") from error
+
+    path = directory / "tokenizer_config.json"
+    source = settings.get("chat_template")
+    if source is None:
+        return None, None
+    if isinstance(source, list):  # [{"name": "default", "template": ..}, ..]
+        named = {x.get("name"): x.get("template") for x in source if isinstance(x, dict)}
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise ValueError(f"{path}: chat_template must be a string, or a list of named ones with a "
+                         f"default, got {reprlib.repr(settings['chat_template'])}")  # fmt: skip
+    return source, path
+
+
+def _special_tokens(directory, settings) -> dict[str, str]:
+    """The tokens that have a role, by its name: bos_token, eos_token, pad_token and so on."""
+    # Checkpoints from before `added_tokens_decoder` have these tokens in a file of their own. As in
+    # transformers, it wins there, and is not looked at elsewhere.
+    path = directory / "tokenizer_config.json"
+    if "added_tokens_decoder" not in settings:
+        path = directory / "special_tokens_map.json"
+        settings = settings | _optional_json(path)
+
+    found = {}
+    for name in settings:
+        if not name.endswith("_token") or isinstance(settings[name], bool):
+            continue  # add_bos_token and its like are no tokens
+        token = _field_of_file(path, settings, name, str | dict | None)
+        if isinstance(token, dict):  # with how it is matched: {"content": "<bos>", "lstrip": ..}
+            token = _field_of_file(path, token, "content", str)
+        # A token that is null is not there: a template that asks for it finds nothing.
+        if token is not None:
+            found[name] = token
+    return found
+
+
+def _field_of_file(path, found, name, kind):
+    """found[name], or None; ValueError that names the file, unless it is of the annotated kind."""
+    try:
+        require_field(name, found.get(name), kind)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found.get(name)
+
+
+def _optional_json(path) -> dict:
+    """The object that a JSON file holds, which is empty where there is no file."""
+    return read_json(path) if path.exists() else {}
+
+
+# L. check -------------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the definition.
 # Skip it unless a row fails, or you add a path. Tests use `tiny` and `tiny_model` too.
 
@@ -3209,7 +3558,7 @@ def _logits_by_cache(model, documents, truth):
         logits = extend(model, cache, torch.stack([d[n - 1 : n] for d, _, n in rows]))
 
 
-# L. main --------------------------------------------------------------------------------------
+# M. main --------------------------------------------------------------------------------------
 # For the command line: which command is here, which in tests/measure_models.py, the exit code.
 # Skip it unless a command does not start.
 

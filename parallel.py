@@ -2536,10 +2536,12 @@ def is_plain(name) -> bool:
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
-def read_checkpoint(path, tensors, *, counts=()) -> dict:
+def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
     returns its JSON state, see `verify_checkpoint` for counts.
 
+    Both have the same tensors, by name and shape, or it is refused. only: the beginning of a name;
+    stored tensors that are called otherwise are left where they are. "model." leaves AdamW's state.
     Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
     What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
     """
@@ -2550,7 +2552,12 @@ def read_checkpoint(path, tensors, *, counts=()) -> dict:
 
     def inspect():
         state, table = _inspect(path, counts)
-        saved = {name: tuple(entry.size) for name, entry in table.state_dict_metadata.items()}
+        # Strict both ways, so that no tensor is left as it was made, or stays behind unseen.
+        saved = {
+            name: tuple(entry.size)
+            for name, entry in table.state_dict_metadata.items()
+            if name.startswith(only)
+        }
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
                 raise ValueError(
@@ -2567,30 +2574,31 @@ def read_checkpoint(path, tensors, *, counts=()) -> dict:
     return state
 
 
-def checkpoints(directory):
-    """The step-NNNNNNNN directories, oldest first."""
-    return sorted(Path(directory).glob("step-" + "[0-9]" * 8))
+def checkpoints(directory, kind="step"):
+    """The step-NNNNNNNN directories, oldest first. kind: how else their names begin."""
+    return sorted(Path(directory).glob(f"{kind}-" + "[0-9]" * 8))
 
 
-def superseded(directory, step, keep):
+def superseded(directory, step, keep, kind="step"):
     """Checkpoints to delete once `step` is saved: all but the newest `keep` up to it, and all later
-    ones, which a resume from here has found damaged."""
+    ones, which a resume from here has found damaged. kind: as in `checkpoints`."""
     # Of steps 2, 4, 6 and 8, with 6 just saved and keep 2, they are 2 and 8.
-    found = checkpoints(directory)
-    saved = Path(directory) / f"step-{step:08d}"
+    found = checkpoints(directory, kind)
+    saved = Path(directory) / f"{kind}-{step:08d}"
     up_to_it = [path for path in found if path <= saved]
     later = [path for path in found if path > saved]
     return up_to_it[:-keep] + later
 
 
-def newest_checkpoint(directory):
+def newest_checkpoint(directory, kind="step"):
     """The newest undamaged checkpoint; damaged ones are named and passed over. None if there is
     none at all; if none is whole, ValueError, so that a run is not begun again by mistake.
+    kind: as in `checkpoints`.
 
     A crash or a disk does not leave a right seal on wrong contents. Such a checkpoint was made so;
     it is not passed over but refused, when `read_checkpoint` reads it.
     """
-    found = checkpoints(directory)
+    found = checkpoints(directory, kind)
     # Reading all bytes for their checksum takes a while, so only of as many as it takes.
     for path in reversed(found):
         try:

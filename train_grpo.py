@@ -14,6 +14,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     python train_grpo.py --help                               # every flag, its default, its meaning
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
+    python train_grpo.py eval | chat | export runs/guess-0 .. # pass@k; talk; for Hugging Face
     python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
     python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
 
@@ -52,7 +53,9 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
+    reward/groups_equal          of those whose rewards are all equal; gae: 1 if all the step's are
     eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
+    eval/solved_before           the same before the first step, behind any --demos; in line 0
     length/rollout_mean, length/max   sampled tokens of a rollout
     advantage/token_mean, _std   A of (1) over the sampled tokens that are trained on
     loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
@@ -133,7 +136,7 @@ def definition(sequences, Z, c):
     Z, c        the denominator; the settings, a Config
 
     Each sequence is given `terms`, what is measured of each token and its `part` of the loss.
-    `step_by_hand` (appendix I) makes a whole step of it, for `check`, tests and `audit`.
+    `step_by_hand` (appendix J) makes a whole step of it, for `check`, tests and `audit`.
     """
     loss = torch.zeros(())
     for s in sequences:
@@ -524,13 +527,18 @@ def collect(config, task, generator, step):
     rewards_PG, lengths_PG, truncated_PG = table_3PG
     require_finite_tokens(config, step, lengths_PG.sum())
 
+    # Equal rewards have no advantage: those of a group or, with a critic, of the whole step.
+    compared = rewards_PG.reshape(1, -1) if config.advantage == "gae" else rewards_PG
+    all_equal = (compared == compared[:, :1]).all(1)
+
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
     solved_PG = rewards_PG >= 1
     return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
-        "reward/groups_all": solved_PG.all(1).mean(), "length/rollout_mean": lengths_PG.mean(),
-        "length/max": int(lengths_PG.max()), "tokens/generated": int(lengths_PG.sum()),
+        "reward/groups_all": solved_PG.all(1).mean(), "reward/groups_equal": all_equal.mean(),
+        "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
+        "tokens/generated": int(lengths_PG.sum()),
         "tokens/truncated_fraction": truncated_PG.mean(),
     }  # fmt: skip
 
@@ -644,7 +652,7 @@ class Trainer:
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
         precede one `optim_step`; whatever its name says, under sequence_mean it counts sequences.
-        supervised: l_t = -lp_t instead of (2)-(6). ValueError for Z <= 0.
+        supervised: l_t = -lp_t instead of (2)-(6), and a Z of tokens. ValueError for Z <= 0.
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
@@ -655,7 +663,7 @@ class Trainer:
             # The part of (7) of one micro-batch: its trajectories, and what the model has given for
             # their targets. `metrics_of_all_ranks` makes metrics of the sums left in `measured`.
             if supervised:
-                loss, sums = likelihood_loss(self.config, micro, mask_BT, lp_BT, entropy_BT, Z)
+                loss, sums = likelihood_loss(micro, mask_BT, lp_BT, entropy_BT, Z)
             else:
                 old_BT, advantage_BT, options = loss_inputs(self.config, micro, lp_BT)
                 options["entropy_BT"] = entropy_BT
@@ -881,9 +889,14 @@ class Config:
     size: int = 7  # guess: numbers; sort: symbols; lookup: keys, and values
     turns: int = 4  # guess: answers allowed
     length: int = 4  # sort: symbols to sort
-    data: str = ""  # jsonl: file of {"question", "answer"} lines
-    template: str = "{question}\nEnd with '#### ' and the answer.\n"  # jsonl: the user's turn
-    demos: int = 0  # supervised steps on the task's demonstrations before the first rollout
+    data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
+    template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
+    instruction: str = "End with '#### ' and the answer."  # jsonl: a line behind each question
+    system: str = ""  # jsonl: the system's message, in a chat template
+    reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
+    demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
+    demo_data: str = ""  # jsonl: file of demonstrations, lines as of --data; empty: --data's own
+    demo_lr: float = None  # AdamW, in the supervised steps; after --lr-warmup it stays constant
     # the model
     model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
     layers: int = 3  # decoder layers
@@ -915,7 +928,7 @@ class Config:
     kl: str = "k3"  # k1 | k2 | k3
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: str = "loss"  # loss | reward
-    entropy_coef: float = 0.02  # weight of the entropy bonus
+    entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
     importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
     gamma: float = 1.0  # gae: discount of a sampled token
@@ -923,7 +936,7 @@ class Config:
     value_coef: float = 0.5  # gae: weight of the critic's loss
     value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
     # the optimiser
-    lr: float = 1e-3  # AdamW
+    lr: float = None  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up
     lr_first_step: str = "nonzero"  # the first step of a warm-up of 5 uses: nonzero 1/5 | zero 0
     lr_decay: str = "linear"  # from there to the last step: constant | linear | cosine
@@ -956,6 +969,16 @@ class Config:
     timeout: int = 60  # seconds that a rank waits for another before the run ends
     threads: int = 1  # CPU threads of each rank
 
+    # Defaults that depend on what the loop begins with: random weights, weights that demonstrations
+    # have taught, or a checkpoint's. Random weights need long steps, and a bonus for still trying
+    # everything; the same would undo in a few steps what the other two know (tests/RESULTS.md).
+    # A field of this table is None until __post_init__ has looked here.
+    BY_START = dict(
+        lr=dict(random=1e-3, demos=2e-4, model=1e-6),
+        entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
+        demo_lr=dict(random=1e-3, demos=1e-3, model=1e-5),
+    )
+
     CHOICES = dict(
         dtype=("float32", "float64", "bfloat16"), data_parallel=("ddp", "fsdp", "zero1"),
         ac=("none", "full", "layers", "op"),
@@ -982,13 +1005,21 @@ class Config:
     # Flags that older runs do not have in their config.json.
     ADDED = (
         "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
-        "lr_min",
+        "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
     # Numbers meet float32 tensors, and int64 ones: what those cannot hold is refused here.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
-    ZERO = "target", "entropy_coef", "lr_warmup", "gae_lambda", "value_clip"  # may be 0
+    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip"  # may be 0, though not by default
+
+    def __post_init__(self):
+        start = "demos" if self.demos else "random"
+        if self.model:
+            start = "model"
+        for name, defaults in self.BY_START.items():
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[start])
 
     def check(self) -> "Config":
         """Raise ValueError for anything that cannot run, before anything is built or written."""
@@ -997,6 +1028,7 @@ class Config:
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
+            defaults = self.BY_START.get(f.name, {"always": f.default}).values()
             if f.type is float and type(value) is int:
                 setattr(self, f.name, float(value))
             elif type(value) is not f.type:
@@ -1006,7 +1038,7 @@ class Config:
                 wrong.append(f"{flag} must be one of {allowed}, got {value!r}")
             elif f.type in (int, float) and not 0 <= value <= self.LARGEST[f.type]:
                 wrong.append(f"{flag} must be finite and at least 0, got {value}")
-            elif value == 0 and f.default and f.name not in self.ZERO:
+            elif value == 0 and all(defaults) and f.name not in self.ZERO:
                 wrong.append(f"{flag} must be positive, got 0")
 
         wrong = wrong or [text for bad, text in self._combinations() if bad]
@@ -1091,6 +1123,19 @@ class Config:
             f"--heads must be 1 or even, got {self.heads}")
         yield self.task == "jsonl" and not (self.data and self.model), (
             "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json")
+
+        # Text. A task from a file may read these flags too; those of this file but one do not.
+        given = [name for name in TEXT_FLAGS if getattr(self, name) != getattr(Config, name)]
+        yield self.task in TASKS and self.task != "jsonl" and given, (
+            f"{' and '.join(map(_flag, given))}: for --task jsonl, not {self.task}")
+        whole = self.template not in ("", "chat", "raw")
+        yield whole and "{question}" not in self.template, (
+            f"--template must be chat, raw or a text with {{question}}, got {self.template!r}")
+        yield whole and (self.system or self.instruction not in ("", Config.instruction)), (
+            "--template with {question} is the whole prompt: write --instruction, --system there")
+        yield self.system and self.template == "raw", "--system is for --template chat, not raw"
+        yield self.demo_data and not self.demos, (
+            "--demo-data needs --demos N, the number of supervised steps")
         yield self.task == "sort" and self.length > self.size, (
             f"--length {self.length} distinct symbols need --size of as many, got {self.size}")
         yield self.device == "cuda" and not torch.cuda.is_available(), (
@@ -1102,6 +1147,9 @@ LOSS_SETTINGS = (
     "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
     "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
 )  # fmt: skip
+
+# The flags that only `Jsonl` reads.
+TEXT_FLAGS = "data", "template", "instruction", "system", "reward", "demo_data"
 
 
 def _flag(name):
@@ -1118,18 +1166,33 @@ def _help_texts():
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
 
 
+def _default_text(f):
+    """A field's default, as --help shows it."""
+    if f.name not in Config.BY_START:
+        return f"{f.default!r}"
+    by_start = Config.BY_START[f.name]
+    return (f"{by_start['random']!r}; with --demos {by_start['demos']!r}; "
+            f"with --model {by_start['model']!r}")  # fmt: skip
+
+
+def add_flags(parser, fields):
+    """Fields of Config as flags of a parser. One that is not typed is absent from what it finds."""
+    for f in fields:
+        text = _help_texts()[f.name].replace("%", "%%")
+        how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{_default_text(f)}]")
+        if f.type is bool:
+            how = dict(action=argparse.BooleanOptionalAction, help=text)
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+
+
 def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN  (or --help)",
+        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN"
+        " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
     )  # fmt: skip
-    for f in dataclasses.fields(Config):
-        text = _help_texts()[f.name].replace("%", "%%")
-        how = dict(type=f.type, metavar=f.type.__name__, help=f"{text} [{f.default!r}]")
-        if f.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction, help=text)
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+    add_flags(parser, dataclasses.fields(Config))
 
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     given = vars(parser.parse_args(argv))
@@ -1148,21 +1211,25 @@ def resumed_config(path, given) -> Config:
     # A run that began before a flag existed had that flag's default.
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     names = defaults.keys()
+    if "instruction" not in stored and stored.get("task") != "jsonl":
+        stored["template"] = ""  # it was another flag, which only jsonl read
     stored = {name: defaults[name] for name in Config.ADDED} | stored
     if stored.keys() != names:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
-    # A task's file is code. The run's directory may have come from somebody else, so the file that
-    # it names is never imported: whoever goes on with the run names one.
-    task = str(stored["task"])
-    if task not in TASKS:
-        name = task.rpartition(":")[2]
-        if given.get("task", "").rpartition(":")[2] != name:
+    # A task's file is code, and so is a reward's. The run's directory may have come from somebody
+    # else, so a file that it names is never imported: whoever goes on with the run names it.
+    for field in ("task", "reward"):
+        spec = str(stored[field])
+        if spec == "" or (field == "task" and spec in TASKS):
+            continue
+        name = spec.rpartition(":")[2]
+        if given.get(field, "").rpartition(":")[2] != name:
             raise ValueError(
-                f"the task of this run is a file's; give it again, as --task "
-                f"FILE.py:{name} (the run had {task!r})"
+                f"the {field} of this run is a file's; give it again, as --{field} "
+                f"FILE.py:{name} (the run had {spec!r})"
             )
-        stored["task"] = given["task"]
+        stored[field] = given[field]
 
     # A decaying learning rate depends on the last step, so `steps` is then not free.
     free = set(Config.FREE)
@@ -1779,6 +1846,10 @@ class Task:
         """
         raise NotImplementedError
 
+    def demo_prompt(self, rng, index: int):
+        """Begin a demonstration, as `prompt` begins a group. index counts those of the run."""
+        return self.prompt(rng, index, False)
+
     def demo(self, state, rng) -> list[int]:
         """A valid answer to train on before the first rollout (--demos)."""
         raise ValueError(f"{type(self).__name__} has no demonstrations; use --demos 0")
@@ -1954,65 +2025,390 @@ class Lookup(Symbols):
         return [int(rng.integers(self.size)) + (0 if state[2] is None else self.size), *self.end]
 
 
-class Jsonl(Task):
-    """Questions from a file of {"question", "answer"} lines, GSM8K's format.
+class Line(NamedTuple):
+    """A line of --data or --demo-data, as `Jsonl` plays it."""
 
-    The gold answer is what follows `####` (the whole answer, if nothing does). The reward is 1 for
-    an answer that ends in `####` and an equal number or text; so the template has to ask for it.
-    Every tenth question, by its hash, is held out. It needs the checkpoint's tokenizer.json.
+    where: str  # FILE.jsonl line N, for errors
+    row: dict  # as it stands in the file, for the reward
+    shown: str  # what is asked in it; its hash decides whether it is held out
+    messages: list  # what the prompt is rendered from; none without a chat template
+    prompt: list  # its tokens
+    later: list  # the user's messages that are said to the policy's first, second, .. answer
+    demo: list  # texts of the policy's answers, to be learnt; none where there is no demonstration
+    rewarded: bool  # lines of --demo-data are learnt, and nobody asks what they are worth
+
+
+class Jsonl(Task):
+    """Questions and conversations from a file of JSON lines, in the checkpoint's own words.
+
+        {"question": "What is 3 + 4?", "answer": "3 and 4 make\\n#### 7"}        GSM8K's form
+        {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
+
+    --template says how a question is put. `chat`: the user's turn, in the checkpoint's own chat
+    template, is the question and on the next line --instruction; --system stands before it. `raw`:
+    the same two lines as plain text. A text with {question}: that is the whole prompt.
+
+    Messages are said as they stand, in the chat template. The policy answers the last of them, and
+    where two of the user's follow each other, the first of the two; the second is then said to it:
+
+        system  user  assistant  user  [the policy]  user  [the policy]
+
+    An assistant's message at the end is a demonstration (--demos), and is not shown. Rewards are
+    asked once, about the last answer. --reward names a function(text, row); without it the reward
+    is 1 for an answer that ends in `####` and a number or text equal to what follows `####` in the
+    line's answer (to all of that, if nothing does), so the prompt has to ask for it. An answer that
+    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out.
+
+    A state is (line, texts of the policy's answers so far).
     """
 
     def __init__(self, config):
-        self.tokenizer = models.load_tokenizer(config.model)
+        self.config = config
+        self.text = models.Text(config.model)
+        self.end = self.text.end
+        # Any row of the model can be sampled, and most have more rows than their tokenizer has
+        # tokens. Gemma's text models have one less: texts are held to that, too.
         shape = ModelConfig.from_hf(config.model)
-        self.vocab_size = self.tokenizer.get_vocab_size()
-        self.end = shape.eos_token_id
-        if not self.end:
-            raise ValueError(f"{config.model}/config.json has no eos_token_id: no answer could end")
-
-        template = config.template
-        close = self.tokenizer.token_to_id("<|im_end|>")
-        if "{question}" not in template:
-            raise ValueError(f"--template must contain {{question}}, got {template!r}")
-        if close is not None:  # ChatML; base checkpoints do not name its end in config.json
-            template = f"<|im_start|>user\n{template}<|im_end|>\n<|im_start|>assistant\n"
-            self.end = tuple({*self.end, close})
+        self.vocab_size = shape.vocab_size
+        self.positions = shape.max_position_embeddings
+        self.template = self._template()
+        notes = []
+        if not config.template and self.template == "raw":
+            notes.append(
+                f"{config.model} has no chat template: prompts are plain text (--template raw), "
+                f"the question, --instruction on the next line, and a newline"
+            )
+        if config.reward:
+            if not names_code(config.reward):
+                raise ValueError(f"--reward {config.reward!r} is no FILE.py:function")
+            self.reward_file, self.reward = from_file(config.reward, "function")
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
-        room = shape.max_position_embeddings - config.max_new_tokens
-        self.rows = {False: [], True: []}  # by held out: (answer, prompt tokens)
-        for number, row in models.read_json_lines(config.data):
-            where = f"{config.data} line {number}"
-            question = row.get("question")
-            answer = row.get("answer")
-            if not isinstance(question, str) or not isinstance(answer, str):
-                raise ValueError(f"{where} holds no question and answer, two strings")
-            tokens = self._encode(template.replace("{question}", question))
-            self.rows[is_held_out(question.encode())].append((answer, tokens))
-            if len(tokens) > room:
-                raise ValueError(
-                    f"{where}: a prompt of {len(tokens)} tokens; the model's positions less "
-                    f"--max-new-tokens leave {room}"
-                )
+        self.rows = {False: [], True: []}  # by held out
+        for line in self._read(config.data):
+            self.rows[is_held_out(line.shown.encode())].append(line)
         if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
 
-    def _encode(self, text):
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        asks = any("messages" not in line.row for line in self.rows[False] + self.rows[True])
+        if config.instruction != Config.instruction and not asks:
+            raise ValueError(f"--instruction goes behind a question; {config.data} asks none")
+
+        # What is to be learnt: the answers of the training lines, or those of a file of their own.
+        # The two files may have prompts in common, and of those none that is held out is learnt.
+        self.demos = self.rows[False]
+        if config.demo_data:
+            held_out = {line.shown for line in self.rows[True]}
+            found = self._read(config.demo_data, learnt=True)
+            self.demos = [line for line in found if line.shown not in held_out]
+            if not self.demos:
+                raise ValueError(f"{config.demo_data} holds no line that is not held out")
+            if len(self.demos) < len(found):
+                notes.append(
+                    f"{len(found) - len(self.demos)} of {len(found)} lines of {config.demo_data} "
+                    f"are held out for evaluation, and not learnt"
+                )
+        if config.demos:
+            for line in self.demos:
+                self._require_demonstration(line)
+        self.note = "; ".join(notes)
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
-        return rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        line = rows[index % len(rows) if held_out else int(rng.integers(len(rows)))]
+        return (line, ()), line.prompt
 
     def reply(self, state, answer):
-        text = self.tokenizer.decode([t for t in answer if t not in self.end])
-        return state, None, float(same_answer(final_answer(text), final_answer(state) or state))
+        # The last token ends the turn; everything before it is what the policy has said.
+        line, answers = state
+        text = self.text.decode(answer[:-1])
+        answers = (*answers, text)
+        if len(answers) <= len(line.later):
+            return (line, answers), self._said_next(line, answers, answer[-1]), 0.0
+        return (line, answers), None, self._reward(line, text)
+
+    def demo_prompt(self, rng, index):
+        # The training lines are drawn, as in a rollout. A file of demonstrations is dealt: each of
+        # its lines is learnt as often as the others.
+        if not self.config.demo_data:
+            return self.prompt(rng, index, False)
+        line = self.demos[deal(self.config.seed, index, len(self.demos))]
+        return (line, ()), line.prompt
 
     def demo(self, state, rng):
-        return self._encode(state) + [self.end[0]]
+        # A line may hold none: then the task begins without, and only --demos asks for it.
+        line, answers = state
+        if not line.demo:
+            raise ValueError(
+                f"{line.where}: it holds no demonstration, neither an answer to its question nor "
+                f"an assistant's message that is the policy's only one; --demo-data can bring some"
+            )
+        try:
+            return self._spoken(conversation(line, answers), line.demo[len(answers)])
+        except ValueError as error:
+            raise ValueError(f"{line.where}: {error}") from error
 
     def show(self, tokens):
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return self.text.decode(tokens, special=True)
+
+    # How a line becomes a Line.
+
+    def _template(self):
+        """What --template is for this checkpoint: chat, raw, or a text with {question}."""
+        # Unless somebody wants it otherwise, the checkpoint is spoken to as it has learnt to be: a
+        # model that is trained on other marks than its own has to unlearn those first.
+        config = self.config
+        has_own = self.text.template is not None
+        template = config.template or ("chat" if has_own else "raw")
+        if template == "chat" and not has_own:
+            raise ValueError(
+                f"--template chat: {config.model} has no chat template, neither as "
+                f"chat_template.jinja nor in tokenizer_config.json; --template raw has none"
+            )
+        if template != "chat" and config.system:
+            raise ValueError(f"--system: {config.model} has no chat template to put it in")
+        return template
+
+    def _read(self, file, learnt=False):
+        """The Lines of a file. learnt: it is that of --demo-data. ValueError names a bad line."""
+        lines = []
+        for number, row in models.read_json_lines(file):
+            where = f"{file} line {number}"
+            try:
+                how = self._messages if "messages" in row else self._question
+                line = Line(where=where, row=row, rewarded=not learnt, **how(row, learnt))
+                self._require_room(line)
+            except ValueError as error:  # of the chat template, too, which may refuse a role
+                raise ValueError(f"{where}: {error}") from error
+            lines.append(line)
+        return lines
+
+    def _question(self, row, learnt) -> dict:
+        """What a {"question", "answer"} row says of its Line."""
+        # A reward's function may do without an answer; what is learnt, or is right, is one.
+        question = row.get("question")
+        answer = row.get("answer")
+        needed = learnt or not self.config.reward
+        if not isinstance(question, str) or (needed and not isinstance(answer, str)):
+            strings = "question and answer, two strings" if needed else "question, a string"
+            raise ValueError(f"it holds no {strings}")
+
+        # Marks of turns are the chat template's business. Plain text begins with BOS if this
+        # checkpoint's texts do; a chat template says so itself.
+        messages = []
+        asked = question
+        if self.config.instruction:
+            asked += f"\n{self.config.instruction}"
+        if self.template == "chat":
+            messages = self._behind_system([{"role": "user", "content": asked}])
+            prompt = self.text.prompt(messages)
+        elif self.template == "raw":
+            prompt = self.text.encode(f"{asked}\n", bos=True)
+        else:
+            whole = self.template.replace("{question}", question)
+            prompt = self.text.encode(whole, bos=True)
+        demo = [answer] if isinstance(answer, str) else []
+        return dict(shown=question, messages=messages, prompt=prompt, later=[], demo=demo)
+
+    def _messages(self, row, learnt) -> dict:
+        """What a {"messages", "answer"} row says of its Line."""
+        messages = row["messages"]
+        require_messages(messages)
+        if self.template != "chat":
+            raise ValueError("it holds messages, which only --template chat can say")
+        if not (learnt or self.config.reward or isinstance(row.get("answer"), str)):
+            raise ValueError("it holds no answer, a string, and without --reward nothing else says "
+                             "what is right")  # fmt: skip
+
+        # Demonstrations of a file of their own are learnt from the first answer on. Of other lines
+        # only an answer at the end is one, and what stands before it is shown, whoever said it.
+        shown = messages
+        if messages[-1]["role"] == "assistant":
+            shown = messages[:-1]
+        if learnt:
+            first, later, demo = learnt_turns(messages)
+        else:
+            first, later = played_turns(shown)
+            demo = []
+            if shown is not messages and not later:  # else earlier answers are missing
+                demo = [messages[-1]["content"]]
+        first = self._behind_system(first)
+        return dict(
+            shown=json.dumps(shown, sort_keys=True), messages=first, later=later, demo=demo,
+            prompt=self.text.prompt(first),
+        )  # fmt: skip
+
+    def _behind_system(self, messages) -> list:
+        """Messages behind --system, unless they bring a system's message of their own."""
+        if not self.config.system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.config.system}, *messages]
+
+    # What is said, as tokens, and what it must leave room for.
+
+    def _said_next(self, line, answers, end_token) -> list:
+        """The user's next message, behind the policy's last answer, which end_token has ended."""
+        return self.text.next_turn(conversation(line, answers), end_token)
+
+    def _require_known(self, tokens):
+        """ValueError if the model has no row for one of the tokens."""
+        for token in tokens:
+            if token >= self.vocab_size:
+                raise ValueError(
+                    f"it holds token {token}, {self.show([token])!r}; those of the model end at "
+                    f"{self.vocab_size - 1}"
+                )
+
+    def _spoken(self, messages, answer) -> list:
+        """The tokens of an answer, its end included, as the policy should say it to messages."""
+        tokens = self.text.encode(answer)
+        self._require_known(tokens)
+        if any(token in self.end for token in tokens):
+            raise ValueError(f"the demonstration {answer!r} holds a mark that would end it")
+        if self.template != "chat":
+            return [*tokens, self.end[0]]
+
+        # As the chat template writes it: Gemma's strips blanks around it, and Qwen3's puts an empty
+        # block of thoughts before it. What the template adds behind the end is not the policy's. A
+        # template that asks for answers in one form and writes them in another (DeepSeek-R1's, with
+        # its thoughts) gives no text that follows the prompt: then the answer stands by itself.
+        before = self.text.render(messages)
+        answered = [*messages, {"role": "assistant", "content": answer}]
+        whole = self.text.render(answered, add_generation_prompt=False)
+        if whole.startswith(before):
+            tokens = self.text.encode(whole[len(before) :])
+        for n, token in enumerate(tokens):
+            if token in self.end:
+                return tokens[: n + 1]
+        return [*tokens, self.end[0]]
+
+    def _require_room(self, line):
+        """ValueError if the model has too few positions for a prompt and an answer."""
+        limit = self.config.max_new_tokens
+        self._require_known(line.prompt)
+        if len(line.prompt) + limit > self.positions:
+            raise ValueError(
+                f"a prompt of {len(line.prompt)} tokens; the model's positions less "
+                f"--max-new-tokens leave {self.positions - limit}"
+            )
+
+        # What the user says later counts among the new tokens, and so does each answer's end.
+        answers = [""] * len(line.later)
+        said = 0
+        for n in range(len(line.later)):
+            tokens = self._said_next(line, answers[: n + 1], self.end[0])
+            self._require_known(tokens)
+            said += len(tokens)
+        if said + len(line.later) + 1 > limit:
+            raise ValueError(
+                f"{said} tokens are said after the policy's answers, which leaves no room for "
+                f"those in --max-new-tokens {limit}"
+            )
+
+    def _require_demonstration(self, line):
+        """ValueError if a line has nothing to be learnt, or more than --max-new-tokens of it."""
+        # Said as in a rollout, turn by turn: a limit that cut it would leave its end unlearnt.
+        answers = ()
+        count = 0
+        for n in range(len(line.later) + 1):
+            tokens = self.demo((line, answers), None)
+            answers = (*answers, line.demo[n])
+            count += len(tokens)
+            if n < len(line.later):
+                count += len(self._said_next(line, answers, tokens[-1]))
+        if count > self.config.max_new_tokens:
+            raise ValueError(
+                f"{line.where}: a demonstration of {count} tokens is over --max-new-tokens "
+                f"{self.config.max_new_tokens}"
+            )
+
+    def _reward(self, line, text) -> float:
+        """What a last answer is worth; ValueError that names the line where that is no number."""
+        if not line.rewarded:
+            return 0.0
+        if not self.config.reward:
+            gold = line.row["answer"]
+            return float(same_answer(final_answer(text), final_answer(gold) or gold))
+
+        # The function gets a copy: what it changes there would be another row for the next answer.
+        try:
+            with naming_the_task(self.reward_file):
+                reward = self.reward(text, copy.deepcopy(line.row))
+        except TaskError as error:
+            where = f"for the answer {text[:200]!r} to {line.where}"
+            raise TaskError(f"{error}, {where}") from error.__cause__
+        if not is_finite_number(reward):
+            raise ValueError(
+                f"--reward {self.config.reward} gave {reward!r} for the answer {text[:200]!r} to "
+                f"{line.where}: rewards must be finite numbers"
+            )
+        return float(reward)
+
+
+def conversation(line, answers) -> list:
+    """The messages of a line up to here: those of its prompt, each answer, what is said to it."""
+    messages = list(line.messages)
+    for n, answer in enumerate(answers):
+        messages.append({"role": "assistant", "content": answer})
+        messages += line.later[n : n + 1]  # none behind the last answer
+    return messages
+
+
+def require_messages(messages):
+    """ValueError for what is no conversation of a user and an assistant."""
+    # Templates take any role and write it down, "asistant" too: what is no role is refused here.
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it holds no messages, a list of objects")
+    for n, message in enumerate(messages):
+        good = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not good or message.get("role") not in ("system", "user", "assistant"):
+            raise ValueError(
+                f"message {n + 1} has no role (system, user or assistant) and content, a string"
+            )
+        if message["role"] == "system" and n > 0:
+            raise ValueError(f"message {n + 1} is the system's, which can only be the first")
+
+
+def played_turns(messages):
+    """(messages of the prompt, later ones of the user) of a conversation that is to be played."""
+    # Where the user speaks twice in a row, the policy answers in between: there the prompt ends.
+    # What the assistant has said before that is history.
+    #
+    #     user  assistant  user | user | user      the prompt, and two later messages
+    roles = [message["role"] for message in messages]
+    if roles[-1:] != ["user"]:
+        raise ValueError("the messages end with no user's, which the policy could answer")
+    cut = len(messages)
+    for n in range(1, len(messages)):
+        if roles[n - 1] == roles[n] == "user":
+            cut = n
+            break
+    later = messages[cut:]
+    if "assistant" in roles[cut:]:
+        raise ValueError(
+            f"message {roles.index('assistant', cut) + 1} is the assistant's, behind an answer "
+            f"that the policy has to give: two messages of the user stand in a row before it"
+        )
+    return messages[:cut], later
+
+
+def learnt_turns(messages):
+    """(messages of the prompt, later ones of the user, answers) of a demonstration."""
+    # Behind the user's first message all that the assistant says is learnt.
+    #
+    #     user | assistant | user | assistant      the prompt, an answer, a later message, an answer
+    roles = [message["role"] for message in messages]
+    if "user" not in roles or roles[-1] != "assistant":
+        raise ValueError("a demonstration needs a user's message, and an assistant's at its end")
+    first = roles.index("user") + 1
+    behind = messages[first:]
+    for n, role in enumerate(roles[first:]):
+        wanted = "user" if n % 2 else "assistant"
+        if role != wanted:
+            where = f"message {first + n + 1}"
+            raise ValueError(f"{where} is the {role}'s; a demonstration needs the {wanted}'s there")
+    answers = [message["content"] for message in behind[::2]]
+    return messages[:first], behind[1::2], answers
 
 
 def final_answer(text):
@@ -2041,26 +2437,40 @@ def same_answer(a, b):
 TASKS = {"guess": Guess, "sort": Sort, "lookup": Lookup, "jsonl": Jsonl}
 
 
+def names_code(spec) -> bool:
+    """Whether spec is FILE.py:NAME of a file that is there."""
+    file = spec.rpartition(":")[0]
+    return file.endswith(".py") and Path(file).is_file()
+
+
+def from_file(spec, kind):
+    """(file, what it calls NAME) for spec FILE.py:NAME. kind: class or function, for the error."""
+    file, _, name = spec.rpartition(":")
+    # Run as a script, this file is the module __main__; a task file that imports train_grpo would
+    # get a second copy of it, whose Task is another class than this one.
+    sys.modules.setdefault("train_grpo", sys.modules[__name__])
+    found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    with naming_the_task(file):
+        found.loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{file} has no {kind} {name!r}")
+    return file, getattr(module, name)
+
+
 def make_task(config) -> Task:
     """The task of `--task`: one of TASKS, or a class from a file; ValueError for neither."""
     if config.task in TASKS:
         return TASKS[config.task](config)
-    file, _, name = config.task.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise ValueError(f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
-    # Run as a script, this file is the module __main__; a task file that imports train_grpo would
-    # get a second copy of it, whose Task is another class than this one.
-    sys.modules.setdefault("train_grpo", sys.modules[__name__])
-    spec = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    if not names_code(config.task):
+        raise ValueError(
+            f"--task {config.task!r} is none of {', '.join(TASKS)}, no FILE.py:Class")
+    file, make = from_file(config.task, "class")
     with naming_the_task(file):
-        spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise ValueError(f"{file} has no class {name!r}")
-    with naming_the_task(file):
-        task = getattr(module, name)(config)
+        task = make(config)
 
     # A class in a file need not derive from Task, so nothing can be taken for granted.
+    name = type(task).__name__
     size = getattr(task, "vocab_size", 0)
     end = getattr(task, "end", ())
     if not isinstance(end, (tuple, list)) or not end or not all(0 <= t < size for t in end):
@@ -2097,7 +2507,11 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
         if group % dist.get_world_size() == dist.get_rank():
             rng = np.random.default_rng([config.seed, stream, step, group])
             with asking(task):
-                state, prompt = task.prompt(rng, first + group, held_out)
+                # A task from a file need not derive from Task, and may lack `demo_prompt`.
+                if stream == DEMO_PROMPT and hasattr(task, "demo_prompt"):
+                    state, prompt = task.demo_prompt(rng, first + group)
+                else:
+                    state, prompt = task.prompt(rng, first + group, held_out)
             starts.append((group, state, prompt))
     return starts
 
@@ -2120,7 +2534,7 @@ def ask_reply(task, play, answer):
     with asking(task):
         state, reply, reward = task.reply(play.state, answer)
     name = type(task).__name__
-    if not isinstance(reward, (numbers.Real, torch.Tensor)) or not math.isfinite(reward):
+    if not is_finite_number(reward):
         raise ValueError(
             f"{name} gave reward {reward} in group {play.group}, rollout "
             f"{play.first}, for the answer {task.show(answer)!r}: rewards must be finite"
@@ -2131,6 +2545,13 @@ def ask_reply(task, play, answer):
         last = task.vocab_size - 1
         raise ValueError(f"{name} replied {reply} in group {play.group}: ids end at {last}")
     return state, reply, reward
+
+
+def is_finite_number(x) -> bool:
+    """Whether x, which may be anything that a task has returned, is a number or a tensor of one."""
+    if isinstance(x, torch.Tensor):
+        return x.numel() == 1 and bool(x.isfinite())
+    return isinstance(x, numbers.Real) and math.isfinite(x)
 
 
 def require_finite_tokens(config, step, sampled):
@@ -2181,30 +2602,52 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     return trajectories
 
 
-def likelihood_loss(config, micro, mask_BT, lp_BT, entropy_BT, Z):
+def likelihood_loss(micro, mask_BT, lp_BT, entropy_BT, Z):
     """(7) with l_t = -lp_t, maximum likelihood; its sums as those of `grpo_loss`.
 
-    config, micro                 the aggregation; the trajectories
+    micro                         the trajectories
     mask_BT, lp_BT, entropy_BT    of their tokens, as `PackedBatches` gives them
-    Z                             of (7)
+    Z                             tokens of all ranks' demonstrations: the loss is their mean
     """
     sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
     stats = {"entropy": entropy_BT.detach()}
-    how = dict(aggregation=config.aggregation, Z=Z)
+    how = dict(aggregation="token_mean", Z=Z)
     return weighted_sum(-lp_BT, lp_BT, mask_BT, sampler_BT, stats, **how)
 
 
-def warm_start(config, task, trainer):
-    """`demos` supervised steps on the task's demonstrations, in the same Trainer."""
-    for step in range(config.demos):
-        groups = range(config.prompts * config.group)
-        starts = draw_prompts(config, task, DEMO_PROMPT, step, groups)
+# A line of demos.jsonl: these metrics of the docstring, and seconds/total. loss/token_mean is here
+# the mean negative log-likelihood of a token, whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
+    "tokens/trained_flat", "policy_version", "updates/skipped",
+)  # fmt: skip
+
+
+def supervised_step(config, task, trainer, step):
+    """One step on demonstrations, before the first rollout: its metrics. Collective."""
+    seconds = {}
+    with timed(seconds, "total"):
+        # As many demonstrations as a step of the loop has rollouts, and each time other ones. What
+        # they are depends on (seed, step, number) alone, like everything that is drawn.
+        count = config.prompts * config.group
+        starts = draw_prompts(config, task, DEMO_PROMPT, step, range(count), first=step * count)
         key = config.seed, DEMO_PLAY, step
         batch = demonstrations(task, starts, key, config.max_new_tokens)
-        (Z,) = summed([denominator(batch, config)], trainer.device)
-        trainer.forward_backward(batch, Z, supervised=True)
-        trainer.optim_step()
 
+        # The same two calls as in `update`: Z is summed over ranks before any forward.
+        (Z,) = summed([sum(int(t.mask.sum()) for t in batch)], trainer.device)
+        warmup = min(config.lr_warmup, config.demos)
+        factor = lr_factor(step, warmup=warmup, total=config.demos, decay="constant")
+        metrics = trainer.forward_backward(batch, Z, supervised=True)
+        metrics |= trainer.optim_step(config.demo_lr * factor)
+        warn_if_skipped(step, metrics, "supervised step")
+
+    metrics |= {"updates/skipped": trainer.skipped} | seconds
+    return {name: metrics[name] for name in (*DEMO_METRICS, "seconds/total")}
+
+
+def end_demonstrations(trainer):
+    """Make the optimiser new behind the last supervised step."""
     # The second moments of a converged supervised fit are tiny: kept, they would make the first
     # policy-gradient steps ten times too long.
     trainer.optimizer.state.clear()
@@ -2253,10 +2696,10 @@ def advantage_metrics(trainer, batch) -> dict:
     return {"advantage/token_mean": mean, "advantage/token_std": spread}
 
 
-def warn_if_skipped(step, metrics):
+def warn_if_skipped(step, metrics, kind="step"):
     """Say so at once, since the next update may end the run."""
     if "nonfinite" in metrics:
-        warn(f"step {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
+        warn(f"{kind} {step}: skipped, non-finite gradient first in {metrics['nonfinite']}")
 
 
 def warn(text):
@@ -2265,23 +2708,31 @@ def warn(text):
         print(text, file=sys.stderr)
 
 
+def own_shape(config, task) -> ModelConfig:
+    """The shape of a model that begins with random weights: the flags', with the task's tokens."""
+    return ModelConfig(
+        vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
+        num_hidden_layers=config.layers, hidden_size=config.hidden,
+        intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
+        num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
+    )  # fmt: skip
+
+
+def require_rows(task, model, source):
+    """ValueError if the task has tokens for which the model, of the directory source, has none."""
+    rows = model.config.vocab_size
+    if task.vocab_size > rows:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {rows}")
+
+
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
     # A checkpoint's weights, or random ones that depend on the seed alone.
     if config.model:
         model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
-        if task.vocab_size > model.config.vocab_size:
-            raise ValueError(
-                f"the task has {task.vocab_size} tokens, {config.model} {model.config.vocab_size}"
-            )
+        require_rows(task, model, config.model)
     else:
-        shape = ModelConfig(
-            vocab_size=task.vocab_size, eos_token_id=tuple(task.end),
-            num_hidden_layers=config.layers, hidden_size=config.hidden,
-            intermediate_size=3 * config.hidden, head_dim=config.hidden // config.heads,
-            num_attention_heads=config.heads, num_key_value_heads=max(1, config.heads // 2),
-        )  # fmt: skip
-        model = Transformer(shape).to(device, getattr(torch, config.dtype))
+        model = Transformer(own_shape(config, task)).to(device, getattr(torch, config.dtype))
         model.init_weights(config.seed)
     if config.advantage == "gae":
         model.add_value_head()
@@ -2346,13 +2797,19 @@ def run(config, task, trainer, out) -> int:
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             step = trainer.load_checkpoint(found)["step"]
+            keep_reference(out, trainer, resumed=True)
+            log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
-            if config.resume:
-                log.say(f"no checkpoint in {out} yet: from the start")
-            warm_start(config, task, trainer)
-        keep_reference(out, trainer, resumed=bool(found))
+            signalled = supervised_start(config, task, trainer, log, stop, out)
+            if signalled:
+                return 128 + signalled
         trainer.push_weights()
-        log.begin(step, generator)
+
+        # A curve needs a start: what is solved before the first step, on the prompts of all later
+        # evaluations. Line 0 of metrics.jsonl has it.
+        log.table(Log.COLUMNS, config.steps, step)
+        if step == 0:
+            log.before(evaluate(config, task, generator)[0])
 
         # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
@@ -2362,26 +2819,61 @@ def run(config, task, trainer, out) -> int:
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
                 saved = save(config, trainer, out, step)
-                if last and not saved:
-                    raise FloatingPointError(
-                        f"the run ends in steps that were skipped for a non-finite gradient, so "
-                        f"its last state is not saved; {newest_good(out)}"
-                    )
+                require_saved(saved or not last, out)
             if signalled and not last:
-                name = signal.Signals(signalled).name
-                state = f"saved after {step} steps" if saved else newest_good(out)
-                log.say(f"{name}: {state}; go on with --resume --out {out}")
+                log.say_interrupted(signalled, saved, f"{step} steps")
                 return 128 + signalled
 
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
-        if config.model:  # the generator holds the last weights whole, in its own dtype
-            agree(lambda: export(generator, out, log.advice))
+        agree(lambda: export(config, task, generator, out, log))
     log.end(solved)
     return 0
 
 
-def save(config, trainer, out, step) -> bool:
+def supervised_start(config, task, trainer, log, stop, out) -> int:
+    """Bring the trainer before step 0 of a run: the first weights, and --demos supervised steps.
+
+    They are saved, stopped and resumed like the steps of the loop, in checkpoints demos-NNNNNNNN of
+    their own, in the place of which step-00000000 stands when they are done. Returns the signal
+    that ended them, or 0.
+    """
+    found = agree(lambda: newest_checkpoint(out, "demos") if config.resume else None)
+    step = 0
+    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
+    if found:
+        step = trainer.load_checkpoint(found)["step"]
+        origin = f"the weights of {found}"
+    elif config.resume:
+        log.say(f"no checkpoint in {out} yet: from the start")
+    log.begin(trainer, origin, 0, step)
+    if not config.demos:
+        keep_reference(out, trainer, resumed=False)
+        return 0
+
+    signalled = 0
+    log.table(Log.DEMO_COLUMNS, config.demos, step)
+    with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
+        while step < config.demos and not signalled:
+            log.demo(step, supervised_step(config, task, trainer, step))
+            step += 1
+            last = step == config.demos
+            signalled = stop.agreed(trainer.device)
+
+            # The reference is written before the checkpoint that a resume needs it for.
+            if last:
+                end_demonstrations(trainer)
+                keep_reference(out, trainer, resumed=False)
+                saved = save(config, trainer, out, 0)
+                require_saved(saved, out)
+            elif signalled or (config.save_every and step % config.save_every == 0):
+                saved = save(config, trainer, out, step, "demos")
+    if signalled:
+        log.say_interrupted(signalled, saved, f"{step} supervised steps")
+    return signalled
+
+
+def save(config, trainer, out, step, kind="step") -> bool:
     """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
 
     A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
@@ -2398,22 +2890,43 @@ def save(config, trainer, out, step) -> bool:
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
             f"--out {out}"
         )
-    trainer.save_checkpoint(f"{out}/step-{step:08d}", step=step)
-    for old in agree(lambda: superseded(out, step, config.keep)):
+    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step)
+
+    # Once the loop has a checkpoint, those of the supervised start are of no use.
+    def outdated():
+        finished = checkpoints(out, "demos") if kind == "step" else []
+        return superseded(out, step, config.keep, kind) + finished
+
+    for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
     return True
 
 
+def require_saved(saved, out):
+    """FloatingPointError if the last state of the run, or of its supervised start, is not saved."""
+    if not saved:
+        raise FloatingPointError(
+            f"the run ends in steps that were skipped for a non-finite gradient, so its last state "
+            f"is not saved; {newest_good(out)}"
+        )
+
+
 def newest_good(out) -> str:
     """Which checkpoint a run that could not save its last state can go on from."""
-    newest = agree(lambda: newest_checkpoint(out))
+    newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
     return f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
 
 
-def export(generator, out, advice):
-    """The last weights as a Hugging Face checkpoint, for transformers and for --model."""
-    with writing(f"{out}/hf", advice):
-        models.save_hf(generator, f"{out}/hf")
+def export(config, task, generator, out, log):
+    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model."""
+    # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
+    if not importlib.util.find_spec("safetensors"):
+        log.say(f"{out}/hf not written: pip install safetensors, and then "
+                f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
+        return
+    # The generator holds the last weights whole, on every rank and in its own dtype.
+    with writing(f"{out}/hf", log.advice):
+        write_hf(generator, f"{out}/hf", source=config.model, names=token_names(task))
 
 
 @contextlib.contextmanager
@@ -2486,6 +2999,8 @@ class Log:
         reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
         entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
     )  # fmt: skip
+    DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+    IDLE = 3  # steps in a row with nothing to learn from, after which the run warns
 
     def __init__(self, config, out, task):
         self.config = config
@@ -2494,6 +3009,8 @@ class Log:
         self.on = dist.get_rank() == 0  # everything else is for rank 0 alone
         self.started = time.perf_counter()
         self.start = 0  # the first step of this process
+        self.solved_before = None  # known in the process that does step 0
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
         self.events = None
         self.text = None
         self.advice = f"go on with --resume --out {out}"
@@ -2506,41 +3023,121 @@ class Log:
         if self.on:
             tqdm.write(text)
 
-    def begin(self, start, model):
+    def say_interrupted(self, signalled, saved, done):
+        """done: how far the run is, in words. Collective."""
+        state = f"saved after {done}" if saved else newest_good(self.out)
+        self.say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
+
+    def begin(self, trainer, origin, start, demo_start):
+        """Say in three lines what is trained, how and where; cut files back to where it goes on.
+
+        origin             where the weights come from, in words
+        start, demo_start  the first step of the loop, and of the supervised start, that are to do
+        """
         self.start = start
         if not self.on:
             return
         c = self.config
-        count = sum(p.numel() for p in model.parameters())
-        self.say(json.dumps(dataclasses.asdict(c)))
-        self.say(f"{c.task}: {count:,} parameters, {c.prompts} groups of {c.group} a step, "
-                 f"{dist.get_world_size()} rank(s), from step {start}, out {self.out}")  # fmt: skip
+        count = sum(p.numel() for p in trainer.generator.parameters())
+        if demo_start < c.demos:
+            origin += f", first {c.demos - demo_start} supervised steps"
+        plan = c.plan or f"d{dist.get_world_size()}"
+        self.say(f"{c.task}: {count:,} parameters, {origin}")
+        self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+                 f"{dist.get_world_size()} rank(s), plan {plan}, {c.data_parallel}, "
+                 f"{trainer.device.type}, {c.dtype}")  # fmt: skip
+        self.say(f"out {self.out}: `plot {self.out}` draws it, Ctrl-C saves it, --resume --out "
+                 f"{self.out} goes on with it")  # fmt: skip
+        if getattr(self.task, "note", ""):  # what a task has decided, such as a template
+            self.say(self.task.note)
 
         # Lines behind the checkpoint belong to steps that are now done again.
-        for name in ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"):
+        firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), start)
+        if c.demos:
+            firsts["demos.jsonl"] = demo_start
+        for name, first in firsts.items():
             with writing(self.out / name, self.advice):
-                cut_lines(self.out / name, start)
+                cut_lines(self.out / name, first)
 
-        self.bar = tqdm(total=c.steps, initial=start, disable=None, unit="step")
-        self.say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
+    def table(self, columns, total, done):
+        """Begin a table, of the supervised start or of the loop, and its bar."""
+        if self.on:
+            self.columns = columns
+            self.say("  step" + "".join(f"{name:>10}" for name in columns) + "  tokens/s")
+            self.bar = tqdm(total=total, initial=done, disable=None, unit="step")
+
+    def row(self, label, metrics):
+        """A line of the table. It has one now and then, and the files have one for each step."""
+        shown = [metrics.get(name) for name in self.columns.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in metrics:
+            tokens = metrics.get("tokens/generated", 0) + metrics["tokens/trained_flat"]
+            cells.append(f"{tokens / metrics['seconds/total']:10.0f}")
+        self.say(f"{label:>6}{''.join(cells)}".rstrip())
+
+    def advance(self, name, step, metrics, progress):
+        """Write a step's line to the file `name`, and move the bar on; progress: shown beside."""
+        self.write(name, {"step": step} | metrics)
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+        if self.events:
+            prefix = "demos/" if name == "demos.jsonl" else ""
+            for key, value in metrics.items():
+                self.events.add_scalar(prefix + key, value, step)
+
+    def demo(self, step, metrics):
+        """A step of the supervised start."""
+        if not self.on:
+            return
+        progress = f"loss {metrics['loss/token_mean']:.3f}"
+        self.advance("demos.jsonl", step, metrics, progress)
+
+        # The last line of the table and its bar stay above those of the loop.
+        last = step + 1 == self.config.demos
+        if step % self.config.log_every == 0 or last:
+            self.row(step, metrics)
+        if last:
+            self.bar.close()
+
+    def before(self, solved):
+        """What was solved before step 0, whose line will say so."""
+        self.solved_before = solved
+        if self.on:
+            self.row("before", {"eval/solved": solved})
 
     def step(self, step, metrics):
         if not self.on:
             return
-        metrics = {"step": step} | metrics
-        self.write("metrics.jsonl", metrics)
-        self.bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}", refresh=False)
-        self.bar.update()
-        if self.events:
-            for name, value in metrics.items():
-                self.events.add_scalar(name, value, step)
-
-        # The table has a line now and then, and metrics.jsonl one for each step.
+        if step == 0:
+            metrics = {"eval/solved_before": self.solved_before} | metrics
+        self.advance("metrics.jsonl", step, metrics, f"reward {metrics['reward/mean']:.3f}")
         if step % self.config.log_every == 0 or "eval/solved" in metrics:
-            shown = [metrics.get(name) for name in self.COLUMNS.values()]
-            cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
-            tokens = metrics["tokens/generated"] + metrics["tokens/trained_flat"]
-            self.say(f"{step:6d}{''.join(cells)}{tokens / metrics['seconds/total']:10.0f}")
+            self.row(step, metrics)
+        self.warn_if_idle(step, metrics)
+
+    def warn_if_idle(self, step, metrics):
+        """Say it, once, if some steps in a row had no two rewards to compare."""
+        if metrics["reward/groups_equal"] < 1:
+            self.idle = 0
+            return
+        self.idle += 1
+        if self.idle != self.IDLE:
+            return
+
+        # What helps depends on which reward it is that all of them have.
+        text = "in each group all rewards are equal, so nothing is learned: raise --group"
+        if metrics["reward/groups_none"] == 1:
+            text = (
+                "no rollout is solved and no reward is better than another in its group, so "
+                "nothing is learned: read samples.jsonl; begin with --demos, reward parts of an "
+                "answer, or raise --group, --max-new-tokens or --temperature"
+            )
+        if metrics["reward/groups_all"] == 1:
+            text = (
+                "every rollout is solved, so nothing more is learned: stop here, or give harder "
+                "prompts"
+            )
+        warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
 
     def write(self, name, *lines):
         with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
@@ -2679,9 +3276,10 @@ def plot(runs) -> None:
     for n, (run, lines) in enumerate(curves.items()):
         rewards = [x["reward/mean"] for x in lines]
         axes.plot([x["step"] + 1 for x in lines], rewards, f"C{n}", label=Path(run).name)
-        evals = [x for x in lines if "eval/solved" in x]
-        solved = [x["eval/solved"] for x in evals]
-        axes.plot([x["step"] + 1 for x in evals], solved, f"C{n}o", markersize=4)
+        # What a step leaves is drawn behind it, and what was solved before the first one at 0.
+        dots = [(0, x["eval/solved_before"]) for x in lines if "eval/solved_before" in x]
+        dots += [(x["step"] + 1, x["eval/solved"]) for x in lines if "eval/solved" in x]
+        axes.plot([x for x, _ in dots], [y for _, y in dots], f"C{n}o", markersize=4)
     axes.set(xlabel="step", ylabel="line: reward/mean   dots: eval/solved", ylim=(-0.02, 1.02))
     axes.grid(alpha=0.3)
     axes.legend()
@@ -2689,7 +3287,563 @@ def plot(runs) -> None:
     print(f"wrote {Path(runs[0]) / 'curve.png'}")
 
 
-# I. A step by hand ----------------------------------------------------------------------------
+# I. A model that one can talk to: eval, chat, export ------------------------------------------
+# What becomes of a run's weights: figures with their intervals, a conversation, a directory that
+# other programs load. Who only trains can skip it.
+
+
+# What a run's plan and its like become where one process reads it: another way to compute the same.
+ONE_PROCESS = dict(
+    plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
+    offload=False, compile=False,
+)  # fmt: skip
+
+# Flags that may name a file of Python.
+CODE = "task", "reward"
+
+# Flags of a run that an evaluation has too. All others would change nothing, and are refused.
+EVAL_FLAGS = (
+    "task", "data", "template", "instruction", "system", "reward", "size", "turns", "length",
+    "eval_prompts", "max_new_tokens", "temperature", "batch_rows", "seed", "device", "dtype",
+    "threads",
+)  # fmt: skip
+
+NORMAL_95 = 1.959964  # a normal number is within so many deviations 95 % of the time
+
+
+@contextlib.contextmanager
+def one_process(command, device="cpu", threads=1):
+    """A process group of this process alone, which is all that the ordinary code asks for; yields
+    the device. A group that is there already is used, and stays."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{command} is one process: start it without torchrun")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+
+    # Checkpoints, prompts and sums ask for their rank and for the number of ranks: 0 and 1.
+    if dist.is_initialized():
+        yield "cpu"
+        return
+    device = connect(device, threads=threads)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def is_run(directory) -> bool:
+    """Whether a directory is a run's, else a checkpoint's: both hold a config.json."""
+    path = Path(directory) / "config.json"
+    what = "the directory of a run, or of a checkpoint in Hugging Face's format"
+    return "advantage" in models.read_json(path, what=what)
+
+
+def settings_of_run(run, imported=()) -> Config:
+    """What a run was started with.
+
+    imported: of the flags in CODE those whose file the caller goes on to import. Where the run had
+    a file, ValueError asks for it: none is imported because a directory names it.
+    """
+    # `resumed_config` wants all of them again. Those that nobody imports are given as they stand.
+    path = Path(run) / "config.json"
+    stored = models.read_json(path, what="the configuration of a run")
+    again = {name: f"{stored[name]}" for name in CODE if name in stored and name not in imported}
+    return resumed_config(path, again)
+
+
+def task_of_run(run, config, spec) -> Task | None:
+    """The task whose tokens are the model's; None for a run with --model, which has its own.
+
+    spec: the run's FILE.py:Class, given again, or nothing.
+    """
+    if spec and (config.model or config.task in TASKS):
+        raise ValueError(f"--task is for a run with a task from a file: {run} needs none here")
+    if config.model:
+        return None
+
+    # A file that only the run's directory names is asked for and not imported.
+    if spec:
+        config = dataclasses.replace(config, task=spec)
+    else:
+        settings_of_run(run, imported=("task",))
+    return make_task(config)
+
+
+def policy_of_run(run, step, task, dtype=""):
+    """The policy in a run's checkpoint, whole and on the CPU, and the checkpoint's name.
+
+    step    of the checkpoint; None: the newest that is undamaged
+    task    a run without --model has its task's tokens
+    dtype   default: the generator's, in which the run evaluates and writes OUT/hf
+    """
+    config = settings_of_run(run)
+    if step is None:
+        path = newest_checkpoint(run)
+    else:
+        path = f"{run}/step-{step:08d}"
+    if path is None or not Path(path).exists():
+        steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
+        raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
+
+    # The shape is not in the checkpoint: it is that of --model, or what the flags say. Tensors of
+    # another shape are refused by `read_checkpoint`, by name.
+    if config.model and not Path(config.model).is_dir():
+        raise ValueError(
+            f"the shape and the text of this run's model are those of its --model "
+            f"{config.model}, which is gone: put it back"
+        )
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    model = Transformer(shape).to(getattr(torch, config.dtype))
+    if config.advantage == "gae":
+        model.add_value_head()
+
+    # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    read_checkpoint(path, weights, only="model.")
+    dtype = dtype or config.generator_dtype or config.dtype
+    return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
+
+
+def load_policy(source, step, task, dtype, device):
+    """The model of a run or of a Hugging Face directory, and how it is called in one line."""
+    if is_run(source):
+        model, checkpoint = policy_of_run(source, step, task, dtype)
+        return model.to(device), f"{source}, {checkpoint}"
+    if step is not None:
+        raise ValueError(f"--step is of a run, and {source} is a checkpoint in another format")
+    stored = getattr(torch, dtype) if dtype else None
+    return models.load_hf(source, dtype=stored, device=device).requires_grad_(False), f"{source}"
+
+
+# An evaluation asks two things of the same held-out prompts. Greedy play says how many the policy
+# solves at its best; several samples of each say how likely one answer solves it (pass@1), and how
+# often one of k does (pass@k). Figures that are far apart promise that training can still help.
+
+
+def pass_at_k(solved, count, k) -> float:
+    """The chance that one of k samples solves a prompt, from `count` samples of which some solved.
+
+    Chen et al. 2021, arXiv:2107.03374: 1 - C(count - solved, k) / C(count, k). It has no bias, and
+    1 - (1 - solved / count)^k has one: with 1 of 2 solved it says 3/4 for k = 2, where it was 1.
+    """
+    # Of all ways to choose k of the samples, those that choose only failures.
+    return 1 - math.comb(count - solved, k) / math.comb(count, k)
+
+
+def wilson(mean, count):
+    """Wilson's 95 % interval for a chance of which `count` prompts gave this mean."""
+    # The interval holds every chance p whose own spread, sqrt(p (1 - p) / count), reaches to the
+    # mean. So 7 of 7 gives 0.65 to 1, where mean +- 2 deviations would give 1 to 1.
+    #
+    # That is for prompts that count 0 or 1. pass@1 counts c / n, pass@k a number between 0 and 1
+    # too; of all of those with mean p, 0 and 1 spread the most: x^2 <= x, so that the variance
+    # mean(x^2) - p^2 is at most p - p^2. For them the interval is right or wider than it must be.
+    z2 = NORMAL_95**2 / count
+    centre = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation has found."""
+
+    figures: dict  # name -> (value, low, high)
+    prompts: int  # different ones
+    shown: list  # (prompt, answer, reward) of some samples, as text
+
+
+def evaluated(config, task, model, samples) -> Evaluation:
+    """Play each held-out prompt greedily and `samples` times at the temperature. Collective."""
+    # Greedy play is what a run does every `eval_every` steps, by the same call: of the same
+    # weights it is the same figure, if seed, prompts and limits are the run's.
+    solved, _ = evaluate(config, task, model)
+    prompts = range(config.eval_prompts)
+    starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+
+    # The samples, by random numbers of their own: a key of one number more than a rollout's. They
+    # are no rollouts of training, which fork where --forks says so, and are `group` in number.
+    several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
+    groups = play(several, task, model, starts, key=(config.seed, EVALUATION, 0))
+    counts = [len([t for t in group if t.reward >= 1]) for group in groups]
+
+    # A prompt that comes twice is no second one: `guess` has 7, and is asked each of them 10 times.
+    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
+    values = {"solved": solved}
+    k = 1
+    while k <= samples:
+        values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
+        k *= 2
+    figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
+
+    # The first sample of the first prompts, to see what the figures are of.
+    shown = []
+    for (_, _, prompt), group in zip(starts[:3], groups):
+        tokens = group[0].tokens
+        with asking(task):
+            texts = task.show(tokens[: len(prompt)]), task.show(tokens[len(prompt) :])
+        shown.append((*texts, group[0].reward))
+    return Evaluation(figures, different, shown)
+
+
+def settings_of_evaluation(source, given) -> Config:
+    """The run's own settings, or the defaults for a Hugging Face directory, and what was given."""
+    # A run's device may not be here, nor what it began with; its plan needs other processes.
+    if is_run(source):
+        missing = [name for name in CODE if name not in given]
+        config = settings_of_run(source, imported=missing)
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": ""}
+        return dataclasses.replace(config, **elsewhere | given).check()
+    if "task" not in given:
+        raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
+                         f"--data FILE for --task jsonl")  # fmt: skip
+    return Config(**given | {"model": f"{source}"}).check()
+
+
+def evaluation(argv) -> int:
+    """`eval`: how many held-out prompts a policy solves, greedily and in several samples."""
+    parser = argparse.ArgumentParser("train_grpo.py eval", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
+    fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
+    flags = parser.add_argument_group("flags", "default: the run's own; of a directory [these]")
+    add_flags(flags, fields)
+    options = parser.parse_args(argv)
+    if options.samples < 1:
+        raise ValueError(f"--samples must be positive, got {options.samples}")
+
+    # Everything that is wrong with the flags is said before a model is read. `given` are those that
+    # were typed: the others are the run's own.
+    given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
+    config = settings_of_evaluation(options.source, given)
+    with one_process("an evaluation", config.device, config.threads) as device:
+        task = make_task(config)
+        dtype = given.get("dtype", "")
+        model, name = load_policy(options.source, options.step, task, dtype, device)
+        require_rows(task, model, options.source)
+        require_room(config, task, model.config.max_position_embeddings)
+        found = evaluated(config, task, model, options.samples)
+
+    # A table for a reader, samples, and one line of JSON for a program.
+    print(f"{name}: {config.task}, {config.eval_prompts} held-out prompts, {found.prompts} "
+          f"different; {options.samples} samples each at temperature {config.temperature:g}, "
+          f"seed {config.seed}")  # fmt: skip
+    print(f"{'':16}{'':>8}   95 % interval over prompts")
+    for name, (value, low, high) in found.figures.items():
+        label = f"{name} (greedy)" if name == "solved" else name
+        print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
+    for prompt, answer, reward in found.shown:
+        print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
+    print(f"\n{json.dumps(found.figures)}")
+    return 0
+
+
+# A conversation is one growing row of tokens. What the user says is encoded and put behind it, the
+# answer is sampled behind that, and its tokens stay as they are: nothing is encoded twice. Every
+# turn runs the row from its beginning, which is simple, and quick for what a person can type.
+
+
+class Words:
+    """The text side of a model whose tokens are named symbols: words with spaces between them.
+
+    What `chat` asks of a `models.Text`, for tasks like `guess`; it needs no package.
+    """
+
+    template = None
+
+    def __init__(self, names, end):
+        self.names = names
+        self.end = end
+        self.numbers = {name: number for number, name in enumerate(names)}
+
+    def encode(self, text, *, bos=False):
+        for word in text.split():
+            if word not in self.numbers:
+                raise ValueError(f"{word!r} is none of the symbols: {' '.join(self.names)}")
+        return [self.numbers[word] for word in text.split()]
+
+    def decode(self, tokens):
+        return Symbols(self.names).show(tokens)
+
+
+def words_of(directory):
+    """The names of a directory's symbols, if its tokenizer is one that `write_hf` makes of words;
+    else None."""
+    path = Path(directory) / "tokenizer.json"
+    if not path.exists():
+        return None
+
+    # The vocabulary in its order makes the same file again, or somebody else has made this one.
+    stored = models.read_json(path)
+    model = stored.get("model")
+    if not isinstance(model, dict) or model.get("type") != "WordLevel":
+        return None
+    names = list(model.get("vocab", {}))
+    return names if stored == word_tokenizer(names)["tokenizer.json"] else None
+
+
+def text_side(source, config, task):
+    """The text side of a run (config, task) or of a Hugging Face directory (None, None)."""
+    # Of a task of symbols the tokenizer is the list of their names; of all else it is a file.
+    if config is None:
+        names = words_of(source)
+        if names is None:
+            return models.Text(source)
+        return Words(names, ModelConfig.from_hf(source).eos_token_id)
+    if config.model:
+        return models.Text(config.model)
+    if not token_names(task):
+        raise ValueError(f"the tokens of {type(task).__name__} have no names, so nobody can talk")
+    return Words(token_names(task), task.end)
+
+
+class Answer(Row):
+    """An answer under way, printed while it is sampled."""
+
+    def __init__(self, tokens, draws, text):
+        super().__init__(tokens, draws)
+        self.text = text
+        self.start = len(tokens)
+        self.printed = ""
+
+    def append(self, token, *logprobs):
+        sampled = super().append(token, *logprobs)
+        self.print_whole()
+        return sampled
+
+    def print_whole(self, ended=False):
+        """Print what is new, up to the last whole character; all once the answer has ended."""
+        # A character may be the bytes of several tokens. Until the last of them is there, decoding
+        # ends in U+FFFD; it is shown only if no more will come.
+        text = self.text.decode(self.tokens[self.start :])
+        if ended or not text.endswith("\ufffd"):
+            print(text[len(self.printed) :], end="", flush=True)
+            self.printed = text
+
+
+class Conversation:
+    """What was said, as messages and as the one row of tokens that the model sees."""
+
+    def __init__(self, model, text, options):
+        self.model = model
+        self.text = text
+        self.options = options
+        self.tokens = []
+        self.turns = 0
+        self.messages = []
+        if options.system:
+            self.messages.append({"role": "system", "content": options.system})
+
+    def hear(self, said):
+        """Put what the user says into the row; ValueError, and nothing, if it has no tokens."""
+        # Tokens of answers stay as they were sampled: only what is new is encoded.
+        messages = [*self.messages, {"role": "user", "content": said}]
+        if self.text.template is None:
+            new = self.text.encode(said, bos=self.turns == 0)
+        elif self.turns == 0:
+            new = self.text.prompt(messages)
+        else:
+            new = self.text.next_turn(messages, self.tokens[-1])
+        self.tokens = self.tokens + new
+        self.messages = messages
+
+    def answer(self):
+        """Sample the answer and print it meanwhile; ValueError where the model has no room left."""
+        positions = self.model.config.max_position_embeddings
+        room = min(self.options.max_new_tokens, positions - len(self.tokens))
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(self.tokens)} tokens, and the model has {positions} "
+                f"positions, so it cannot go on: begin another"
+            )
+
+        # The draws are a function of the seed and the turn, so that a conversation from a pipe can
+        # be repeated, and a second turn is not drawn by the numbers of the first.
+        draws = uniforms((self.options.seed, self.turns), room)
+        row = Answer(self.tokens, draws, self.text)
+        generate(
+            self.model, [row], max_new_tokens=room, temperature=self.options.temperature,
+            end=self.text.end,
+        )  # fmt: skip
+        row.print_whole(ended=True)
+        print(flush=True)
+        if row.truncated:
+            print(f"(cut off after {room} tokens)", file=sys.stderr)
+
+        self.messages.append({"role": "assistant", "content": row.printed})
+        self.tokens = row.tokens
+        self.turns += 1
+
+
+def lines_said(at_terminal):
+    """What is typed, or comes through a pipe, line by line to the end of the input."""
+    while True:
+        if at_terminal:
+            print("> ", end="", flush=True)
+        line = sys.stdin.readline()
+
+        # Even an empty line has its newline: nothing at all is the end, Ctrl-D at a terminal.
+        if not line:
+            if at_terminal:
+                print()
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def converse(conversation):
+    """Answer every line. At a terminal a line that has no tokens is named, and asked for again."""
+    # A mistyped symbol does not end a conversation. In a pipe nobody would see that it was skipped.
+    at_terminal = sys.stdin.isatty()
+    for said in lines_said(at_terminal):
+        try:
+            conversation.hear(said)
+        except ValueError as error:
+            if not at_terminal:
+                raise
+            print(error, file=sys.stderr)
+            continue
+        conversation.answer()
+
+
+def chat(argv) -> int:
+    """`chat`: a conversation, streamed, until the input ends or somebody presses Ctrl-C."""
+    parser = argparse.ArgumentParser("train_grpo.py chat", allow_abbrev=False)
+    parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling [0]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="[cuda, if there]")
+    parser.add_argument("--dtype", choices=Config.CHOICES["dtype"], default="", help="[as stored]")
+    options = parser.parse_args(argv)
+    if options.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
+
+    # A directory in Hugging Face's format needs no task, and has no settings.
+    config = task = None
+    if is_run(options.source):
+        config = settings_of_run(options.source)
+        task = task_of_run(options.source, config, options.task)
+        if options.system is None:
+            options.system = config.system
+    elif options.task:
+        raise ValueError("--task is for a run with a task from a file")
+
+    try:
+        with one_process("a chat", options.device, torch.get_num_threads()) as device:
+            text = text_side(options.source, config, task)
+            if options.system and text.template is None:
+                raise ValueError(f"--system needs a chat template, and {options.source} has none")
+            model, name = load_policy(
+                options.source, options.step, task, options.dtype, device
+            )
+            # How one talks to it. Answers alone go to standard output, for whoever reads a pipe.
+            how = "its own chat template"
+            if isinstance(text, Words):
+                how = f"symbols, with spaces between them: {' '.join(text.names)}"
+            elif text.template is None:
+                how = "no chat template, so each line is plain text that the model goes on with"
+            print(f"{name}: {how}", file=sys.stderr)
+            converse(Conversation(model, text, options))
+    except KeyboardInterrupt:
+        print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
+    return 0
+
+
+# Hugging Face's directory is what other programs load: weights and shape by `models.save_hf`, and a
+# text side, without which AutoTokenizer makes up one of five tokens and says nothing. It is the
+# --model directory's, as it stands. A task of symbols has none, so one of words is written for it.
+
+
+def token_names(task) -> list:
+    """A task's tokens as words that a tokenizer can tell apart; an empty list if they are none."""
+    names = task.names if isinstance(task, Symbols) else []
+    words = [name for name in names if isinstance(name, str) and name.split() == [name]]
+    whole = len(set(words)) == len(names) == task.vocab_size
+    return words if whole else []
+
+
+def word_tokenizer(names) -> dict:
+    """{file: its JSON}: a tokenizer of words, which the package tokenizers and transformers read.
+
+    Word n of names has the id n. A word that is none of them is an error there, as it is here.
+    """
+    model = {"type": "WordLevel", "vocab": {name: n for n, name in enumerate(names)}}
+    # An unknown word would become this one, if it were in the vocabulary.
+    model["unk_token"] = "<unknown>"
+    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    tokenizer = {"version": "1.0", "added_tokens": [], **dict.fromkeys(parts)}
+    tokenizer |= {"pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+
+    # Without this file transformers takes the model's family for the tokenizer's, in silence.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings["clean_up_tokenization_spaces"] = False
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": settings}
+
+
+def write_hf(model, directory, *, source="", names=()):
+    """Write a model as a Hugging Face directory, all of it or nothing; what stood there goes.
+
+    source   the --model directory, whose tokenizer, template and ends of turns are copied, or none
+    names    without a source: the names of the tokens, for a tokenizer of words, or none
+    """
+    # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
+    directory = Path(directory)
+    partial = directory.with_name(f"{directory.name}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        models.save_hf(model, partial)
+        if source and not Path(source).is_dir():
+            raise FileNotFoundError(f"the text files of --model {source} are gone")
+        if source:
+            models.copy_text_files(source, partial)
+        elif names:
+            for name, value in word_tokenizer(names).items():
+                text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+                (partial / name).write_text(text, encoding="utf-8")
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        raise
+
+    # Between these two lines there is no directory, and never half of one. A directory cannot be
+    # renamed to one that holds files, so the old one has to go first.
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def export_command(argv) -> int:
+    """`export`: a run's checkpoint as the directory that the run itself would write to OUT/hf."""
+    parser = argparse.ArgumentParser("train_grpo.py export", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="directory of a run")
+    parser.add_argument("directory", metavar="DIR", help="to write; not there yet, or empty")
+    parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
+    parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    options = parser.parse_args(argv)
+
+    # Nothing is deleted for this but an empty directory.
+    directory = Path(options.directory).absolute()
+    partial = directory.with_name(f"{directory.name}.tmp")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
+    if partial.exists():
+        raise ValueError(f"{partial} is there, where the files are first written: remove it")
+    if not is_run(options.run):
+        raise ValueError(f"{options.run} is no run: it is in Hugging Face's format already")
+
+    config = settings_of_run(options.run)
+    with one_process("an export"):
+        task = task_of_run(options.run, config, options.task)
+        model, checkpoint = policy_of_run(options.run, options.step, task)
+        names = token_names(task) if task else []
+        write_hf(model, directory, source=config.model, names=names)
+    print(f"wrote {directory}: {options.run}, {checkpoint}")
+    return 0
+
+
+# J. A step by hand ----------------------------------------------------------------------------
 # The definition of a whole step: each sequence by itself, plain loops, (1) to (7), clip and AdamW.
 # `check`, the tests and `audit` hold steps against it; who only trains can skip it.
 
@@ -2990,7 +4144,7 @@ def step_by_hand(
     # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
     # left out of the training.
     c = config
-    found = rollout_metrics(groups)
+    found = rollout_metrics(c, groups)
     chosen = [n for n, group in groups.items() if not c.dynamic_sampling or not equal(group)]
     everyone = [s for n in chosen for s in groups[n]]
 
@@ -3086,17 +4240,20 @@ def mean_of(values) -> Measured:
     return Measured(math.fsum(terms), terms)
 
 
-def rollout_metrics(groups) -> dict:
+def rollout_metrics(config, groups) -> dict:
     """Rewards and lengths of all that was played."""
-    # A row for each group. What was dropped later counts too: it says how the policy is.
+    # A row for each group. What was dropped later counts too: it says how the policy is. A critic
+    # compares the rewards of the whole step.
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
     played = [s for group in groups.values() for s in group]
+    compared = [played] if config.advantage == "gae" else groups.values()
     lengths = [len(s.at) for s in played]
     return {
         "reward/mean": mean_of([s.reward for s in played]),
         "reward/solved": mean_of([one for row in solved for one in row]),
         "reward/groups_none": mean_of([not any(row) for row in solved]),
         "reward/groups_all": mean_of([all(row) for row in solved]),
+        "reward/groups_equal": mean_of([equal(some) for some in compared]),
         "tokens/generated": Measured(sum(lengths)),
         "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
         "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
@@ -3191,7 +4348,7 @@ def update_metrics(config, updates, has_reference) -> dict:
     return found
 
 
-# J. The audit: any step of a run, again by hand -----------------------------------------------
+# K. The audit: any step of a run, again by hand -----------------------------------------------
 # `train_grpo.py audit RUN`: one process, whatever made the run, reads it and writes nothing there.
 # For whoever wants to know where a number of metrics.jsonl came from; everybody else can skip it.
 
@@ -3206,10 +4363,11 @@ LATER = 10
 # Rows of the table, causes before their effects: the first that is outside says where to look.
 ORDER = (
     "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "rollouts/rewards",
-    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all", "tokens/generated",
-    "tokens/truncated_fraction", "length/rollout_mean", "length/max", "logprob_gap/max",
-    "logprob_gap/mean", "value/token_mean", "value/explained_variance", "advantage/token_mean",
-    "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean",
+    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all",
+    "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
+    "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "value/token_mean",
+    "value/explained_variance", "advantage/token_mean", "advantage/token_std",
+    "rollouts/advantage", "lr", "policy_age/update_mean",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
     "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
 )  # fmt: skip
@@ -3287,21 +4445,20 @@ class Rounding(NamedTuple):
 class RunFiles:
     """A run's directory, read: configuration, metrics, rollouts, checkpoints.
 
-    Nothing is written there, nothing is locked, and no file that it names is imported: task is the
-    run's FILE.py:Class, given again by whoever audits.
+    Nothing is written there, nothing is locked, and no file that it names is imported: task and
+    reward are the run's FILE.py:Class and FILE.py:function, given again by whoever audits.
     """
 
-    def __init__(self, run, task):
+    def __init__(self, run, task="", reward=""):
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError("it holds no config.json; give the directory of a run")
-        config = resumed_config(self.path / "config.json", {"task": task} if task else {})
+        given = {"task": task, "reward": reward}
+        given = {name: spec for name, spec in given.items() if spec}
+        config = resumed_config(self.path / "config.json", given)
 
-        # Any plan is a way to compute the same, and one process needs none. The run's tree stays,
-        # for one process can have it.
-        alone = dict(device="cpu", plan="", data_parallel="ddp", ac="none", cp_method="ring")
-        alone |= dict(pp_schedule="1f1b", shard_ranks=0, offload=False, compile=False)
-        self.config = dataclasses.replace(config, **alone).check()
+        # One process needs no plan. The run's tree stays, for one process can have it.
+        self.config = dataclasses.replace(config, device="cpu", **ONE_PROCESS).check()
 
         # A line a step, from 0. The last one may be torn, in a run that was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")
@@ -3373,20 +4530,22 @@ def state_before(files, task, step, say):
 
     say: called with each sentence that tells how it came there.
     """
-    # Checkpoint step-M is the state before step M, and step 0 needs none: its weights are drawn
-    # from the seed, or are those of --model.
+    # Checkpoint step-M is the state before step M. Step 0 needs none: its weights are drawn from
+    # the seed or are those of --model. Supervised steps leave one, which may be gone (--keep).
     config = files.config
     model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
     start = max([n for n in files.checkpoints if n <= step], default=0)
     again = step - start
-    if start:
+    if start in files.checkpoints:
         path = files.checkpoints[start]
         if trainer.load_checkpoint(path)["step"] != start:
             raise ValueError(f"{path.name} is of another step")
         say(f"from {path.name}, the state before step {start}")
     else:
-        warm_start(config, task, trainer)
+        for n in range(config.demos):
+            supervised_step(config, task, trainer, n)
+        end_demonstrations(trainer)
         again += config.demos
         demos = f", behind {config.demos} supervised steps" if config.demos else ""
         say(f"from the first weights, which --seed and --model say{demos}")
@@ -3633,15 +4792,15 @@ class Report:
         return f"audit of step {self.step}: {self.wrong} is outside"
 
 
-def audited(run, step=None, group=None, task="") -> Report:
+def audited(run, step=None, group=None, task="", reward="") -> Report:
     """Do a step of a run again by hand, and compare; ValueError if that cannot be.
 
     run           its directory
     step, group   None: the step behind the newest checkpoint; the first group that it learns from
-    task          the run's FILE.py:Class, if it had one
+    task, reward  the run's FILE.py:Class and FILE.py:function, if it had them
     """
     # The state before the step, and the line to be held against it.
-    files = RunFiles(run, task)
+    files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
     line = files.metrics[step]
@@ -3673,6 +4832,10 @@ def audited(run, step=None, group=None, task="") -> Report:
     # The step by hand, in float64 and in the precision that tells of rounding.
     before = dict(version=trainer.policy_version, skipped=trainer.skipped)
     groups = groups_again(config, task, step, lines)
+    if "eval/solved_before" in line:  # of the weights that the step by hand is about to change
+        model, _, _ = copy_of_state(trainer, torch.float64)
+        lower, _, _ = copy_of_state(trainer, rounding.dtype)
+        solved_before = solved_by_hand(config, task, model, lower, rounding.dtype)
     model, moments, reference = copy_of_state(trainer, torch.float64)
     exact = step_by_hand(
         config, groups, model, moments, step, reference=reference,
@@ -3684,6 +4847,8 @@ def audited(run, step=None, group=None, task="") -> Report:
     if "eval/solved" in line:
         pair = solved_by_hand(config, task, model, lower, rounding.dtype)
         exact["eval/solved"], rounded["eval/solved"] = pair
+    if "eval/solved_before" in line:
+        exact["eval/solved_before"], rounded["eval/solved_before"] = solved_before
 
     # The rows: every metric that is both in the line and determined by the step, and what is known
     # besides of the tokens, their advantages and the parameters. A run of an older version of this
@@ -3797,22 +4962,17 @@ def audit(argv) -> int:
     parser.add_argument("--group", type=int, help="spell this group out, by models.definition")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
+    parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
     options = parser.parse_args(argv)
 
-    # One process: a group of one rank is all that the ordinary code asks for, and it is left again
-    # before anything is printed.
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("an audit is one process: start it without torchrun")
-    alone = not dist.is_initialized()
-    if alone:
-        connect("cpu")
-    try:
-        report = audited(options.run, options.step, options.group, options.task)
-    except ValueError as error:
-        raise ValueError(f"{options.run} cannot be audited: {error}") from error
-    finally:
-        if alone:
-            dist.destroy_process_group()
+    # The group of this one process is left again before anything is printed.
+    with one_process("an audit"):
+        try:
+            report = audited(
+                options.run, options.step, options.group, options.task, options.reward
+            )
+        except ValueError as error:
+            raise ValueError(f"{options.run} cannot be audited: {error}") from error
 
     # What was found is said in full whatever the verdict is; the verdict is the exit status.
     print_report(report)
@@ -3821,7 +4981,7 @@ def audit(argv) -> int:
     return 0 if report.wrong is None else 1
 
 
-# K. The audit as a page -----------------------------------------------------------------------
+# L. The audit as a page -----------------------------------------------------------------------
 # `train_grpo.py audit RUN --html FILE`: one file of HTML, which loads nothing and runs no script.
 # For whoever shows a step to others; everybody else can skip it.
 
@@ -3965,7 +5125,7 @@ def equations(report, s, row) -> list:
     return lines
 
 
-# L. Commands: the run's directory, main -------------------------------------------------------
+# M. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 
@@ -4045,9 +5205,10 @@ def prepare_out(config, stack) -> str:
         refuse_directory(config, out)  # now that nobody else writes there
         if config.overwrite:
             number = "[0-9]" * 8
-            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "curve.png"]
-            names += ["events.out.*", "reference"]
-            names += ["reference.tmp", f"step-{number}", f"step-{number}.tmp", "hf", "config.json"]
+            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl"]
+            names += ["curve.png", "events.out.*", "reference", "reference.tmp", "hf", "hf.tmp"]
+            names += [f"step-{number}", f"step-{number}.tmp"]
+            names += [f"demos-{number}", f"demos-{number}.tmp", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         stored = dataclasses.asdict(config)
@@ -4067,13 +5228,17 @@ def _measuring_file():
 
 
 def main(argv) -> int:
-    """0: done, target met or not. 2: an error, named on stderr. 130, 143: saved after Ctrl-C,
-    SIGTERM."""
+    """0: done, target met or not. 1: an audit that disagrees. 2: an error, named on stderr.
+    130, 143: saved after Ctrl-C, SIGTERM.
+
+    argv: flags of a run, or first a command, which has a function of its own and flags of its own.
+    """
     try:
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
-        if argv[:1] == ["audit"]:
-            return audit(argv[1:])
+        commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
+        if argv and argv[0] in commands:
+            return commands[argv[0]](argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
         config = parse_config(argv).check()

@@ -240,7 +240,7 @@ def cannot_write(cwd, truth, name, least=2):
     fault, own, other = STORAGE[name]
     codes, out, err = run(cwd, go_on(cwd, STEPS), fault)
     assert codes == [2, 2], "\n".join(err)
-    assert "2 rank(s), from step" in out[0], "what was printed before is lost"
+    assert "2 rank(s), plan d2" in out[0], "what was printed before is lost"
     for rank, text in enumerate(err):
         assert re.search(f"rank {rank}: error: {own if rank == fault[0] else other}", text), text
     (cwd / "run").chmod(0o755)
@@ -540,7 +540,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path, truth, mac
     codes = [torchrun.wait(300) for torchrun in started]
     logs = [path.read_text() for path in sorted(tmp_path.glob("log-*"))]
     assert codes == [0] * machines, "\n".join(logs)
-    assert sum(text.count("rank(s), from step") for text in logs) >= 2, "it was never started again"
+    assert sum(text.count("rank(s), plan") for text in logs) >= 2, "it was never started again"
     finished(tmp_path, truth(MANY), MANY)
 
 
@@ -548,7 +548,7 @@ def test_resume_or_start_begins_a_run_and_goes_on_with_it(tmp_path, truth):
     flags = f"{RUN} --resume-or-start --steps"
     good(tmp_path, f"{flags} 2", 2)
     out, _ = good(tmp_path, f"{flags} {STEPS}", 2)
-    assert "from step 2" in out
+    assert f"run/step-00000002\nfrom step 2 of {STEPS}" in out
     finished(tmp_path, truth(STEPS))
     codes, _, err = cli(tmp_path, f"{TINY} --resume-or-start --steps 2")
     assert codes == [2] and "--resume-or-start needs --out" in err[0]

@@ -58,7 +58,8 @@ LATE = [
 # What argparse says of a value that is no number: its usual two lines, the same on every rank.
 NO_NUMBER = r"usage: train_grpo\.py .*\ntrain_grpo\.py: error: argument .*: (invalid|expected) .*\n"
 # Lines that a step may print.
-SKIPPED = r"step \d+: (skipped, non-finite gradient first in|no update, since nothing was left) .*"
+SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
+SKIPPED += r"|warning: steps \d+ to \d+: .*"
 
 
 # Drawing -------------------------------------------------------------------------------------
@@ -498,6 +499,8 @@ def _faults_of_a_finished_run(result, case):
         found.append(f"{skipped} updates skipped with tame numbers")
     every, keep = int(case.flags.get("save-every", 50)), int(case.flags.get("keep", 2))
     saved = [s for s in range(1, steps + 1) if s == steps or every and s % every == 0]
+    if int(case.flags.get("demos", 0)):
+        saved = [0, *saved]  # behind the supervised steps
     wanted = [f"step-{s:08d}" for s in saved[-keep:]]
     held = [path.rpartition("/")[2] for path in result.files]
     steps_held = [name for name in held if name.startswith("step-")]

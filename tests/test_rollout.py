@@ -496,12 +496,18 @@ def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(check
 
 
 def test_jsonl_rewards_the_gold_answer_and_demonstrates_it(checkpoint, tmp_path):
-    task, gold = make_task(jsonl(checkpoint, tmp_path)), "so\n#### 1,234"
+    task = make_task(jsonl(checkpoint, tmp_path))
+    (line, _), _ = task.prompt(np.random.default_rng(0), 0, False)
+
+    def reward(gold, text):
+        state = line._replace(row={"answer": gold}), ()
+        _, reply, reward = task.reply(state, [*task.text.encode(text), 0])
+        assert reply is None
+        return reward
+
     answers = {"#### 1234.0": 1.0, "1234": 0.0, "#### 12": 0.0, "#### 1\n#### 1234": 1.0, "": 0.0}
-    for text, reward in answers.items():
-        answer = [*task.tokenizer.encode(text).ids, 0]
-        assert task.reply(gold, answer)[1:] == (None, reward)
-    assert task.reply("Paris", [*task.tokenizer.encode("#### Paris ").ids, 0])[2] == 1.0
+    assert {text: reward("so\n#### 1,234", text) for text in answers} == answers
+    assert reward("Paris", "#### Paris ") == 1.0
     for t in demonstrations(task, opening(task, range(3)), (0,)):
         assert (t.reward, t.tokens[-1], t.mask[-1]) == (1.0, 0, True)
 
@@ -511,7 +517,8 @@ def test_jsonl_rewards_the_gold_answer_and_demonstrates_it(checkpoint, tmp_path)
     json.dumps({"question": "word " * 40, "answer": "1"}),
 ])  # fmt: skip
 def test_a_bad_line_of_jsonl_is_named_by_its_number(checkpoint, tmp_path, line):
-    with pytest.raises(ValueError, match=r"data.jsonl line 41( holds no |: a prompt of \d+ )"):
+    message = r"data.jsonl line 41:? (it )?(holds no |a prompt of \d+ )"
+    with pytest.raises(ValueError, match=message):
         make_task(jsonl(checkpoint, tmp_path, line))
 
 
@@ -520,30 +527,15 @@ def test_what_jsonl_lacks_is_named(checkpoint, tmp_path):
         with pytest.raises(ValueError, match=message):
             make_task(jsonl(checkpoint, tmp_path, **options))
 
-    refuses(r"--template must contain \{question\}", template="hello")
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     refuses("tokenizer.json", model=str(tmp_path))
     raw = json.loads((checkpoint / "config.json").read_text()) | {"eos_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
-    refuses("no eos_token_id", model=str(tmp_path))
+    refuses("nothing ends a turn", model=str(tmp_path))
     (tmp_path / "few.jsonl").write_text(json.dumps(LINES[0]))
     with pytest.raises(ValueError, match="too small to hold every tenth question out"):
         make_task(Config(task="jsonl", data=str(tmp_path / "few.jsonl"), model=str(checkpoint)))
-
-
-def test_a_chat_tokenizer_gets_the_template_in_its_own_turn_and_ends_with_it(checkpoint, tmp_path):
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    task = make_task(jsonl(checkpoint, tmp_path, template="{question}!", max_new_tokens=1))
-    _, prompt = task.prompt(np.random.default_rng(0), 0, False)
-    shown = task.show(prompt)
-    assert shown.startswith("<|im_start|>user\n")
-    assert "!<|im_end|>\n<|im_start|>assistant\n" in shown
-    assert set(task.end) == {0, tokenizer.token_to_id("<|im_end|>")}
 
 
 def test_demonstrations_of_a_task_without_an_end_stop_at_the_limit():

@@ -1,0 +1,242 @@
+"""Checkpoints as they are released: Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3, small, random weights.
+
+    directory = make("gemma3", folder)                          # 5 to 20 M parameters
+    directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
+
+The files and the fields of their configurations are those of the published repositories, in the
+spelling of transformers 4. The chat templates are the real ones, which the package trl carries. The
+tokenizers are of the same kind, trained on this project's own text: byte-level BPE (Qwen), and what
+SentencePiece's BPE with byte fallback becomes in a tokenizer.json (Gemma).
+"""
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+from conftest import ROOT
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from models import ModelConfig, Transformer, save_hf
+
+FAMILIES = "qwen2", "qwen3", "qwen3_moe", "gemma3"
+TEMPLATES = {"qwen2": "qwen2_5", "qwen3": "qwen3", "qwen3_moe": "qwen3", "gemma3": "gemma3"}
+CORPUS = "README.md", "tests/RESULTS.md", "ring_attention.py", "models.py"
+VOCABULARY = 4000
+
+# How Qwen cuts text into words before BPE: letters with one sign before them, single digits, signs,
+# line breaks, spaces.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Added tokens in the order of their ids; the second half of Qwen's are no "special" ones, so that
+# decoding keeps them.
+QWEN_MARKS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|image_pad|>"
+QWEN_WORDS_ADDED = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
+QWEN3_WORDS_ADDED = "<tool_response>", "</tool_response>", "<think>", "</think>"
+GEMMA_MARKS = (
+    "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<start_of_turn>", "<end_of_turn>",
+    "<start_of_image>", "<end_of_image>",
+)  # fmt: skip
+GEMMA_SPACES = "\n", "\n\n", "\n\n\n", "\n\n\n\n", "▁▁", "▁▁▁", "▁▁▁▁"
+
+
+def make(family, directory, *, layers=8, width=256, template=True, seed=0) -> Path:
+    """A checkpoint in the released form; the directory, which is made.
+
+    family: one of FAMILIES. layers, width: 8 and 256 give 7 to 15 M parameters.
+    template: whether it is a chat model. Without, it is a base model: no chat template, and one
+        end, that of a document.
+    """
+    directory = Path(directory)
+    tokenizer = gemma_tokenizer() if family == "gemma3" else qwen_tokenizer(family != "qwen2")
+    raw = config_of(family, tokenizer, layers, width, template)
+    model = Transformer(ModelConfig.from_hf(raw)).init_weights(seed)
+
+    # Norms away from 1 and biases away from 0, so that no test passes for their being neutral.
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape, generator=generator)
+    save_hf(model.to(torch.bfloat16), directory)
+
+    def write(name, value):
+        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+        (directory / name).write_text(text, encoding="utf-8")
+
+    write("config.json", raw)
+    write("generation_config.json", generation_config_of(family, raw))
+    write("tokenizer_config.json", tokenizer_config_of(family, tokenizer, template))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    return directory
+
+
+def chat_template(family) -> str:
+    """The family's real chat template."""
+    (package,) = importlib.util.find_spec("trl").submodule_search_locations
+    path = Path(package) / "chat_templates" / f"{TEMPLATES[family]}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
+# Tokenizers ------------------------------------------------------------------------------------
+
+
+def corpus():
+    return [(ROOT / name).read_text(encoding="utf-8") for name in CORPUS]
+
+
+@functools.cache
+def qwen_tokenizer(thinks):
+    """Byte-level BPE. thinks: with the added tokens of Qwen3."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)  # fmt: skip
+    tokenizer.train_from_iterator(corpus(), trainer)
+
+    # They come behind the vocabulary, as in the released ones.
+    tokenizer.add_special_tokens(list(QWEN_MARKS))
+    tokenizer.add_tokens([*QWEN_WORDS_ADDED, *(QWEN3_WORDS_ADDED if thinks else ())])
+    return tokenizer
+
+
+@functools.cache
+def gemma_tokenizer():
+    """BPE on characters, with a token for each byte that is used where a character has none."""
+    # Marks, runs of spaces and bytes have the first ids; what is learnt comes behind them.
+    first = [*GEMMA_MARKS, *GEMMA_SPACES, *(f"<0x{byte:02X}>" for byte in range(256))]
+    learner = Tokenizer(BPE(unk_token="<unk>"))
+    learner.normalizer = normalizers.Replace(" ", "▁")
+    learner.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split("▁", behavior="merged_with_next"),
+        pre_tokenizers.Split(Regex(r"\n+"), behavior="isolated"),
+    ])  # fmt: skip
+    trainer = BpeTrainer(vocab_size=VOCABULARY, special_tokens=first, show_progress=False)
+    learner.train_from_iterator(corpus(), trainer)
+    learnt = json.loads(learner.to_str())["model"]
+
+    model = BPE(
+        vocab=learnt["vocab"], merges=[tuple(pair) for pair in learnt["merges"]],
+        unk_token="<unk>", fuse_unk=True, byte_fallback=True,
+    )  # fmt: skip
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])  # fmt: skip
+    bos = tokenizer.token_to_id("<bos>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", bos)])  # fmt: skip
+    tokenizer.add_special_tokens(list(GEMMA_MARKS))
+    tokenizer.add_tokens(list(GEMMA_SPACES))
+    # The text models know one token less than their tokenizer: the place of an image.
+    tokenizer.add_special_tokens(["<image_soft_token>"])
+    return tokenizer
+
+
+# Configurations --------------------------------------------------------------------------------
+
+
+def config_of(family, tokenizer, layers, width, template) -> dict:
+    """config.json, in the spelling of transformers 4."""
+    shared = dict(
+        attention_dropout=0.0, hidden_size=width, initializer_range=0.02,
+        intermediate_size=3 * width, num_attention_heads=4, num_hidden_layers=layers,
+        num_key_value_heads=2, rms_norm_eps=1e-6, torch_dtype="bfloat16",
+        transformers_version="4.51.0", use_cache=True,
+    )  # fmt: skip
+    if family == "gemma3":
+        ends = [tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<end_of_turn>")]
+        return shared | dict(
+            architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", attention_bias=False,
+            attn_logit_softcapping=None, bos_token_id=tokenizer.token_to_id("<bos>"),
+            cache_implementation="hybrid", eos_token_id=ends if template else ends[0],
+            final_logit_softcapping=None, head_dim=width // 2, num_key_value_heads=1,
+            hidden_activation="gelu_pytorch_tanh", max_position_embeddings=32768,
+            pad_token_id=tokenizer.token_to_id("<pad>"), query_pre_attn_scalar=width // 2,
+            rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=32,
+            sliding_window_pattern=6 if layers >= 6 else 2,
+            vocab_size=tokenizer.get_vocab_size() - 1,
+        )  # fmt: skip
+
+    document = tokenizer.token_to_id("<|endoftext|>")
+    end = tokenizer.token_to_id("<|im_end|>") if template else document
+    qwen = shared | dict(
+        bos_token_id=document, eos_token_id=end, hidden_act="silu", rope_theta=1000000.0,
+        max_window_layers=layers, tie_word_embeddings=True, use_sliding_window=False,
+        vocab_size=VOCABULARY + 96,  # rounded up: the last rows belong to no token
+    )  # fmt: skip
+    if family == "qwen2":
+        return qwen | dict(
+            architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=32768,
+            max_position_embeddings=32768,
+        )  # fmt: skip
+
+    qwen |= dict(
+        attention_bias=False, head_dim=width // 2, max_position_embeddings=40960,
+        rope_scaling=None, sliding_window=None,
+    )  # fmt: skip
+    if family == "qwen3":
+        return qwen | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    return qwen | dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", decoder_sparse_step=1,
+        mlp_only_layers=[], moe_intermediate_size=3 * width // 4, norm_topk_prob=True,
+        num_experts=8, num_experts_per_tok=2, output_router_logits=False,
+        router_aux_loss_coef=0.001, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def generation_config_of(family, raw) -> dict:
+    """generation_config.json: how its authors sample, and where an answer ends."""
+    ends = raw["eos_token_id"]
+    if family == "gemma3":
+        return dict(
+            bos_token_id=raw["bos_token_id"], cache_implementation="hybrid", do_sample=True,
+            eos_token_id=ends, pad_token_id=raw["pad_token_id"], top_k=64, top_p=0.95,
+            transformers_version="4.51.0",
+        )  # fmt: skip
+    document = raw["bos_token_id"]
+    return dict(
+        bos_token_id=document, do_sample=True, pad_token_id=document, repetition_penalty=1.1,
+        eos_token_id=ends if ends == document else [ends, document], temperature=0.7, top_k=20,
+        top_p=0.8, transformers_version="4.51.0",
+    )  # fmt: skip
+
+
+def tokenizer_config_of(family, tokenizer, template) -> dict:
+    """tokenizer_config.json, with the chat template."""
+    added = {
+        f"{index}": dict(
+            content=token.content, lstrip=token.lstrip, normalized=token.normalized,
+            rstrip=token.rstrip, single_word=token.single_word, special=token.special)
+        for index, token in sorted(tokenizer.get_added_tokens_decoder().items())
+    }  # fmt: skip
+    settings = dict(added_tokens_decoder=added, clean_up_tokenization_spaces=False)
+    if family == "gemma3":
+        settings |= dict(
+            add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
+            boi_token="<start_of_image>", eoi_token="<end_of_image>",
+            image_token="<image_soft_token>", model_max_length=1000000000000000019884624838656,
+            pad_token="<pad>", sp_model_kwargs=None, spaces_between_special_tokens=False,
+            tokenizer_class="GemmaTokenizer", unk_token="<unk>", use_default_system_prompt=False,
+        )  # fmt: skip
+    else:
+        settings |= dict(
+            add_bos_token=False, add_prefix_space=False, errors="replace", bos_token=None,
+            additional_special_tokens=list(QWEN_MARKS[1:]), model_max_length=131072,
+            eos_token="<|im_end|>" if template else "<|endoftext|>", pad_token="<|endoftext|>",
+            split_special_tokens=False, tokenizer_class="Qwen2Tokenizer", unk_token=None,
+        )  # fmt: skip
+    if template:
+        settings["chat_template"] = chat_template(family)
+    return settings

@@ -1,0 +1,255 @@
+"""What happens before the first step: defaults, the supervised start, the evaluation, five lines.
+
+And the line that a run says where it has nothing to learn from.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import train_grpo
+from test_ranks import UNEQUAL, read_metrics
+from test_run import TINY, _main, _task, at, begin, cli, contents, end, good, same_run
+from train_grpo import Config, Log, audited, parse_config
+
+DEMOS = f"{TINY} --task lookup --size 2 --demos 5 --kl-coef 0.1 --keep 9 --out run --save-every 2"
+DEMOS += " --steps 2 --log-every 2"
+
+
+def lines_of(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(UNEQUAL)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """(directory, output) of the run with demonstrations that nobody interrupts, made once."""
+    made = {}
+
+    def run(world=1):
+        if world not in made:
+            folder = tmp_path_factory.mktemp("straight")
+            made[world] = folder / "run", good(folder, DEMOS, world)[0]
+        return made[world]
+
+    return run
+
+
+# Defaults ------------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("given", [{}, dict(demos=3), dict(model="DIR"), dict(demos=3, model="DIR")])
+def test_defaults_depend_on_what_the_run_begins_with(given):
+    """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
+    start = "model" if "model" in given else "demos" if "demos" in given else "random"
+    config = Config(**given).check()
+    for name, defaults in Config.BY_START.items():
+        assert getattr(config, name) == defaults[start] is not None
+    assert (config.entropy_coef == 0) == (start != "random")
+    flags = [x for name, value in given.items() for x in (f"--{name}", str(value))]
+    given = parse_config([*flags, "--entropy-coef", "0.5", "--lr", "3"]).check()
+    assert (given.entropy_coef, given.lr) == (0.5, 3.0)
+    assert parse_config([*flags, "--entropy-coef", "0"]).check().entropy_coef == 0
+    with pytest.raises(ValueError, match="--demo-lr must be positive; --lr must be positive"):
+        Config(lr=0.0, demo_lr=0.0).check()
+
+
+@pytest.mark.quick
+def test_help_shows_the_default_of_each_start(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, row in Config.BY_START.items():
+        flag = name.replace("_", "-")
+        numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
+        assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
+
+
+# The supervised start --------------------------------------------------------------------------
+
+
+def test_the_supervised_start_is_seen(straight):
+    run, out = straight()
+    lines = lines_of(run / "demos.jsonl")
+    assert [line["step"] for line in lines] == list(range(5))
+    assert all(line.keys() == {"step", *train_grpo.DEMO_METRICS} for line in lines)
+    losses = [line["loss/token_mean"] for line in lines]
+    assert losses == sorted(losses, reverse=True) and 1 < losses[-1] < losses[0] < 3
+    assert {line["lr"] for line in lines} == {Config.BY_START["demo_lr"]["demos"]}
+
+    # Two tables, of which the second begins with what is solved behind the demonstrations.
+    rows = [line.split() for line in out.splitlines()]
+    heads = [n for n, row in enumerate(rows) if row[:1] == ["step"]]
+    assert rows[heads[0]] == ["step", "loss", "entropy", "norm", "tokens/s"]
+    assert [row[0] for row in rows[heads[0] + 1 : heads[1]]] == ["0", "2", "4"]
+    assert [row[0] for row in rows[heads[1] + 1 : heads[1] + 4]] == ["before", "0", "1"]
+    assert heads[0] < 5, "so many lines stand before the first row"
+
+    # The loop has lines and checkpoints of its own, and its optimiser begins anew.
+    metrics = read_metrics(run)
+    assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy_version"] == 7
+    assert {path.name for path in run.glob("*-0*")} == {"step-00000000", "step-00000002"}
+    stored = json.loads((run / "config.json").read_text())
+    assert stored["entropy_coef"] == 0 and stored["lr"] == 0.01
+
+
+SUPERVISED = "train_grpo.supervised_step"
+KILLS = [  # ranks, and the call in which all of them die
+    (1, SUPERVISED, 4), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.keep_reference", 1),
+    (1, "train_grpo.save", 3), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
+    (2, SUPERVISED, 4), (2, "train_grpo.save", 3),
+]  # fmt: skip
+QUICK = 0, 3
+SOME = [
+    pytest.param(*kill, marks=[] if n in QUICK else [pytest.mark.slow])
+    for n, kill in enumerate(KILLS)
+]
+
+
+def same_start(run, truth):
+    same_run(run, truth)
+    assert lines_of(run / "demos.jsonl") == lines_of(truth / "demos.jsonl")
+    names = {path.name for path in truth.iterdir()}
+    assert {path.name for path in run.iterdir()} == names
+
+
+@pytest.mark.parametrize("world, where, count", SOME)
+def test_a_killed_supervised_start_resumes_bit_for_bit(straight, tmp_path, world, where, count):
+    codes, _, _ = cli(tmp_path, DEMOS, world, die=(where, count))
+    assert -signal.SIGKILL in codes
+    out, _ = good(tmp_path, "--resume --out run", world)
+    assert count != 4 or "the weights of run/demos-00000002, first 3 supervised steps" in out
+    same_start(tmp_path / "run", straight(world)[0])
+
+
+def _stopped(rank, world, port, cwd, log, flags, count):
+    """A run whose last rank gets SIGTERM in a supervised step."""
+    if rank == world - 1:
+        at(SUPERVISED, count, lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    _main(rank, world, port, cwd, log, flags, None)
+
+
+@pytest.mark.parametrize(
+    "world, count",
+    [(1, 4), pytest.param(1, 5, marks=pytest.mark.slow), pytest.param(2, 4, marks=pytest.mark.slow)],
+)
+def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
+    codes, out, err = end(*begin(tmp_path, DEMOS, world, count, _stopped))
+    assert codes == [143] * world, err
+    assert f"SIGTERM: saved after {count} supervised steps; go on with --resume --out run" in out[0]
+    saved = "demos-00000004" if count == 4 else "step-00000000"
+    assert (tmp_path / "run" / saved / "state.json").exists()
+    assert not read_metrics(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else 1
+    good(tmp_path, "--resume --out run", world)
+    same_start(tmp_path / "run", straight(world)[0])
+
+
+def test_supervised_steps_are_skipped_as_those_of_the_loop_and_overwritten(straight, tmp_path):
+    """The second step's gradient is not finite: its state is not saved, as in the loop."""
+    for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimiser")):
+        flags = f"--demos {demos} --demo-lr 1e30 --save-every 1 --overwrite"
+        codes, _, err = cli(tmp_path, f"{DEMOS} {flags}")
+        assert codes == [2] and "supervised step 1: skipped, non-finite gradient" in err[0]
+        assert re.search(text, err[0])
+    (tmp_path / "run" / "demos-00000003.tmp").mkdir()
+    good(tmp_path, f"{TINY} --out run --steps 1 --overwrite")
+    assert not list((tmp_path / "run").glob("demos*"))
+
+
+# The evaluation before the first step ------------------------------------------------------------
+
+
+def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, process_group):
+    run = Path(shutil.copytree(straight()[0], tmp_path / "run"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
+    report = audited(run, 0)
+    assert report.wrong is None and "from step-00000000, the state before step 0" in report.intro
+    before = [row for row in report.rows if row.key == "eval/solved_before"]
+    assert len(before) == 1 and "eval/solved_before" not in {row.key for row in audited(run, 1).rows}
+
+    # Without that checkpoint the supervised steps are done again; a changed number is found.
+    shutil.rmtree(run / "step-00000000")
+    first = json.loads(lines[0])
+    first["eval/solved_before"] += 1 / 6
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    report = audited(run, 0)
+    assert report.wrong == "eval/solved_before"
+    assert any("behind 5 supervised steps" in text for text in report.intro)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_it_is_evaluated_once_and_again_only_with_line_0(tmp_path, world):
+    """Secrets that have to be asked for: the same of them are found on any number of ranks."""
+    flags = f"{TINY} --out run --save-every 2 --seed 3 --steps"
+    out, _ = good(tmp_path, f"{flags} 2", world)
+    (before,) = re.findall(r"^before +(\S+)$", out, re.M)
+    first = read_metrics(tmp_path / "run")[0]
+    assert float(before) == pytest.approx(first["eval/solved_before"], abs=1e-3)
+    out, _ = good(tmp_path, "--resume --out run --steps 3", world)
+    assert "before" not in out and read_metrics(tmp_path / "run")[0] == first
+    shutil.rmtree(tmp_path / "run" / "step-00000002")
+    shutil.rmtree(tmp_path / "run" / "step-00000003")
+    out, _ = good(tmp_path, "--resume --out run --steps 1", world)
+    assert "before" in out and read_metrics(tmp_path / "run") == [first]
+
+
+# What is printed --------------------------------------------------------------------------------
+
+
+def test_the_first_screen_is_five_lines(tmp_path):
+    out, err = good(tmp_path, f"{TINY} --out run --steps 1 --dtype float64")
+    lines = out.splitlines()
+    assert re.fullmatch(r"guess: [\d,]+ parameters, random of seed 0", lines[0])
+    assert lines[1] == ("from step 0 of 1: 3 groups of 4 a step, 1 rank(s), plan d1, ddp, cpu, "
+                        "float64")  # fmt: skip
+    assert lines[2].startswith("out run: ") and "plot run" in lines[2] and "--resume" in lines[2]
+    assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
+    assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
+
+
+# Nothing to learn from --------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys):
+    log = Log(Config(), "run", None)
+    for step, equal in enumerate([1, 1, 0.9, 1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1]):
+        none = 1.0 if step < 9 else 0.5
+        shares = {"reward/groups_none": none, "reward/groups_all": float(step > 12)}
+        log.warn_if_idle(step, {"reward/groups_equal": equal, **shares})
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.match(r"warning: steps (\d+) to (\d+): ", line).groups() for line in lines] == [
+        ("3", "5"), ("9", "11"), ("13", "15")]  # fmt: skip
+    for line, words in zip(lines, ("no rollout is solved", "--group", "give harder prompts")):
+        assert words in line
+    assert "--demos" in lines[0] and "solved" not in lines[1] and "every rollout" in lines[2]
+
+
+PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in a step
+
+
+@pytest.mark.parametrize(
+    "flags, reply, warns",
+    [
+        ("", PER_PROMPT, True),
+        ("--advantage gae", PER_PROMPT, False),
+        pytest.param("--advantage gae", "return state, None, 1.0", True, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warns):
+    """With a critic, rewards of different prompts can be compared. Rank 0 says it for all."""
+    task = _task(tmp_path, state="index", reply=reply)
+    codes, _, err = cli(tmp_path, f"{task} --steps 5 {flags}", world)
+    assert codes == [0] * world and err[1:] == [""] * (world - 1)
+    assert err[0].count("warning: steps 0 to 2: ") == err[0].count("\n") == int(warns)
+    equal = {line["reward/groups_equal"] for line in read_metrics(tmp_path / "run")}
+    assert equal == {1.0 if warns else 0.0}
