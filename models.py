@@ -1728,20 +1728,33 @@ def windowed_causal_attention(q_BHSD, k_BGSD, v_BGSD, scale, window, /):
 
 
 @torch.no_grad()
-def draw_weights(model, seed: int):
+def draw_weights(model, seed: int, whole=None):
     """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
 
-    A value head starts at zero, so that the first values are 0.
+    A value head starts at zero, so that the first values are 0. The parameters of `model` may be
+    DTensors, and it may lack some: whole, as of `load_hf`, has the shapes of all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.fill_(0 if model.config.norm_offset else 1)
-        elif name.endswith("bias") or name == "score.weight":
-            parameter.zero_()
-        else:  # drawn in float32 on the CPU, so that dtype and device do not change the draw
-            draw = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(draw * model.config.initializer_range)
+    own = dict(model.named_parameters())
+    for name, shaped in (whole or model).named_parameters():
+        # One whole tensor at a time, also of parameters that are not here: the draws of a tensor
+        # follow those of the one before it, so every rank of every plan has the same weights. Drawn
+        # in float32 on the CPU, so that dtype and device do not change the draw.
+        draw = None
+        if not name.endswith(("norm.weight", "bias")) and name != "score.weight":
+            draw = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
+            draw *= model.config.initializer_range
+        if name not in own:
+            continue
+
+        # The part of it that is here.
+        here = own[name].to_local() if hasattr(own[name], "to_local") else own[name]
+        if draw is not None:
+            here.copy_(draw[tuple(slice(*cut) for cut in _local_ranges(own[name]))])
+        elif name.endswith("norm.weight"):
+            here.fill_(0 if model.config.norm_offset else 1)
+        else:
+            here.zero_()
     for buffer in model.buffers():
         buffer.zero_()
     return model
@@ -2766,7 +2779,7 @@ def _local_ranges(parameter) -> list[tuple[int, int]]:
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
+def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
     Names, shapes and dtypes (F64, F32, F16, BF16) are checked before anything is allocated or
@@ -2780,20 +2793,23 @@ def load_hf(directory, *, model=None, dtype=None, device=None) -> Transformer:
 
     The parameters of `model` may be DTensors (FSDP, TP): each rank then reads its own part. All
     ranks must call, since they tell each other at the end whether all went well: what one rank
-    found wrong in its part, all raise.
+    found wrong in its part, all raise. A `model` that is a stage of a pipeline has some of the
+    parameters only: whole, a model on the meta device, then says which ones there are.
+
+    A value head that the checkpoint does not have is filled with zeros.
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
     problem = None
     try:
-        loaded = _load(Path(directory), model, dtype, device)
+        loaded = _load(Path(directory), model, dtype, device, whole)
     except Exception as error:  # raised below, after the other ranks have heard of it
         problem = error
-    _raise_on_all_ranks(problem, model)
+    _raise_on_all_ranks(problem, model, whole)
     return loaded
 
 
-def _load(directory, model, dtype, device) -> Transformer:
+def _load(directory, model, dtype, device, whole) -> Transformer:
     """`load_hf` on this rank."""
     config = ModelConfig.from_hf(directory)
     tensors, _ = _open_checkpoint(directory)
@@ -2806,9 +2822,13 @@ def _load(directory, model, dtype, device) -> Transformer:
     if new:
         with torch.device("meta"):
             model = Transformer(config)
-    without_bias = dataclasses.replace(model.config, router_bias_rate=0.0)
-    require_same_numbers(config, without_bias, directory)
-    pieces = {name: _pieces(name, p.shape, tensors) for name, p in model.named_parameters()}
+    as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
+    require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
+    shapes = {name: p.shape for name, p in (whole or model).named_parameters()}
+    new_head = model.config.value_head and not config.value_head
+    if new_head:
+        shapes.pop("score.weight", None)  # of a critic that begins from a policy
+    pieces = {name: _pieces(name, shape, tensors) for name, shape in shapes.items()}
     _require_stored(directory, tensors, pieces)
 
     # Now it fits: allocate, and read one tensor at a time.
@@ -2818,7 +2838,10 @@ def _load(directory, model, dtype, device) -> Transformer:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, parts in pieces.items():
-            _copy_in(parameters[name], parts, tensors)
+            if name in parameters:
+                _copy_in(parameters[name], parts, tensors)
+        if new_head and "score.weight" in parameters:
+            parameters["score.weight"].zero_()
         for buffer in model.buffers():
             buffer.zero_()
     return model
@@ -2878,20 +2901,21 @@ def _copy_in(parameter, parts, tensors):
                                  f"finite in {into.dtype}")  # fmt: skip
 
 
-def _raise_on_all_ranks(problem, model) -> None:
-    """Raise this rank's problem, if it has one; of a sharded model, on all ranks the first's.
+def _raise_on_all_ranks(problem, model, whole=None) -> None:
+    """Raise this rank's problem, if it has one; of a split model, on all ranks the first's.
 
     Of a model whose parameters are not cut, every rank is on its own, and no message is sent.
     """
-    cut = [] if model is None else [p for p in model.parameters() if hasattr(p, "placements")]
-    if not cut:
+    parameters = [] if model is None else list(model.parameters())
+    split = whole is not None or any(hasattr(p, "placements") for p in parameters)
+    if not (split and dist.is_initialized()):
         if problem is not None:
             raise problem
         return
     # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
     # leave the others waiting for it. One flag as a rule; the texts only if there is one. Pinned by
     # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    failed = torch.tensor(int(problem is not None), device=cut[0].device_mesh.device_type)
+    failed = torch.tensor(int(problem is not None), device=parameters[0].device)
     dist.all_reduce(failed)
     if not failed:
         return

@@ -640,7 +640,7 @@ def parallelize(
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
     model: a `models.Transformer`, or a module with its names (appendix F lists them), on the device
-        where it will run; it is changed.
+        where it will run, or on the meta device, for `materialise`; it is changed.
     plan: a `Plan` for as many ranks as there are.
     device_mesh: `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call from here on; plans with
@@ -681,6 +681,7 @@ def parallelize(
     whole.grid = device_mesh
     whole.mode = mode
     whole.sequence = sequence
+    whole.offload = offload
 
     for part in parts_of(whole):
         part.grid = device_mesh
@@ -1079,10 +1080,10 @@ class Pipeline:
     def __init__(self, model, grid, schedule):
         p = grid.plan.pp
         rank = grid.dense["pp"].get_local_rank()
-        like = next(model.parameters())
+        dtype = next(model.parameters()).dtype
         self.grid = grid
         self.config = model.config
-        self.like = dict(dtype=like.dtype, device=like.device)  # the states between stages
+        self.like = dict(dtype=dtype, device=_device_of_grid(grid))  # the states between stages
         self.schedule, per_rank = SCHEDULES[schedule]
 
         # What `_Stage` and the loss of the current step look up; filled by `forward_backward`.
@@ -1255,6 +1256,21 @@ def shard(model, *, offload=False) -> None:
     # The root's own weights (embedding, norm, head) are gathered when one calls the model's
     # `forward`. Training here calls `hidden`, so that must gather them too.
     fsdp.register_fsdp_forward_method(model, "hidden")
+
+
+@torch.no_grad()
+def materialise(model) -> None:
+    """Allocate this rank's part of a model that was on the meta device when it was split.
+
+    What is then in it is undefined. The largest tensor that is ever made is a part's.
+    """
+    device = _device_of(model)
+    for part in parts_of(model):
+        # torch's to_empty replaces the parameters, and what was noted on them is lost.
+        terms = {name: getattr(p, "terms", False) for name, p in part.named_parameters()}
+        part.to_empty(device="cpu" if model.offload else device)
+        for name, p in part.named_parameters():
+            p.terms = terms[name]
 
 
 def experts_of(model) -> list:
@@ -3114,9 +3130,13 @@ def _plan_of(model):
 def _device_of(model):
     """Where a model runs, even if its shards wait on the CPU."""
     grid = getattr(model, "grid", None)
-    if grid is None:
-        return next(model.parameters()).device
-    return torch.device(grid.dense.device_type)
+    return next(model.parameters()).device if grid is None else _device_of_grid(grid)
+
+
+def _device_of_grid(grid):
+    """Where a model of a plan runs: on a CUDA machine the device of this rank."""
+    kind = grid.dense.device_type
+    return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
 
 
 def _require_indices(batches):

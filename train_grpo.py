@@ -117,10 +117,10 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
     agreed_micro_batches, checkpoints, clip_grad_norm, connect, copy_weights, gather_replica,
-    lr_factor, micro_batches, name_suspects, naming_lost_ranks, newest_checkpoint, parallelize,
-    persistent_buffers, read_checkpoint, reduce_gradients, replica_difference, require_batch,
-    reshard, row_lengths, shard, speaks_for_replica, summed, superseded, training_tensors,
-    write_checkpoint,
+    local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
+    newest_checkpoint, parallelize, parts_of, persistent_buffers, read_checkpoint,
+    reduce_gradients, replica_difference, require_batch, reshard, row_lengths, speaks_for_replica,
+    summed, superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -623,14 +623,14 @@ class Trainer:
         """model is trained, generator samples, reference is what the KL is measured against."""
         self.config = config
         self.generator = generator
-        self.reference = reference
         self.policy_version = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = next(model.parameters()).device
+        self.device = next((generator or model).parameters()).device
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
+        self.reference = like_the_policy(self, reference)
         self.optimizer = adamw(config, self.model, self.plan)
 
     def batches(self, model=None) -> PackedBatches:
@@ -1252,24 +1252,73 @@ def resumed_config(path, given) -> Config:
 # section 10. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
 
-def split_over_ranks(config, model, device):
-    """The model as this rank holds it, the Plan and the Grid; both None where there is no plan."""
+def splits(config) -> bool:
+    """Whether a rank's part of the model is less than the model, or more than plain modules."""
     # Whole copies need no plan: their gradients are summed before the optimiser's step.
     special = config.shard_ranks or config.offload or config.compile or config.ac != "none"
-    if not (config.plan or config.data_parallel == "zero1" or special):
-        if config.data_parallel == "fsdp":
-            shard(model)
-        return model, None, None
+    return bool(config.plan or config.data_parallel != "ddp" or special)
 
-    # Each micro-batch brings an attention of its own; the one given here stands in until then.
+
+def split_over_ranks(config, model, device):
+    """The model as this rank holds it, the Plan and the Grid; both None where there is no plan.
+
+    A model on the meta device is split before it has any memory, and then gets its first weights.
+    """
+    if not splits(config):
+        return model, None, None
+    whole = copy.deepcopy(model) if on_meta(model) else None
     plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
-    model = parallelize(
+    model = split_by(config, model, plan, grid)
+    if whole is not None:
+        materialise(model)
+        first_weights(config, model, whole)
+    return model, plan, grid
+
+
+def split_by(config, model, plan, grid):
+    """This rank's part of a whole model."""
+    # Each micro-batch brings an attention of its own; the one given here stands in until then.
+    return parallelize(
         model, plan, device_mesh=grid, mode=config.data_parallel,
         attention=models.causal_attention, schedule=config.pp_schedule, ac=config.ac,
         compile=config.compile, offload=config.offload,
     )  # fmt: skip
-    return model, plan, grid
+
+
+def on_meta(model) -> bool:
+    """Whether a model has shapes alone, and no memory."""
+    return next(model.parameters()).is_meta
+
+
+def first_weights(config, model, whole):
+    """Fill a model with the checkpoint's weights, or with random ones that the seed alone decides.
+
+    whole: on the meta device, it has the shapes of all tensors, of which the model may have parts.
+    """
+    for part in parts_of(model):
+        if config.model:
+            models.load_hf(config.model, model=part, whole=whole)
+        else:
+            models.draw_weights(part, config.seed, whole)
+
+
+def like_the_policy(trainer, reference):
+    """The reference, split as the policy is; its weights come later, see `keep_reference`."""
+    if reference is None or not on_meta(reference):
+        return reference
+    reference = split_by(trainer.config, reference, trainer.plan, trainer.grid)
+    materialise(reference)
+    return reference
+
+
+@torch.no_grad()
+def copy_part(source, target):
+    """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
+    reshard(source)
+    into = dict(target.named_parameters()) | persistent_buffers(target)
+    for name, x in (dict(source.named_parameters()) | persistent_buffers(source)).items():
+        local(into[name]).copy_(local(x))
 
 
 def learning_rate(config, step) -> float:
@@ -1358,8 +1407,8 @@ def masked_attention(mask, group, method):
 
 def score_batch(trainer, batch, model, kind) -> list:
     """A numpy vector (L - 1,) for each trajectory; kind: logprobs, entropies or values."""
-    # The policy under a plan is run by all ranks of a replica, on what all of them hold; this
-    # rank's trajectories begin at `first`. The reference is whole on every rank, and runs alone.
+    # A model under a plan is run by all ranks of a replica, on what all of them hold; this rank's
+    # trajectories begin at `first`. The reference is split as the policy is.
     together, first = gather_replica(model, batch)
     if trainer.config.tree == "disabled":
         sequences = [t.tokens for t in together]
@@ -1554,17 +1603,16 @@ def deal_trees(trainer, batch):
 def tree_options(trainer, model, batch):
     """The model and the options that functions of trees are called with for a batch."""
     config = trainer.config
-    is_policy = model is trainer.model
     plan = trainer.plan or Plan()
     options = dict(temperature=config.temperature, masks=[t.mask for t in batch])
     if config.tree == "dta":
         # COMM: experts are on other ranks, which have other trees: as many calls on all.
         # Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
-        lockstep = dist.group.WORLD if is_policy and plan.ep > 1 else None
+        lockstep = dist.group.WORLD if plan.ep > 1 else None
         options.update(max_tokens=config.max_tokens, lockstep=lockstep)
-    elif is_policy and plan.cp > 1:
+    elif plan.cp > 1:
         options.update(group=trainer.grid.context, method=config.cp_method)
-    if is_policy and plan.tp > 1:
+    if plan.tp > 1:
         model = PaddedTokens(model, plan.tp)
     return model, options
 
@@ -1635,15 +1683,15 @@ def tree_row(trie, masks, length) -> PackedRow:
     )  # fmt: skip
 
 
-def tree_batches(trainer) -> TreeBatches:
-    """The policy as what runs micro-batches of trees, for a plan with p."""
+def tree_batches(trainer, model) -> TreeBatches:
+    """A model of a plan with p as what runs micro-batches of trees."""
     config = trainer.config
 
     def attention_of_row(mask, group):
         return masked_attention(mask, group, config.cp_method)
 
     return TreeBatches(
-        trainer.model, attention=attention_of_row, indices=ring_attention.indices,
+        model, attention=attention_of_row, indices=ring_attention.indices,
         micro_tokens=config.micro_tokens, temperature=config.temperature,
     )  # fmt: skip
 
@@ -1652,7 +1700,8 @@ def tree_batches(trainer) -> TreeBatches:
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
     if isinstance(model, Pipeline):
-        return tree_batches(trainer).forward([t.tokens for t in batch], [t.mask for t in batch])
+        sequences = [t.tokens for t in batch]
+        return tree_batches(trainer, model).forward(sequences, [t.mask for t in batch])
     found = []
     for micro in batches_of_trees(trainer, model, batch):
         columns = score_tree(trainer, model, micro, prefix_tree(micro))
@@ -1684,7 +1733,7 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
 
 def backward_by_pipeline(trainer, batch, loss_of) -> int:
     """`--tree sparse` under a plan with p: trees of about equal cost are its micro-batches."""
-    batches = tree_batches(trainer)
+    batches = tree_batches(trainer, trainer.model)
     tree_tokens = 0
 
     def loss_of_tree(indices, *scores):
@@ -2717,31 +2766,37 @@ def own_shape(config, task) -> ModelConfig:
     )  # fmt: skip
 
 
-def require_rows(task, model, source):
-    """ValueError if the task has tokens for which the model, of the directory source, has none."""
-    rows = model.config.vocab_size
+def require_rows(task, shape, source):
+    """ValueError if the task has tokens for which a model of the directory source has none."""
+    rows = shape.vocab_size
     if task.vocab_size > rows:
         raise ValueError(f"the task has {task.vocab_size} tokens, {source} {rows}")
 
 
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
-    # A checkpoint's weights, or random ones that depend on the seed alone.
-    if config.model:
-        model = models.load_hf(config.model, dtype=getattr(torch, config.dtype), device=device)
-        require_rows(task, model, config.model)
-    else:
-        model = Transformer(own_shape(config, task)).to(device, getattr(torch, config.dtype))
-        model.init_weights(config.seed)
-    if config.advantage == "gae":
-        model.add_value_head()
+    # Models are made without memory. One that is to be split stays so: only parts of it will ever
+    # be allocated, by the Trainer. The others are allocated here.
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    require_rows(task, shape, config.model)
+
+    def made(dtype, allocated):
+        with torch.device("meta"):
+            model = Transformer(shape).to(getattr(torch, dtype))
+            if config.advantage == "gae":
+                model.add_value_head()
+        return model.to_empty(device=device) if allocated else model
+
+    whole = not splits(config)
+    model = made(config.dtype, whole)
+    if whole:
+        first_weights(config, model, None)
 
     # Their weights are replaced before use, by the first push and by `keep_reference`.
-    def frozen(dtype):
-        return Transformer(model.config).to(device, getattr(torch, dtype)).requires_grad_(False)
-
-    generator = frozen(config.generator_dtype or config.dtype)
-    return model, generator, frozen(config.dtype) if config.kl_coef else None
+    generator = made(config.generator_dtype or config.dtype, True).requires_grad_(False)
+    if not config.kl_coef:
+        return model, generator, None
+    return model, generator, made(config.dtype, whole).requires_grad_(False)
 
 
 def train(config, device) -> int:
@@ -2987,7 +3042,7 @@ def keep_reference(out, trainer, resumed):
                 advice = "put a copy of it back, or begin again with --overwrite"
                 raise ValueError(f"{error}; {advice}") from error
         else:
-            copy_weights(trainer.model, trainer.reference)
+            copy_part(trainer.model, trainer.reference)
             write_checkpoint(f"{out}/reference", tensors, {})
 
 
@@ -3523,7 +3578,7 @@ def evaluation(argv) -> int:
         task = make_task(config)
         dtype = given.get("dtype", "")
         model, name = load_policy(options.source, options.step, task, dtype, device)
-        require_rows(task, model, options.source)
+        require_rows(task, model.config, options.source)
         require_room(config, task, model.config.max_position_embeddings)
         found = evaluated(config, task, model, options.samples)
 

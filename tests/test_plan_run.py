@@ -115,10 +115,13 @@ def test_experts_train_alike_under_a_plan(run_of, mixture, tmp_path, plan):  # n
     assert largest_difference(found, run_of(flags)) < 1e-8
 
 
-@pytest.mark.parametrize("leg", shortened([2, 5], 2))
-def test_a_run_goes_on_under_another_plan(one_process, tmp_path, leg):
-    """`leg` steps under each of four plans, each begun from the checkpoint of the one before."""
-    flags, metrics = one_process(4 * leg)
+@pytest.mark.parametrize("leg, more", [
+    (2, ""), pytest.param(5, "", marks=pytest.mark.slow),
+    pytest.param(2, "--kl-coef 0.05", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_run_goes_on_under_another_plan(run_of, tmp_path, leg, more):  # noqa: F811
+    """`leg` steps under each of four plans, each begun from the checkpoint of the one before, and
+    with the reference that the first one has stored."""
+    flags = f"{SHAPE} --steps {4 * leg} --eval-every {2 if leg < 5 else 5} {more}"
     out = tmp_path / "run"
     (tmp_path / "ranks").mkdir()
     chain = [(2, "--plan d2"), (2, "--plan p2 --resume"),
@@ -127,7 +130,7 @@ def test_a_run_goes_on_under_another_plan(one_process, tmp_path, leg):
     for n, (world, more) in enumerate(chain, 1):
         stop = f"--steps {n * leg} --save-every {leg}"
         ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
-    assert largest_difference(read_metrics(out), metrics) < 1e-8
+    assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
 
 
 TREES = {

@@ -29,7 +29,7 @@ from conftest import ROOT, shortened
 
 import parallel
 import train_grpo
-from parallel import full
+from parallel import full, training_tensors
 from train_grpo import Trainer, build, denominator, make_task, parse_config, prepare, rollout
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -411,11 +411,8 @@ def test_a_finite_step_starts_the_count_of_skipped_steps_anew(tmp_path):
 
 def _everything(trainer):
     """Weights and AdamW's state by name, whole."""
-    tensors = {}
-    for name, p in trainer.model.named_parameters():
-        for key, value in {"weight": p.detach(), **trainer.optimizer.state[p]}.items():
-            tensors[name, key] = full(value).clone()
-    return tensors
+    found = training_tensors(trainer.model, trainer.optimizer)
+    return {tuple(name.rsplit(".", 1)): full(x).clone() for name, x in found.items()}
 
 
 def _update(trainer, batch, rank):
