@@ -2889,9 +2889,10 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     """Bring the trainer before step 0 of a run: the first weights, and --demos supervised steps.
 
     They are saved, stopped and resumed like the steps of the loop, in checkpoints demos-NNNNNNNN of
-    their own, in the place of which step-00000000 stands when they are done. Returns the signal
-    that ended them, or 0.
+    their own; when they are done, step-00000000 takes the place of these. Returns the signal that
+    ended them, or 0.
     """
+    # Where the weights come from: a supervised start that was interrupted, or the very beginning.
     found = agree(lambda: newest_checkpoint(out, "demos") if config.resume else None)
     step = 0
     origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
@@ -2905,6 +2906,7 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
         keep_reference(out, trainer, resumed=False)
         return 0
 
+    # The steps, as in the loop of `run`: a signal is looked at between two of them.
     signalled = 0
     log.table(Log.DEMO_COLUMNS, config.demos, step)
     with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
@@ -3088,6 +3090,8 @@ class Log:
         origin             where the weights come from, in words
         start, demo_start  the first step of the loop, and of the supervised start, that are to do
         """
+        # Three lines, and one more where the task has something to say. All settings are in
+        # config.json.
         self.start = start
         if not self.on:
             return
@@ -5203,6 +5207,8 @@ def locked(out):
     The lock is the kernel's, on the file OUT/lock: it ends with its process, however that ends, and
     the file stays empty.
     """
+    # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once if
+    # another process has it, and do not wait for that process to end.
     path = Path(out) / "lock"
     with path.open("a") as file:
         try:
@@ -5260,15 +5266,20 @@ def prepare_out(config, stack) -> str:
 
     stack: an ExitStack, which keeps the lock until it is closed.
     """
+    # A directory is looked at twice: once before the lock's file is written into it, which a
+    # stranger's directory must not get, and once behind the lock, since only then nobody else can
+    # change what was seen.
     out = Path(config.out or "runs")
     with writing(out, "start again; or choose another --out"):
         if not config.out:
             out = first_free_directory(config)
         elif not (out / "lock").exists():
-            refuse_directory(config, out)  # before anything is written there
+            refuse_directory(config, out)
             out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(out))
-        refuse_directory(config, out)  # now that nobody else writes there
+        refuse_directory(config, out)
+
+        # Only what a run writes is deleted, by name: notes that somebody has put there stay.
         if config.overwrite:
             number = "[0-9]" * 8
             names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl"]
@@ -5277,6 +5288,8 @@ def prepare_out(config, stack) -> str:
             names += [f"demos-{number}", f"demos-{number}.tmp", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        # The settings last, and whole or not at all: a directory that has them is a run's.
         stored = dataclasses.asdict(config)
         stored |= {"resume": False, "resume_or_start": False, "overwrite": False, "out": str(out)}
         partial = out / "config.tmp"
@@ -5300,6 +5313,7 @@ def main(argv) -> int:
     argv: flags of a run, or first a command, which has a function of its own and flags of its own.
     """
     try:
+        # Commands read a run, or measure. They are one process, and none of them trains.
         if argv[:1] == ["plot"] and len(argv) > 1:
             return plot(argv[1:]) or 0
         commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
@@ -5307,6 +5321,9 @@ def main(argv) -> int:
             return commands[argv[0]](argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
+
+        # A run. The settings are checked before a rank waits for another, and at the end all ranks
+        # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
         code = train(config, device)

@@ -43,6 +43,8 @@ JSONL = " --max-new-tokens 8 --template {question}" + TINY
 TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
 CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_file_table"
 BENCH = "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size"
+ROAD = "tests/test_commands.py::test_a_released_checkpoint_from_the_first_step_to_a_conversation"
+EXAMPLE = "python train_grpo.py --task tests/example_tasks.py"
 TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
 PLANS = "tests/test_plan.py::test_"
 RESTARTED = "tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on"
@@ -71,6 +73,13 @@ TABLE = {
     **{f"python {file} check": CHECK for file in FILES},
     "python train_grpo.py audit runs/guess-0": "tests/test_audit.py::"
     "test_the_audit_of_an_honest_run",
+    "python train_grpo.py eval runs/mine": "tests/test_commands.py::"
+    "test_the_greedy_figure_is_the_runs_own",
+    "python train_grpo.py eval DIR --task jsonl --data FILE.jsonl": ROAD,
+    "python train_grpo.py chat runs/mine": "tests/test_commands.py::"
+    "test_a_pipe_is_answered_a_line_a_line",
+    "python train_grpo.py export runs/mine HF": "tests/test_commands.py::"
+    "test_the_newest_checkpoint_exported_is_what_the_run_wrote",
     "python train_grpo.py check": "tests/test_grpo_matrix.py::test_some_cells_of_the_matrix",
     "python train_grpo.py": TINY,
     TRAIN: TINY,
@@ -87,6 +96,8 @@ TABLE = {
     '--shape "4096 + 8 x 1024, 0.6B"': BENCH,
     "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
     "python train_grpo.py --task sort --steps 250": TINY,
+    f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
+    f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
     "python train_grpo.py --task lookup --size 5 --demos 40 --advantage group_std --lr 5e-4 "
     "--entropy-coef 0.03": " --demos 2" + TINY,
     "python train_grpo.py plot DIR [DIR ...]": "tests/test_run.py::"
@@ -94,7 +105,7 @@ TABLE = {
     "python train_grpo.py --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
     "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "
-    "--lr 1e-6 --entropy-coef 0 --save-every 20 --out runs/mine": JSONL,
+    "--save-every 20 --out runs/mine": JSONL,
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
@@ -152,13 +163,15 @@ def shown_header():
 
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
-    words = re.sub(r"\[.*\]", "", command + TABLE[command]).split()
+    line = re.sub(r"\[.*\]", "", command + TABLE[command])
+    words = line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks").split()
     file = next((word for word in words if word.endswith(".py")), "ring_attention.py")
     flags = words[words.index(file) + 1 :] if file in words else words
     if file == "train_grpo.py":
         out, _ = good(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
         (run,) = (folder / "runs").iterdir()
-        assert run.name in ("mine", "guess-0", "sort-0", "lookup-0")
+        names = ["mine", "guess-0", "sort-0", "lookup-0", "Addition-0", "Calculator-0"]
+        assert run.name in names
         assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
         assert (run / "hf" / "config.json").exists()
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 and "eval/solved" in out
@@ -275,6 +288,7 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
 FLAGS_ELSEWHERE = {
+    "--samples",
     "--prompt",
     "--nproc-per-node",
     "--nnodes",
