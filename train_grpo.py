@@ -1266,6 +1266,8 @@ def split_over_ranks(config, model, device):
     """
     if not splits(config):
         return model, None, None
+
+    # The shapes of the whole are kept for the filling: a stage of a pipeline has but some tensors.
     whole = copy.deepcopy(model) if on_meta(model) else None
     plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
@@ -1736,6 +1738,8 @@ def backward_by_pipeline(trainer, batch, loss_of) -> int:
     batches = tree_batches(trainer, trainer.model)
     tree_tokens = 0
 
+    # Only the last stage is asked for losses, so only there are the trees' tokens counted: it is
+    # the rank that speaks for its replica.
     def loss_of_tree(indices, *scores):
         nonlocal tree_tokens
         micro = [batch[i] for i in indices]
@@ -2108,12 +2112,13 @@ class Jsonl(Task):
     asked once, about the last answer. --reward names a function(text, row); without it the reward
     is 1 for an answer that ends in `####` and a number or text equal to what follows `####` in the
     line's answer (to all of that, if nothing does), so the prompt has to ask for it. An answer that
-    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out.
+    --max-new-tokens cuts off has reward 0. Every tenth prompt, by its hash, is held out; all_lines:
+    all are, for the evaluation of a file of its own.
 
     A state is (line, texts of the policy's answers so far).
     """
 
-    def __init__(self, config):
+    def __init__(self, config, all_lines=False):
         self.config = config
         self.text = models.Text(config.model)
         self.end = self.text.end
@@ -2134,9 +2139,11 @@ class Jsonl(Task):
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
         self.rows = {False: [], True: []}  # by held out
         for line in self._read(config.data):
-            self.rows[is_held_out(line.shown.encode())].append(line)
-        if not all(self.rows.values()):
+            self.rows[all_lines or is_held_out(line.shown.encode())].append(line)
+        if not all_lines and not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
+        if not self.rows[True]:
+            raise ValueError(f"{config.data} holds no line")
 
         asks = any("messages" not in line.row for line in self.rows[False] + self.rows[True])
         if config.instruction != Config.instruction and not asks:
@@ -3531,10 +3538,9 @@ def evaluated(config, task, model, samples) -> Evaluation:
     # A prompt that comes twice is no second one: `guess` has 7, and is asked each of them 10 times.
     different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
     values = {"solved": solved}
-    k = 1
-    while k <= samples:
+    powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
+    for k in sorted({*powers, samples}):
         values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
-        k *= 2
     figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
 
     # The first sample of the first prompts, to see what the figures are of.
@@ -3567,6 +3573,9 @@ def evaluation(argv) -> int:
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
+    parser.add_argument(
+        "--all-lines", action="store_true", help="jsonl: every line of --data, a file of its own, "
+        "in place of the tenth that is held out")  # fmt: skip
     fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
     flags = parser.add_argument_group("flags", "default: the run's own; of a directory [these]")
     add_flags(flags, fields)
@@ -3578,8 +3587,14 @@ def evaluation(argv) -> int:
     # were typed: the others are the run's own.
     given = {f.name: getattr(options, f.name) for f in fields if hasattr(options, f.name)}
     config = settings_of_evaluation(options.source, given)
+    if options.all_lines and config.task != "jsonl":
+        raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
     with one_process("an evaluation", config.device, config.threads) as device:
-        task = make_task(config)
+        if options.all_lines:
+            task = Jsonl(config, all_lines=True)
+            config = dataclasses.replace(config, eval_prompts=len(task.rows[True]))
+        else:
+            task = make_task(config)
         dtype = given.get("dtype", "")
         model, name = load_policy(options.source, options.step, task, dtype, device)
         require_rows(task, model.config, options.source)
@@ -3590,7 +3605,8 @@ def evaluation(argv) -> int:
     # and one line of JSON for a program.
     if getattr(task, "note", ""):
         print(task.note)
-    print(f"{name}: {config.task}, {config.eval_prompts} held-out prompts, {found.prompts} "
+    which = "prompts" if options.all_lines else "held-out prompts"
+    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {found.prompts} "
           f"different; {options.samples} samples each at temperature {config.temperature:g}, "
           f"seed {config.seed}")  # fmt: skip
     print(f"{'':16}{'':>8}   95 % interval over prompts")

@@ -170,6 +170,7 @@ REFUSED = {
     "eval {run} --dtype float8": "--dtype must be one of",
     "eval {run} --size 4": "is of another model",
     "eval {run} --max-new-tokens 40000": "exceed the 32768 positions",
+    "eval {run} --all-lines": "--all-lines is for --task jsonl, not guess",
     "eval {run}/hf": "say what to ask it: --task NAME",
     "eval {run}/hf --task guess --step 3": "--step is of a run",
     "eval {run}/hf --task guess": "the task has 11 tokens, ",
@@ -424,15 +425,21 @@ ROAD = "--task jsonl --data rows.jsonl --reward odd.py:reward --prompts 2 --grou
 ROAD += "--lr-warmup 0 --lr-decay constant --eval-prompts 8 --max-new-tokens 6 --device cpu"
 
 
-@pytest.mark.parametrize("family", shortened(["qwen2", "qwen3", "qwen3_moe", "gemma3"], "gemma3"))
+# The default suite has a small one; behind `-m slow` are 5 to 20 million parameters a family.
+ROADS = [pytest.param("gemma3", dict(layers=2, width=64), id="gemma3 small")]
+ROADS += [pytest.param(family, {}, marks=pytest.mark.slow, id=family)
+          for family in ("qwen2", "qwen3", "qwen3_moe", "gemma3")]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, size", ROADS)
 def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
-    family, tmp_path, monkeypatch, capsys
+    family, size, tmp_path, monkeypatch, capsys
 ):
     """Train, load, evaluate, talk, export, resume, train again: each as transformers has it."""
     released = pytest.importorskip("released", reason="tests/requirements.txt is not installed")
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    released.make(family, "released", layers=2, width=64)
+    released.make(family, "released", **size)
 
     # Random weights hardly ever draw an end, and greedily they say what was said last. Here that
     # ends an answer, and so do two tokens of three.
@@ -494,6 +501,14 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     second = answer(whole)
     assert rows == [prompt, whole]
     assert (code, out) == (0, f"{text.decode(first)}\n{text.decode(second)}\n"), err
+
+    # A file of its own is asked line by line, however short it is.
+    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
+    Path("few.jsonl").write_text("".join(lines[:3]))
+    ask = "--task jsonl --data few.jsonl --all-lines --reward odd.py:reward --max-new-tokens 6"
+    code, out, err = call(capsys, "eval", "run/hf", *ask.split(), "--samples", 3)
+    assert code == 0 and "jsonl, 3 prompts, 3 different; 3 samples each" in out, err
+    assert list(figures_of(out)) == ["solved", "pass@1", "pass@2", "pass@3"]
 
     # Exported it is the same; resumed and begun again it trains.
     assert call(capsys, "export", "run", "again")[0] == 0

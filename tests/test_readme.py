@@ -289,6 +289,7 @@ ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # 
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
 FLAGS_ELSEWHERE = {
     "--samples",
+    "--all-lines",
     "--prompt",
     "--nproc-per-node",
     "--nnodes",
