@@ -2139,11 +2139,12 @@ class Jsonl(Task):
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
         self.rows = {False: [], True: []}  # by held out
         for line in self._read(config.data):
-            self.rows[all_lines or is_held_out(line.shown.encode())].append(line)
-        if not all_lines and not all(self.rows.values()):
+            self.rows[is_held_out(line.shown.encode())].append(line)
+        if all_lines:  # for an evaluation, which trains on none
+            every = self.rows[True] + self.rows[False]
+            self.rows = dict.fromkeys(self.rows, every)
+        if not all(self.rows.values()):
             raise ValueError(f"{config.data} is too small to hold every tenth question out")
-        if not self.rows[True]:
-            raise ValueError(f"{config.data} holds no line")
 
         asks = any("messages" not in line.row for line in self.rows[False] + self.rows[True])
         if config.instruction != Config.instruction and not asks:
