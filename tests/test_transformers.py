@@ -217,6 +217,7 @@ def _on_a_ring(rank):
     return found
 
 
+@pytest.mark.slow  # two more processes have to import transformers
 def test_the_recipe_trains_a_model_of_transformers_on_a_ring(tmp_path):
     pytest.importorskip("transformers", reason="see tests/requirements.txt")
     for found in ranks(tmp_path, 2, _on_a_ring):
