@@ -3013,7 +3013,9 @@ def routed_alone(config, model, s, sequences) -> Routed:
 
         # The order that decides is that of p and the bias.
         mlp = model.model.layers[layer].mlp
-        biased_NE = p_NE.detach() + (mlp.rate * mlp.votes if mlp.rate else 0.0)
+        biased_NE = p_NE.detach()
+        if mlp.rate:
+            biased_NE = biased_NE + mlp.rate * mlp.votes
         if K < E:
             best = biased_NE.sort(-1, descending=True).values
             found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
@@ -3456,7 +3458,7 @@ ORDER = (
     "logprob_gap/mean", "value/token_mean", "value/explained_variance", "advantage/token_mean",
     "advantage/token_std", "rollouts/advantage", "lr", "policy_age/update_mean",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
-    "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
+    "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
 )  # fmt: skip
 
 
@@ -3507,11 +3509,16 @@ class Rounding(NamedTuple):
         allowed = apart + self.unit * size
 
         # A token that is so near to where it would clip that rounding decides counts either way.
-        if exact.margins.size and exact.margins.shape == rounded.margins.shape:
-            slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
-            undecided = np.count_nonzero(np.abs(exact.margins) <= slack)
-            allowed += exact.reach * undecided / len(exact.margins)
+        if exact.margins.size:
+            allowed += exact.reach * self.undecided(exact, rounded) / len(exact.margins)
         return allowed
+
+    def undecided(self, exact, rounded) -> int:
+        """How many of the margins are so small that rounding can turn them around."""
+        if not exact.margins.size or exact.margins.shape != rounded.margins.shape:
+            return 0
+        slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
+        return np.count_nonzero(np.abs(exact.margins) <= slack)
 
     def row(self, key, recorded, exact, rounded) -> Audited:
         """A row about one number."""
@@ -3849,6 +3856,22 @@ def parameters_row(files, step, trainer, exact, rounded, rounding):
     return rows[worst], f"parameters after the step: against {path.name}, the worst is {worst}"
 
 
+def votes_row(trainer, exact, undecided) -> Audited:
+    """The routers' biases behind the step, in votes, against those of the next checkpoint.
+
+    trainer: holds that checkpoint. exact: the model that the step by hand has left. undecided: so
+    many choices of experts could have been others.
+    """
+    stored = persistent_buffers(trainer.model)
+    by_hand = persistent_buffers(exact)
+    wrong = sum(int((stored[name] - by_hand[name]).abs().sum()) for name in by_hand)
+    sizes = []
+    for votes in (stored, by_hand):
+        sizes.append(sum(int(votes_E.abs().sum()) for votes_E in votes.values()))
+    # A choice changes the counts of two experts, and by that their votes by two at the most.
+    return Audited("votes", *sizes, wrong, 4 * undecided)
+
+
 @dataclass
 class Report:
     """What an audit has found."""
@@ -3943,6 +3966,9 @@ def audited(run, step=None, group=None, task="") -> Report:
         rows.append(rounding.row(key, recorded, exact[key], rounded[key]))
     row, outro = parameters_row(files, step, trainer, model, lower, rounding)
     rows += [row] if row else []
+    if row and config.router_bias_rate:
+        loads = exact["experts/load_max"], rounded["experts/load_max"]
+        rows.append(votes_row(trainer, model, rounding.undecided(*loads)))
     rows.sort(key=lambda row: ORDER.index(row.key))
 
     # The tokens of one group, and what all others add to the loss. A group whose rewards are all

@@ -127,8 +127,8 @@ FAMILIES = {
     "qwen3_moe": dict(vocab_size=12, num_experts=4),
     "gemma3_text": dict(vocab_size=12),
     "balanced moe": dict(
-        model_type="qwen3_moe", vocab_size=12, num_experts=4, num_hidden_layers=2,
-        sparse_layers=(0, 1), router_bias_rate=0.05),
+        model_type="qwen3_moe", vocab_size=12, num_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=2, sparse_layers=(0, 1), router_bias_rate=0.05),
 }  # fmt: skip
 BALANCED = {"balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05)}  # its settings
 PLANS = {  # name -> ranks, flags
