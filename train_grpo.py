@@ -1736,6 +1736,7 @@ def backward_by_pipeline(trainer, batch, loss_of) -> int:
     tree_tokens = 0
 
     def loss_of_tree(indices, *scores):
+        # Called once for each tree, on the last stage alone.
         nonlocal tree_tokens
         micro = [batch[i] for i in indices]
         tree_tokens += len(prefix_tree(micro))
@@ -2989,7 +2990,7 @@ def score_alone(model, s, temperature, spelled_out=False):
 class Routed(NamedTuple):
     """What the routers did with one sequence by itself."""
 
-    balance: object  # the sequence's part of (8), a 0-d tensor with a graph
+    balance: object  # the sequence's part of (8), a 0-d tensor with a graph; a number later
     counts: dict  # layer -> how many of its tokens went to each expert
     margins: list  # for each layer and token, by how much the last expert chosen was ahead
 
@@ -3021,7 +3022,25 @@ def routed_alone(config, model, s, sequences) -> Routed:
             found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
 
     model.hidden(torch.tensor(s.tokens)[None], balance=look)
-    return found._replace(balance=sum(parts))
+    return found._replace(balance=torch.stack(parts).sum())
+
+
+def balance_by_hand(config, model, batch):
+    """Adds the gradient of (8); a Routed for each sequence, and {layer: tokens of each expert}."""
+    routed = []
+    counts = {layer: [0] * model.config.num_experts for layer in model.config.sparse_layers}
+    if not counts:
+        return routed, counts  # a dense model
+
+    for s in batch:
+        found = routed_alone(config, model, s, len(batch))
+        if config.balance_coef:
+            found.balance.backward()  # (8)
+        for layer, of_experts in found.counts.items():
+            counts[layer] = [a + b for a, b in zip(counts[layer], of_experts)]
+        # The graph of one sequence at a time: the number is kept without it.
+        routed.append(found._replace(balance=float(found.balance.detach())))
+    return routed, counts
 
 
 @torch.no_grad()
@@ -3253,14 +3272,7 @@ def step_by_hand(
                 s.v = numbers_of(s.v)
 
         # Experts are balanced over all rollouts, also those without a token in (7).
-        routed = []
-        counts = {layer: [0] * model.config.num_experts for layer in model.config.sparse_layers}
-        for s in batch if counts else []:
-            routed.append(routed_alone(c, model, s, len(batch)))
-            if c.balance_coef:
-                routed[-1].balance.backward()  # (8)
-            for layer, of_experts in routed[-1].counts.items():
-                counts[layer] = [a + b for a, b in zip(counts[layer], of_experts)]
+        routed, counts = balance_by_hand(c, model, batch)
 
         # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
         # and is counted.
@@ -3269,7 +3281,6 @@ def step_by_hand(
         gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
         norm = float(np.linalg.norm(gradient))
         tokens = sum(len(s.tokens) for s in batch)
-        routed = [r._replace(balance=r.balance.detach()) for r in routed]
         updates.append(Update(trained, gradient, norm, version, tokens, routed, counts))
         if math.isfinite(norm):
             shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0

@@ -204,7 +204,7 @@ def flags_of(mixture, steps):
 
 
 @pytest.mark.parametrize("name", shortened(RUNS, "t2"))
-def test_runs_with_balanced_experts_are_those_of_one_process(run_of, mixture, tmp_path, name):  # noqa: F811
+def test_balanced_runs_are_those_of_one_process(run_of, mixture, tmp_path, name):  # noqa: F811
     world, more = RUNS[name]
     flags = flags_of(mixture, STEPS[name])
     truth = run_of(flags)
