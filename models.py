@@ -1770,6 +1770,17 @@ def give_value_head(model) -> Transformer:
     return model
 
 
+def give_router_bias(model, rate: float) -> Transformer:
+    """Give a model that has none the bias b of (6), which is 0 until (11) moves it."""
+    model.config = dataclasses.replace(model.config, router_bias_rate=rate)
+    for module in model.modules():
+        if isinstance(module, SparseMLP):
+            module.rate = rate
+            votes_E = torch.zeros(model.config.num_experts, dtype=torch.int64)
+            module.register_buffer("votes", votes_E.to(module.gate.weight.device))
+    return model
+
+
 # E. Experts: their product and their balance --------------------------------------------------
 # For training mixtures of experts: (6)'s matrices, the balance loss (10), the router's bias (11).
 # Skip it for dense models. DeepSeek-V3 arXiv:2412.19437 eq. 16-20; the bias arXiv:2408.15664.
@@ -1851,17 +1862,25 @@ class Balance:
     The layers attach the loss to what they return: whatever backward comes adds its gradient. A
     sum over sequences, so micro-batches and ranks add up. After the forward, losses[layer] is (10),
     detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
+
+    Where ranks share out the tokens of each sequence, a rank gives the pairs of its own tokens.
+    groups: the process groups whose ranks do, one for each way of sharing; sequences: how many
+    sequences all of them hold together. Loss and counts are then terms of a sum over the ranks.
     """
 
-    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0):
+    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, sequences=None, groups=()):
         if token_J is None:
             token_J = torch.arange(len(sequence_J), device=sequence_J.device)
         if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
             found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
             raise ValueError(f"sequences and tokens must be (J,) alike, got {found}")
+        if sequences is None:
+            sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
         self.sequence_J = sequence_J
         self.token_J = token_J
         self.coef = coef
+        self.sequences = sequences
+        self.groups = groups
         self.losses = {}  # by layer: a layer that is computed again overwrites its own
         self.counts = {}
 
@@ -1878,13 +1897,19 @@ class Balance:
         # n_se of (10): each pair (sequence, token) adds the token's K choices to its sequence.
         N, E = scores_NE.shape
         K = chosen_NK.shape[1]
-        sequences = int(self.sequence_J.max()) + 1 if len(self.sequence_J) else 0
         chosen_NE = scores_NE.new_zeros(N, E).scatter_(1, chosen_NK, 1)
-        n_SE = scores_NE.new_zeros(sequences, E)
+        n_SE = scores_NE.new_zeros(self.sequences, E)
         n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
         self.counts[layer] = n_SE.sum(0)
-        if not self.coef:
+        if not self.coef or not self.sequences:
             return None
+
+        # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of
+        # a group run the same layers of the same micro-batches, and a layer that is computed again
+        # is so on all of them: each sum meets its like. p needs no message, as each rank attaches
+        # the loss of its own tokens. Pinned by tests/test_balance.py::test_a_rank_sees_some_tokens.
+        for group in self.groups:
+            dist.all_reduce(n_SE, group=group)
 
         # All but p is a constant: collect it for each token and expert, then one product with p.
         length_S1 = n_SE.sum(1, keepdim=True) / K
@@ -1899,12 +1924,13 @@ class Balance:
 @torch.no_grad()
 def update_router_bias(model, counts, /):
     """(11), after an optimiser step. counts: {layer: (E,)} of the whole step, over all ranks."""
+    # By the numbers of the layers: a stage of a pipeline has some of them only.
+    routers = {module.layer: module for module in model.modules() if hasattr(module, "votes")}
     for layer, counts_E in counts.items():
-        mlp = model.model.layers[layer].mlp
-        if not getattr(mlp, "rate", 0):
+        if layer not in routers:
             raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
         counts_E = counts_E.double()
-        mlp.votes += (counts_E.mean() - counts_E).sign().long()  # (11)
+        routers[layer].votes += (counts_E.mean() - counts_E).sign().long()  # (11)
 
 
 # F. Log-probs: one chunk, and a vocabulary that is split ---------------------------------------

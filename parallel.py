@@ -10,8 +10,7 @@ who holds what can change the result beyond rounding.
     python parallel.py plan p2d2t2         # its ranks, groups, and the memory of a rank
     python parallel.py bench               # tokens a second by plan
 
-With this file alone, check compares ddp and fsdp of a toy; with models.py, ring_attention.py and
-tests/ beside it, every kind of plan.
+This file alone checks ddp and fsdp of a toy; with models.py, ring_attention.py and tests/, all.
 
 What it must equal. A data share d is the ranks that work on the same sequences: c, t and p of them.
 They compute its loss L_d together, and it counts once, however many of them have it:
@@ -39,6 +38,7 @@ the first layer and behind the last one. The router: a mixture's gate.
         SP: nothing), and an all-reduce of the last states' gradient.
     c   tokens of each sequence. The attention sends what it needs; with t, SP: 1 gather of lengths.
     e   experts. A sparse layer: 3 all-to-all forward, counts, rows and rows back; 2 backward.
+        Its balance loss, under t and under c: 1 all-reduce of counts each, forward.
     p   layers. States go on to the next stage, and their gradient comes back.
 
 Once a step gradients are summed: over d and c (fsdp has done it; of experts over expert-dp); of
@@ -65,8 +65,8 @@ To copy a part: of section 7 `clip_grad_norm` takes any nn.Module and needs `loc
 `is_split`, `sharded`, `reshard`, `sum_in_messages`. `Plan` needs KINDS and appendix D.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); the routers' balance loss under a plan; ranks that only generate;
-logits (`model(tokens)`) and embeddings as input under t: use `hidden` and `logprobs`.
+`LocalOptimizer(after_step=)`); ranks that only generate; logits (`model(tokens)`) and embeddings
+as input under t: use `hidden` and `logprobs`.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -639,16 +639,14 @@ def parallelize(
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
-    model: a `models.Transformer`, or a module with its names (appendix F lists them), on the device
-        where it will run, or on the meta device, for `materialise`; it is changed.
+    model: a `models.Transformer`, or a module with its names (appendix F), where it will run, or on
+        the meta device, for `materialise`; it is changed.
     plan: a `Plan` for as many ranks as there are.
     device_mesh: `Grid.make(plan)`.
-    attention: the callable of context parallelism, which the layers call from here on; plans with
-        c > 1 need one.
+    attention: the callable of context parallelism, which the layers call; needed for c > 1.
     mode: "ddp" (whole copies, one reduction a step), "fsdp" (FSDP2; HSDP where the grid
         replicates), "zero1" (as ddp, with `LocalOptimizer(zero=True)`); section 8 compares them.
-    sequence: share tokens out over the tensor ranks where no matrix is split; such sequences
-        divide by t.
+    sequence: share tokens out over the tensor ranks where no matrix is split: t divides them.
     schedule: of a pipeline, see SCHEDULES. A plan with p > 1 gives a `Pipeline`, else the model
         itself comes back, changed.
     ac: activations that are computed again: "none", "full", "layers" or "op", see
@@ -730,6 +728,8 @@ class PackedRow(NamedTuple):
         position    0 1 2 0 1 0 0 0
         mask        [[1, 1], [1, 0]]       of the targets b c and e, padded to two
         at          [0, 1, 3]              b is predicted at a, c at b, e at d
+        sequence    [0, 0, 0, 1, 1]        who holds the tokens that stand at these places, once
+        token       [0, 1, 2, 3, 4]        for each holder: in a tree there may be several
     """
 
     tokens_1S: torch.Tensor
@@ -739,6 +739,8 @@ class PackedRow(NamedTuple):
     at_N: torch.Tensor  # where the token stands that predicts each of those
     targets_N: torch.Tensor  # the tokens that are predicted
     entries_K: torch.Tensor  # for each True of the mask, which of the N it is: here 0 1 2
+    sequence_J: torch.Tensor  # which sequences hold which tokens: padding is nobody's
+    token_J: torch.Tensor
 
 
 class PackedBatches:
@@ -749,6 +751,8 @@ class PackedBatches:
         see those before them in their own document. group: None, or the ranks of the context.
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of the context
         has, as this attention wants them: `ring_attention.indices`. For c > 1 only.
+    balance: balance(sequence_j, token_j, sequences=, groups=) makes what sparse layers are given
+        in training to attach their loss by, such as a `models.Balance`. None: nothing.
     micro_tokens: of a micro-batch, at most; a longer sequence is alone in one.
     temperature: of the log-probs.
 
@@ -756,9 +760,11 @@ class PackedBatches:
     group, bring the same ones: `gather_replica` makes one batch of what each of them has.
     """
 
-    def __init__(self, model, *, attention, indices=None, micro_tokens=8192, temperature=1.0):
+    def __init__(self, model, *, attention, indices=None, balance=None, micro_tokens=8192,
+                 temperature=1.0):  # fmt: skip
         self.model = model
         self.attention = attention
+        self.balance = balance  # is made anew for each row, as the attention is
         self.indices = indices
         self.micro_tokens = micro_tokens
         self.temperature = temperature
@@ -788,10 +794,11 @@ class PackedBatches:
         # that is right, because the losses are terms of one sum.
         losses = []
         if isinstance(self.model, Pipeline):
-            losses = self.model.forward_backward(_own_parts(self, rows), loss_of_states)
+            parts = _own_parts(self, rows, self.balance)
+            losses = self.model.forward_backward(parts, loss_of_states)
         else:
             for k, row in enumerate(rows):
-                loss = loss_of_states(k, self.states(row))
+                loss = loss_of_states(k, self.states(row, self.balance))
                 loss.backward()
                 losses.append(loss.detach())
         return _sum_over_replicas(self.model, losses, self.device)
@@ -805,10 +812,10 @@ class PackedBatches:
         """The micro-batches, as lists of indices, and the `PackedRow` of each. Collective."""
         return _lay_out(self, sequences, masks)
 
-    def states(self, row):
+    def states(self, row, balance=None):
         """The states (1, s, M) of this rank's tokens of a row."""
-        (micro,) = _own_parts(self, [row])
-        return self.model.hidden(micro.tokens, positions=micro.positions, attention=micro.attention)
+        (micro,) = _own_parts(self, [row], balance)
+        return micro.through(self.model, micro.tokens)
 
     def score(self, row, hidden_1sM) -> list:
         """Log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
@@ -999,6 +1006,15 @@ class Micro(NamedTuple):
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: object = None  # None: the model's
+    balance: object = None  # of its sparse layers; None: they attach no loss
+
+    def through(self, part, x):
+        """What a model, or a stage of one, makes of x: of the tokens, or of the states before."""
+        options = dict(positions=self.positions, attention=self.attention)
+        # Only a model with experts needs to know what a balance is.
+        if self.balance is not None:
+            options["balance"] = self.balance
+        return part.hidden(x, **options)
 
 
 SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
@@ -1059,9 +1075,9 @@ class _Stage(torch.nn.Module):
         self.micros = pipeline.micros
 
     def forward(self, x, index):
-        tokens, positions, attention = self.micros[int(index)]
-        x = x if x.is_floating_point() else tokens
-        return self.part.hidden(x, positions=positions, attention=attention)
+        micro = self.micros[int(index)]
+        x = x if x.is_floating_point() else micro.tokens
+        return micro.through(self.part, x)
 
 
 class Pipeline:
@@ -1190,14 +1206,14 @@ class Pipeline:
         group = self.grid.dense["pp"].get_group()
         at = [dist.get_global_rank(group, rank) for rank in self.rank_of]
         out = []
-        for tokens, positions, attention in micros:
-            x = tokens
+        for micro in micros:
+            x = micro.tokens
             for stage, part in sorted(self.parts.items()):
                 # Where one rank has two neighbouring stages, as at the turn of a V, x stays here.
                 if stage and at[stage - 1] != dist.get_rank():
-                    x = torch.empty(*self._states_shape(tokens.shape), **self.like)
+                    x = torch.empty(*self._states_shape(micro.tokens.shape), **self.like)
                     dist.recv(x, at[stage - 1], group=group)
-                x = part.hidden(x, positions=positions, attention=attention)
+                x = micro.through(part, x)
                 if part is not self.last and at[stage + 1] != dist.get_rank():
                     dist.send(x.contiguous(), at[stage + 1], group=group)
             out.append(x)
@@ -2540,8 +2556,9 @@ def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
     returns its JSON state, see `verify_checkpoint` for counts.
 
-    Both have the same tensors, by name and shape, or it is refused. only: the beginning of a name;
-    stored tensors that are called otherwise are left where they are. "model." leaves AdamW's state.
+    Both have the same tensors, by name and shape, or it is refused. only: how names begin, one way
+    or a tuple of several; stored tensors that are called otherwise are left where they are.
+    "model." leaves AdamW's state.
     Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
     What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
     """
@@ -3002,13 +3019,16 @@ def pack_row(sequences, masks, length) -> PackedRow:
     at_N = first_B[row_N] + column_N
     in_row = [x_S[None] for x_S in (tokens_S, positions_S, document_S)]
     scored = [mask_BT, at_N, tokens_S[at_N + 1], np.arange(len(at_N))]
-    return PackedRow(*map(torch.from_numpy, [*in_row, *scored]))
+    token_J = np.arange(sum(lengths))  # each token is of one sequence
+    holds = [document_S[token_J], token_J]
+    return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
 
 
 def _lay_out(batches, sequences, masks):
     """The micro-batches of a batch, and of each its `PackedRow`; an empty one has one token."""
     require_batch(batches.model, sequences, masks)
     lengths = [len(tokens) for tokens in sequences]
+    # Other ranks may need more micro-batches than this one has data for: the rest have one token.
     micros = micro_batches(batches.model, lengths, batches.micro_tokens)
     parts = []
     for indices in micros:
@@ -3018,7 +3038,16 @@ def _lay_out(batches, sequences, masks):
             parts.append(([[0]], [[]]))
 
     sizes = row_lengths(batches.plan, [sum(map(len, in_row)) for in_row, _ in parts])
-    return micros, [pack_row(*part, size) for part, size in zip(parts, sizes, strict=True)]
+    rows = []
+    for indices, part, size in zip(micros, parts, sizes, strict=True):
+        row = pack_row(*part, size)
+        rows.append(row if indices else of_nobody(row))
+    return micros, rows
+
+
+def of_nobody(row) -> PackedRow:
+    """A row that only fills up: its tokens are in no sequence."""
+    return row._replace(sequence_J=row.sequence_J[:0], token_J=row.token_J[:0])
 
 
 def row_lengths(plan, sizes) -> list:
@@ -3039,16 +3068,56 @@ def _own_tokens_of(batches, row):
     return batches.indices(length, dist.get_rank(batches.model.grid.context), batches.plan.cp)
 
 
-def _own_parts(batches, rows) -> list:
-    """Of each row this rank's tokens, as a `Micro`, with the attention of its documents."""
+def _own_parts(batches, rows, balance=None) -> list:
+    """Of each row this rank's tokens, as a `Micro`, with the attention of its documents and what
+    `balance` makes for its sparse layers."""
     group = batches.model.grid.context if batches.plan.cp > 1 else None
     micros = []
     for row in rows:
         local_s = _own_tokens_of(batches, row)
         tokens_1s = row.tokens_1S[:, local_s].to(batches.device)
         positions_1s = row.positions_1S[:, local_s].to(batches.device)
-        micros.append(Micro(tokens_1s, positions_1s, batches.attention(row.sees, group)))
+        # Positions and documents are those of the whole row: only the tokens are cut.
+        micro = Micro(tokens_1s, positions_1s, batches.attention(row.sees, group))
+        if balance is not None:
+            made = balance_of_rank(batches.model, row.sequence_J, row.token_J, local_s, balance)
+            micro = micro._replace(balance=made)
+        micros.append(micro)
     return micros
+
+
+def balance_of_rank(model, sequence_J, token_J, local_s, balance):
+    """What `balance` makes of the tokens whose routing is this rank's to count.
+
+    sequence_J, token_J: as in `PackedRow`. local_s: the tokens that this rank is given, ascending.
+    """
+    # A balance loss is a sum over tokens, so each token is one rank's, though several may see it.
+    # The ranks of a context have different ones already. Those of a tensor group are given the same
+    # ones, and rank r takes the r-th stretch: with sequence parallelism its layers see no others.
+    # But around experts whose inner width is split f and g gather all of them (section 4).
+    #
+    #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
+    plan = _plan_of(model)
+    groups = []
+    first = 0  # of local_s, the first that a sparse layer sees
+    taken_s = local_s
+    if plan.cp > 1:
+        groups.append(model.grid.context)
+    if plan.tp > 1:
+        mesh = model.grid.dense["tp"]
+        stretch = -(-len(local_s) // plan.tp)
+        start = mesh.get_local_rank() * stretch
+        taken_s = local_s[start : start + stretch]
+        first = start if plan.etp == 1 else 0
+        groups.append(mesh.get_group())
+
+    # Tokens are numbered as the layer sees them, and sequences as in the whole row.
+    is_taken_J = torch.isin(token_J, taken_s)
+    token_j = torch.searchsorted(local_s, token_J[is_taken_J]) - first
+    sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+    device = _device_of(model)
+    pairs = sequence_J[is_taken_J].to(device), token_j.to(device)
+    return balance(*pairs, sequences=sequences, groups=groups)
 
 
 @torch.no_grad()
@@ -3182,17 +3251,19 @@ class PaddedTokens:
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
     Pads the tokens (1, S) to a multiple of t, runs the model, drops the padding. Attention never
-    sees the padding. Everything else is the model's.
+    sees the padding. Everything else is the model's. whole_routing: `balance` is told of all S
+    tokens; else, as of the model itself, of those that this rank's sparse layers see.
     """
 
-    def __init__(self, model, multiple):
+    def __init__(self, model, multiple, *, whole_routing=False):
         self.model = model
         self.multiple = multiple
+        self.whole_routing = whole_routing
 
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def hidden(self, tokens_1S, /, *, positions, attention):
+    def hidden(self, tokens_1S, /, *, positions, attention, balance=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because its partners wait for it.
         length = tokens_1S.shape[1]
@@ -3203,11 +3274,31 @@ class PaddedTokens:
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
+        def balance_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
+            scores_NE = self._of_all_ranks(scores_nE)
+            chosen_NK = self._of_all_ranks(chosen_nK)
+            return balance(scores_NE[:length], chosen_NK[:length], layer=layer)
+
+        options = {}
+        if balance is not None:
+            options["balance"] = balance_of_all_tokens if self.whole_routing else balance
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
-            attention=attention_without_padding,
+            attention=attention_without_padding, **options,
         )  # fmt: skip
         return x_1SM[:, :length]
+
+    def _of_all_ranks(self, x_nE):
+        """What the routers of all tensor ranks say of their tokens, one stretch after the other."""
+        # COMM: all tensor ranks gather, and each then computes the same loss of all tokens. So each
+        # has the whole gradient, and backward takes its own tokens' part without a message: also
+        # where the layer has seen all tokens, lest they count t times. Pinned by
+        # tests/test_balance.py::test_a_rank_sees_some_tokens.
+        mesh = self.model.grid.dense["tp"]
+        if self.model.grid.plan.etp > 1:
+            x_nE = x_nE.chunk(mesh.size())[mesh.get_local_rank()]
+        gathered = _Operator.apply(x_nE[None], mesh.get_group(), _gather_tokens, _own_tokens)
+        return gathered[0]
 
 
 # L. check -------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
     python train_grpo.py eval | chat | export runs/guess-0 .. # pass@k; talk; for Hugging Face
-    python train_grpo.py check    # plans x trees x families against one process: 3e-14, 4 minutes
-    python train_grpo.py bench    # seconds by phase, tokens a second, share of the FLOP bound
+    python train_grpo.py check | bench    # all plans, trees, families: 3e-14, 4 minutes | seconds
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
 softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
@@ -43,13 +42,14 @@ update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no
              token_mean     w_i = 1               Z = sampled tokens
              sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
              constant       w_i = 1               Z = sequences * max_new_tokens
+    (8)  beside it, with experts: balance_coef mean_i b_i     b_i: (10) of models.py with coef 1
 
 Letters: B trajectories; T positions of their padded log-prob vectors (the targets are tokens[1:],
 so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums.
 In the appendices S packed tokens, M the model's width; small letters are one rank's share.
 
 Metrics (metrics.jsonl, one line a step; every normaliser is global). loss, kl, entropy, ratio,
-value/loss and grad_norm are plain means over a step's updates (see the end of `update`):
+value/loss, balance and grad_norm are plain means over a step's updates (see `update`):
 
     reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
     reward/groups_none, _all     fraction of groups in which no, every rollout is solved
@@ -67,20 +67,19 @@ value/loss and grad_norm are plain means over a step's updates (see the end of `
     ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
     logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
+    balance/loss, experts/load_max   (8); an expert's tokens / their mean, at most: layers, updates
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
     policy_age/update_mean       optimiser steps between the sampler's weights and an update's
     tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
-    tokens/trained               forwarded by the trainer with gradients; of a tree its own tokens
-    tokens/trained_flat          the same without a tree: every token of every trajectory
+    tokens/trained, tokens/trained_flat   with gradients: of a tree its own tokens; without a tree
     NAME_first                   what is a mean of updates, of the first alone if there are several
     memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `peak_memory`; seconds
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
 current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
 (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated
-trajectory ends with value 0. Not here: asynchronous generation, top-p (it would bias every ratio
-unless scored under the same cut).
+trajectory ends with value 0. Not here: asynchronous generation; top-p, which biases every ratio.
 """
 
 import argparse
@@ -116,9 +115,9 @@ import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
-    agreed_micro_batches, checkpoints, clip_grad_norm, connect, copy_weights, gather_replica,
-    local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
-    newest_checkpoint, parallelize, parts_of, persistent_buffers, read_checkpoint,
+    agreed_micro_batches, balance_of_rank, checkpoints, clip_grad_norm, connect, copy_weights,
+    gather_replica, local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
+    newest_checkpoint, of_nobody, parallelize, parts_of, persistent_buffers, read_checkpoint,
     reduce_gradients, replica_difference, require_batch, reshard, row_lengths, speaks_for_replica,
     summed, superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
@@ -527,16 +526,13 @@ def collect(config, task, generator, step):
     rewards_PG, lengths_PG, truncated_PG = table_3PG
     require_finite_tokens(config, step, lengths_PG.sum())
 
-    # Equal rewards have no advantage: those of a group or, with a critic, of the whole step.
-    compared = rewards_PG.reshape(1, -1) if config.advantage == "gae" else rewards_PG
-    all_equal = (compared == compared[:, :1]).all(1)
-
     # The metrics are of every group that was played, dropped ones too: they say how the policy is.
     solved_PG = rewards_PG >= 1
     return rollouts, chosen, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
-        "reward/groups_all": solved_PG.all(1).mean(), "reward/groups_equal": all_equal.mean(),
+        "reward/groups_all": solved_PG.all(1).mean(),
+        "reward/groups_equal": equal_rewards(config, rewards_PG),
         "length/rollout_mean": lengths_PG.mean(), "length/max": int(lengths_PG.max()),
         "tokens/generated": int(lengths_PG.sum()),
         "tokens/truncated_fraction": truncated_PG.mean(),
@@ -632,27 +628,29 @@ class Trainer:
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
         self.reference = like_the_policy(self, reference)
         self.optimizer = adamw(config, self.model, self.plan)
+        self.experts = ExpertLoads(config, self.model, self.device)
 
     def batches(self, model=None) -> PackedBatches:
         """The policy, or another model, as what runs micro-batches of sequences."""
         # A micro-batch is a row of sequences end to end, and each attends to itself only. A row is
-        # filled in order, until the next sequence would make it longer than micro_tokens: lengths 6
-        # 3 5 2 and micro_tokens 10 give [6 3] [5 2]. (With a tree, tokens shared with the sequence
-        # before do not count.) The head, the dearest matrix, runs where a token was sampled. What a
-        # plan makes of this is the business of parallel.py.
+        # filled in order, up to micro_tokens: lengths 6 3 5 2 and micro_tokens 10 give [6 3] [5 2].
+        # The head, the dearest matrix, runs where a token was sampled. What a plan makes of this is
+        # the business of parallel.py.
         config = self.config
         return PackedBatches(
             self.model if model is None else model,
             attention=document_attention(config.cp_method), indices=ring_attention.indices,
-            micro_tokens=config.micro_tokens, temperature=config.temperature,
+            balance=self.experts.balance, micro_tokens=config.micro_tokens,
+            temperature=config.temperature,
         )  # fmt: skip
 
-    def forward_backward(self, batch, num_global_valid_tokens: float, *, supervised=False) -> dict:
+    def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None, supervised=False):
         """Add the gradient of (7) for this rank's trajectories; metrics of all ranks' batch.
 
         num_global_valid_tokens: Z, the sum of `denominator` over ranks and over all the calls that
         precede one `optim_step`; whatever its name says, under sequence_mean it counts sequences.
-        supervised: l_t = -lp_t instead of (2)-(6), and a Z of tokens. ValueError for Z <= 0.
+        sequences: those calls' trajectories, for (8); None: this call's. supervised: l_t = -lp_t
+        instead of (2)-(6), and a Z of tokens. ValueError for Z <= 0.
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
@@ -674,8 +672,9 @@ class Trainer:
             return loss
 
         # Ranks that run one forward together first get what all of them have played. On one device
-        # that is the batch itself.
+        # that is the batch itself. Each layer of experts will attach its part of (8) as it runs.
         together, _ = gather_replica(self.model, batch)
+        self.experts.begin(batch, sequences)
         if self.config.tree != "disabled":
             tree_tokens = backward_by_trees(self, together, loss_of)
             return metrics_of_all_ranks(self, measured, batch, tree_tokens)
@@ -685,9 +684,9 @@ class Trainer:
         def loss_of_rows(indices, *scores):  # PackedBatches knows sequences by their index
             return loss_of([together[i] for i in indices], *scores)
 
-        sequences = [t.tokens for t in together]
+        tokens = [t.tokens for t in together]
         masks = [t.mask for t in together]
-        self.batches().forward_backward(sequences, masks, loss_of_rows)
+        self.batches().forward_backward(tokens, masks, loss_of_rows)
         return metrics_of_all_ranks(self, measured, batch)
 
     def forward_only(self, batch, model=None) -> list:
@@ -716,11 +715,13 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+            self.experts.update_bias(self.model)
             self.policy_version += 1
             self.skipped_in_a_row = 0
         else:
             metrics["nonfinite"] = skip_step(self, suspect)
         self.optimizer.zero_grad()
+        self.experts.reset()
         return metrics | {"policy_version": self.policy_version}
 
     def push_weights(self) -> int:
@@ -935,6 +936,8 @@ class Config:
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
     value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
+    balance_coef: float = 0.0  # experts: weight of the loss that balances their loads; 0: none
+    router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
     # the optimiser
     lr: float = None  # AdamW
     lr_warmup: int = 5  # steps of linear warm-up
@@ -1005,7 +1008,8 @@ class Config:
     # Flags that older runs do not have in their config.json.
     ADDED = (
         "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
-        "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr",
+        "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr", "balance_coef",
+        "router_bias_rate",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
@@ -1457,7 +1461,88 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     if trainer.config.advantage != "gae":
         del metrics["value/loss"]
     trained = flat_tokens if trainer.config.tree == "disabled" else tree_tokens
-    return metrics | {"tokens/trained": int(trained), "tokens/trained_flat": int(flat_tokens)}
+    metrics |= {"tokens/trained": int(trained), "tokens/trained_flat": int(flat_tokens)}
+    return metrics | trainer.experts.end()
+
+
+class ExpertLoads:
+    """Which experts the tokens of a step go to: (8), the loads as a metric, the routers' bias.
+
+    Between `begin` and `end` lies one forward_backward, between two calls of `reset` one optimiser
+    step. A token that several trajectories share in a tree counts once for each of them, as it does
+    without the tree. For a model without experts all of it does nothing.
+    """
+
+    def __init__(self, config, model, device):
+        # L layers with experts, E experts in each.
+        self.device = device
+        self.coef = config.balance_coef
+        self.rate = config.router_bias_rate
+        self.layers = list(model.config.sparse_layers)
+        self.counts_LE = torch.zeros(len(self.layers), model.config.num_experts).double()
+        self.coef_of_one = 0.0
+        self.parts = []
+
+    @property
+    def balance(self):
+        """For `PackedBatches`; None where there are no experts."""
+        return self.balance_of_row if self.layers else None
+
+    def begin(self, batch, sequences=None):
+        """A forward_backward begins. batch: this rank's. sequences: of the step, over all ranks."""
+        # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
+        self.parts = []
+        if self.coef and self.layers:
+            if sequences is None:
+                (sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, sequences)  # (8)
+
+    def balance_of_row(self, sequence_j, token_j, *, sequences, groups):
+        """What the sparse layers of one micro-batch are given; see `balance_of_rank`."""
+        how = dict(coef=self.coef_of_one, sequences=sequences, groups=groups)
+        balance = models.Balance(sequence_j, token_j, **how)
+        # The layers fill these two in as they run. One that is computed again fills in the same.
+        self.parts.append((balance.losses, balance.counts))
+        return balance
+
+    def end(self) -> dict:
+        """The metrics of a forward_backward. Collective."""
+        if not self.layers:
+            return {}
+
+        # Parts of a rank are of its own tokens, and of the layers that it has: their sum over all
+        # ranks is the whole. A number of tokens is exact in float64, so all ranks cast one vote.
+        loss = torch.zeros(1, dtype=torch.float64, device=self.device)
+        counts_LE = torch.zeros_like(self.counts_LE, device=self.device)
+        for losses, counts in self.parts:
+            for loss_of_layer in losses.values():
+                loss += loss_of_layer
+            for layer, counts_E in counts.items():
+                counts_LE[self.layers.index(layer)] += counts_E
+        flat = torch.cat([loss, counts_LE.flatten()])
+        dist.all_reduce(flat)
+        counts_LE = flat[1:].view_as(counts_LE).cpu()
+        self.counts_LE += counts_LE
+
+        # 1: all experts of a layer got as many tokens; E / K: every token chose the same ones.
+        load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
+        metrics = {"experts/load_max": load_L.max().item()}
+        if self.coef:
+            metrics["balance/loss"] = flat[0].item()
+        return metrics
+
+    def update_bias(self, model):
+        """(11) of models.py: the optimiser has made its step with gradients of these counts."""
+        if not self.rate:
+            return
+        for part in parts_of(model):
+            has = [module.layer for module in part.modules() if hasattr(module, "votes")]
+            counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+            models.update_router_bias(part, counts)
+
+    def reset(self):
+        """An optimiser step is done, or was skipped: the next one counts from nothing."""
+        self.counts_LE.zero_()
 
 
 def skip_step(trainer, suspect):
@@ -1615,14 +1700,37 @@ def tree_options(trainer, model, batch):
     elif plan.cp > 1:
         options.update(group=trainer.grid.context, method=config.cp_method)
     if plan.tp > 1:
-        model = PaddedTokens(model, plan.tp)
+        # The engine of `dta` asks of the routers what they say of all tokens of a block.
+        model = PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
     return model, options
 
 
-def score_tree(trainer, model, micro, trie):
+def score_tree(trainer, model, micro, trie, balance=None):
     """Log-probs, entropies and, of a critic, values (B, T) by the tree of trajectories."""
     model, options = tree_options(trainer, model, micro)
-    return tree_scores(model, trie, padded=True, **options)
+    return tree_scores(model, trie, padded=True, balance=balance, **options)
+
+
+def tokens_of_sequences(trie):
+    """(J,) each: every sequence of a tree holds the tokens of its path, one pair for each token."""
+    paths = [trie.path(i) for i in range(len(trie.lengths))]
+    return torch.arange(len(paths)).repeat_interleave(trie.lengths), torch.cat(paths)
+
+
+def balance_of_tree(trainer, micro, trie):
+    """What the sparse layers are given in training on the packed tree of trajectories, or None."""
+    if trainer.experts.balance is None:
+        return None
+    sequence_J, token_J = tokens_of_sequences(trie)
+    if micro[0] is FILLER:
+        sequence_J = token_J = torch.zeros(0, dtype=torch.int64)
+
+    # Which of the tokens this rank of a context is given, as `tree_scores` deals them.
+    local_s = torch.arange(len(trie))
+    if trainer.plan is not None and trainer.plan.cp > 1:
+        rank = dist.get_rank(trainer.grid.context)
+        local_s = ring_attention.indices(len(trie), rank, trainer.plan.cp)
+    return balance_of_rank(trainer.model, sequence_J, token_J, local_s, trainer.experts.balance)
 
 
 class TreeBatches(PackedBatches):
@@ -1641,7 +1749,8 @@ class TreeBatches(PackedBatches):
         lengths = row_lengths(self.plan, list(map(len, tries)))
         rows = []
         for indices, trie, length in zip(micros, tries, lengths, strict=True):
-            rows.append(tree_row(trie, [masks[i] for i in indices] or [[]], length))
+            row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
+            rows.append(row if indices else of_nobody(row))
         return micros, rows
 
 
@@ -1681,7 +1790,7 @@ def tree_row(trie, masks, length) -> PackedRow:
     return PackedRow(
         tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
         torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
-        torch.from_numpy(entries_K),
+        torch.from_numpy(entries_K), *tokens_of_sequences(trie),
     )  # fmt: skip
 
 
@@ -1694,7 +1803,8 @@ def tree_batches(trainer, model) -> TreeBatches:
 
     return TreeBatches(
         model, attention=attention_of_row, indices=ring_attention.indices,
-        micro_tokens=config.micro_tokens, temperature=config.temperature,
+        balance=trainer.experts.balance, micro_tokens=config.micro_tokens,
+        temperature=config.temperature,
     )  # fmt: skip
 
 
@@ -1728,7 +1838,8 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
         if trainer.config.tree == "dta":
             backward_by_blocks(trainer, micro, trie, loss_of)
         else:
-            scores = score_tree(trainer, trainer.model, micro, trie)
+            balance = balance_of_tree(trainer, micro, trie)
+            scores = score_tree(trainer, trainer.model, micro, trie, balance)
             loss_of(micro, mask_of(micro, scores[0]), *scores).backward()
     return tree_tokens
 
@@ -1741,6 +1852,7 @@ def backward_by_pipeline(trainer, batch, loss_of) -> int:
     # Only the last stage is asked for losses, so only there are the trees' tokens counted: it is
     # the rank that speaks for its replica.
     def loss_of_tree(indices, *scores):
+        # Called once for each tree, on the last stage alone.
         nonlocal tree_tokens
         micro = [batch[i] for i in indices]
         tree_tokens += len(prefix_tree(micro))
@@ -1759,11 +1871,17 @@ def backward_by_blocks(trainer, batch, trie, loss_of):
         return loss_of(micro, mask_of(micro, scores[0]), *scores)
 
     model, options = tree_options(trainer, trainer.model, batch)
+    experts = trainer.experts
+    is_filler = batch[0] is FILLER
     # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
-    tree_backward(
+    result = tree_backward(
         model, trie, loss_of_block, recompute=trainer.config.recompute, batched=True,
-        check_finite=False, **options,
+        check_finite=False, aux_coef=0.0 if is_filler else experts.coef_of_one, **options,
     )  # fmt: skip
+
+    # Tensor ranks have walked the same tree and found the same: one of them says it.
+    if speaks_for_replica(trainer.model) and not is_filler:
+        experts.parts.append(({"tree": result.aux_loss}, result.router_counts))
 
 
 def mask_of(micro, like):
@@ -2621,6 +2739,13 @@ def require_finite_tokens(config, step, sampled):
         )
 
 
+def equal_rewards(config, rewards_PG) -> float:
+    """The fraction of groups that teach nothing, because all their rewards are equal."""
+    # A critic compares the rewards of the whole step.
+    compared = rewards_PG.reshape(1, -1) if config.advantage == "gae" else rewards_PG
+    return (compared == compared[:, :1]).all(1).mean()
+
+
 def evaluate(config, task, generator):
     """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
     # One rollout of each prompt, and no random draw: the key is empty.
@@ -2714,7 +2839,8 @@ def end_demonstrations(trainer):
 # wants the algorithm can skip it; who wants to know what a run writes reads `run` and `Log`.
 
 
-MEANS = "loss", "kl", "entropy", "ratio", "value", "grad_norm", "policy_age"
+MEANS = "loss", "kl", "entropy", "ratio", "value", "balance", "experts", "grad_norm", "policy_age"
+MOST = "ratio/max", "experts/load_max"  # the largest of all updates
 
 
 def mean_metrics(updates, step) -> dict:
@@ -2731,7 +2857,7 @@ def mean_metrics(updates, step) -> dict:
     for name in updates[0]:
         if name.startswith(MEANS) and name != "policy_age/update_mean" and len(updates) > 1:
             out[f"{name}_first"] = updates[0][name]
-        if name == "ratio/max":
+        if name in MOST:
             out[name] = max(metrics[name] for metrics in updates)
         elif name.startswith(MEANS):
             out[name] = float(np.mean([metrics[name] for metrics in updates]))
@@ -2787,12 +2913,15 @@ def build(config, task, device):
     # be allocated, by the Trainer. The others are allocated here.
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     require_rows(task, shape, config.model)
+    require_experts(config, shape)
 
     def made(dtype, allocated):
         with torch.device("meta"):
             model = Transformer(shape).to(getattr(torch, dtype))
             if config.advantage == "gae":
                 model.add_value_head()
+            if config.router_bias_rate:
+                models.give_router_bias(model, config.router_bias_rate)
         return model.to_empty(device=device) if allocated else model
 
     whole = not splits(config)
@@ -2815,6 +2944,7 @@ def train(config, device) -> int:
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
     model, generator, reference = build(config, task, device)
+    tell_of_router_loss(config, model)
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
@@ -2827,6 +2957,28 @@ def train(config, device) -> int:
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
+
+
+def require_experts(config, shape):
+    """ValueError for settings about experts, where a model of this shape has none."""
+    for name in ("balance_coef", "router_bias_rate"):
+        if getattr(config, name) and not shape.sparse_layers:
+            where = config.model or "the model of --layers and --hidden"
+            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it 0")
+
+
+def tell_of_router_loss(config, model):
+    """One line for a checkpoint whose experts were balanced by a loss in its training."""
+    if not (config.model and model.config.sparse_layers):
+        return
+    # transformers' loss is of a whole batch, so it depends on how a batch is cut; (8) does not.
+    raw = models.read_json(Path(config.model) / "config.json")
+    coef = raw.get("router_aux_loss_coef")
+    if coef:
+        does = f"--balance-coef {config.balance_coef:g} does that here, for each sequence"
+        if not config.balance_coef:
+            does = "here nothing does: --balance-coef, a loss for each sequence, is 0"
+        warn(f"the experts of {config.model} were balanced by router_aux_loss_coef {coef}; {does}")
 
 
 def require_room(config, task, positions):
@@ -2888,7 +3040,10 @@ def run(config, task, trainer, out) -> int:
 
         if solved is None:  # resumed at its last step
             solved, _ = evaluate(config, task, generator)
-        agree(lambda: export(config, task, generator, out, log))
+        if config.router_bias_rate:
+            log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
+        else:
+            agree(lambda: export(config, task, generator, out, log))
     log.end(solved)
     return 0
 
@@ -3463,9 +3618,13 @@ def policy_of_run(run, step, task, dtype=""):
     if config.advantage == "gae":
         model.add_value_head()
 
+    if config.router_bias_rate:
+        models.give_router_bias(model, config.router_bias_rate)
+
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    read_checkpoint(path, weights, only="model.")
+    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    read_checkpoint(path, weights, only=("model.", "buffer."))
     dtype = dtype or config.generator_dtype or config.dtype
     return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
 
@@ -4029,7 +4188,8 @@ class Measured(NamedTuple):
     """A metric by hand, and what it is made of, by which the rounding of two precisions is told.
 
     terms: numbers of which the metric is the sum (norm 1), the length (2) or the largest (inf).
-    margins: of what is counted or not, how far each is from the other side.
+    margins: of what is counted or not, how far each is from the other side; reach: how far the
+    metric goes if all of them change sides.
     """
 
     # Two metrics of 1000 tokens may agree by luck while their tokens do not: errors of either sign
@@ -4039,6 +4199,7 @@ class Measured(NamedTuple):
     terms: np.ndarray = np.zeros(0)
     norm: float = 1
     margins: np.ndarray = np.zeros(0)
+    reach: float = 1
 
 
 def distance(a, b) -> float:
@@ -4071,6 +4232,74 @@ def score_alone(model, s, temperature, spelled_out=False):
     lp = list(logprobs[range(len(targets)), targets])
     H = list(-(logprobs.exp() * logprobs).sum(-1))
     return lp, H, None if values is None else list(values)
+
+
+class Routed(NamedTuple):
+    """What the routers did with one sequence by itself."""
+
+    balance: object  # the sequence's part of (8), a 0-d tensor with a graph; a number later
+    counts: dict  # layer -> how many of its tokens went to each expert
+    margins: list  # for each layer and token, by how much the last expert chosen was ahead
+
+
+def routed_alone(config, model, s, sequences) -> Routed:
+    """A sequence by itself, of so many that the step trains on; all its tokens, sampled or not."""
+    found = Routed(torch.zeros(()), {}, [])
+    parts = []
+
+    def look(p_NE, chosen_NK, /, *, layer):
+        # How many tokens chose each expert, times how likely it was to all of them.
+        N, E = p_NE.shape
+        K = chosen_NK.shape[1]
+        counts = [0] * E
+        for chosen in chosen_NK.tolist():
+            for e in chosen:
+                counts[e] += 1
+        b = sum(counts[e] * p_NE[:, e].sum() for e in range(E)) * E / (K * N * N)
+        parts.append(config.balance_coef * b / sequences)  # (8)
+        found.counts[layer] = counts
+
+        # The order that decides is that of p and the bias.
+        mlp = model.model.layers[layer].mlp
+        biased_NE = p_NE.detach()
+        if mlp.rate:
+            biased_NE = biased_NE + mlp.rate * mlp.votes
+        if K < E:
+            best = biased_NE.sort(-1, descending=True).values
+            found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
+
+    model.hidden(torch.tensor(s.tokens)[None], balance=look)
+    return found._replace(balance=torch.stack(parts).sum())
+
+
+def balance_by_hand(config, model, batch):
+    """Adds the gradient of (8); a Routed for each sequence, and {layer: tokens of each expert}."""
+    routed = []
+    counts = {layer: [0] * model.config.num_experts for layer in model.config.sparse_layers}
+    if not counts:
+        return routed, counts  # a dense model
+
+    for s in batch:
+        found = routed_alone(config, model, s, len(batch))
+        if config.balance_coef:
+            found.balance.backward()  # (8)
+        for layer, of_experts in found.counts.items():
+            counts[layer] = [a + b for a, b in zip(counts[layer], of_experts)]
+        # The graph of one sequence at a time: the number is kept without it.
+        routed.append(found._replace(balance=float(found.balance.detach())))
+    return routed, counts
+
+
+@torch.no_grad()
+def vote_by_hand(model, counts):
+    """(11) of models.py. counts: layer -> how many tokens of the step went to each expert."""
+    for layer, of_experts in counts.items():
+        mean = sum(of_experts) / len(of_experts)
+        votes = model.model.layers[layer].mlp.votes
+        for e, count in enumerate(of_experts):
+            # An expert with too few tokens becomes likelier to be chosen, one with too many less.
+            if count != mean:
+                votes[e] += 1 if count < mean else -1
 
 
 def numbers_of(values) -> list:
@@ -4203,7 +4432,8 @@ def adamw_by_hand(config, model, moments, lr, shrink):
 # What is measured in each update, causes before their effects.
 FIRST = (
     "ratio/token_mean", "ratio/max", "ratio/clipped_fraction", "entropy/token_mean",
-    "kl/token_mean", "value/loss", "loss/policy_token_mean", "loss/token_mean", "grad_norm",
+    "kl/token_mean", "value/loss", "loss/policy_token_mean", "loss/token_mean",
+    "experts/load_max", "balance/loss", "grad_norm",
 )  # fmt: skip
 
 
@@ -4215,6 +4445,8 @@ class Update(NamedTuple):
     norm: float  # its length, before clipping
     version: int  # optimiser steps taken before
     tokens: int  # of all its rollouts
+    routed: list  # of all its rollouts, a Routed each; empty without experts
+    counts: dict  # layer -> how many of their tokens went to each expert
 
 
 def step_by_hand(
@@ -4286,6 +4518,9 @@ def step_by_hand(
             if s.v is not None:
                 s.v = numbers_of(s.v)
 
+        # Experts are balanced over all rollouts, also those without a token in (7).
+        routed, counts = balance_by_hand(c, model, batch)
+
         # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
         # and is counted.
         for p in model.parameters():
@@ -4293,10 +4528,12 @@ def step_by_hand(
         gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
         norm = float(np.linalg.norm(gradient))
         tokens = sum(len(s.tokens) for s in batch)
-        updates.append(Update(trained, gradient, norm, version, tokens))
+        updates.append(Update(trained, gradient, norm, version, tokens, routed, counts))
         if math.isfinite(norm):
             shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
             adamw_by_hand(c, model, moments, lr, shrink)
+            if c.router_bias_rate:
+                vote_by_hand(model, counts)
             version += 1
         else:
             skipped += 1
@@ -4432,6 +4669,33 @@ def update_metrics(config, updates, has_reference) -> dict:
         found["kl/token_mean"] = over_updates(column("k"))
     if c.advantage == "gae":
         found["value/loss"] = over_updates(column("value"))
+    if updates[0].counts:
+        found |= expert_metrics(c, updates)
+    return found
+
+
+def expert_metrics(config, updates) -> dict:
+    """The balance loss, and the largest load of all updates and layers."""
+    loads = []
+    for update in updates:
+        for counts in update.counts.values():
+            loads.append(max(counts) * len(counts) / sum(counts))
+
+    # Two experts may be so near that rounding decides which one a token goes to. A token more is
+    # then one more of all those of an expert, of which this is the fraction of the mean.
+    routed = [r for update in updates for r in update.routed]
+    near = np.array([margin for r in routed for margin in r.margins])
+    tokens = min(sum(counts) for update in updates for counts in update.counts.values())
+    experts = len(next(iter(updates[0].counts.values())))
+    top = Measured(max(loads), margins=near, reach=len(near) * experts / tokens)
+    found = {"experts/load_max": top}
+    if config.balance_coef:
+        # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
+        terms = np.array(numbers_of(r.balance for r in routed)) / len(updates)
+        choices = [len(u.routed) * sum(n) for u in updates for r in u.routed
+                   for n in r.counts.values()]  # fmt: skip
+        reach = len(near) * config.balance_coef * experts / min(choices)
+        found["balance/loss"] = Measured(math.fsum(terms), terms, margins=near, reach=reach)
     return found
 
 
@@ -4456,7 +4720,7 @@ ORDER = (
     "value/explained_variance", "advantage/token_mean", "advantage/token_std",
     "rollouts/advantage", "lr", "policy_age/update_mean",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
-    "tokens/trained", "tokens/trained_flat", "eval/solved", "parameters",
+    "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
 )  # fmt: skip
 
 
@@ -4502,16 +4766,21 @@ class Rounding(NamedTuple):
 
         # Rewards, counts and rates are float64's in every run: no tensor has a part in them.
         apart = self.times * self.scale * distance(exact, rounded)
-        if apart == 0:
+        if apart == 0 and not exact.margins.size:
             return TIMES * torch.finfo(torch.float64).eps * size
         allowed = apart + self.unit * size
 
         # A token that is so near to where it would clip that rounding decides counts either way.
-        if exact.margins.size and exact.margins.shape == rounded.margins.shape:
-            slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
-            undecided = np.count_nonzero(np.abs(exact.margins) <= slack)
-            allowed += undecided / len(exact.margins)
+        if exact.margins.size:
+            allowed += exact.reach * self.undecided(exact, rounded) / len(exact.margins)
         return allowed
+
+    def undecided(self, exact, rounded) -> int:
+        """How many of the margins are so small that rounding can turn them around."""
+        if not exact.margins.size or exact.margins.shape != rounded.margins.shape:
+            return 0
+        slack = self.times * self.scale * np.abs(exact.margins - rounded.margins).max()
+        return np.count_nonzero(np.abs(exact.margins) <= slack)
 
     def row(self, key, recorded, exact, rounded) -> Audited:
         """A row about one number."""
@@ -4850,6 +5119,22 @@ def parameters_row(files, step, trainer, exact, rounded, rounding):
     return rows[worst], f"parameters after the step: against {path.name}, the worst is {worst}"
 
 
+def votes_row(trainer, exact, undecided) -> Audited:
+    """The routers' biases behind the step, in votes, against those of the next checkpoint.
+
+    trainer: holds that checkpoint. exact: the model that the step by hand has left. undecided: so
+    many choices of experts could have been others.
+    """
+    stored = persistent_buffers(trainer.model)
+    by_hand = persistent_buffers(exact)
+    wrong = sum(int((stored[name] - by_hand[name]).abs().sum()) for name in by_hand)
+    sizes = []
+    for votes in (stored, by_hand):
+        sizes.append(sum(int(votes_E.abs().sum()) for votes_E in votes.values()))
+    # A choice changes the counts of two experts, and by that their votes by two at the most.
+    return Audited("votes", *sizes, wrong, 4 * undecided)
+
+
 @dataclass
 class Report:
     """What an audit has found."""
@@ -4950,6 +5235,9 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
         rows.append(rounding.row(key, recorded, exact[key], rounded[key]))
     row, outro = parameters_row(files, step, trainer, model, lower, rounding)
     rows += [row] if row else []
+    if row and config.router_bias_rate:
+        loads = exact["experts/load_max"], rounded["experts/load_max"]
+        rows.append(votes_row(trainer, model, rounding.undecided(*loads)))
     rows.sort(key=lambda row: ORDER.index(row.key))
 
     # The tokens of one group, and what all others add to the loss. A group whose rewards are all

@@ -23,9 +23,8 @@ What it must equal, for sequences x^1 .. x^R of L_i tokens each, and a loss f_i 
     (6)  dk_j, dv_j   =  the sum over the tokens that see j: of its own block, and of all below it
     (7)  aux       =  coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te
 
-(7) is for mixture-of-experts layers, and comes beside the f_i: p_te is the router's probability of
-expert e at token t, and n_ie tokens of x^i chose e. If all experts are chosen equally often, the
-term of a sequence is coef.
+(7) is for mixture-of-experts layers, beside the f_i: p_te is the router's probability of expert e
+at token t, and n_ie tokens of x^i chose e. A sequence that chose all equally often adds coef.
 
 Why it is allowed. The state (2) depends on a token's ancestors alone. So one forward of the packed
 tree, with every token attending by (1), is the forward of every path. A gradient is a sum over
@@ -293,10 +292,10 @@ def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
     return tuple(scores)
 
 
-def _packed_scores(model, trie, temperature, masks, group, method, layout):
+def _packed_scores(model, trie, temperature, masks, group, method, layout, balance):
     """(3) of every edge in one graph, C of (N,); 0 where no edge is. All ranks get all scores.
 
-    model, trie, temperature, masks: as in `tree_backward`.
+    model, trie, temperature, masks: as in `tree_backward`; balance: as in `tree_scores`.
     group: None for this rank alone; else its ranks share the packed tokens out.
     method, layout: of `ring_attention`.
     """
@@ -315,11 +314,11 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
     # Positions are depths, not places in the packed order. So RoPE turns a token's query and key as
     # it would in each of its sequences.
     device = next(model.parameters()).device
+    options = {} if balance is None else {"balance": balance}
     hidden_1nM = model.hidden(  # (2)
         trie.tokens[tokens_n][None].to(device),
-        positions=trie.positions[tokens_n][None].to(device),
-        attention=attention,
-    )
+        positions=trie.positions[tokens_n][None].to(device), attention=attention, **options
+    )  # fmt: skip
 
     # An edge is scored where its parent's state is: on exactly one rank. The sum over ranks of rows
     # that are 0 elsewhere gives all scores to all.
@@ -602,8 +601,7 @@ class _Engine:
                 continue
 
             # With recompute, a block that others hang from keeps no graph while they run, only its
-            # keys and values on the stack. A block with none below goes backward next: it always
-            # keeps its graph.
+            # keys and values on the stack. A block with none below goes backward next: it keeps it.
             children = self.children[b].tolist()
             keep = loss_fn is not None and not (recompute and children)
             with torch.set_grad_enabled(keep):
@@ -642,9 +640,8 @@ class _Engine:
         hidden_1nM = self.model.hidden(  # (2)
             self.trie.tokens[tokens_n][None].to(self.device),
             positions=self.trie.positions[tokens_n][None].to(self.device),
-            attention=attention,
-            **options,
-        )
+            attention=attention, **options
+        )  # fmt: skip
         guard.leave()
         self.balance.require_router(routing)
 
@@ -753,7 +750,8 @@ class _Engine:
 
 
 def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None,
-                padded=False, group=None, method="ring", layout="zigzag"):  # fmt: skip
+                padded=False, group=None, method="ring", layout="zigzag",
+                balance=None):  # fmt: skip
     """For each sequence, in input order: log-probs, entropies and, of a critic, values, (L_i - 1,).
 
     model, trie, temperature, masks, lockstep: as in `tree_backward`.
@@ -763,6 +761,7 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
     group: its ranks share the tokens of the tree out, and all get all scores. Every rank then
         computes the same loss from them. Its .grad is its tokens' part: sum it over the group.
     method, layout: how attention then crosses the ranks, see `ring_attention`.
+    balance: what the sparse layers of one graph are told by, such as a `models.Balance`.
 
     ValueError where model, tree or masks do not fit, or max_tokens meets gradients or a group.
     """
@@ -772,7 +771,8 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
 
     # Either one graph of the packed tree, or the engine of section 6 on its way down only.
     if not by_blocks and len(trie):
-        columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
+        how = dict(group=group, method=method, layout=layout, balance=balance)
+        columns = _packed_scores(model, trie, temperature, masks, **how)
     else:
         options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
         engine = _Engine(model, trie, max_tokens=max_tokens, **options)

@@ -23,7 +23,7 @@ from measure_memory import LiveBytes
 import models
 import ring_attention as ring
 import train_grpo
-from parallel import Plan, clip_grad_norm, connect, copy_weights, full
+from parallel import Plan, clip_grad_norm, connect, copy_weights, full, persistent_buffers
 from train_grpo import (
     Config, Task, Trainer, build, collect, copy_of_state, denominator, groups_again, make_task,
     prepare, rollout_line, step_by_hand, update,
@@ -126,7 +126,11 @@ FAMILIES = {
     "qwen3": dict(vocab_size=12),
     "qwen3_moe": dict(vocab_size=12, num_experts=4),
     "gemma3_text": dict(vocab_size=12),
-}
+    "balanced moe": dict(
+        model_type="qwen3_moe", vocab_size=12, num_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=2, sparse_layers=(0, 1), router_bias_rate=0.05),
+}  # fmt: skip
+BALANCED = {"balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05)}  # its settings
 PLANS = {  # name -> ranks, flags
     "d1": (1, {}),
     "2 ranks": (2, {}),
@@ -157,7 +161,8 @@ TREES = {
 
 def model_of(family):
     """The same random critic on every rank."""
-    model = models.tiny_model(family, seed=2, **FAMILIES[family]).add_value_head()
+    shape = dict(model_type=family) | FAMILIES[family]
+    model = models.tiny_model(seed=2, **shape).add_value_head()
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     return model
 
@@ -174,12 +179,15 @@ def three_steps(config, family, batch):
     train_grpo.clip_grad_norm = watched
     try:
         for _ in range(3):
-            loss = trainer.forward_backward(mine, denominator(batch, config))["loss/token_mean"]
+            metrics = trainer.forward_backward(mine, denominator(batch, config))
+            loss = metrics["loss/token_mean"] + metrics.get("balance/loss", 0.0)
+            loss += metrics.get("experts/load_max", 0.0)
             norm = trainer.optim_step(lr=0.01)["grad_norm"]
             found.append((loss, seen["grads"], norm))
     finally:
         train_grpo.clip_grad_norm = clip_grad_norm
-    return found, {name: full(p.detach()) for name, p in trainer.model.named_parameters()}
+    parameters = {name: full(p.detach()) for name, p in trainer.model.named_parameters()}
+    return found, parameters | persistent_buffers(trainer.model)
 
 
 def apart(found, truth):
@@ -218,7 +226,7 @@ def cells(world, names, trees, families, truths, batch):
     found = {}
     for cell in itertools.product(names, trees, families):
         (ranks, flags), tree, family = PLANS[cell[0]], TREES[cell[1]], cell[2]
-        config = setting(**flags, **tree)
+        config = setting(**flags, **tree, **BALANCED.get(family, {}))
         if ranks == world and refused(config, family, world):
             found[cell] = "refused"
         elif ranks == world:
@@ -229,7 +237,11 @@ def cells(world, names, trees, families, truths, batch):
 def truths(families):
     """{family: what one process without trees does}, and the batch."""
     _, batch = rollouts(setting().check())
-    return {name: three_steps(setting().check(), name, batch) for name in families}, batch
+    found = {}
+    for name in families:
+        config = setting(**BALANCED.get(name, {})).check()
+        found[name] = three_steps(config, name, batch)
+    return found, batch
 
 
 def matrix(names=tuple(PLANS), trees=tuple(TREES), families=tuple(FAMILIES)):

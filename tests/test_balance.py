@@ -1,0 +1,299 @@
+"""Experts are balanced in training: the loss (8), the routers' bias (11), the loads as a metric.
+
+Under every plan and tree they are those of one process. The cells of `check` are measure_grpo's
+family "balanced moe"; here are a packed batch by parallel.py alone, whole runs, and their audit.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import shortened
+from test_audit import rows_of
+from test_ranks import (
+    TASK,
+    _train,
+    largest_difference,
+    ranks,
+    read_metrics,
+    run_of,  # noqa: F401, a fixture
+    trained,
+)
+
+import models
+import ring_attention
+from models import Balance, Transformer, save_hf, tiny, tiny_model
+from parallel import (
+    Grid, PackedBatches, PaddedTokens, Plan, balance_of_rank, full, parallelize, reduce_gradients,
+)  # fmt: skip
+from train_grpo import Config, build, document_attention, main, make_task
+from tree_attention import TokenTrie, tree_backward
+
+# One batch, by parallel.py and models.py alone ------------------------------------------------
+
+COEF = 0.3
+SEQUENCES = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3, 9, 8, 7, 6], [5], [5, 6, 6, 6]]
+SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=4,
+             sparse_layers=(0, 1, 3))  # fmt: skip
+PLANS = {  # what a router sees under them: its stretch; all tokens; its tokens of a ring; a stage
+    "t2": ("t2", {}),
+    "etp 2": ("(attn:t2|ffn:t2)", {}),
+    "etp 2 without sequence": ("(attn:t2|ffn:t2)", dict(sequence=False)),
+    "t2 again": ("t2", dict(ac="full")),
+    "c2": ("c2", {}),
+    "p2": ("p2", {}),
+    "p2 zbv": ("p2", dict(schedule="zbv")),
+}
+
+
+def experts():
+    return tiny_model("qwen3_moe", seed=3, **SHAPE)
+
+
+def by_hand(model):
+    """(10) of each sequence by itself: its sum, its gradient, and the counts."""
+    total = torch.zeros((), dtype=torch.float64)
+    counts = {}
+    for sequence in SEQUENCES:
+        balance = Balance(torch.zeros(len(sequence)).long(), coef=COEF)
+        (0 * model.hidden(torch.tensor(sequence)[None], balance=balance).sum()).backward()
+        total += sum(balance.losses.values())
+        for layer, counts_E in balance.counts.items():
+            counts[layer] = counts.get(layer, 0) + counts_E
+    return total, {name: p.grad for name, p in model.named_parameters()}, counts
+
+
+def summed_over_ranks(parts):
+    """Losses and counts of `Balance` objects, over all ranks."""
+    loss = torch.zeros(1, dtype=torch.float64)
+    counts_LE = torch.zeros(4, 8, dtype=torch.float64)
+    for losses, counts in parts:
+        loss += sum(losses.values())
+        for layer, counts_E in counts.items():
+            counts_LE[layer] += counts_E
+    torch.distributed.all_reduce(loss)
+    torch.distributed.all_reduce(counts_LE)
+    return loss[0], counts_LE
+
+
+def error(model, parts, truth):
+    """The worst of loss and gradients; counts must be equal."""
+    total, grads, counts = truth
+    loss, counts_LE = summed_over_ranks(parts)
+    for layer, counts_E in counts.items():
+        assert counts_LE[layer].equal(counts_E)
+    largest = max(g.abs().max() for g in grads.values() if g is not None)
+    worst = abs(loss - total) / total
+    reduce_gradients(model)
+    for name, p in model.named_parameters():
+        true = torch.zeros(p.shape) if grads[name] is None else grads[name]
+        worst = max(worst, (full(p.grad) - true).abs().max() / largest)
+    assert largest > 1e-3
+    return worst.item()
+
+
+def _packed(rank, names, fault):
+    """{plan: error} of the packed batch, in rows of two or so sequences; and of one tree."""
+    found = {}
+    truth = by_hand(experts())
+    for name in names:
+        text, options = PLANS[name]
+        plan = Plan.parse(text)
+        grid = Grid.make(plan)
+        attention = models.causal_attention if plan.cp > 1 else None
+        model = parallelize(experts(), plan, device_mesh=grid, attention=attention, **options)
+        parts = []
+
+        def balance(sequence_j, token_j, *, sequences, groups):
+            groups = [] if fault else groups
+            made = Balance(sequence_j, token_j, coef=COEF, sequences=sequences, groups=groups)
+            parts.append((made.losses, made.counts))
+            return made
+
+        batches = PackedBatches(
+            model, attention=document_attention("ring"), indices=ring_attention.indices,
+            balance=balance, micro_tokens=10,
+        )  # fmt: skip
+        masks = [[True] * (len(x) - 1) for x in SEQUENCES]
+        batches.forward_backward(SEQUENCES, masks, lambda k, mask, lp, H: 0 * lp.sum())
+        found[name] = error(model, parts, truth)
+
+        # A tree by blocks wants to know of all tokens, and all tensor ranks then say the same.
+        if plan.tp > 1 and options.get("sequence", True) and "ac" not in options:
+            for p in model.parameters():
+                p.grad = None
+            wrapped = PaddedTokens(model, 2, whole_routing=True)
+            trie = TokenTrie([torch.tensor(x) for x in SEQUENCES])
+            how = dict(max_tokens=3, aux_coef=COEF)
+            result = tree_backward(wrapped, trie, lambda i, lp, H: 0 * lp.sum(), **how)
+            parts = [({"": result.aux_loss}, result.router_counts)] if rank == 0 else []
+            found[f"{name}, blocks"] = error(model, parts, truth)
+    return found
+
+
+def test_a_rank_sees_some_tokens(tmp_path):
+    """Loss, gradient and counts of (10), where ranks share out tokens, stages and experts."""
+    for found in ranks(tmp_path, 2, _packed, PLANS, False):
+        assert len(found) == len(PLANS) + 2 and max(found.values()) < 1e-12, found
+
+
+@pytest.mark.slow
+def test_a_sum_of_counts_that_is_left_out_is_seen(tmp_path):
+    for found in ranks(tmp_path, 2, _packed, ("t2", "c2", "etp 2"), True):
+        assert min(found[name] for name in ("t2", "c2", "etp 2")) > 1e-3
+
+
+@pytest.mark.quick
+def test_padding_and_what_fills_up_is_nobodys():
+    model = experts()
+    got = {}
+
+    def balance(sequence_j, token_j, **options):
+        got.update(options, pairs=list(zip(sequence_j.tolist(), token_j.tolist())))
+
+    batches = PackedBatches(model, attention=document_attention("ring"), balance=balance)
+    _, (row,) = batches.lay_out([[1, 2], [3]], [[True], []])
+    balance_of_rank(model, row.sequence_J, row.token_J, torch.arange(3), balance)
+    assert got == dict(pairs=[(0, 0), (0, 1), (1, 2)], sequences=2, groups=[])
+    balance_of_rank(model, row.sequence_J[:0], row.token_J[:0], torch.arange(3), balance)
+    assert got == dict(pairs=[], sequences=0, groups=[])
+
+
+# Whole runs -----------------------------------------------------------------------------------
+
+BALANCED = "--balance-coef 0.5 --router-bias-rate 0.05"
+RUNS = {
+    "2 ranks": (2, ""),
+    "t2": (2, "--plan t2"),
+    "c2": (2, "--plan c2"),
+    "d2e2": (2, "--plan d2e2"),
+    "p2": (2, "--plan p2"),
+    "p2 zbv": (2, "--plan p2 --pp-schedule zbv"),
+    "p2 interleaved": (2, "--plan p2 --pp-schedule interleaved1f1b"),
+    "fsdp": (2, "--data-parallel fsdp --ac full"),
+    "compile": (2, "--plan d2 --compile"),
+    "sparse": (1, "--tree sparse --micro-tokens 60"),
+    "sparse t2": (2, "--tree sparse --plan t2"),
+    "sparse c2": (2, "--tree sparse --plan c2"),
+    "sparse p2": (2, "--tree sparse --plan p2"),
+    "sparse fsdp": (2, "--tree sparse --data-parallel fsdp"),
+    "dta": (1, "--tree dta --max-tokens 9 --recompute"),
+    "dta t2e2": (2, "--tree dta --max-tokens 9 --plan t2e2"),
+    "d2t2e4": (4, "--plan d2t2e4 --tree dta --max-tokens 9"),
+    "t2c2": (4, "--plan t2c2 --ac full"),
+    "p2t2": (4, "--plan p2t2 --tree sparse"),
+}
+STEPS = {name: 4 for name in RUNS} | {"t2": 2}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """The directory of a model with experts, as transformers would write it."""
+    shape = SHAPE | dict(vocab_size=7, initializer_range=0.2)  # the task has 7 tokens
+    config = tiny("qwen3_moe", eos_token_id=(1,), **shape)
+    folder = tmp_path_factory.mktemp("mixture")
+    save_hf(Transformer(config).double().init_weights(0), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"router_aux_loss_coef": 0.001}))
+    return folder
+
+
+def flags_of(mixture, steps):
+    flags = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} {BALANCED} --steps {steps}"
+    return f"{flags} --kl-coef 0.05 --kl k2"
+
+
+@pytest.mark.parametrize("name", shortened(RUNS, "t2"))
+def test_balanced_runs_are_those_of_one_process(run_of, mixture, tmp_path, name):  # noqa: F811
+    world, more = RUNS[name]
+    flags = flags_of(mixture, STEPS[name])
+    truth = run_of(flags)
+    found = trained(tmp_path, world, f"{flags} {more}")
+    assert largest_difference(found, truth) < 1e-8
+    loads = [line["experts/load_max"] for line in truth]
+    assert 1 < min(loads) and max(loads) <= 4 and len(set(loads)) > 1
+    assert all(0.5 < line["balance/loss"] < 0.5 * 3 * 4 for line in truth)
+
+
+def test_an_audit_has_rows_of_its_own_for_experts(mixture, tmp_path, capsys):
+    """One process, float64: loss, load, gradient and the bias behind the step, by plain loops."""
+    flags = f"{flags_of(mixture, 2)} --save-every 1 --keep 9"
+    ranks(tmp_path, 1, _train, flags, tmp_path / "run")
+    assert main(["audit", str(tmp_path / "run"), "--step", "1"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    for name in ("balance/loss", "balance/loss_first", "experts/load_max", "grad_norm", "votes"):
+        assert rows[name][2] < 1e-10 and rows[name][4] == "ok"
+    assert rows["balance/loss"][0] > 0.5 and rows["votes"][0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["p2", "sparse t2", "dta t2e2", "float32"])
+def test_a_run_of_any_plan_is_audited(mixture, tmp_path, capsys, name):
+    world, more = RUNS.get(name, (2, "--plan c2 --dtype float32"))
+    flags = f"{flags_of(mixture, 3)} {more} --save-every 1 --keep 9"
+    ranks(tmp_path, world, _train, flags, tmp_path / "run")
+    assert main(["audit", str(tmp_path / "run"), "--step", "2"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert {"balance/loss", "experts/load_max", "votes"} <= rows.keys()
+
+    # A metric that was changed by a little, and a vote that was changed, are seen.
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines[2]["balance/loss"] *= 1.01
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["audit", str(tmp_path / "run"), "--step", "2"]) == 1
+    assert rows_of(capsys.readouterr().out)["balance/loss"][4] == "OUTSIDE"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first, then", [("t2", "p2"), ("p2", "dta"), ("fsdp", "sparse c2")])
+def test_a_resumed_run_goes_on_with_its_bias(run_of, mixture, tmp_path, first, then):  # noqa: F811
+    flags = flags_of(mixture, 4)
+    (tmp_path / "ranks").mkdir()
+    out = tmp_path / "run"
+    world, more = RUNS[first]
+    ranks(tmp_path / "ranks", world, _train, f"{flags} {more} --steps 2", out)
+    world, more = RUNS[then]
+    ranks(tmp_path / "ranks", world, _train, f"{flags} {more} --resume", out)
+    assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [BALANCED, "--balance-coef 0.5", "--router-bias-rate 0.01"])
+def test_each_of_both_balances(mixture, tmp_path, settings):
+    """The busiest expert of the last steps has less than without them."""
+    flags = f"{TASK} --dtype float32 --lr 0.005 --eval-every 30 --model {mixture} --steps 30"
+    loads = []
+    for more in ("", settings):
+        lines = trained(tmp_path, 1, f"{flags} {more}")
+        loads.append(sum(line["experts/load_max"] for line in lines[-5:]) / 5)
+    print(settings, loads)
+    assert loads[1] < 0.9 * loads[0]
+
+
+# What is said and refused ---------------------------------------------------------------------
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["balance_coef", "router_bias_rate"])
+def test_a_model_without_experts_refuses_what_is_about_them(name):
+    config = Config(**{name: 0.1}).check()
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is about experts"):
+        build(config, make_task(config), "cpu")
+
+
+@pytest.mark.parametrize("balanced", shortened([True, False], True))
+def test_what_the_checkpoint_was_trained_with_is_said(mixture, tmp_path, capfd, balanced):
+    """And that no OUT/hf is written: its format has no place for a router's bias."""
+    flags = f"{TASK} --lr 0.005 --steps 1 --prompts 1 --group 2 --minibatches 1 --model {mixture}"
+    if balanced:
+        flags += f" {BALANCED}"
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train_grpo.py"])
+        assert main([*flags.split(), "--out", str(out)]) == 0
+    text = capfd.readouterr()
+    assert text.err.count("router_aux_loss_coef 0.001") == 1
+    assert ("--balance-coef 0.5 does" in text.err) == balanced
+    assert ("hf is not written" in text.out) == balanced
+    assert (out / "hf").exists() != balanced
