@@ -1,13 +1,14 @@
-"""Two tasks to read, to run, and to begin a task of your own from: a chain of tokens, and a tool.
+r"""Two tasks to read, to run, and to begin a task of your own from: a chain of tokens, and a tool.
 
-    python train_grpo.py --task tests/example_tasks.py:Addition --demos 80 --steps 80
-    python train_grpo.py --task tests/example_tasks.py:Calculator --demos 60 --steps 80
+    python train_grpo.py --task tests/example_tasks.py:Calculator --demos 80 --steps 60
+    python train_grpo.py --task tests/example_tasks.py:Addition --demos 80 --steps 60 \
+        --temperature 0.6
 
 A policy with random weights never sees a reward here: no sum comes out right by chance, and no call
 of the calculator is well-formed. So both runs begin behind demonstrations (`--demos`), supervised
-steps on what `demo` writes, which stop while the policy is still wrong more often than right.
-From there the reward does the rest. In `Addition` the demonstrations are right, and the policy
-becomes reliable. In `Calculator` they are often wrong, and the policy becomes better than them.
+steps on what `demo` writes, which stop while the policy is still often wrong. From there the
+reward does the rest. In `Addition` the demonstrations are right, and the policy becomes more
+reliable. In `Calculator` they are often wrong, and the policy becomes better than they are.
 
 `Task` in train_grpo.py says what a task must have. Tokens are named by `Symbols`, which ends a turn
 at the last of its names.
@@ -25,10 +26,11 @@ class Addition(Symbols):
     """Add two numbers in one turn: a chain of columns from the right, then the answer.
 
         4 7 + 3 8 = 7 8 0 1 5 , 4 3 1 0 8 , 0 8 5 .
-                    -----------  --------   -----
-                    a column: its two digits and the carry into it, then their sum as two digits,
-                    the first of which is the carry into the next column. Last, all digits.
+                    ---------   ---------   -----
+                    7 + 8 + 0   4 + 3 + 1   answer
 
+    A column is its two digits and the carry into it, then their sum as two digits, the first of
+    which is the carry into the next column.
     Reward 1 if what stands behind the last comma is the sum, else 0. The chain earns nothing by
     itself, and a policy that can do without may leave it out.
     """
@@ -40,8 +42,8 @@ class Addition(Symbols):
         self.plus, self.equals, self.comma, self.dot = range(10, 14)
 
     def prompt(self, rng, index, held_out):
-        # One problem in ten is held out, by a hash of its text. Both training and demonstrations
-        # ask with held_out False, so neither ever shows what an evaluation asks.
+        # One problem in ten is held out, by a hash of its text. Rollouts and demonstrations ask
+        # with held_out False, so neither ever shows what an evaluation asks.
         problem_is_held_out = None
         while problem_is_held_out != held_out:
             a, b = rng.integers(10**self.digits, size=2).tolist()
@@ -83,17 +85,17 @@ class Calculator(Symbols):
                     call    reply     call  reply   answer
 
     A turn of four tokens is a call, and its reply is the result; a turn of two is the answer.
-    Reward 1 for the right answer. A malformed turn, and a result that is no number of 0 to 99, end
+    Reward 1 for the right answer. A malformed turn, and a result that is no number of 0 to 50, end
     the game with 0. Each number is one token, so the policy only has to decide what to ask, and to
     copy what it has heard.
 
     The demonstrations know how to use the calculator, and not that a product comes before a sum:
-    they begin with the sum two times in three. Whoever imitates them solves the problems with a
-    minus and a third of those with a product. Only the reward tells which third.
+    four times in five they begin with the sum. Whoever imitates them solves the problems with a
+    minus, and few of those with a product. Only the reward tells which order is right.
     """
 
-    numbers = 100  # 0 .. 99, each a token
-    operands = 8  # a, b and c are under it: (7 + 7) * 7 = 98 is the largest number that comes up
+    numbers = 51  # 0 .. 50, each a token
+    operands = 6  # a, b and c are under it: (5 + 5) * 5 = 50 is the largest number that comes up
 
     def __init__(self, config):
         super().__init__([*map(str, range(self.numbers)), "+", "-", "*", "?", "=", "."])
@@ -151,7 +153,7 @@ class Calculator(Symbols):
 
         # The first call: either of the problem's two operations.
         if not calls:
-            if operator == self.times and rng.integers(3) == 0:
+            if operator == self.times and rng.integers(5) == 0:
                 return [b, operator, c, self.dot]
             return [a, plus, b, self.dot]
 
