@@ -98,8 +98,8 @@ TABLE = {
     "python train_grpo.py --task sort --steps 250": TINY,
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    "python train_grpo.py --task lookup --size 5 --demos 40 --advantage group_std --lr 5e-4 "
-    "--entropy-coef 0.03": " --demos 2" + TINY,
+    "python train_grpo.py --task lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
+    "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
     "python train_grpo.py plot DIR [DIR ...]": "tests/test_run.py::"
     "test_plot_is_text_without_matplotlib_and_a_png_with_it",
     "python train_grpo.py --task jsonl --data questions.jsonl --model DIR "
