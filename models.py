@@ -1893,6 +1893,7 @@ class Balance:
         pairs_J2 = torch.stack([row_J, doc_ids_BS.flatten()[token_J]], 1)
         return cls(pairs_J2.unique(dim=0, return_inverse=True)[1], token_J, coef=coef)
 
+    @torch.compiler.disable  # each forward has an object of its own: none is compiled for it
     def __call__(self, scores_NE, chosen_NK, /, *, layer):
         # n_se of (10): each pair (sequence, token) adds the token's K choices to its sequence.
         N, E = scores_NE.shape

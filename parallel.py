@@ -3077,7 +3077,7 @@ def _own_parts(batches, rows, balance=None) -> list:
         local_s = _own_tokens_of(batches, row)
         tokens_1s = row.tokens_1S[:, local_s].to(batches.device)
         positions_1s = row.positions_1S[:, local_s].to(batches.device)
-        # Positions and documents are those of the whole row: only the tokens are cut.
+        # Attention and balance are about the whole row; tokens and positions are this rank's.
         micro = Micro(tokens_1s, positions_1s, batches.attention(row.sees, group))
         if balance is not None:
             made = balance_of_rank(batches.model, row.sequence_J, row.token_J, local_s, balance)

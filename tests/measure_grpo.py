@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import statistics
+import tempfile
 import time
 
 import numpy as np
@@ -64,6 +65,9 @@ STEPS = {  # settings that between them reach every line of `definition` and of 
     "leave_one_out, dual clip, filter": dict(
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
         temperature=0.8, weight_decay=0.1, minibatches=2),
+    "balanced experts, filter": dict(
+        balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
+        minibatches=2),
 }  # fmt: skip
 
 
@@ -71,7 +75,12 @@ def step_error(**changes) -> float:
     """The second step of a run against `step_by_hand`: the worst of metrics and parameters."""
     config = Config(**SMALL | dict(lr=0.01, lr_warmup=0) | changes).check()
     task = make_task(config)
-    model, generator, reference = build(config, task, "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
+            shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
+            models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
+            config = dataclasses.replace(config, model=folder)
+        model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
     if reference is not None:
         copy_weights(model, reference)
@@ -91,7 +100,9 @@ def step_error(**changes) -> float:
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = dict(state.named_parameters())
     worst += [(p - hand[name]).abs().max().item() for name, p in model.named_parameters()]
-    return max(worst)
+    votes = persistent_buffers(state)
+    worst += [(x - votes[name]).abs().max() for name, x in persistent_buffers(model).items()]
+    return float(max(worst))
 
 
 def invariances():
