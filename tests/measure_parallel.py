@@ -601,7 +601,7 @@ def _row(plan, config, step, generator_bytes):
     plan.require_fits(config=config, microbatches=step.micros)
     first = Rank(plan, config, step)
     parts = memory(plan, config, step) | dict(generator=first.whole * generator_bytes)
-    start = first.whole * (step.size + generator_bytes)  # whole on each rank, before it is split
+    start = next(iter(parts.values())) + parts["generator"]  # weights: only its part of them
     gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
     gib[:3] = [" + ".join(gib[:3])]
     sent = [*sends(plan, config, step).values(), first.pushed()]
