@@ -450,6 +450,7 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     write(tmp_path / "demos.jsonl", QUESTIONS[:9])
     (tmp_path / "rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
     flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demo-data demos.jsonl --demos 9 "
+    flags += "--demo-lr 0.01 "
     flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 --save-every 1 --out run "
     out, _ = good(tmp_path, f"{flags} --steps 1 --reward rewards.py:close")
     assert out.count("DIR has no chat template: prompts are plain text (--template raw)") == 1

@@ -584,7 +584,10 @@ def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
     hang = [(0, "train_grpo.build", 1, sleep, 99)]
     processes, log = begin(tmp_path, f"{RUN} --steps 9", 1, hang, _faulty)
     is_there(tmp_path / "late")
-    os.kill(processes[0].pid, signal.SIGINT)
+    # On a loaded machine the first one may fall into a destructor, where Python drops exceptions.
+    while processes[0].is_alive():
+        os.kill(processes[0].pid, signal.SIGINT)
+        processes[0].join(20)
     codes, _, err = end(processes, log)
     assert codes == [130] and err[0].count("\n") == 1 and "interrupted" in err[0]
 

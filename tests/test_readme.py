@@ -327,7 +327,10 @@ def test_every_flag_is_one():
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", PAGES)) <= known
     for span in SPANS:
         if span.startswith("--") and " " in span:
-            parse_config(span.split()).check()
+            config = parse_config(span.split())
+            # A text task needs its files too, which a page names with the flag in question only.
+            if not any(getattr(config, name) for name in ("template", "reward", "demo_data")):
+                config.check()
 
 
 @pytest.mark.quick
