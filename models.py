@@ -3128,6 +3128,14 @@ class Text:
 
         bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
         """
+        # What comes from a pipe or a command line may hold bytes that are no UTF-8, which Python
+        # passes on as lone surrogates.
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            near = text[max(0, error.start - 20) : error.end]
+            raise ValueError(f"{near!r} is no text in UTF-8") from error
+
         # "special tokens" are here those that the tokenizer would put around the text. Marks that
         # stand in the text are found in any case.
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -3278,6 +3286,8 @@ def load_tokenizer(directory):
     except ImportError as error:
         raise ImportError("text needs tokenizers: pip install tokenizers") from error
     path = Path(directory) / "tokenizer.json"
+    if not Path(directory).is_dir():
+        raise ValueError(f"{directory} is no directory here; a checkpoint is a local directory")
     if not path.exists():
         raise ValueError(f"{directory} has no tokenizer.json")
     try:

@@ -135,6 +135,16 @@ def test_raw_text_is_that_of_transformers_with_one_bos(texts, theirs, family):
         assert text.encode("a", bos=True) == text.encode("<bos>a", bos=True) == once
 
 
+def test_what_is_no_utf8_is_refused_by_name(texts):
+    with pytest.raises(ValueError, match=r"'ab\\udcff' is no text in UTF-8"):
+        texts["qwen3"].encode("ab\udcff")
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="Qwen3-0.6B is no directory here"):
+        Text(tmp_path / "Qwen/Qwen3-0.6B")
+
+
 @pytest.mark.parametrize("family", released.FAMILIES)
 def test_decoding_is_that_of_transformers(texts, theirs, family):
     text = texts[family]
