@@ -2272,9 +2272,9 @@ class Jsonl(Task):
         # The two files may have prompts in common, and of those none that is held out is learnt.
         self.demos = self.rows[False]
         if config.demo_data:
-            held_out = {line.shown for line in self.rows[True]}
+            held_out = {asked for line in self.rows[True] for asked in what_is_asked(line)}
             found = self._read(config.demo_data, learnt=True)
-            self.demos = [line for line in found if line.shown not in held_out]
+            self.demos = [line for line in found if held_out.isdisjoint(what_is_asked(line))]
             if not self.demos:
                 raise ValueError(f"{config.demo_data} holds no line that is not held out")
             if len(self.demos) < len(found):
@@ -2526,6 +2526,16 @@ def conversation(line, answers) -> list:
         messages.append({"role": "assistant", "content": answer})
         messages += line.later[n : n + 1]  # none behind the last answer
     return messages
+
+
+def what_is_asked(line) -> set:
+    """Two lines that have one of these in common ask the same: the question, or all that the user
+    says, message by message."""
+    # A file of demonstrations may bring as messages what --data brings as a question, with or
+    # without --instruction; and where --data has the user's messages alone, it has answers between.
+    said = [*line.messages, *line.later]
+    users = tuple(message["content"] for message in said if message["role"] == "user")
+    return {(line.shown,), users or (line.shown,)}
 
 
 def require_messages(messages):
@@ -3412,7 +3422,8 @@ class Log:
         if not self.on:
             return
         self.bar.close()
-        self.say(f"sample: {self.text}")
+        if self.text is not None:  # a run that was resumed at its last step has played nothing
+            self.say(f"sample: {self.text}")
         verb = "met" if solved >= self.config.target else "MISSED"
         seconds = time.perf_counter() - self.started
         verb = f"target {self.config.target} {verb} after {self.config.steps} steps"

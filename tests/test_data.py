@@ -343,6 +343,30 @@ def test_a_file_of_demonstrations_is_dealt_and_nothing_held_out_is_learnt(
         task_of(directory("qwen2"), tmp_path, learn=only)
 
 
+@pytest.mark.parametrize("said", ["{}", "{}\n" + INSTRUCTION])
+def test_a_held_out_question_is_not_learnt_from_messages_either(directory, tmp_path, said):
+    learn = [
+        {"messages": [user(said.format(row["question"])), assistant(row["answer"])]}
+        for row in QUESTIONS
+    ]
+    task = task_of(directory("qwen3"), tmp_path, learn=learn, system="Be brief.")
+    held_out = {line.shown for line in task.rows[True]}
+    learnt = {line.messages[-1]["content"].partition("\n")[0] for line in task.demos}
+    assert held_out and learnt == {row["question"] for row in QUESTIONS} - held_out
+
+
+def test_a_held_out_conversation_is_not_learnt_with_answers_in_it(directory, tmp_path):
+    rows = numbered(TWICE)
+    learn = [
+        {"messages": [turn for said in row["messages"] for turn in (said, assistant("#### 4"))]}
+        for row in rows
+    ]
+    task = task_of(directory("qwen3"), tmp_path, rows, learn, max_new_tokens=90)
+    held_out = {line.messages[0]["content"] for line in task.rows[True]}
+    learnt = {line.messages[0]["content"] for line in task.demos}
+    assert held_out and learnt == {row["messages"][0]["content"] for row in rows} - held_out
+
+
 def test_a_task_that_knows_no_demo_prompt_is_asked_for_a_prompt(process_group):
     task = SimpleNamespace(prompt=lambda rng, index, held_out: (index, [int(held_out)]))
     config = Config()
