@@ -2366,6 +2366,8 @@ class Jsonl(Task):
         if not isinstance(question, str) or (needed and not isinstance(answer, str)):
             strings = "question and answer, two strings" if needed else "question, a string"
             raise ValueError(f"it holds no {strings}")
+        if not (learnt or self.config.reward):
+            require_gold(answer)
 
         # Marks of turns are the chat template's business. Plain text begins with BOS if this
         # checkpoint's texts do; a chat template says so itself.
@@ -2393,6 +2395,8 @@ class Jsonl(Task):
         if not (learnt or self.config.reward or isinstance(row.get("answer"), str)):
             raise ValueError("it holds no answer, a string, and without --reward nothing else says "
                              "what is right")  # fmt: skip
+        if not (learnt or self.config.reward):
+            require_gold(row["answer"])
 
         # Demonstrations of a file of their own are learnt from the first answer on. Of other lines
         # only an answer at the end is one, and what stands before it is shown, whoever said it.
@@ -2601,12 +2605,22 @@ def final_answer(text):
     return rest.split("\n")[0].strip() if mark else None
 
 
+def require_gold(answer):
+    """ValueError for an answer that says nothing: only a bare `####` could equal it."""
+    final = final_answer(answer)
+    if not (answer if final is None else final).strip():
+        raise ValueError("its answer is empty, so nothing says what is right")
+
+
 def same_answer(a, b):
     """Equal as numbers (1,000 = 1000.0 = $1000) or, where one is no number, as stripped text."""
 
-    # A number, or None. float() would also take nan, inf and 1e3, which nobody writes as an answer.
+    # A number, or None. Commas and blanks belong to it only between groups of three digits: `3, 4`
+    # is no 34. float() would also take nan, inf and 1e3, which nobody writes as an answer.
     def number(text):
-        plain = re.sub(r"[,$%\s]", "", text).rstrip(".")
+        plain = re.sub(r"[$%]", "", text).strip().rstrip(".")
+        if re.fullmatch(r"[-+]?\d{1,3}([,\s]\d{3})+(\.\d*)?", plain):
+            plain = re.sub(r"[,\s]", "", plain)
         return float(plain) if re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)", plain) else None
 
     if a is None or b is None:

@@ -343,6 +343,13 @@ def test_a_file_of_demonstrations_is_dealt_and_nothing_held_out_is_learnt(
         task_of(directory("qwen2"), tmp_path, learn=only)
 
 
+@pytest.mark.parametrize("answer", ["", " ", "2 and 2 make\n#### "])
+def test_an_answer_that_says_nothing_is_refused(directory, tmp_path, answer):
+    for row in ({"question": "2 + 2?"}, {"messages": [user("2 + 2?")]}):
+        with pytest.raises(ValueError, match="rows.jsonl line 41: its answer is empty"):
+            task_of(directory("qwen3"), tmp_path, [*QUESTIONS, row | {"answer": answer}])
+
+
 @pytest.mark.parametrize("said", ["{}", "{}\n" + INSTRUCTION])
 def test_a_held_out_question_is_not_learnt_from_messages_either(directory, tmp_path, said):
     learn = [

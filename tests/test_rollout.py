@@ -375,7 +375,9 @@ def test_the_final_answer_follows_the_last_mark(text, found):
     ("1,000", "1000", True), ("$1,000.00", "1000", True), ("42.", "42", True), (".5", "0.50", True),
     ("-3", "-3.0", True), ("-$3", "-3", True), ("3", "-3", False), ("42", "43", False),
     ("42 apples", "42", False), ("blue", " blue ", True), ("blue", "red", False), ("", "0", False),
-    (None, "1", False), (None, None, False), ("nan", "1", False), ("1e3", "1000", False),
+    ("1 000", "1000", True), ("$ 5", "5 %", True), ("1 2", "12", False), ("3, 4", "34", False),
+    ("1,00", "100", False), (None, "1", False), (None, None, False), ("nan", "1", False),
+    ("1e3", "1000", False),
 ])  # fmt: skip
 def test_answers_are_equal_as_numbers_or_else_as_text(a, b, same):
     assert same_answer(a, b) is same_answer(b, a) is same
