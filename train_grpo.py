@@ -1140,6 +1140,9 @@ class Config:
         yield whole and (self.system or self.instruction not in ("", Config.instruction)), (
             "--template with {question} is the whole prompt: write --instruction, --system there")
         yield self.system and self.template == "raw", "--system is for --template chat, not raw"
+        own = (*self.BY_START["demo_lr"].values(), Config.demo_lr)
+        yield not self.demos and self.demo_lr not in own, (
+            "--demo-lr is of supervised steps: it needs --demos, their number")
         yield self.demo_data and not self.demos, (
             "--demo-data needs --demos N, the number of supervised steps")
         yield self.task == "sort" and self.length > self.size, (
@@ -2253,16 +2256,23 @@ class Jsonl(Task):
             if not names_code(config.reward):
                 raise ValueError(f"--reward {config.reward!r} is no FILE.py:function")
             self.reward_file, self.reward = from_file(config.reward, "function")
+            require_two_arguments(self.reward, config.reward)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
         self.rows = {False: [], True: []}  # by held out
-        for line in self._read(config.data):
+        lines = self._read(config.data)
+        count = len(lines)
+        for line in lines:
             self.rows[is_held_out(line.shown.encode())].append(line)
         if all_lines:  # for an evaluation, which trains on none
             every = self.rows[True] + self.rows[False]
             self.rows = dict.fromkeys(self.rows, every)
         if not all(self.rows.values()):
-            raise ValueError(f"{config.data} is too small to hold every tenth question out")
+            raise ValueError(
+                f"{config.data} is too small to hold every tenth prompt out: by a hash of what it "
+                f"asks, {len(self.rows[True])} of {count} lines are; give it more that ask "
+                f"something else"
+            )
 
         asks = any("messages" not in line.row for line in self.rows[False] + self.rows[True])
         if config.instruction != Config.instruction and not asks:
@@ -2365,30 +2375,28 @@ class Jsonl(Task):
         needed = learnt or not self.config.reward
         if not isinstance(question, str) or (needed and not isinstance(answer, str)):
             strings = "question and answer, two strings" if needed else "question, a string"
-            raise ValueError(f"it holds no {strings}")
+            got = {name: type(value).__name__ for name, value in row.items()}
+            raise ValueError(f"it holds no {strings}, and no messages; it has {got}")
         if not (learnt or self.config.reward):
             require_gold(answer)
 
         # Marks of turns are the chat template's business. Plain text begins with BOS if this
         # checkpoint's texts do; a chat template says so itself.
         messages = []
-        asked = question
-        if self.config.instruction:
-            asked += f"\n{self.config.instruction}"
         if self.template == "chat":
+            asked = with_instruction(self.config, question)
             messages = self._behind_system([{"role": "user", "content": asked}])
             prompt = self.text.prompt(messages)
-        elif self.template == "raw":
-            prompt = self.text.encode(f"{asked}\n", bos=True)
         else:
-            whole = self.template.replace("{question}", question)
-            prompt = self.text.encode(whole, bos=True)
+            prompt = self.text.encode(plain_prompt(self.config, question), bos=True)
         demo = [answer] if isinstance(answer, str) else []
         return dict(shown=question, messages=messages, prompt=prompt, later=[], demo=demo)
 
     def _messages(self, row, learnt) -> dict:
         """What a {"messages", "answer"} row says of its Line."""
         messages = row["messages"]
+        if "question" in row:
+            raise ValueError("it holds both a question and messages: one of them would be dropped")
         require_messages(messages)
         if self.template != "chat":
             raise ValueError("it holds messages, which only --template chat can say")
@@ -2521,6 +2529,30 @@ class Jsonl(Task):
                 f"{line.where}: rewards must be finite numbers"
             )
         return float(reward)
+
+
+def require_two_arguments(function, spec):
+    """ValueError for a --reward that cannot be called as function(text, row)."""
+    # Found out at the start: answers that are cut off are never shown to it, so that in a run which
+    # only has such answers nobody would notice.
+    try:
+        inspect.signature(function).bind("text", {})
+    except TypeError as error:
+        raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
+    except ValueError:
+        pass  # some built-in functions do not tell what they take
+
+
+def with_instruction(config, question) -> str:
+    """A question and, on the next line, --instruction."""
+    return f"{question}\n{config.instruction}" if config.instruction else question
+
+
+def plain_prompt(config, question) -> str:
+    """What is said without a chat template: a text with {question}, else as --template raw."""
+    if "{question}" in config.template:
+        return config.template.replace("{question}", question)
+    return with_instruction(config, question) + "\n"
 
 
 def conversation(line, answers) -> list:
@@ -2749,6 +2781,8 @@ def is_finite_number(x) -> bool:
     """Whether x, which may be anything that a task has returned, is a number or a tensor of one."""
     if isinstance(x, torch.Tensor):
         return x.numel() == 1 and bool(x.isfinite())
+    if isinstance(x, (np.generic, np.ndarray)):  # np.bool_ too, which is no number for Python
+        return np.size(x) == 1 and x.dtype.kind in "biuf" and bool(np.isfinite(x).all())
     return isinstance(x, numbers.Real) and math.isfinite(x)
 
 
@@ -3627,6 +3661,9 @@ def policy_of_run(run, step, task, dtype=""):
         path = newest_checkpoint(run)
     else:
         path = f"{run}/step-{step:08d}"
+    if path is None and checkpoints(run, "demos"):
+        raise ValueError(f"{run} is still in its supervised start: its first checkpoint of the "
+                         f"loop, step-00000000, comes at the end of that")  # fmt: skip
     if path is None or not Path(path).exists():
         steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
@@ -3890,10 +3927,12 @@ class Answer(Row):
 class Conversation:
     """What was said, as messages and as the one row of tokens that the model sees."""
 
-    def __init__(self, model, text, options):
+    def __init__(self, model, text, options, plain=None):
+        """plain: what becomes of a line where no chat template is used; None: it stays as it is."""
         self.model = model
         self.text = text
         self.options = options
+        self.plain = plain
         self.tokens = []
         self.turns = 0
         self.messages = []
@@ -3904,7 +3943,8 @@ class Conversation:
         """Put what the user says into the row; ValueError, and nothing, if it has no tokens."""
         # Tokens of answers stay as they were sampled: only what is new is encoded.
         messages = [*self.messages, {"role": "user", "content": said}]
-        if self.text.template is None:
+        if self.plain is not None or self.text.template is None:
+            said = said if self.plain is None else self.plain(said)
             new = self.text.encode(said, bos=self.turns == 0)
         elif self.turns == 0:
             new = self.text.prompt(messages)
@@ -4009,12 +4049,17 @@ def chat(argv) -> int:
 
             # How one talks to it. Answers alone go to standard output, for whoever reads a pipe.
             how = "its own chat template"
-            if isinstance(text, Words):
+            plain = None
+            asked = config is not None and config.task == "jsonl"
+            if asked and config.template not in ("", "chat"):
+                plain = functools.partial(plain_prompt, config)
+                how = f"each line is put into the run's prompt, --template {config.template!r}"
+            elif isinstance(text, Words):
                 how = f"symbols, with spaces between them: {' '.join(text.names)}"
             elif text.template is None:
                 how = "no chat template, so each line is plain text that the model goes on with"
             print(f"{name}: {how}", file=sys.stderr)
-            converse(Conversation(model, text, options))
+            converse(Conversation(model, text, options, plain))
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0
@@ -5132,6 +5177,9 @@ def parameters_row(files, step, trainer, exact, rounded, rounding):
 
     # Each tensor is held to its own rounding, and the one that is furthest from it is shown: AdamW
     # makes steps of one length, so what is wrong with a small tensor is no smaller.
+    # AdamW divides by the root of v: where a gradient has nearly cancelled, it is the rounding that
+    # is made as long as a step, and the largest of many such entries scatters more than a sum does.
+    rounding = rounding._replace(times=4 * rounding.times)
     trainer.load_checkpoint(path)
     stored = dict(trainer.model.named_parameters())
     lower = dict(rounded.named_parameters())
@@ -5591,6 +5639,27 @@ def first_free_directory(config):
             return out
 
 
+def note_data(config, out):
+    """Write down what the data files hold; on --resume ValueError where that is something else."""
+    # A step draws lines by their number. With other lines a resumed run would go on as if nothing
+    # had happened, and neither be the run that began nor one that anybody could repeat.
+    sums = {}
+    for name in ("data", "demo_data"):
+        if config.task == "jsonl" and getattr(config, name):
+            sums[name] = zlib.crc32(Path(getattr(config, name)).read_bytes())
+    path = out / "data.json"
+    if config.resume and path.exists():
+        begun = models.read_json(path)
+        for name, checksum in sums.items():
+            if begun.get(name, checksum) != checksum:
+                raise ValueError(
+                    f"{getattr(config, name)} ({_flag(name)}) is not what it was when {out} began: "
+                    f"put the old lines back, or start a new run"
+                )
+    elif sums:
+        path.write_text(json.dumps(sums) + "\n")
+
+
 def prepare_out(config, stack) -> str:
     """Rank 0: choose, lock and fill the run's directory, or say why not.
 
@@ -5613,11 +5682,14 @@ def prepare_out(config, stack) -> str:
         if config.overwrite:
             number = "[0-9]" * 8
             names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl"]
-            names += ["curve.png", "events.out.*", "reference", "reference.tmp", "hf", "hf.tmp"]
+            names += ["data.json", "curve.png", "events.out.*", "reference", "reference.tmp"]
+            names += ["hf", "hf.tmp"]
             names += [f"step-{number}", f"step-{number}.tmp"]
             names += [f"demos-{number}", f"demos-{number}.tmp", "config.json"]
             for path in (path for name in names for path in out.glob(name)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+        note_data(config, out)
 
         # The settings last, and whole or not at all: a directory that has them is a run's.
         stored = dataclasses.asdict(config)
@@ -5648,7 +5720,7 @@ def main(argv) -> int:
             return plot(argv[1:]) or 0
         commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
         if argv and argv[0] in commands:
-            return commands[argv[0]](argv[1:])
+            return quietly(commands[argv[0]], argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
 
@@ -5669,6 +5741,19 @@ def main(argv) -> int:
         return leave(128 + signal.SIGINT)
     dist.destroy_process_group()
     return leave(code)
+
+
+def quietly(command, argv) -> int:
+    """A command whose output may go to `| head`: whoever reads it has then seen enough."""
+    try:
+        code = command(argv)
+        print(end="", flush=True)
+        return code
+    except BrokenPipeError:
+        # What is still buffered would fail once more as Python ends, so it goes nowhere; 141 is
+        # what a shell gives for such an end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def leave(code) -> int:

@@ -5,7 +5,7 @@
 
 The files and the fields of their configurations are those of the published repositories, in the
 spelling of transformers 4. The chat templates are the real ones, which the package trl carries. The
-tokenizers are of the same kind, trained on this project's own text: byte-level BPE (Qwen), and what
+tokenizers are of the same kind, trained on made-up words: byte-level BPE (Qwen), and what
 SentencePiece's BPE with byte fallback becomes in a tokenizer.json (Gemma).
 """
 
@@ -15,8 +15,8 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
-from conftest import ROOT
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -25,7 +25,6 @@ from models import ModelConfig, Transformer, save_hf
 
 FAMILIES = "qwen2", "qwen3", "qwen3_moe", "gemma3"
 TEMPLATES = {"qwen2": "qwen2_5", "qwen3": "qwen3", "qwen3_moe": "qwen3", "gemma3": "gemma3"}
-CORPUS = "README.md", "tests/RESULTS.md", "ring_attention.py", "models.py"
 VOCABULARY = 4000
 
 # How Qwen cuts text into words before BPE: letters with one sign before them, single digits, signs,
@@ -93,7 +92,17 @@ def chat_template(family) -> str:
 
 
 def corpus():
-    return [(ROOT / name).read_text(encoding="utf-8") for name in CORPUS]
+    """Lines of made-up words, numbers and marks: the same for ever, so that tests stay the same."""
+    rng = np.random.default_rng(0)
+    onsets = "b c d f g h k l m n p r s t v w th st pr Qu".split()
+    syllables = [a + b + c for a in onsets for b in "aeiou" for c in ("", "n", "r", "s")]
+    words = ["".join(rng.choice(syllables, rng.integers(1, 4))) for _ in range(5000)]
+    words[:12] = ["What", "is", "and", "the", "answer", "End", "with", "####", "to", "a", "of", "+"]
+    lines = ["End with '#### ' and the answer.\n"] * 50 + ["12 + 30 = 42, 日本語 é ü 🙂\n"] * 50
+    for _ in range(4000):
+        picked = np.minimum(rng.zipf(1.3, 12) - 1, len(words) - 1)
+        lines.append(" ".join(words[n] for n in picked) + f", {rng.integers(1000)}.\n")
+    return lines + words
 
 
 @functools.cache

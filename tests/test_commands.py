@@ -4,10 +4,12 @@ Runs are processes of their own, as in test_run.py; the commands are called in t
 checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
 """
 
+import functools
 import io
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -81,6 +83,31 @@ def said(monkeypatch, text):
 
 def figures_of(out):
     return json.loads(out.splitlines()[-1])
+
+
+def test_the_plain_prompt_of_a_run_is_what_it_is_talked_to_in():
+    """A conversation with a run of --template raw, or of a text."""
+    def heard(**settings):
+        config = Config(task="jsonl", data="d", model="m", **settings)
+        options = SimpleNamespace(system="")
+        plain = functools.partial(train_grpo.plain_prompt, config)
+        talk = train_grpo.Conversation(None, Words([*"ab", "Q:", "A:", "x"], (4,)), options, plain)
+        talk.hear("a b")
+        return talk.tokens
+
+    assert heard(template="Q: {question} A:") == [2, 0, 1, 3]
+    assert heard(template="raw", instruction="x") == [0, 1, 4]
+    assert heard(template="raw", instruction="") == [0, 1]
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
+    def command(argv):
+        raise BrokenPipeError
+
+    closed = []
+    monkeypatch.setattr("os.dup2", lambda *descriptors: closed.append(descriptors))
+    monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))
+    assert train_grpo.quietly(command, []) == 141 and len(closed) == 1
 
 
 # Figures ---------------------------------------------------------------------------------------
@@ -441,11 +468,13 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     monkeypatch.chdir(tmp_path)
     released.make(family, "released", **size)
 
-    # Random weights hardly ever draw an end, and greedily they say what was said last. Here that
-    # ends an answer, and so do two tokens of three.
+    # Random weights hardly ever draw an end, and greedily they repeat themselves. Here the token
+    # that they say first ends an answer, and so do two tokens of three.
     turn = [{"role": "user", "content": "What is 3 and 3?"}]
     text = models.Text("released")
-    last = text.prompt(turn)[-1]
+    greedy = dict(max_new_tokens=1, temperature=0.0)
+    (row,) = models.generate(models.load_hf("released"), [text.prompt(turn)], **greedy)
+    last = row.tokens[-1]
     ends = [n for n in range(text.vocab_size) if (n - last) % 3 != 1]
     path = Path("released/generation_config.json")
     raw = json.loads(path.read_text())

@@ -4,6 +4,7 @@ Checkpoints are those of `released`, in the published formats. What transformers
 is the truth about every row; `Script` of test_rollout says tokens that are known beforehand.
 """
 
+import io
 import json
 import re
 from pathlib import Path
@@ -463,6 +464,14 @@ def test_flags_that_a_checkpoint_or_a_file_rules_out_are_named(directory, tmp_pa
     refuses("--instruction goes behind a question; .*rows.jsonl asks none", numbered(HISTORY),
             instruction="Go.")  # fmt: skip
     refuses("--reward 'gone.py:f' is no FILE.py:function", reward="gone.py:f")
+    both = [{"question": "?", "messages": [user("?")], "answer": "1"}]
+    refuses("line 1: it holds both a question and messages", both)
+    refuses("no question and answer, two strings, .* 'answer': 'int'",
+            [{"question": "?", "answer": 1}])  # fmt: skip
+    refuses("--demo-lr is of supervised steps", demo_lr=0.125)
+    (tmp_path / "one.py").write_text("def one(text):\n    return 1.0\n")
+    refuses("one.py:one cannot be called with .text, row.: too many",
+            reward=f"{tmp_path / 'one.py'}:one")  # fmt: skip
     (tmp_path / "rewards.py").write_text(REWARDS)
     refuses("rewards.py has no function 'gone'", reward=f"{tmp_path / 'rewards.py'}:gone")
     (tmp_path / "rewards.py").write_text("import nothing_of_this_name")
@@ -496,8 +505,23 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     good(tmp_path, f"{again} --reward rewards.py:close")
     lines = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
     rewards = {reward for line in lines for _, reward in line["rewards"]}
-    assert len(rewards) > 1 and rewards < {n / 100 for n in range(99)}
+    assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
     assert train_grpo.audited("run", 1, reward="rewards.py:close").wrong is None
+
+    # Who talks to it does so as it was trained, and a run does not go on with other questions.
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is 1?\n")))
+    assert train_grpo.main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
+    write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
+    again = f"{again.replace('2', '3')} --reward rewards.py:close"
+    assert train_grpo.main(again.split()) == 2
+    assert "rows.jsonl (--data) is not what it was when run began" in capsys.readouterr().err
+
+
+def test_a_number_of_numpy_is_one():
+    numbers = [np.True_, np.float32(0.5), np.array(0.5), np.array([1]), np.int8(1)]
+    assert all(map(train_grpo.is_finite_number, [True, 1, 0.5, *numbers]))
+    others = [None, "1", np.nan, np.float32("inf"), np.array([1, 2]), np.array("a"), [1]]
+    assert not any(map(train_grpo.is_finite_number, others))
 
 
 def test_a_reward_that_fails_ends_the_run_with_its_row(directory, tmp_path):

@@ -536,7 +536,7 @@ def test_what_jsonl_lacks_is_named(checkpoint, tmp_path):
     (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
     refuses("nothing ends a turn", model=str(tmp_path))
     (tmp_path / "few.jsonl").write_text(json.dumps(LINES[0]))
-    with pytest.raises(ValueError, match="too small to hold every tenth question out"):
+    with pytest.raises(ValueError, match="too small to hold every tenth prompt out"):
         make_task(Config(task="jsonl", data=str(tmp_path / "few.jsonl"), model=str(checkpoint)))
 
 
