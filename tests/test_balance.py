@@ -245,7 +245,7 @@ RUNS = {
     "t2c2": (4, "--plan t2c2 --ac full"),
     "p2t2": (4, "--plan p2t2 --tree sparse"),
 }
-STEPS = {name: 4 for name in RUNS} | {"t2": 2}
+STEPS = {name: 4 for name in RUNS} | {"sparse": 2}
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def flags_of(mixture, steps):
     return f"{flags} --kl-coef 0.05 --kl k2"
 
 
-@pytest.mark.parametrize("name", shortened(RUNS, "t2"))
+@pytest.mark.parametrize("name", shortened(RUNS, "sparse"))
 def test_balanced_runs_are_those_of_one_process(run_of, mixture, tmp_path, name):  # noqa: F811
     world, more = RUNS[name]
     flags = flags_of(mixture, STEPS[name])

@@ -59,7 +59,7 @@ def one_process(run_of):  # noqa: F811
 
 # d2, p2, t2 with FSDP2 and ZeRO-1 have their steps in test_a_run_goes_on_under_another_plan, of the
 # same flags; single steps of the other plans are those of test_parallel.py.
-QUICKER = ("t2", "c2", "p2 zbv", "2 ranks offload")
+QUICKER = ("t2", "c2", "p2 zbv")
 EVERY = [pytest.param(name, 3) for name in QUICKER]
 EVERY += [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
 
