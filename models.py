@@ -3607,8 +3607,13 @@ def _measuring_file():
 
 def main(argv) -> int:
     """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
+    return quietly(_run_command, argv)
+
+
+def quietly(command, argv) -> int:
+    """The exit code of a command whose output may go to `| head`."""
     try:
-        code = _run_command(argv)
+        code = command(argv)
         print(end="", flush=True)
         return code
     except BrokenPipeError:

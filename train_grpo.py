@@ -1140,8 +1140,7 @@ class Config:
         yield whole and (self.system or self.instruction not in ("", Config.instruction)), (
             "--template with {question} is the whole prompt: write --instruction, --system there")
         yield self.system and self.template == "raw", "--system is for --template chat, not raw"
-        own = (*self.BY_START["demo_lr"].values(), Config.demo_lr)
-        yield not self.demos and self.demo_lr not in own, (
+        yield not self.demos and self.demo_lr not in self.BY_START["demo_lr"].values(), (
             "--demo-lr is of supervised steps: it needs --demos, their number")
         yield self.demo_data and not self.demos, (
             "--demo-data needs --demos N, the number of supervised steps")
@@ -3781,7 +3780,7 @@ def settings_of_evaluation(source, given) -> Config:
     if is_run(source):
         missing = [name for name in CODE if name not in given]
         config = settings_of_run(source, imported=missing)
-        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": ""}
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": "", "demo_lr": None}
         return dataclasses.replace(config, **elsewhere | given).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
@@ -3929,6 +3928,8 @@ class Conversation:
 
     def __init__(self, model, text, options, plain=None):
         """plain: what becomes of a line where no chat template is used; None: it stays as it is."""
+        # The messages are for the chat template, and the tokens for the model; both begin empty,
+        # but for the system's message.
         self.model = model
         self.text = text
         self.options = options
@@ -5720,7 +5721,7 @@ def main(argv) -> int:
             return plot(argv[1:]) or 0
         commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
         if argv and argv[0] in commands:
-            return quietly(commands[argv[0]], argv[1:])
+            return models.quietly(commands[argv[0]], argv[1:])
         if argv == ["check"] or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
 
@@ -5741,19 +5742,6 @@ def main(argv) -> int:
         return leave(128 + signal.SIGINT)
     dist.destroy_process_group()
     return leave(code)
-
-
-def quietly(command, argv) -> int:
-    """A command whose output may go to `| head`: whoever reads it has then seen enough."""
-    try:
-        code = command(argv)
-        print(end="", flush=True)
-        return code
-    except BrokenPipeError:
-        # What is still buffered would fail once more as Python ends, so it goes nowhere; 141 is
-        # what a shell gives for such an end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def leave(code) -> int:

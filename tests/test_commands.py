@@ -107,7 +107,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
     closed = []
     monkeypatch.setattr("os.dup2", lambda *descriptors: closed.append(descriptors))
     monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))
-    assert train_grpo.quietly(command, []) == 141 and len(closed) == 1
+    assert models.quietly(command, []) == 141 and len(closed) == 1
 
 
 # Figures ---------------------------------------------------------------------------------------

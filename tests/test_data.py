@@ -508,6 +508,10 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
     assert train_grpo.audited("run", 1, reward="rewards.py:close").wrong is None
 
+    # An evaluation has the run's settings, but for those of its supervised start.
+    evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close"
+    assert train_grpo.main(evaluate.split()) == 0
+
     # Who talks to it does so as it was trained, and a run does not go on with other questions.
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is 1?\n")))
     assert train_grpo.main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
