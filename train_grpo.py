@@ -15,7 +15,7 @@ run), and then they are two runs that learn alike. A resumed run repeats every b
     python train_grpo.py plot runs/guess-0 [runs/guess-1 ..]  # reward curves, PNG or text
     python train_grpo.py audit runs/guess-0 [--step N]        # a step again, by hand; is it so?
     python train_grpo.py eval | chat | export runs/guess-0 .. # pass@k; talk; for Hugging Face
-    python train_grpo.py check | bench    # all plans, trees, families: 3e-14, 4 minutes | seconds
+    python train_grpo.py check [--all] | bench    # plans, trees, families: 3e-14 | seconds
 
 What it must equal. For rollout i of a group of G with reward R_i, sampled tokens t, log-probs under
 softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
@@ -1197,7 +1197,7 @@ def parse_config(argv) -> Config:
     """Flags from the fields of Config; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        usage="%(prog)s [--FLAG VALUE ...] | check | bench | plot RUN .. | audit RUN"
+        usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
         " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
     )  # fmt: skip
     add_flags(parser, dataclasses.fields(Config))
@@ -5722,7 +5722,7 @@ def main(argv) -> int:
         commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
         if argv and argv[0] in commands:
             return models.quietly(commands[argv[0]], argv[1:])
-        if argv == ["check"] or argv[:1] == ["bench"]:
+        if argv in (["check"], ["check", "--all"]) or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
 
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
