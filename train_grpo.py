@@ -111,15 +111,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import models
+import parallel
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
-    agreed_micro_batches, balance_of_rank, checkpoints, clip_grad_norm, connect, copy_weights,
-    gather_replica, local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
-    newest_checkpoint, of_nobody, parallelize, parts_of, persistent_buffers, read_checkpoint,
-    reduce_gradients, replica_difference, require_batch, reshard, row_lengths, speaks_for_replica,
-    summed, superseded, training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, Pipeline, Plan, Stop, agree, checkpoints, clip_grad_norm,
+    connect, copy_weights, gather_replica, local, lr_factor, materialise, naming_lost_ranks,
+    newest_checkpoint, parallelize, parts_of, persistent_buffers, read_checkpoint, reduce_gradients,
+    replica_difference, reshard, speaks_for_replica, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -618,14 +617,14 @@ class Trainer:
     def __init__(self, config, model, *, generator=None, reference=None):
         """model is trained, generator samples, reference is what the KL is measured against."""
         self.config = config
-        self.generator = generator
         self.policy_version = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = next((generator or model).parameters()).device
+        self.device = device_of(model)
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
+        self.generator = split_generator(self, generator)
         self.reference = like_the_policy(self, reference)
         self.optimizer = adamw(config, self.model, self.plan)
         self.experts = ExpertLoads(config, self.model, self.device)
@@ -726,7 +725,7 @@ class Trainer:
 
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # The generator is whole on every rank, whatever the plan has made of the policy.
+        # What the two models hold in one memory needs no copy: see `split_generator`.
         copy_weights(self.model, self.generator)
         return self.policy_version
 
@@ -812,8 +811,9 @@ class Play(Row):
 
 
 def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
-):
+    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
+    ending=None,
+):  # fmt: skip
     """Play every start `group` times; lists of trajectories, by group, in rollout order.
 
     starts          list of (group number, state, prompt tokens)
@@ -822,6 +822,7 @@ def rollout(
     temperature     of sampling; 0 is greedy
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
+    ending          called with the plays whose turn has ended, see `SharedTask`
     """
     # Without forks a play for each rollout. With them each play begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with plays 0 and 2, which stand for rollouts 0 1 and 2 3.
@@ -836,7 +837,7 @@ def rollout(
     # that have ended, and calls end_turn wherever a token of task.end was sampled.
     ended = generate(
         model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        after=lambda play: play.end_turn(task, forks),
+        ending=ending, after=lambda play: play.end_turn(task, forks),
     )  # fmt: skip
 
     # Plays end in any order; a group's rollouts are put back into theirs.
@@ -955,7 +956,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
+    plan: str = ""  # which ranks do what, see parallel.py: d2t2, p2c2; A|B: generator A, trainer B
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1088,11 +1089,15 @@ class Config:
             f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
 
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
-        apart = "+" in self.plan or "|" in self.plan.replace("|ffn", "")
-        yield apart, (
+        sides = parallel.Allocation.parse(self.plan or "d1").groups
+        yield len(sides) > 1, (
             f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
-            f"them; give the trainer's plan alone")
-        plan = Plan() if apart else Plan.parse(self.plan or "d1")
+            f"them; give A|B, the generator's plan and the trainer's, or the trainer's alone")
+        yield len(sides[0]) > 2, (
+            f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
+        plan = sides[0][-1]
+        if len(sides[0]) == 2:
+            parallel.require_generator_plan(sides[0][0])
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
@@ -1265,6 +1270,53 @@ def splits(config) -> bool:
     return bool(config.plan or config.data_parallel != "ddp" or special)
 
 
+def plans_of(config):
+    """The generator's and the trainer's Plan that --plan A|B gives; None for one that it does not.
+
+    A|B: both have the same ranks. B alone is the trainer's.
+    """
+    if not config.plan:
+        return None, None
+    ((*generator, trainer),) = parallel.Allocation.parse(config.plan).groups
+    return generator[0] if generator else None, trainer
+
+
+def generator_plan(config) -> Plan:
+    """The generator's plan: A of --plan A|B, else the trainer's t and e, with which every other
+    rank is a replica."""
+    own, trainer = plans_of(config)
+    if own is not None:
+        return own
+    trainer = trainer or Plan()
+    replicas = dist.get_world_size() // trainer.tp
+    return Plan(dp=replicas, tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+
+
+def device_of(model):
+    """Where a model is, or will be: of one on the meta device the device of this rank."""
+    if not on_meta(model):
+        return next(model.parameters()).device
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def split_generator(trainer, generator):
+    """This rank's part of the generator. Weights of the trainer's dtype and layout are its own, in
+    the same memory. A model that has memory already stays as it is: a whole copy."""
+    if generator is None or not on_meta(generator):
+        return generator
+    plan = generator_plan(trainer.config)
+    if plan.tp > 1 or plan.ep > 1:
+        # A plan of the same degrees has the same ranks in the same groups.
+        grid = trainer.grid
+        if grid is None or grid.plan.shapes != plan.shapes:
+            grid = Grid.make(plan, trainer.device.type)
+        parallel.split_for_decoding(generator, plan, device_mesh=grid)
+    parallel.share_or_allocate(trainer.model, generator, trainer.device)
+    return generator
+
+
 def split_over_ranks(config, model, device):
     """The model as this rank holds it, the Plan and the Grid; both None where there is no plan.
 
@@ -1275,7 +1327,7 @@ def split_over_ranks(config, model, device):
 
     # The shapes of the whole are kept for the filling: a stage of a pipeline has but some tensors.
     whole = copy.deepcopy(model) if on_meta(model) else None
-    plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
+    plan = plans_of(config)[1] or Plan(dp=dist.get_world_size())
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
     model = split_by(config, model, plan, grid)
     if whole is not None:
@@ -1324,8 +1376,8 @@ def like_the_policy(trainer, reference):
 def copy_part(source, target):
     """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
     reshard(source)
-    into = dict(target.named_parameters()) | persistent_buffers(target)
-    for name, x in (dict(source.named_parameters()) | persistent_buffers(source)).items():
+    into = parallel.tensors_of(target)
+    for name, x in parallel.tensors_of(source).items():
         local(into[name]).copy_(local(x))
 
 
@@ -1551,7 +1603,7 @@ def skip_step(trainer, suspect):
     """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
     trainer.skipped += 1
     trainer.skipped_in_a_row += 1
-    text = name_suspects(trainer.model, suspect)
+    text = parallel.name_suspects(trainer.model, suspect)
 
     # Several in a row are no accident: the weights or the data are broken.
     if trainer.skipped_in_a_row >= trainer.config.max_skipped:
@@ -1652,7 +1704,8 @@ def batches_of_trees(trainer, model, batch) -> list:
     if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
         return [batch or [FILLER]]
     lengths = [len(t.tokens) for t in batch]
-    cuts = micro_batches(model, lengths, trainer.config.micro_tokens, shared_with_previous(batch))
+    shared = shared_with_previous(batch)
+    cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
 
 
@@ -1703,7 +1756,7 @@ def tree_options(trainer, model, batch):
         options.update(group=trainer.grid.context, method=config.cp_method)
     if plan.tp > 1:
         # The engine of `dta` asks of the routers what they say of all tokens of a block.
-        model = PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
+        model = parallel.PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
     return model, options
 
 
@@ -1732,7 +1785,8 @@ def balance_of_tree(trainer, micro, trie):
     if trainer.plan is not None and trainer.plan.cp > 1:
         rank = dist.get_rank(trainer.grid.context)
         local_s = ring_attention.indices(len(trie), rank, trainer.plan.cp)
-    return balance_of_rank(trainer.model, sequence_J, token_J, local_s, trainer.experts.balance)
+    balance = trainer.experts.balance
+    return parallel.balance_of_rank(trainer.model, sequence_J, token_J, local_s, balance)
 
 
 class TreeBatches(PackedBatches):
@@ -1742,17 +1796,18 @@ class TreeBatches(PackedBatches):
         """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
         # All trees are padded to the longest, so they should cost the same. `partition` cuts the
         # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
-        require_batch(self.model, sequences, masks)
-        count = agreed_micro_batches(self.model, trees_needed(sequences, self.micro_tokens))
+        parallel.require_batch(self.model, sequences, masks)
+        needed = trees_needed(sequences, self.micro_tokens)
+        count = parallel.agreed_micro_batches(self.model, needed)
         micros = partition(sequences, count)
 
         # A tree without a sequence is one token that nothing is asked of.
         tries = [TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros]
-        lengths = row_lengths(self.plan, list(map(len, tries)))
+        lengths = parallel.row_lengths(self.plan, list(map(len, tries)))
         rows = []
         for indices, trie, length in zip(micros, tries, lengths, strict=True):
             row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
-            rows.append(row if indices else of_nobody(row))
+            rows.append(row if indices else parallel.of_nobody(row))
         return micros, rows
 
 
@@ -1770,7 +1825,7 @@ def trees_needed(sequences, micro_tokens) -> int:
     return count
 
 
-def tree_row(trie, masks, length) -> PackedRow:
+def tree_row(trie, masks, length) -> parallel.PackedRow:
     """A tree as a row of `length` places. masks: for each sequence, which of tokens[1:] count."""
     # Behind the tree stands padding, tokens of which each is a tree of its own.
     #
@@ -1789,7 +1844,7 @@ def tree_row(trie, masks, length) -> PackedRow:
         mask_BT[b, : len(mask)] = mask
         scored.append(trie.path(b)[1:].numpy()[np.asarray(mask, dtype=bool)])
     edges_N, entries_K = np.unique(np.concatenate(scored), return_inverse=True)
-    return PackedRow(
+    return parallel.PackedRow(
         tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
         torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
         torch.from_numpy(entries_K), *tokens_of_sequences(trie),
@@ -2746,20 +2801,87 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
 
 
 def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, `batch_rows` rollouts at a time."""
+    """`rollout` by the configuration, `batch_rows` rollouts at a time. Collective under a plan."""
+    # Ranks that decode together play the prompts of all of them. The draws are the plays' own, and
+    # the logits are alike on all of these ranks, so they sample the same tokens without a word.
+    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
+    # is computed alike. Pinned by
+    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    own = starts
+    first = 0
+    ending = None
+    if parallel.shares_sequences(generator):
+        prompts, first = gather_replica(generator, [(n, prompt) for n, _, prompt in own])
+        starts = [(n, ELSEWHERE, prompt) for n, prompt in prompts]
+        starts[first : first + len(own)] = own
+        task = SharedTask(task, generator)
+        ending = task.ask
+
     groups = []
     size = max(1, config.batch_rows // config.group)  # groups are never divided
     for n in range(0, len(starts), size):
         groups += rollout(
             generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
             max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            fork_turns=config.fork_turns,
+            fork_turns=config.fork_turns, ending=ending,
         )  # fmt: skip
-    return groups
+    parallel.end_together(generator)
+
+    # What has been played together is shared out again: each rank goes on with its own groups.
+    return groups[first : first + len(own)]
+
+
+ELSEWHERE = "another rank has the task's state of this play"
+
+
+class SharedTask:
+    """A task, for ranks that decode the same plays: of each play one rank asks it, the one that has
+    drawn the prompt, and tells the others.
+
+    A task may be slow, or random, or answer by the clock. If each rank asked by itself, two of them
+    might hear different replies, decode different tokens, and wait for each other for good.
+    """
+
+    def __init__(self, task, generator):
+        self.task = task
+        self.generator = generator
+        self.heard = {}  # id of a play -> the task's new state, reply and reward
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    def ask(self, plays):
+        """Ask for the turns that have ended: these plays', the same ones on all of the ranks."""
+        answers = {}
+        states = {}
+        problem = None
+        try:
+            for n, play in enumerate(plays):
+                if play.state is not ELSEWHERE:
+                    answer = play.tokens[play.turn :]
+                    states[n], reply, reward = ask_reply(self.task, play, answer)
+                    answers[n] = reply, float(reward)
+        except Exception as error:  # raised below, after the other ranks have heard of it
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        text = "" if problem is None else f"{problem}"
+        parts, _ = gather_replica(self.generator, [(answers, text)])
+        if problem is not None:
+            raise problem
+        self.heard = {}
+        for answers, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same plays: {text}")
+            for n, (reply, reward) in answers.items():
+                self.heard[id(plays[n])] = states.get(n, ELSEWHERE), reply, reward
 
 
 def ask_reply(task, play, answer):
     """The task's new state, reply and reward; ValueError for what could not be trained on."""
+    if isinstance(task, SharedTask):
+        return task.heard[id(play)]
     with asking(task):
         state, reply, reward = task.reply(play.state, answer)
     name = type(task).__name__
@@ -2986,8 +3108,9 @@ def build(config, task, device):
     if whole:
         first_weights(config, model, None)
 
-    # Their weights are replaced before use, by the first push and by `keep_reference`.
-    generator = made(config.generator_dtype or config.dtype, True).requires_grad_(False)
+    # Their weights are replaced before use, by the first push and by `keep_reference`. The Trainer
+    # gives the generator memory, by a plan of its own: `split_generator`.
+    generator = made(config.generator_dtype or config.dtype, False).requires_grad_(False)
     if not config.kl_coef:
         return model, generator, None
     return model, generator, made(config.dtype, whole).requires_grad_(False)
@@ -3005,8 +3128,9 @@ def train(config, device) -> int:
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
-        world = dist.get_world_size()
-        Plan.parse(config.plan).require_fits(world=world, config=model.config, ulysses=ulysses)
+        fits = dict(world=dist.get_world_size(), config=model.config)
+        plans_of(config)[1].require_fits(**fits, ulysses=ulysses)
+        generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with naming_lost_ranks(lambda: "setting up", "look at its error"):
@@ -3100,7 +3224,7 @@ def run(config, task, trainer, out) -> int:
         if config.router_bias_rate:
             log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
         else:
-            agree(lambda: export(config, task, generator, out, log))
+            export(config, task, generator, out, log)
     log.end(solved)
     return 0
 
@@ -3171,7 +3295,7 @@ def save(config, trainer, out, step, kind="step") -> bool:
     # Once the loop has a checkpoint, those of the supervised start are of no use.
     def outdated():
         finished = checkpoints(out, "demos") if kind == "step" else []
-        return superseded(out, step, config.keep, kind) + finished
+        return parallel.superseded(out, step, config.keep, kind) + finished
 
     for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
@@ -3194,15 +3318,35 @@ def newest_good(out) -> str:
 
 
 def export(config, task, generator, out, log):
-    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model."""
+    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model.
+
+    Collective. The weights are the generator's, in its own dtype.
+    """
     # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
-    if not importlib.util.find_spec("safetensors"):
+    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
         log.say(f"{out}/hf not written: pip install safetensors, and then "
                 f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
         return
-    # The generator holds the last weights whole, on every rank and in its own dtype.
-    with writing(f"{out}/hf", log.advice):
-        write_hf(generator, f"{out}/hf", source=config.model, names=token_names(task))
+    directory = f"{out}/hf"
+    texts = dict(source=config.model, names=token_names(task))
+
+    def write():
+        with writing(directory, log.advice):
+            write_hf(generator, directory, **texts)
+
+    def complete():
+        with writing(directory, log.advice):
+            complete_hf(directory, **texts)
+
+    # A generator that is whole is written by rank 0. Of one that is split every rank gives its
+    # parts, one tensor at a time, and rank 0 writes them.
+    if not any(map(parallel.is_split, generator.parameters())):
+        agree(write)
+        return
+    agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
+    with writing(directory, log.advice):
+        models.save_hf(generator, beside(directory))
+    agree(complete)
 
 
 @contextlib.contextmanager
@@ -4103,11 +4247,24 @@ def write_hf(model, directory, *, source="", names=()):
     source   the --model directory, whose tokenizer, template and ends of turns are copied, or none
     names    without a source: the names of the tokens, for a tokenizer of words, or none
     """
-    # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
-    partial = Path(f"{Path(directory).absolute()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(beside(directory), ignore_errors=True)
     try:
-        models.save_hf(model, partial)
+        models.save_hf(model, beside(directory))
+    except OSError:
+        shutil.rmtree(beside(directory), ignore_errors=True)  # what was cut short takes room
+        raise
+    complete_hf(directory, source=source, names=names)
+
+
+def beside(directory) -> Path:
+    """Where a directory is first written. A kill leaves it there, and the next try deletes it."""
+    return Path(f"{Path(directory).absolute()}.tmp")
+
+
+def complete_hf(directory, *, source="", names=()):
+    """`write_hf`, from the moment that the weights and the config lie `beside` their place."""
+    partial = beside(directory)
+    try:
         if source and not Path(source).is_dir():
             raise FileNotFoundError(f"the text files of --model {source} are gone")
         if source:
@@ -4117,7 +4274,7 @@ def write_hf(model, directory, *, source="", names=()):
                 text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
                 (partial / name).write_text(text, encoding="utf-8")
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
     # Between these two lines there is no directory, and never half of one. A directory cannot be
@@ -4137,7 +4294,7 @@ def export_command(argv) -> int:
 
     # Nothing is deleted for this but an empty directory.
     directory = Path(options.directory)
-    partial = Path(f"{directory.absolute()}.tmp")
+    partial = beside(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
