@@ -71,15 +71,17 @@ value/loss, balance and grad_norm are plain means over a step's updates (see `up
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
     policy_age/update_mean       optimiser steps between the sampler's weights and an update's
+    policy/age_mean, _max        steps of the loop between the sampler's weights and the batch's
     tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
     tokens/trained, tokens/trained_flat   with gradients: of a tree its own tokens; without a tree
     NAME_first                   what is a mean of updates, of the first alone if there are several
     memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `peak_memory`; seconds
+    seconds/wait_rollout, /wait_train   training stood still for the batch; sampling for weights
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
-current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
-(2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated
-trajectory ends with value 0. Not here: asynchronous generation; top-p, which biases every ratio.
+current policy itself where a step has one update and its weights sampled, so that rounding cannot
+clip; the log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk,
+and a truncated trajectory ends with value 0. Not here: top-p, which biases every ratio.
 """
 
 import argparse
@@ -454,26 +456,27 @@ class Trajectory:
         self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
 
 
-def train_step(config, task, trainer, log, step):
+def train_step(config, trainer, queue, log, step):
     """One step of the run; the held-out fraction solved if this step evaluates, else None."""
     seconds = {}
     solved = None
     with timed(seconds, "total"), peak_memory(seconds, trainer.device):
-        # Sample with the generator, a copy of the policy that holds the weights of the last push.
-        with timed(seconds, "rollout"):
-            rollouts, chosen, metrics = collect(config, task, trainer.generator, step)
+        # Sampled by `collect`, with the generator: a copy of the policy as the last push left it,
+        # or under --staleness an earlier one (appendix M).
+        with timed(seconds, "wait_rollout"):
+            rollouts, chosen, sampled_by, metrics = queue.take(step)
 
         # Everything in (1)-(7) that has no gradient is computed once, before the first update.
         # From then on the policy moves and these numbers do not.
         with timed(seconds, "train"):
             metrics |= prepare(config, trainer, [rollouts[g] for g in chosen if g in rollouts])
-            metrics |= update(config, trainer, rollouts, chosen, step)
+            metrics |= update(config, trainer, rollouts, chosen, step, sampled_by)
         log.rollouts(step, rollouts, chosen)
 
         # `update` has pushed the new weights, so this is the policy as the step leaves it.
         if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
             with timed(seconds, "eval"):
-                solved, shown = evaluate(config, task, trainer.generator)
+                solved, shown = queue.evaluate()
             metrics["eval/solved"] = solved
             log.sample(step, shown)
 
@@ -548,13 +551,13 @@ def prepare(config, trainer, groups) -> dict:
             t.ref_logprobs = ref
 
     # Three sources of `old`. `proximal`: a forward pass of the trainer, which leaves the sampler's
-    # rounding out of the ratio. Else, with several updates: what the sampler recorded, for nothing;
-    # old is smp then, and the weight (4) would be 1. Else, with one update, None: the policy is its
+    # rounding out of the ratio. Else, with several updates, or older weights that sampled: what the
+    # sampler recorded; old is smp then, and the weight (4) would be 1. Else None: the policy is its
     # own old policy, so every ratio is exactly 1 and rounding cannot clip a token.
     if config.proximal:
         for t, old in zip(everyone, trainer.forward_only(everyone)):
             t.old_logprobs = old
-    elif config.minibatches > 1:
+    elif config.minibatches > 1 or config.staleness:
         for t in everyone:
             t.old_logprobs = t.sampler_logprobs
 
@@ -570,15 +573,14 @@ def prepare(config, trainer, groups) -> dict:
     return critic | advantage_metrics(trainer, everyone)
 
 
-def update(config, trainer, rollouts, chosen, step):
-    """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
+def update(config, trainer, rollouts, chosen, step, sampled_by):
+    """The optimiser steps of a batch that policy version sampled_by made; the push; metrics."""
     # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
     lr = learning_rate(config, step)
 
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
     cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
     updates = []
-    sampled_by = trainer.policy_version  # of the generator's weights
     for first, last in zip(cuts, cuts[1:]):
         batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
 
@@ -590,7 +592,7 @@ def update(config, trainer, rollouts, chosen, step):
             updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr) | age)
             warn_if_skipped(step, updates[-1])
 
-    # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
+    # The next rollouts are drawn with the new weights: on-policy but for minibatches and staleness.
     # Each update's metrics count once in the mean, whatever its Z. logprob_gap is the first one's,
     # which alone had the weights that sampled. Both are in `mean_metrics`; tokens are summed here.
     trainer.push_weights()
@@ -633,8 +635,7 @@ class Trainer:
         """The policy, or another model, as what runs micro-batches of sequences."""
         # A micro-batch is a row of sequences end to end, and each attends to itself only. A row is
         # filled in order, up to micro_tokens: lengths 6 3 5 2 and micro_tokens 10 give [6 3] [5 2].
-        # The head, the dearest matrix, runs where a token was sampled. What a plan makes of this is
-        # the business of parallel.py.
+        # The head, the dearest matrix, runs where a token was sampled; plans are for parallel.py.
         config = self.config
         return PackedBatches(
             self.model if model is None else model,
@@ -910,6 +911,7 @@ class Config:
     # rollouts
     prompts: int = 28  # groups a step, over all ranks
     group: int = 16  # rollouts of one prompt
+    staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time, in whole groups
     max_new_tokens: int = 16  # a trajectory's limit after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
@@ -1010,7 +1012,7 @@ class Config:
     ADDED = (
         "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
         "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr", "balance_coef",
-        "router_bias_rate",
+        "router_bias_rate", "staleness",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
@@ -1078,8 +1080,13 @@ class Config:
         yield self.timeout > self.YEAR, f"--timeout must be at most a year, got {self.timeout} s"
         yield self.max_rounds > 1 and not self.dynamic_sampling, (
             "--max-rounds is for --dynamic-sampling")
-        yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
-            "--importance-cap needs --proximal or --minibatches 1: else old is the sampler itself")
+        old_is_sampler = (self.minibatches > 1 or self.staleness > 0) and not self.proximal
+        yield self.importance_cap and old_is_sampler, (
+            "--importance-cap needs --proximal, or --minibatches 1 and no --staleness: else old is "
+            "the sampler itself")
+        yield self.staleness > MOST_UNDER_WAY, (
+            f"--staleness {self.staleness}: so many batches are kept in memory, and in each "
+            f"checkpoint; at most {MOST_UNDER_WAY}")
         yield self.lr_min > 1, f"--lr-min is a share of --lr, at most 1, got {self.lr_min}"
         yield self.lr_first_step == "zero" and not self.lr_warmup, (
             "--lr-first-step zero is the first step of a warm-up: it needs --lr-warmup")
@@ -3186,12 +3193,15 @@ def run(config, task, trainer, out) -> int:
     stop = Stop()
     step = 0
     solved = None
+    under_way = []
     generator = trainer.generator
     with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
-            step = trainer.load_checkpoint(found)["step"]
+            state = trainer.load_checkpoint(found)
+            step = state["step"]
+            under_way = batches_under_way(config, task, found, state)
             keep_reference(out, trainer, resumed=True)
             log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
@@ -3205,15 +3215,16 @@ def run(config, task, trainer, out) -> int:
         log.table(Log.COLUMNS, config.steps, step)
         if step == 0:
             log.before(evaluate(config, task, generator)[0])
+        queue = RolloutQueue(config, task, trainer, step, under_way)
 
         # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
-            solved = train_step(config, task, trainer, log, step)
+            solved = train_step(config, trainer, queue, log, step)
             step += 1
             last = step == config.steps
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
-                saved = save(config, trainer, out, step)
+                saved = save(config, trainer, out, step, under_way=queue.stored())
                 require_saved(saved or not last, out)
             if signalled and not last:
                 log.say_interrupted(signalled, saved, f"{step} steps")
@@ -3273,8 +3284,9 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     return signalled
 
 
-def save(config, trainer, out, step, kind="step") -> bool:
+def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
     """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
+    under_way: the batches that are sampled and not yet trained, see `RolloutQueue.stored`.
 
     A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
     good ones out. And ranks that should hold the same bits are compared first, because a bit that
@@ -3290,7 +3302,8 @@ def save(config, trainer, out, step, kind="step") -> bool:
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
             f"--out {out}"
         )
-    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step)
+    extra = {"under_way": under_way} if under_way else {}
+    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
 
     # Once the loop has a checkpoint, those of the supervised start are of no use.
     def outdated():
@@ -3583,10 +3596,13 @@ class Log:
         1, 2, ..; `rewards` are (index of a turn's last target, reward); a group that was dropped
         has no advantage. Collective.
         """
-        # A step right behind a checkpoint can be audited from that checkpoint: it is logged whole,
-        # and so is the first of a run and of a resumed one. An evaluation shows one group.
+        # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
+        # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
+        # group.
         c = self.config
-        behind = step == self.start or (c.save_every > 0 and step % c.save_every == 0)
+        sampled_at = step - c.staleness
+        behind = sampled_at >= 0 and c.save_every > 0 and sampled_at % c.save_every == 0
+        behind = behind or step == 0 or sampled_at == self.start
         evaluates = step + 1 == c.steps or (step + 1) % c.eval_every == 0
         groups = rollouts.keys()
         if c.log_rollouts == "none" or not (c.log_rollouts == "all" or behind or evaluates):
@@ -4678,14 +4694,16 @@ class Update(NamedTuple):
 
 
 def step_by_hand(
-    config, groups, model, moments, step, *, reference=None, version=0, skipped=0, spelled_out=()
-):
+    config, groups, model, moments, step, *, reference=None, version=0, skipped=0, sampled_by=None,
+    spelled_out=(),
+):  # fmt: skip
     """A whole step by (1) to (7): {metric: Measured}. The model and moments become those behind it.
 
     groups            {number: its Recorded rollouts}, all that were played, in order
     model, moments    the policy before the step, in the precision to compute in; of AdamW
     reference         of the KL, in that precision; None: there is none
     version, skipped  optimiser steps taken and skipped before the step
+    sampled_by        optimiser steps that the sampler's weights had taken; None: version
     spelled_out       numbers of groups that are read by `models.definition`
     """
     # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
@@ -4708,7 +4726,7 @@ def step_by_hand(
                     s.old = numbers_of(lp)
                 if values is not None:
                     s.v_old = numbers_of(values)
-        if c.minibatches > 1 and not c.proximal:
+        if (c.minibatches > 1 or c.staleness) and not c.proximal:
             s.old = s.smp
         s.filtered = s.truncated and c.overlong == "filter"
 
@@ -4724,6 +4742,7 @@ def step_by_hand(
     # The updates: whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
     lr = rate_by_hand(c, step)
     updates = []
+    sampled_by = version if sampled_by is None else sampled_by
     for m in range(c.minibatches):
         first = m * len(chosen) // c.minibatches
         last = (m + 1) * len(chosen) // c.minibatches
@@ -4768,13 +4787,15 @@ def step_by_hand(
 
     # With several updates the first is told by itself: only it sees the weights before the step.
     if len(updates) > 1:
-        first = update_metrics(c, updates[:1], reference is not None)
+        first = update_metrics(c, updates[:1], reference is not None, sampled_by)
         found |= {f"{name}_first": first[name] for name in FIRST if name in first}
     if updates:
-        found |= update_metrics(c, updates, reference is not None)
+        found |= update_metrics(c, updates, reference is not None, sampled_by)
 
     # How many tokens a tree runs depends on where it is cut, which no equation says.
     counts = {"lr": lr, "policy_version": version, "updates/skipped": skipped}
+    for name in ("policy/age_mean", "policy/age_max"):
+        counts[name] = min(step, c.staleness)
     counts["tokens/trained_flat"] = sum(update.tokens for update in updates)
     if c.tree == "disabled":
         counts["tokens/trained"] = counts["tokens/trained_flat"]
@@ -4845,8 +4866,8 @@ def critic_metrics(sequences, surprises) -> dict:
     return {"value/token_mean": mean_of(v), "value/explained_variance": share}
 
 
-def update_metrics(config, updates, has_reference) -> dict:
-    """What an Update measures, as means over them."""
+def update_metrics(config, updates, has_reference, sampled_by) -> dict:
+    """What an Update measures, as means over them. sampled_by: the sampler's policy version."""
     c = config
     U = len(updates)
 
@@ -4880,7 +4901,7 @@ def update_metrics(config, updates, has_reference) -> dict:
     # The mean of norms is at most the root of the mean of their squares: this vector's length.
     gradients = np.concatenate([update.gradient for update in updates]) / math.sqrt(U)
     norms = [update.norm for update in updates]
-    ages = [update.version - updates[0].version for update in updates]
+    ages = [update.version - sampled_by for update in updates]
     found = {
         "loss/token_mean": over_updates(column("part"), per_token=False),
         "loss/policy_token_mean": over_updates(column("policy"), per_token=False),
@@ -4946,7 +4967,7 @@ ORDER = (
     "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
     "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "value/token_mean",
     "value/explained_variance", "advantage/token_mean", "advantage/token_std",
-    "rollouts/advantage", "lr", "policy_age/update_mean",
+    "rollouts/advantage", "lr", "policy_age/update_mean", "policy/age_mean", "policy/age_max",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
     "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
 )  # fmt: skip
@@ -5058,9 +5079,10 @@ class RunFiles:
         if not self.metrics:
             raise ValueError("metrics.jsonl holds no whole line")
 
-        # A checkpoint behind the last step has no line yet.
+        # The last steps of a run were sampled with weights that have no line yet.
         if step is None:
-            return max([n for n in self.checkpoints if n < len(self.metrics)], default=0)
+            behind = [n + self.config.staleness for n in self.checkpoints]
+            return max([n for n in behind if n < len(self.metrics)], default=0)
         if not 0 <= step < len(self.metrics):
             last = len(self.metrics) - 1
             raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
@@ -5109,22 +5131,37 @@ def require_rollout(line, where):
         raise ValueError(f"{where} is no rollout")
 
 
-def state_before(files, task, step, say):
-    """A Trainer that stands before the step, and how many steps it had to do for that.
+class Before(NamedTuple):
+    """What `state_before` finds."""
+
+    trainer: Trainer  # stands before the step
+    again: int  # steps that it had to do for that
+    sampler: Transformer  # the policy that sampled the step's rollouts
+    version: int  # of that policy
+    queue: object  # RolloutQueue: has the step's rollouts, or the weights that sample them
+
+
+def state_before(files, task, step, say) -> Before:
+    """A Trainer that stands before the step, and the policy that sampled the step's rollouts.
 
     say: called with each sentence that tells how it came there.
     """
     # Checkpoint step-M is the state before step M. Step 0 needs none: its weights are drawn from
     # the seed or are those of --model. Supervised steps leave one, which may be gone (--keep).
+    # The sampler's weights are those of `staleness` steps before, so the way begins there.
     config = files.config
+    sampled_at = max(0, step - config.staleness)
     model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
-    start = max([n for n in files.checkpoints if n <= step], default=0)
+    start = max([n for n in files.checkpoints if n <= sampled_at], default=0)
     again = step - start
+    under_way = []
     if start in files.checkpoints:
         path = files.checkpoints[start]
-        if trainer.load_checkpoint(path)["step"] != start:
+        state = trainer.load_checkpoint(path)
+        if state["step"] != start:
             raise ValueError(f"{path.name} is of another step")
+        under_way = batches_under_way(config, task, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
         for n in range(config.demos):
@@ -5141,8 +5178,14 @@ def state_before(files, task, step, say):
     if step > start:
         say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
             f"for which {LATER} times as much is allowed")  # fmt: skip
+    queue = RolloutQueue(config, task, trainer, start, under_way, last=step)
+    sampler = trainer.model
+    version = trainer.policy_version
     for n in range(start, step):
-        rollouts, chosen, metrics = collect(config, task, trainer.generator, n)
+        if n == sampled_at:
+            sampler = copy.deepcopy(trainer.model)
+            version = trainer.policy_version
+        rollouts, chosen, sampled_by, metrics = queue.take(n)
         for name in ("tokens/generated", "reward/mean"):
             here = metrics[name]
             there = files.metrics[n].get(name)
@@ -5153,8 +5196,10 @@ def state_before(files, task, step, say):
                     f"metrics.jsonl; audit a step right behind a checkpoint"
                 )
         prepare(config, trainer, [rollouts[g] for g in chosen])
-        update(config, trainer, rollouts, chosen, n)
-    return trainer, again
+        update(config, trainer, rollouts, chosen, n, sampled_by)
+    if sampled_at == step:  # without staleness
+        version = trainer.policy_version
+    return Before(trainer, again, sampler, version, queue)
 
 
 def copy_of_state(trainer, dtype):
@@ -5215,7 +5260,7 @@ def draw_intervals(config, model, s):
 def sampling(config, groups, step, model, times):
     """Whether each token is the one that its random number draws: the row, and a sentence.
 
-    model: the policy before the step. The sampler holds its weights in a precision of its own.
+    model: the policy that sampled. The sampler holds its weights in a precision of its own.
     """
     own = config.generator_dtype or config.dtype
     rounding = Rounding.of(own, times)
@@ -5409,7 +5454,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     line = files.metrics[step]
     task = make_task(config)
     intro = []
-    trainer, again = state_before(files, task, step, intro.append)
+    trainer, again, sampler, sampled_by, queue = state_before(files, task, step, intro.append)
     rounding = Rounding.of(config.dtype, TIMES * LATER if again else TIMES)
     text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
     if rounding.scale != 1:
@@ -5421,7 +5466,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     if lines is None:
         intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
                      "the ordinary code")  # fmt: skip
-        rollouts, _, _ = collect(config, task, trainer.generator, step)
+        rollouts = queue.take(step).rollouts
         lines = {}
         for n in sorted(rollouts):
             lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
@@ -5433,7 +5478,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
         raise ValueError(f"--group: models.definition has no rope of {', '.join(sorted(ropes))}")
 
     # The step by hand, in float64 and in the precision that tells of rounding.
-    before = dict(version=trainer.policy_version, skipped=trainer.skipped)
+    before = dict(version=trainer.policy_version, skipped=trainer.skipped, sampled_by=sampled_by)
     groups = groups_again(config, task, step, lines)
     if "eval/solved_before" in line:  # of the weights that the step by hand is about to change
         model, _, _ = copy_of_state(trainer, torch.float64)
@@ -5456,7 +5501,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     # The rows: every metric that is both in the line and determined by the step, and what is known
     # besides of the tokens, their advantages and the parameters. A run of an older version of this
     # file lacks some metrics; of the others each must be right.
-    row, text = sampling(config, groups, step, trainer.model, rounding.times)
+    row, text = sampling(config, groups, step, sampler, rounding.times)
     rows = [row, *rollout_rows(config, groups, others, lines, rounding)]
     intro.append(text)
     for key in exact.keys() & line.keys():
@@ -5731,7 +5776,161 @@ def equations(report, s, row) -> list:
     return lines
 
 
-# M. Commands: the run's directory, main -------------------------------------------------------
+# M. Batches under way: --staleness ------------------------------------------------------------
+# Which weights sample which batch, and how a checkpoint keeps batches that are sampled and not yet
+# trained. At --staleness 0, the default, it is one call of `collect` a step: skip it.
+
+# Batch b is sampled with the weights that max(0, b - K) steps have made, and trained in step b. So
+# a step begins by sampling the batch that is trained K steps later:
+#
+#     K = 2      step 0           step 1       step 2       step 3
+#     samples    batches 0 1 2    batch 3      batch 4      batch 5
+#     trains     batch 0          batch 1      batch 2      batch 3
+#
+# This says which numbers come out, and not who computes when: the run is a function of its seed.
+# An evaluation in line s is of the weights behind step s, whatever K is.
+
+MOST_UNDER_WAY = 64  # far more than learning bears
+
+
+class Batch(NamedTuple):
+    """What `collect` has found, and the policy version that it was sampled with."""
+
+    rollouts: dict  # of this rank: group -> trajectories
+    chosen: list  # groups of all ranks that are trained on
+    sampled_by: int
+    metrics: dict
+
+
+class RolloutQueue:
+    """Samples the batches of a run, each with the weights that the schedule says.
+
+    start      the first step that will be trained
+    under_way  (number, Batch) of those from `start` on that a checkpoint held
+    last       the last batch that anybody will ask for; None: there is no such
+    """
+
+    def __init__(self, config, task, trainer, start=0, under_way=(), last=None):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.waiting = dict(under_way)  # number -> Batch
+        self.next = start + len(self.waiting)
+        self.last = math.inf if last is None else last
+        self.idle_since = time.perf_counter()
+
+    def take(self, step) -> Batch:
+        """The batch of a step that begins now; its metrics are the caller's. Collective."""
+        while self.next <= min(step + self.config.staleness, self.last):
+            self.waiting[self.next] = self.sample(self.next)
+            self.next += 1
+        return self.waiting.pop(step)
+
+    def sample(self, number) -> Batch:
+        """A batch by the weights that the generator has now."""
+        # On ranks that train too, sampling has stood still since it or an evaluation last ended.
+        seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
+        with timed(seconds, "rollout"):
+            generator = self.trainer.generator
+            rollouts, chosen, metrics = collect(self.config, self.task, generator, number)
+        self.idle_since = time.perf_counter()
+
+        # All rollouts of a batch are by the same weights, so the mean age is the largest one.
+        age = min(number, self.config.staleness)
+        metrics |= {"policy/age_mean": float(age), "policy/age_max": age} | seconds
+        return Batch(rollouts, chosen, self.trainer.policy_version, metrics)
+
+    def evaluate(self):
+        """`evaluate` of the weights behind the step that has just been done."""
+        found = evaluate(self.config, self.task, self.trainer.generator)
+        self.idle_since = time.perf_counter()
+        return found
+
+    def stored(self) -> list:
+        """The batches under way as JSON values, for a checkpoint; on rank 0 alone. Collective."""
+        # COMM: how many wait is a function of the step, so every rank comes to each gather.
+        # Pinned by tests/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
+        found = []
+        for number in sorted(self.waiting):
+            batch = self.waiting[number]
+            parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(batch.rollouts, parts)
+            groups = {}
+            for part in parts or []:
+                groups |= part
+            found.append(
+                {
+                    "batch": number, "sampled_by": batch.sampled_by, "chosen": batch.chosen,
+                    "metrics": batch.metrics, "groups": groups_as_json(groups),
+                }
+            )  # fmt: skip
+        return found
+
+
+def groups_as_json(groups) -> list:
+    """[group, its rollouts] of each group; a rollout is what `trajectory_of` makes one of."""
+    # JSON's floats are read as they were written, bit for bit.
+    found = []
+    for group in sorted(groups):
+        rows = []
+        for t in groups[group]:
+            row = (
+                list(map(int, t.tokens)), t.mask.astype(int).tolist(), t.sampler_logprobs.tolist(),
+                float(t.reward), bool(t.truncated), t.path, t.turn_rewards,
+            )  # fmt: skip
+            rows.append(row)
+        found.append([group, rows])
+    return found
+
+
+def batches_under_way(config, task, path, state) -> list:
+    """(number, Batch) of the batches that the checkpoint `path` holds; this rank has its groups.
+
+    state: the JSON of the checkpoint. ValueError for anything but the batches that belong there.
+    """
+    # Behind step s > 0 the batches s .. s + K - 1 are under way, whatever --steps was.
+    step = state["step"]
+    expected = list(range(step, step + config.staleness)) if step else []
+    found = []
+    try:
+        stored = state.get("under_way", [])
+        if [entry["batch"] for entry in stored] != expected:
+            raise ValueError(f"not those of {expected}")
+        for entry in stored:
+            rollouts = {}
+            for group, rows in entry["groups"]:
+                if len(rows) != config.group:
+                    raise ValueError(f"group {group} has {len(rows)} rollouts")
+                made = [trajectory_of(task, group, row) for row in rows]
+                if group % dist.get_world_size() == dist.get_rank():
+                    rollouts[group] = made
+            numbers = {group for group, _ in entry["groups"]}
+            if not numbers >= set(entry["chosen"]):
+                raise ValueError("groups are missing")
+            batch = Batch(rollouts, entry["chosen"], entry["sampled_by"], entry["metrics"])
+            found.append((entry["batch"], batch))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__} {error}"
+        raise ValueError(f"checkpoint {path}: its batches under way are none: {reason}") from error
+    return found
+
+
+def trajectory_of(task, group, row) -> Trajectory:
+    """A rollout of `groups_as_json`; ValueError for one that could not be trained on."""
+    # What stands in a file is looked at before a model, an index or a sum meets it.
+    tokens, mask, logprobs, reward, truncated, path, turn_rewards = row
+    if not all(type(token) is int and 0 <= token < task.vocab_size for token in tokens):
+        raise ValueError(f"group {group} has tokens that the task has not")
+    mask = np.array(mask, dtype=bool)
+    logprobs = np.array(logprobs, dtype=np.float64)
+    if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
+        raise ValueError(f"group {group} has {len(tokens)} tokens and {logprobs.shape} log-probs")
+    path = [tuple(fork) for fork in path]
+    turn_rewards = [tuple(pair) for pair in turn_rewards]
+    return Trajectory(group, tokens, mask, logprobs, reward, truncated, path, turn_rewards)
+
+
+# N. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 

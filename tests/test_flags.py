@@ -109,6 +109,7 @@ TAME_EXTREMES = {
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
     "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR], "shard-ranks": [1, 2, 3],
     "offload": [True], "lr-min": [0.1, 1.0, 2.0], "lr-first-step": ["zero"],
+    "staleness": [1, 2, 64, 65, HUGE],
 }  # fmt: skip
 WILD_EXTREMES = {
     "temperature": [NEAR, FAR, 1e-5, 100.0], "clip-low": [NEAR], "clip-high": [NEAR],
@@ -166,6 +167,8 @@ def draw(seed, number, models_of) -> Case:
         flags |= {"proximal": True, "importance-cap": 2}
     if flags["prompts"] > 1 and chance(0.3):
         flags["minibatches"] = 2
+    if chance(0.2):
+        flags["staleness"] = one([1, 2])
     if chance(0.2):
         flags["overlong"] = "filter"
     if task != "sort" and flags["group"] in (2, 4) and chance(0.3):
