@@ -117,10 +117,9 @@ import parallel
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, Pipeline, Plan, Stop, agree, checkpoints, clip_grad_norm,
-    connect, copy_weights, gather_replica, local, lr_factor, materialise, naming_lost_ranks,
-    newest_checkpoint, parallelize, parts_of, persistent_buffers, read_checkpoint, reduce_gradients,
-    replica_difference, reshard, speaks_for_replica, summed, training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
+    gather_replica, local, lr_factor, newest_checkpoint, parallelize, parts_of, read_checkpoint,
+    reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -1338,7 +1337,7 @@ def split_over_ranks(config, model, device):
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
     model = split_by(config, model, plan, grid)
     if whole is not None:
-        materialise(model)
+        parallel.materialise(model)
         first_weights(config, model, whole)
     return model, plan, grid
 
@@ -1375,14 +1374,14 @@ def like_the_policy(trainer, reference):
     if reference is None or not on_meta(reference):
         return reference
     reference = split_by(trainer.config, reference, trainer.plan, trainer.grid)
-    materialise(reference)
+    parallel.materialise(reference)
     return reference
 
 
 @torch.no_grad()
 def copy_part(source, target):
     """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
-    reshard(source)
+    parallel.reshard(source)
     into = parallel.tensors_of(target)
     for name, x in parallel.tensors_of(source).items():
         local(into[name]).copy_(local(x))
@@ -1509,7 +1508,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
     # together on the same trajectories have the same sums, and one of them speaks for all.
     numbers = [*totals_K.tolist(), tree_tokens]
-    if not speaks_for_replica(trainer.model):
+    if not parallel.speaks_for_replica(trainer.model):
         numbers = [0.0] * len(numbers)
     flat_tokens = sum(len(t.tokens) for t in batch)
     dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
@@ -1875,7 +1874,7 @@ def tree_batches(trainer, model) -> TreeBatches:
 @torch.no_grad()
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
-    if isinstance(model, Pipeline):
+    if isinstance(model, parallel.Pipeline):
         sequences = [t.tokens for t in batch]
         return tree_batches(trainer, model).forward(sequences, [t.mask for t in batch])
     found = []
@@ -1884,7 +1883,7 @@ def scores_by_trees(trainer, model, batch) -> list:
         for b, t in enumerate(micro):
             if t is not FILLER:
                 found.append(tuple(x_BT[b, : len(t.mask)] for x_BT in columns))
-    reshard(model)  # without a backward FSDP would leave the gathered weights lying there
+    parallel.reshard(model)  # without a backward FSDP would leave the gathered weights lying there
     return found
 
 
@@ -1892,7 +1891,7 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
     # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
-    if isinstance(trainer.model, Pipeline):
+    if isinstance(trainer.model, parallel.Pipeline):
         return backward_by_pipeline(trainer, batch, loss_of)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
@@ -1944,7 +1943,7 @@ def backward_by_blocks(trainer, batch, trie, loss_of):
     )  # fmt: skip
 
     # Tensor ranks have walked the same tree and found the same: one of them says it.
-    if speaks_for_replica(trainer.model) and not is_filler:
+    if parallel.speaks_for_replica(trainer.model) and not is_filler:
         experts.parts.append(({"tree": result.aux_loss}, result.router_counts))
 
 
@@ -3140,7 +3139,7 @@ def train(config, device) -> int:
         generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with naming_lost_ranks(lambda: "setting up", "look at its error"):
+        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
             trainer = Trainer(config, model, generator=generator, reference=reference)
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
@@ -3195,7 +3194,7 @@ def run(config, task, trainer, out) -> int:
     solved = None
     under_way = []
     generator = trainer.generator
-    with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
+    with parallel.naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
@@ -3264,7 +3263,7 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     # The steps, as in the loop of `run`: a signal is looked at between two of them.
     signalled = 0
     log.table(Log.DEMO_COLUMNS, config.demos, step)
-    with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
+    with parallel.naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
         while step < config.demos and not signalled:
             log.demo(step, supervised_step(config, task, trainer, step))
             step += 1
@@ -3296,7 +3295,7 @@ def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
         return False
 
     # Collective, and so before anything is written by anybody.
-    difference = replica_difference(trainer.model, trainer.optimizer)
+    difference = parallel.replica_difference(trainer.model, trainer.optimizer)
     if difference:
         raise FloatingPointError(
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
@@ -3307,7 +3306,7 @@ def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
 
     # Once the loop has a checkpoint, those of the supervised start are of no use.
     def outdated():
-        finished = checkpoints(out, "demos") if kind == "step" else []
+        finished = parallel.checkpoints(out, "demos") if kind == "step" else []
         return parallel.superseded(out, step, config.keep, kind) + finished
 
     for old in agree(outdated):
@@ -3413,7 +3412,7 @@ def keep_reference(out, trainer, resumed):
     # Without it a resumed run would measure its KL against the weights that it resumes with.
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
-        tensors |= persistent_buffers(trainer.reference)
+        tensors |= parallel.persistent_buffers(trainer.reference)
         if resumed:
             try:
                 read_checkpoint(f"{out}/reference", tensors)
@@ -3820,11 +3819,11 @@ def policy_of_run(run, step, task, dtype=""):
         path = newest_checkpoint(run)
     else:
         path = f"{run}/step-{step:08d}"
-    if path is None and checkpoints(run, "demos"):
+    if path is None and parallel.checkpoints(run, "demos"):
         raise ValueError(f"{run} is still in its supervised start: its first checkpoint of the "
                          f"loop, step-00000000, comes at the end of that")  # fmt: skip
     if path is None or not Path(path).exists():
-        steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
+        steps = ", ".join(f"{int(path.name[5:])}" for path in parallel.checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
 
     # The shape is not in the checkpoint: it is that of --model, or what the flags say. Tensors of
@@ -3844,7 +3843,7 @@ def policy_of_run(run, step, task, dtype=""):
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    weights |= {f"buffer.{name}": x for name, x in parallel.persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."))
     dtype = dtype or config.generator_dtype or config.dtype
     return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
@@ -5071,7 +5070,7 @@ class RunFiles:
             if line.get("step") != number:
                 found = line.get("step")
                 raise ValueError(f"line {number + 1} of metrics.jsonl is of step {found!r}")
-        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+        self.checkpoints = {int(path.name[5:]): path for path in parallel.checkpoints(self.path)}
 
     def chosen_step(self, step) -> int:
         """The step to audit: the one that was asked for, or the one behind the newest checkpoint
@@ -5401,8 +5400,8 @@ def votes_row(trainer, exact, undecided) -> Audited:
     trainer: holds that checkpoint. exact: the model that the step by hand has left. undecided: so
     many choices of experts could have been others.
     """
-    stored = persistent_buffers(trainer.model)
-    by_hand = persistent_buffers(exact)
+    stored = parallel.persistent_buffers(trainer.model)
+    by_hand = parallel.persistent_buffers(exact)
     wrong = sum(int((stored[name] - by_hand[name]).abs().sum()) for name in by_hand)
     sizes = []
     for votes in (stored, by_hand):
@@ -6086,7 +6085,7 @@ def main(argv) -> int:
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
         code = train(config, device)
-        with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
             dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         if isinstance(error, TaskError) and error.__cause__ is not None:

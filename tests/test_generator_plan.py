@@ -1,30 +1,17 @@
 """Generators with a plan of their own, `--plan A|B`: the tokens of one process, and the push."""
 
-import contextlib
 import dataclasses
-import json
 import random
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import shortened
-from test_ranks import (
-    TASK,
-    largest_difference,
-    learns_something,
-    ranks,
-    read_metrics,
-    run_of,  # noqa: F401, a fixture
-    trained,
-)
-from test_sharded_start import LiveBytes
+from test_ranks import ranks
 
 import models
-import parallel
 import train_grpo
-from parallel import Grid, Plan, copy_weights, full, split_for_decoding
+from parallel import Grid, Plan, split_for_decoding
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 # The tokens ------------------------------------------------------------------------------------
