@@ -267,12 +267,14 @@ class RMSNorm(nn.Module):
         # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
         # tests/test_models.py::test_rms_norm_accumulates_in_float32.
         if not self.offset:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # (4)
+            # In mixed precision states are wider than weights; what is normalised meets a matrix.
+            weight = self.weight.to(x.dtype)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
         # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
 
 
 def rope_frequencies(rope, head_dim, /, *, length, longest):
@@ -430,8 +432,7 @@ class Transformer(nn.Module):
 
     `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
     stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
-    to the positions that are scored. Tied embeddings are one parameter,
-    `model.embed_tokens.weight`; there is then no `lm_head`.
+    to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -439,6 +440,7 @@ class Transformer(nn.Module):
         self.config = config
         self.rope = Rope(config)
         self.attention = causal_attention  # what layers call unless `hidden` is given another
+        self.states_dtype = None  # of the states between layers, or None: that of the weights
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -451,13 +453,13 @@ class Transformer(nn.Module):
         positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
         layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
         (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
-        layers tell of their routing to, see `Balance`. ValueError for another shape, and for token
-        ids outside the vocabulary.
+        layers tell of their routing to, see `Balance`. ValueError for other shapes or unknown ids.
         """
         # A pipeline's later stages get the states of the stage before in place of tokens. Such
         # embeddings are taken as they are: Gemma's sqrt(M) is not applied to them.
         require_tokens_or_states(tokens_BS)
         x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
+        x_BSM = x_BSM.to(self.states_dtype or x_BSM.dtype)
 
         # Positions say how far apart tokens are; which of them see each other is attention's.
         if positions is None:
