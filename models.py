@@ -4,14 +4,13 @@ There is one Transformer, and it does not know which token sees which. Every lay
 keys and values and hands them to one function, `attention(q, k, v, layer=, scale=, window=)`, that
 the caller chose. Causal attention, packed documents and the KV cache are three such functions
 below; a ring over many ranks (`ring_attention.py`) and a tree of shared prefixes
-(`tree_attention.py`) are two more. The model's own code stays the same under all of them.
+(`tree_attention.py`) are two more. The model's own code stays the same under all of them. `check`
+works with this file alone; the other commands need tests/measure_models.py.
 
     python models.py check          # < 1 min on 2 cores: every path against the definition, float64
     python models.py inspect DIR    # a checkpoint: config, table of tensors, what would be loaded
     python models.py bench          # tokens/s, memory, FLOPs, against transformers if it is there
     python models.py control        # 20 s: trains an action expert on a toy task, prints its error
-
-`check` works with this file alone; the other commands need tests/measure_models.py.
 
 What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
 
@@ -319,8 +318,7 @@ def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
     """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
 
-    Right padding needs no mask, since a token sees nothing behind itself. With a window the work
-    and memory are O(S window).
+    Right padding needs no mask: no token sees what is behind it. With a window it is O(S window).
     """
     if softcap is not None:
         raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
@@ -483,9 +481,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden, /):
         """(7): (..., M) -> (..., V), in the model's dtype. `hidden` applied the norm already."""
-        z = F.linear(hidden, self.head_weight)  # (7)
+        weight_vM, rows = self.head_rows()
+        z = F.linear(hidden, weight_vM)  # (7)
         cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(z / cap) if cap else z
+        z = cap * torch.tanh(z / cap) if cap else z
+        return gather_logits(z, rows["group"], self.config.vocab_size) if rows else z
 
     def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
         """Logits (B, S, V) in the model's dtype; the parameters are those of `hidden`."""
@@ -916,7 +916,7 @@ def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=Non
 @torch.inference_mode()
 def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
-    end=(), after=None, seed=None,
+    end=(), ending=None, after=None, seed=None,
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
 
@@ -924,6 +924,8 @@ def generate(
     max_new_tokens: a row with so many tokens behind its prompt ends, with `truncated` set.
     temperature, top_k, top_p, min_p: those of `sample`. 0 is greedy and needs no draws.
     end: the stop tokens. A sampled one calls `after`.
+    ending: called with the rows that a step has ended, all at once, before `after` is called with
+        each: a task that lives elsewhere is asked once.
     after: after(row) -> the rows that go on in its place. None, the default, ends it; itself with
         tokens in its queue is the next turn of a conversation; several are a fork. With `after`,
         rows are returned in the order in which they end.
@@ -962,13 +964,21 @@ def generate(
             uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
         drawn = sample(logits_BV, uniform_B, **options)
 
-        # Each row takes its token. What goes on may be nothing, the row itself, or several forks;
-        # places says from which row of the batch each of them comes.
+        # Each row takes its token.
+        ended = set()
+        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
+            if row.append(*token) and token[0] in end:
+                ended.add(b)
+        if ending and ended:
+            ending([rows[b] for b in sorted(ended)])
+
+        # What goes on may be nothing, the row itself, or several forks; places says from which row
+        # of the batch each of them comes.
         going = []
         places = []
-        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
+        for b, row in enumerate(rows):
             followers = [row]
-            if row.append(*token) and token[0] in end:
+            if b in ended:
                 followers = after(row) if after else []
             if not followers:
                 done.append(row)
@@ -2038,6 +2048,24 @@ def combine_over_ranks(largest_N, sums_4N, group):
     sums_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
     dist.all_reduce(sums_4N, group=group)
     return all_N, sums_4N
+
+
+def gather_logits(z_Xv, group, vocab_size):
+    """The logits (..., V) of all rows of the head, on every rank; each has brought its own (.., v).
+
+    Without a gradient, for sampling: training asks for log-probs, which need no whole row.
+    """
+    if z_Xv.requires_grad:
+        raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
+    # Ranks have ceil(V / t) rows each and the last ones what is left, which is padded for the way.
+    # COMM: an all-gather of equal parts. Pinned by
+    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    world = dist.get_world_size(group)
+    v = -(-vocab_size // world)
+    own_Xv = F.pad(z_Xv, (0, v - z_Xv.shape[-1])).contiguous()
+    parts = [torch.empty_like(own_Xv) for _ in range(world)]
+    dist.all_gather(parts, own_Xv, group)
+    return torch.cat(parts, -1)[..., :vocab_size]
 
 
 # G. Packing: who lies where; block masks --------------------------------------------------------

@@ -71,15 +71,17 @@ value/loss, balance and grad_norm are plain means over a step's updates (see `up
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
     policy_version, updates/skipped   optimiser steps taken; steps skipped for a non-finite gradient
     policy_age/update_mean       optimiser steps between the sampler's weights and an update's
+    policy/age_mean, _max        steps of the loop between the sampler's weights and the batch's
     tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
     tokens/trained, tokens/trained_flat   with gradients: of a tree its own tokens; without a tree
     NAME_first                   what is a mean of updates, of the first alone if there are several
     memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `peak_memory`; seconds
+    seconds/wait_rollout, /wait_train   training stood still for the batch; sampling for weights
 
 How it deviates: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the
-current policy itself where a step has one update, so that rounding cannot clip; the log-ratio of
-(2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a truncated
-trajectory ends with value 0. Not here: asynchronous generation; top-p, which biases every ratio.
+current policy itself where a step has one update and its weights sampled, so that rounding cannot
+clip; the log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk,
+and a truncated trajectory ends with value 0. Not here: top-p, which biases every ratio.
 """
 
 import argparse
@@ -111,15 +113,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import models
+import parallel
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
-    agreed_micro_batches, balance_of_rank, checkpoints, clip_grad_norm, connect, copy_weights,
-    gather_replica, local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
-    newest_checkpoint, of_nobody, parallelize, parts_of, persistent_buffers, read_checkpoint,
-    read_training, reduce_gradients, replica_difference, require_batch, reshard, row_lengths,
-    speaks_for_replica, summed, superseded, training_tensors, weights_to_store, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
+    gather_replica, local, lr_factor, newest_checkpoint, parallelize, parts_of, read_checkpoint,
+    read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -455,26 +455,27 @@ class Trajectory:
         self.sampled = self.mask  # stays when `--overlong filter` takes it out of the loss
 
 
-def train_step(config, task, trainer, log, step):
+def train_step(config, trainer, queue, log, step):
     """One step of the run; the held-out fraction solved if this step evaluates, else None."""
     seconds = {}
     solved = None
     with timed(seconds, "total"), peak_memory(seconds, trainer.device):
-        # Sample with the generator, a copy of the policy that holds the weights of the last push.
-        with timed(seconds, "rollout"):
-            rollouts, chosen, metrics = collect(config, task, trainer.generator, step)
+        # Sampled by `collect`, with the generator: a copy of the policy as the last push left it,
+        # or under --staleness an earlier one (appendix M).
+        with timed(seconds, "wait_rollout"):
+            rollouts, chosen, sampled_by, metrics = queue.take(step)
 
         # Everything in (1)-(7) that has no gradient is computed once, before the first update.
         # From then on the policy moves and these numbers do not.
         with timed(seconds, "train"):
             metrics |= prepare(config, trainer, [rollouts[g] for g in chosen if g in rollouts])
-            metrics |= update(config, trainer, rollouts, chosen, step)
+            metrics |= update(config, trainer, rollouts, chosen, step, sampled_by)
         log.rollouts(step, rollouts, chosen)
 
         # `update` has pushed the new weights, so this is the policy as the step leaves it.
         if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
             with timed(seconds, "eval"):
-                solved, shown = evaluate(config, task, trainer.generator)
+                solved, shown = queue.evaluate()
             metrics["eval/solved"] = solved
             log.sample(step, shown)
 
@@ -549,13 +550,13 @@ def prepare(config, trainer, groups) -> dict:
             t.ref_logprobs = ref
 
     # Three sources of `old`. `proximal`: a forward pass of the trainer, which leaves the sampler's
-    # rounding out of the ratio. Else, with several updates: what the sampler recorded, for nothing;
-    # old is smp then, and the weight (4) would be 1. Else, with one update, None: the policy is its
+    # rounding out of the ratio. Else, with several updates, or older weights that sampled: what the
+    # sampler recorded; old is smp then, and the weight (4) would be 1. Else None: the policy is its
     # own old policy, so every ratio is exactly 1 and rounding cannot clip a token.
     if config.proximal:
         for t, old in zip(everyone, trainer.forward_only(everyone)):
             t.old_logprobs = old
-    elif config.minibatches > 1:
+    elif config.minibatches > 1 or config.staleness:
         for t in everyone:
             t.old_logprobs = t.sampler_logprobs
 
@@ -571,15 +572,14 @@ def prepare(config, trainer, groups) -> dict:
     return critic | advantage_metrics(trainer, everyone)
 
 
-def update(config, trainer, rollouts, chosen, step):
-    """The optimiser steps of one rollout batch, then the push; metrics as means over the steps."""
+def update(config, trainer, rollouts, chosen, step, sampled_by):
+    """The optimiser steps of a batch that policy version sampled_by made; the push; metrics."""
     # The schedule counts steps of the loop, not optimiser steps: a step's updates share one rate.
     lr = learning_rate(config, step)
 
     # Whole groups, in order: 5 groups in 2 minibatches are groups 0 1 and 2 3 4.
     cuts = [m * len(chosen) // config.minibatches for m in range(config.minibatches + 1)]
     updates = []
-    sampled_by = trainer.policy_version  # of the generator's weights
     for first, last in zip(cuts, cuts[1:]):
         batch = [t for g in chosen[first:last] if g in rollouts for t in rollouts[g]]
 
@@ -591,7 +591,7 @@ def update(config, trainer, rollouts, chosen, step):
             updates.append(trainer.forward_backward(batch, Z) | trainer.optim_step(lr) | age)
             warn_if_skipped(step, updates[-1])
 
-    # The next rollouts are drawn with the new weights: this is on-policy but for the minibatches.
+    # The next rollouts are drawn with the new weights: on-policy but for minibatches and staleness.
     # Each update's metrics count once in the mean, whatever its Z. logprob_gap is the first one's,
     # which alone had the weights that sampled. Both are in `mean_metrics`; tokens are summed here.
     trainer.push_weights()
@@ -618,24 +618,23 @@ class Trainer:
     def __init__(self, config, model, *, generator=None, reference=None):
         """model is trained, generator samples, reference is what the KL is measured against."""
         self.config = config
-        self.generator = generator
         self.policy_version = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = next((generator or model).parameters()).device
+        self.device = device_of(model)
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
-        self.reference = like_the_policy(self, reference)
         self.optimizer = adamw(config, self.model, self.plan)
+        self.generator = split_generator(self, generator)
+        self.reference = like_the_policy(self, reference)
         self.experts = ExpertLoads(config, self.model, self.device)
 
     def batches(self, model=None) -> PackedBatches:
         """The policy, or another model, as what runs micro-batches of sequences."""
         # A micro-batch is a row of sequences end to end, and each attends to itself only. A row is
         # filled in order, up to micro_tokens: lengths 6 3 5 2 and micro_tokens 10 give [6 3] [5 2].
-        # The head, the dearest matrix, runs where a token was sampled. What a plan makes of this is
-        # the business of parallel.py.
+        # The head, the dearest matrix, runs where a token was sampled; plans are for parallel.py.
         config = self.config
         return PackedBatches(
             self.model if model is None else model,
@@ -726,7 +725,7 @@ class Trainer:
 
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # The generator is whole on every rank, whatever the plan has made of the policy.
+        # What the two models hold in one memory needs no copy: see `split_generator`.
         copy_weights(self.model, self.generator, self.optimizer)
         return self.policy_version
 
@@ -811,8 +810,9 @@ class Play(Row):
 
 
 def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
-):
+    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
+    ending=None,
+):  # fmt: skip
     """Play every start `group` times; lists of trajectories, by group, in rollout order.
 
     starts          list of (group number, state, prompt tokens)
@@ -821,6 +821,7 @@ def rollout(
     temperature     of sampling; 0 is greedy
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
+    ending          called with the plays whose turn has ended, see `SharedTask`
     """
     # Without forks a play for each rollout. With them each play begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with plays 0 and 2, which stand for rollouts 0 1 and 2 3.
@@ -835,7 +836,7 @@ def rollout(
     # that have ended, and calls end_turn wherever a token of task.end was sampled.
     ended = generate(
         model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        after=lambda play: play.end_turn(task, forks),
+        ending=ending, after=lambda play: play.end_turn(task, forks),
     )  # fmt: skip
 
     # Plays end in any order; a group's rollouts are put back into theirs.
@@ -909,6 +910,7 @@ class Config:
     # rollouts
     prompts: int = 28  # groups a step, over all ranks
     group: int = 16  # rollouts of one prompt
+    staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
     batch_rows: int = 1024  # rollouts that a rank decodes at a time, in whole groups
     max_new_tokens: int = 16  # a trajectory's limit after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
@@ -955,7 +957,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
+    plan: str = ""  # which ranks do what, see parallel.py: d2t2, p2c2; A|B: generator A, trainer B
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1010,7 +1012,7 @@ class Config:
     ADDED = (
         "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
         "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr", "balance_coef",
-        "router_bias_rate", "compute_dtype",
+        "router_bias_rate", "staleness", "compute_dtype",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
@@ -1078,8 +1080,13 @@ class Config:
         yield self.timeout > self.YEAR, f"--timeout must be at most a year, got {self.timeout} s"
         yield self.max_rounds > 1 and not self.dynamic_sampling, (
             "--max-rounds is for --dynamic-sampling")
-        yield self.importance_cap and self.minibatches > 1 and not self.proximal, (
-            "--importance-cap needs --proximal or --minibatches 1: else old is the sampler itself")
+        old_is_sampler = (self.minibatches > 1 or self.staleness > 0) and not self.proximal
+        yield self.importance_cap and old_is_sampler, (
+            "--importance-cap needs --proximal, or --minibatches 1 and no --staleness: else old is "
+            "the sampler itself")
+        yield self.staleness > MOST_UNDER_WAY, (
+            f"--staleness {self.staleness}: so many batches are kept in memory, and in each "
+            f"checkpoint; at most {MOST_UNDER_WAY}")
         yield self.lr_min > 1, f"--lr-min is a share of --lr, at most 1, got {self.lr_min}"
         yield self.lr_first_step == "zero" and not self.lr_warmup, (
             "--lr-first-step zero is the first step of a warm-up: it needs --lr-warmup")
@@ -1089,11 +1096,15 @@ class Config:
             f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
 
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
-        apart = "+" in self.plan or "|" in self.plan.replace("|ffn", "")
-        yield apart, (
+        sides = parallel.Allocation.parse(self.plan or "d1").groups
+        yield len(sides) > 1, (
             f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
-            f"them; give the trainer's plan alone")
-        plan = Plan() if apart else Plan.parse(self.plan or "d1")
+            f"them; give A|B, the generator's plan and the trainer's, or the trainer's alone")
+        yield len(sides[0]) > 2, (
+            f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
+        plan = sides[0][-1]
+        if len(sides[0]) == 2:
+            parallel.require_generator_plan(sides[0][0])
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
@@ -1298,6 +1309,53 @@ def splits(config) -> bool:
     return bool(config.plan or config.data_parallel != "ddp" or special)
 
 
+def plans_of(config):
+    """The generator's and the trainer's Plan that --plan A|B gives; None for one that it does not.
+
+    A|B: both have the same ranks. B alone is the trainer's.
+    """
+    if not config.plan:
+        return None, None
+    ((*generator, trainer),) = parallel.Allocation.parse(config.plan).groups
+    return generator[0] if generator else None, trainer
+
+
+def generator_plan(config) -> Plan:
+    """The generator's plan: A of --plan A|B, else the trainer's t and e, with which every other
+    rank is a replica."""
+    own, trainer = plans_of(config)
+    if own is not None:
+        return own
+    trainer = trainer or Plan()
+    replicas = dist.get_world_size() // trainer.tp
+    return Plan(dp=replicas, tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+
+
+def device_of(model):
+    """Where a model is, or will be: of one on the meta device the device of this rank."""
+    if not on_meta(model):
+        return next(model.parameters()).device
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def split_generator(trainer, generator):
+    """This rank's part of the generator. Weights of the trainer's dtype and layout are its own, in
+    the same memory. A model that has memory already stays as it is: a whole copy."""
+    if generator is None or not on_meta(generator):
+        return generator
+    plan = generator_plan(trainer.config)
+    if plan.tp > 1 or plan.ep > 1:
+        # A plan of the same degrees has the same ranks in the same groups.
+        grid = trainer.grid
+        if grid is None or grid.plan.shapes != plan.shapes:
+            grid = Grid.make(plan, trainer.device.type)
+        parallel.split_for_decoding(generator, plan, device_mesh=grid)
+    parallel.share_or_allocate(trainer.model, generator, trainer.device)
+    return generator
+
+
 def split_over_ranks(config, model, device):
     """The model as this rank holds it, the Plan and the Grid; both None where there is no plan.
 
@@ -1309,12 +1367,12 @@ def split_over_ranks(config, model, device):
 
     # The shapes of the whole are kept for the filling: a stage of a pipeline has but some tensors.
     whole = copy.deepcopy(model) if on_meta(model) else None
-    plan = Plan.parse(config.plan or f"d{dist.get_world_size()}")
+    plan = plans_of(config)[1] or Plan(dp=dist.get_world_size())
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
     compute_dtype = getattr(torch, products(config)) if is_mixed(config) else None
     model = split_by(config, model, plan, grid, compute_dtype=compute_dtype)
     if whole is not None:
-        materialise(model)
+        parallel.materialise(model)
         first_weights(config, model, whole)
     return model, plan, grid
 
@@ -1351,16 +1409,16 @@ def like_the_policy(trainer, reference):
     if reference is None or not on_meta(reference):
         return reference
     reference = split_by(trainer.config, reference, trainer.plan, trainer.grid)
-    materialise(reference)
+    parallel.materialise(reference)
     return reference
 
 
 @torch.no_grad()
 def copy_part(source, target):
     """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
-    reshard(source)
-    into = dict(target.named_parameters()) | persistent_buffers(target)
-    for name, x in (dict(source.named_parameters()) | persistent_buffers(source)).items():
+    parallel.reshard(source)
+    into = parallel.tensors_of(target)
+    for name, x in parallel.tensors_of(source).items():
         local(into[name]).copy_(local(x))
 
 
@@ -1485,7 +1543,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
     # together on the same trajectories have the same sums, and one of them speaks for all.
     numbers = [*totals_K.tolist(), tree_tokens]
-    if not speaks_for_replica(trainer.model):
+    if not parallel.speaks_for_replica(trainer.model):
         numbers = [0.0] * len(numbers)
     flat_tokens = sum(len(t.tokens) for t in batch)
     dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
@@ -1586,7 +1644,7 @@ def skip_step(trainer, suspect):
     """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
     trainer.skipped += 1
     trainer.skipped_in_a_row += 1
-    text = name_suspects(trainer.model, suspect)
+    text = parallel.name_suspects(trainer.model, suspect)
 
     # Several in a row are no accident: the weights or the data are broken.
     if trainer.skipped_in_a_row >= trainer.config.max_skipped:
@@ -1687,7 +1745,8 @@ def batches_of_trees(trainer, model, batch) -> list:
     if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
         return [batch or [FILLER]]
     lengths = [len(t.tokens) for t in batch]
-    cuts = micro_batches(model, lengths, trainer.config.micro_tokens, shared_with_previous(batch))
+    shared = shared_with_previous(batch)
+    cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
 
 
@@ -1738,7 +1797,7 @@ def tree_options(trainer, model, batch):
         options.update(group=trainer.grid.context, method=config.cp_method)
     if plan.tp > 1:
         # The engine of `dta` asks of the routers what they say of all tokens of a block.
-        model = PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
+        model = parallel.PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
     return model, options
 
 
@@ -1767,7 +1826,8 @@ def balance_of_tree(trainer, micro, trie):
     if trainer.plan is not None and trainer.plan.cp > 1:
         rank = dist.get_rank(trainer.grid.context)
         local_s = ring_attention.indices(len(trie), rank, trainer.plan.cp)
-    return balance_of_rank(trainer.model, sequence_J, token_J, local_s, trainer.experts.balance)
+    balance = trainer.experts.balance
+    return parallel.balance_of_rank(trainer.model, sequence_J, token_J, local_s, balance)
 
 
 class TreeBatches(PackedBatches):
@@ -1777,17 +1837,18 @@ class TreeBatches(PackedBatches):
         """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
         # All trees are padded to the longest, so they should cost the same. `partition` cuts the
         # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
-        require_batch(self.model, sequences, masks)
-        count = agreed_micro_batches(self.model, trees_needed(sequences, self.micro_tokens))
+        parallel.require_batch(self.model, sequences, masks)
+        needed = trees_needed(sequences, self.micro_tokens)
+        count = parallel.agreed_micro_batches(self.model, needed)
         micros = partition(sequences, count)
 
         # A tree without a sequence is one token that nothing is asked of.
         tries = [TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros]
-        lengths = row_lengths(self.plan, list(map(len, tries)))
+        lengths = parallel.row_lengths(self.plan, list(map(len, tries)))
         rows = []
         for indices, trie, length in zip(micros, tries, lengths, strict=True):
             row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
-            rows.append(row if indices else of_nobody(row))
+            rows.append(row if indices else parallel.of_nobody(row))
         return micros, rows
 
 
@@ -1805,7 +1866,7 @@ def trees_needed(sequences, micro_tokens) -> int:
     return count
 
 
-def tree_row(trie, masks, length) -> PackedRow:
+def tree_row(trie, masks, length) -> parallel.PackedRow:
     """A tree as a row of `length` places. masks: for each sequence, which of tokens[1:] count."""
     # Behind the tree stands padding, tokens of which each is a tree of its own.
     #
@@ -1824,7 +1885,7 @@ def tree_row(trie, masks, length) -> PackedRow:
         mask_BT[b, : len(mask)] = mask
         scored.append(trie.path(b)[1:].numpy()[np.asarray(mask, dtype=bool)])
     edges_N, entries_K = np.unique(np.concatenate(scored), return_inverse=True)
-    return PackedRow(
+    return parallel.PackedRow(
         tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
         torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
         torch.from_numpy(entries_K), *tokens_of_sequences(trie),
@@ -1848,7 +1909,7 @@ def tree_batches(trainer, model) -> TreeBatches:
 @torch.no_grad()
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
-    if isinstance(model, Pipeline):
+    if isinstance(model, parallel.Pipeline):
         sequences = [t.tokens for t in batch]
         return tree_batches(trainer, model).forward(sequences, [t.mask for t in batch])
     found = []
@@ -1857,7 +1918,7 @@ def scores_by_trees(trainer, model, batch) -> list:
         for b, t in enumerate(micro):
             if t is not FILLER:
                 found.append(tuple(x_BT[b, : len(t.mask)] for x_BT in columns))
-    reshard(model)  # without a backward FSDP would leave the gathered weights lying there
+    parallel.reshard(model)  # without a backward FSDP would leave the gathered weights lying there
     return found
 
 
@@ -1865,7 +1926,7 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
     # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
-    if isinstance(trainer.model, Pipeline):
+    if isinstance(trainer.model, parallel.Pipeline):
         return backward_by_pipeline(trainer, batch, loss_of)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
@@ -1917,7 +1978,7 @@ def backward_by_blocks(trainer, batch, trie, loss_of):
     )  # fmt: skip
 
     # Tensor ranks have walked the same tree and found the same: one of them says it.
-    if speaks_for_replica(trainer.model) and not is_filler:
+    if parallel.speaks_for_replica(trainer.model) and not is_filler:
         experts.parts.append(({"tree": result.aux_loss}, result.router_counts))
 
 
@@ -2781,20 +2842,87 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
 
 
 def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, `batch_rows` rollouts at a time."""
+    """`rollout` by the configuration, `batch_rows` rollouts at a time. Collective under a plan."""
+    # Ranks that decode together play the prompts of all of them. The draws are the plays' own, and
+    # the logits are alike on all of these ranks, so they sample the same tokens without a word.
+    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
+    # is computed alike. Pinned by
+    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    own = starts
+    first = 0
+    ending = None
+    if parallel.shares_sequences(generator):
+        prompts, first = gather_replica(generator, [(n, prompt) for n, _, prompt in own])
+        starts = [(n, ELSEWHERE, prompt) for n, prompt in prompts]
+        starts[first : first + len(own)] = own
+        task = SharedTask(task, generator)
+        ending = task.ask
+
     groups = []
     size = max(1, config.batch_rows // config.group)  # groups are never divided
     for n in range(0, len(starts), size):
         groups += rollout(
             generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
             max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            fork_turns=config.fork_turns,
+            fork_turns=config.fork_turns, ending=ending,
         )  # fmt: skip
-    return groups
+    parallel.end_together(generator)
+
+    # What has been played together is shared out again: each rank goes on with its own groups.
+    return groups[first : first + len(own)]
+
+
+ELSEWHERE = "another rank has the task's state of this play"
+
+
+class SharedTask:
+    """A task, for ranks that decode the same plays: of each play one rank asks it, the one that has
+    drawn the prompt, and tells the others.
+
+    A task may be slow, or random, or answer by the clock. If each rank asked by itself, two of them
+    might hear different replies, decode different tokens, and wait for each other for good.
+    """
+
+    def __init__(self, task, generator):
+        self.task = task
+        self.generator = generator
+        self.heard = {}  # id of a play -> the task's new state, reply and reward
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    def ask(self, plays):
+        """Ask for the turns that have ended: these plays', the same ones on all of the ranks."""
+        answers = {}
+        states = {}
+        problem = None
+        try:
+            for n, play in enumerate(plays):
+                if play.state is not ELSEWHERE:
+                    answer = play.tokens[play.turn :]
+                    states[n], reply, reward = ask_reply(self.task, play, answer)
+                    answers[n] = reply, float(reward)
+        except Exception as error:  # raised below, after the other ranks have heard of it
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        text = "" if problem is None else f"{problem}"
+        parts, _ = gather_replica(self.generator, [(answers, text)])
+        if problem is not None:
+            raise problem
+        self.heard = {}
+        for answers, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same plays: {text}")
+            for n, (reply, reward) in answers.items():
+                self.heard[id(plays[n])] = states.get(n, ELSEWHERE), reply, reward
 
 
 def ask_reply(task, play, answer):
     """The task's new state, reply and reward; ValueError for what could not be trained on."""
+    if isinstance(task, SharedTask):
+        return task.heard[id(play)]
     with asking(task):
         state, reply, reward = task.reply(play.state, answer)
     name = type(task).__name__
@@ -3022,8 +3150,9 @@ def build(config, task, device):
     if whole:
         first_weights(config, model, None)
 
-    # Their weights are replaced before use, by the first push and by `keep_reference`.
-    generator = made(of_sampler(config), True).requires_grad_(False)
+    # Their weights are replaced before use, by the first push and by `keep_reference`. The Trainer
+    # gives the generator memory, by a plan of its own: `split_generator`.
+    generator = made(of_sampler(config), False).requires_grad_(False)
     if not config.kl_coef:
         return model, generator, None
     # A reference never changes, so it needs no masters: it is what the policy computed with.
@@ -3042,11 +3171,12 @@ def train(config, device) -> int:
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
-        world = dist.get_world_size()
-        Plan.parse(config.plan).require_fits(world=world, config=model.config, ulysses=ulysses)
+        fits = dict(world=dist.get_world_size(), config=model.config)
+        plans_of(config)[1].require_fits(**fits, ulysses=ulysses)
+        generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with naming_lost_ranks(lambda: "setting up", "look at its error"):
+        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
             trainer = Trainer(config, model, generator=generator, reference=reference)
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
@@ -3099,12 +3229,15 @@ def run(config, task, trainer, out) -> int:
     stop = Stop()
     step = 0
     solved = None
+    under_way = []
     generator = trainer.generator
-    with naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
+    with parallel.naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
         # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
-            step = trainer.load_checkpoint(found)["step"]
+            state = trainer.load_checkpoint(found)
+            step = state["step"]
+            under_way = batches_under_way(config, task, found, state)
             keep_reference(out, trainer, resumed=True)
             log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
@@ -3118,15 +3251,16 @@ def run(config, task, trainer, out) -> int:
         log.table(Log.COLUMNS, config.steps, step)
         if step == 0:
             log.before(evaluate(config, task, generator)[0])
+        queue = RolloutQueue(config, task, trainer, step, under_way)
 
         # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
-            solved = train_step(config, task, trainer, log, step)
+            solved = train_step(config, trainer, queue, log, step)
             step += 1
             last = step == config.steps
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
-                saved = save(config, trainer, out, step)
+                saved = save(config, trainer, out, step, under_way=queue.stored())
                 require_saved(saved or not last, out)
             if signalled and not last:
                 log.say_interrupted(signalled, saved, f"{step} steps")
@@ -3137,7 +3271,7 @@ def run(config, task, trainer, out) -> int:
         if config.router_bias_rate:
             log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
         else:
-            agree(lambda: export(config, task, generator, out, log))
+            export(config, task, generator, out, log)
     log.end(solved)
     return 0
 
@@ -3166,7 +3300,7 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     # The steps, as in the loop of `run`: a signal is looked at between two of them.
     signalled = 0
     log.table(Log.DEMO_COLUMNS, config.demos, step)
-    with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
+    with parallel.naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
         while step < config.demos and not signalled:
             log.demo(step, supervised_step(config, task, trainer, step))
             step += 1
@@ -3186,8 +3320,9 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     return signalled
 
 
-def save(config, trainer, out, step, kind="step") -> bool:
+def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
     """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
+    under_way: the batches that are sampled and not yet trained, see `RolloutQueue.stored`.
 
     A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
     good ones out. And ranks that should hold the same bits are compared first, because a bit that
@@ -3197,18 +3332,19 @@ def save(config, trainer, out, step, kind="step") -> bool:
         return False
 
     # Collective, and so before anything is written by anybody.
-    difference = replica_difference(trainer.model, trainer.optimizer)
+    difference = parallel.replica_difference(trainer.model, trainer.optimizer)
     if difference:
         raise FloatingPointError(
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
             f"--out {out}"
         )
-    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step)
+    extra = {"under_way": under_way} if under_way else {}
+    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
 
     # Once the loop has a checkpoint, those of the supervised start are of no use.
     def outdated():
-        finished = checkpoints(out, "demos") if kind == "step" else []
-        return superseded(out, step, config.keep, kind) + finished
+        finished = parallel.checkpoints(out, "demos") if kind == "step" else []
+        return parallel.superseded(out, step, config.keep, kind) + finished
 
     for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
@@ -3231,18 +3367,39 @@ def newest_good(out) -> str:
 
 
 def export(config, task, generator, out, log):
-    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model."""
+    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model.
+
+    Collective. The weights are the generator's, in its own dtype; in mixed precision the masters.
+    """
     # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
-    if not importlib.util.find_spec("safetensors"):
+    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
         log.say(f"{out}/hf not written: pip install safetensors, and then "
                 f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
         return
-    # The generator holds the last weights whole, on every rank and in its own dtype. Masters have
-    # more to say: they are in the last checkpoint.
-    if is_mixed(config):
-        generator = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
-    with writing(f"{out}/hf", log.advice):
-        write_hf(generator, f"{out}/hf", source=config.model, names=token_names(task))
+    directory = f"{out}/hf"
+    texts = dict(source=config.model, names=token_names(task))
+
+    def write():
+        # Masters have more to say than the generator, and the last checkpoint holds them.
+        model = generator
+        if is_mixed(config):
+            model = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
+        with writing(directory, log.advice):
+            write_hf(model, directory, **texts)
+
+    def complete():
+        with writing(directory, log.advice):
+            complete_hf(directory, **texts)
+
+    # A generator that is whole is written by rank 0. Of one that is split every rank gives its
+    # parts, one tensor at a time, and rank 0 writes them.
+    if is_mixed(config) or not any(map(parallel.is_split, generator.parameters())):
+        agree(write)
+        return
+    agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
+    with writing(directory, log.advice):
+        models.save_hf(generator, beside(directory))
+    agree(complete)
 
 
 @contextlib.contextmanager
@@ -3296,7 +3453,7 @@ def keep_reference(out, trainer, resumed):
     # Without it a resumed run would measure its KL against the weights that it resumes with.
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
-        tensors |= persistent_buffers(trainer.reference)
+        tensors |= parallel.persistent_buffers(trainer.reference)
         if resumed:
             try:
                 read_checkpoint(f"{out}/reference", tensors)
@@ -3480,10 +3637,13 @@ class Log:
         1, 2, ..; `rewards` are (index of a turn's last target, reward); a group that was dropped
         has no advantage. Collective.
         """
-        # A step right behind a checkpoint can be audited from that checkpoint: it is logged whole,
-        # and so is the first of a run and of a resumed one. An evaluation shows one group.
+        # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
+        # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
+        # group.
         c = self.config
-        behind = step == self.start or (c.save_every > 0 and step % c.save_every == 0)
+        sampled_at = step - c.staleness
+        behind = sampled_at >= 0 and c.save_every > 0 and sampled_at % c.save_every == 0
+        behind = behind or step == 0 or sampled_at == self.start
         evaluates = step + 1 == c.steps or (step + 1) % c.eval_every == 0
         groups = rollouts.keys()
         if c.log_rollouts == "none" or not (c.log_rollouts == "all" or behind or evaluates):
@@ -3701,11 +3861,11 @@ def policy_of_run(run, step, task, dtype=""):
         path = newest_checkpoint(run)
     else:
         path = f"{run}/step-{step:08d}"
-    if path is None and checkpoints(run, "demos"):
+    if path is None and parallel.checkpoints(run, "demos"):
         raise ValueError(f"{run} is still in its supervised start: its first checkpoint of the "
                          f"loop, step-00000000, comes at the end of that")  # fmt: skip
     if path is None or not Path(path).exists():
-        steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
+        steps = ", ".join(f"{int(path.name[5:])}" for path in parallel.checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
 
     # The shape is not in the checkpoint: it is that of --model, or what the flags say. Tensors of
@@ -3730,7 +3890,7 @@ def policy_in(path, config, task, dtype, alone=False):
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    weights |= {f"buffer.{name}": x for name, x in parallel.persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
     model = model.to(getattr(torch, dtype)).requires_grad_(False)
     return keep_states_wide(config, model)
@@ -4150,11 +4310,24 @@ def write_hf(model, directory, *, source="", names=()):
     source   the --model directory, whose tokenizer, template and ends of turns are copied, or none
     names    without a source: the names of the tokens, for a tokenizer of words, or none
     """
-    # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
-    partial = Path(f"{Path(directory).absolute()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(beside(directory), ignore_errors=True)
     try:
-        models.save_hf(model, partial)
+        models.save_hf(model, beside(directory))
+    except OSError:
+        shutil.rmtree(beside(directory), ignore_errors=True)  # what was cut short takes room
+        raise
+    complete_hf(directory, source=source, names=names)
+
+
+def beside(directory) -> Path:
+    """Where a directory is first written. A kill leaves it there, and the next try deletes it."""
+    return Path(f"{Path(directory).absolute()}.tmp")
+
+
+def complete_hf(directory, *, source="", names=()):
+    """`write_hf`, from the moment that the weights and the config lie `beside` their place."""
+    partial = beside(directory)
+    try:
         if source and not Path(source).is_dir():
             raise FileNotFoundError(f"the text files of --model {source} are gone")
         if source:
@@ -4164,7 +4337,7 @@ def write_hf(model, directory, *, source="", names=()):
                 text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
                 (partial / name).write_text(text, encoding="utf-8")
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
     # Between these two lines there is no directory, and never half of one. A directory cannot be
@@ -4184,7 +4357,7 @@ def export_command(argv) -> int:
 
     # Nothing is deleted for this but an empty directory.
     directory = Path(options.directory)
-    partial = Path(f"{directory.absolute()}.tmp")
+    partial = beside(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
@@ -4573,8 +4746,8 @@ class Update(NamedTuple):
 
 
 def step_by_hand(
-    config, groups, model, moments, step, *, reference=None, version=0, skipped=0, spelled_out=(),
-    masters=None,
+    config, groups, model, moments, step, *, reference=None, version=0, skipped=0, sampled_by=None,
+    spelled_out=(), masters=None,
 ):  # fmt: skip
     """A whole step by (1) to (7): {metric: Measured}. The model and moments become those behind it.
 
@@ -4583,6 +4756,7 @@ def step_by_hand(
     masters           in mixed precision {name: the weight that the model has rounded}
     reference         of the KL, in that precision; None: there is none
     version, skipped  optimiser steps taken and skipped before the step
+    sampled_by        optimiser steps that the sampler's weights had taken; None: version
     spelled_out       numbers of groups that are read by `models.definition`
     """
     # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
@@ -4605,7 +4779,7 @@ def step_by_hand(
                     s.old = numbers_of(lp)
                 if values is not None:
                     s.v_old = numbers_of(values)
-        if c.minibatches > 1 and not c.proximal:
+        if (c.minibatches > 1 or c.staleness) and not c.proximal:
             s.old = s.smp
         s.filtered = s.truncated and c.overlong == "filter"
 
@@ -4621,6 +4795,7 @@ def step_by_hand(
     # The updates: whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
     lr = rate_by_hand(c, step)
     updates = []
+    sampled_by = version if sampled_by is None else sampled_by
     for m in range(c.minibatches):
         first = m * len(chosen) // c.minibatches
         last = (m + 1) * len(chosen) // c.minibatches
@@ -4666,13 +4841,15 @@ def step_by_hand(
 
     # With several updates the first is told by itself: only it sees the weights before the step.
     if len(updates) > 1:
-        first = update_metrics(c, updates[:1], reference is not None)
+        first = update_metrics(c, updates[:1], reference is not None, sampled_by)
         found |= {f"{name}_first": first[name] for name in FIRST if name in first}
     if updates:
-        found |= update_metrics(c, updates, reference is not None)
+        found |= update_metrics(c, updates, reference is not None, sampled_by)
 
     # How many tokens a tree runs depends on where it is cut, which no equation says.
     counts = {"lr": lr, "policy_version": version, "updates/skipped": skipped}
+    for name in ("policy/age_mean", "policy/age_max"):
+        counts[name] = min(step, c.staleness)
     counts["tokens/trained_flat"] = sum(update.tokens for update in updates)
     if c.tree == "disabled":
         counts["tokens/trained"] = counts["tokens/trained_flat"]
@@ -4743,8 +4920,8 @@ def critic_metrics(sequences, surprises) -> dict:
     return {"value/token_mean": mean_of(v), "value/explained_variance": share}
 
 
-def update_metrics(config, updates, has_reference) -> dict:
-    """What an Update measures, as means over them."""
+def update_metrics(config, updates, has_reference, sampled_by) -> dict:
+    """What an Update measures, as means over them. sampled_by: the sampler's policy version."""
     c = config
     U = len(updates)
 
@@ -4778,7 +4955,7 @@ def update_metrics(config, updates, has_reference) -> dict:
     # The mean of norms is at most the root of the mean of their squares: this vector's length.
     gradients = np.concatenate([update.gradient for update in updates]) / math.sqrt(U)
     norms = [update.norm for update in updates]
-    ages = [update.version - updates[0].version for update in updates]
+    ages = [update.version - sampled_by for update in updates]
     found = {
         "loss/token_mean": over_updates(column("part"), per_token=False),
         "loss/policy_token_mean": over_updates(column("policy"), per_token=False),
@@ -4844,7 +5021,7 @@ ORDER = (
     "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
     "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "value/token_mean",
     "value/explained_variance", "advantage/token_mean", "advantage/token_std",
-    "rollouts/advantage", "lr", "policy_age/update_mean",
+    "rollouts/advantage", "lr", "policy_age/update_mean", "policy/age_mean", "policy/age_max",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
     "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
 )  # fmt: skip
@@ -4948,7 +5125,7 @@ class RunFiles:
             if line.get("step") != number:
                 found = line.get("step")
                 raise ValueError(f"line {number + 1} of metrics.jsonl is of step {found!r}")
-        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+        self.checkpoints = {int(path.name[5:]): path for path in parallel.checkpoints(self.path)}
 
     def chosen_step(self, step) -> int:
         """The step to audit: the one that was asked for, or the one behind the newest checkpoint
@@ -4956,9 +5133,10 @@ class RunFiles:
         if not self.metrics:
             raise ValueError("metrics.jsonl holds no whole line")
 
-        # A checkpoint behind the last step has no line yet.
+        # The last steps of a run were sampled with weights that have no line yet.
         if step is None:
-            return max([n for n in self.checkpoints if n < len(self.metrics)], default=0)
+            behind = [n + self.config.staleness for n in self.checkpoints]
+            return max([n for n in behind if n < len(self.metrics)], default=0)
         if not 0 <= step < len(self.metrics):
             last = len(self.metrics) - 1
             raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
@@ -5007,22 +5185,37 @@ def require_rollout(line, where):
         raise ValueError(f"{where} is no rollout")
 
 
-def state_before(files, task, step, say):
-    """A Trainer that stands before the step, and how many steps it had to do for that.
+class Before(NamedTuple):
+    """What `state_before` finds."""
+
+    trainer: Trainer  # stands before the step
+    again: int  # steps that it had to do for that
+    sampler: Transformer  # the policy that sampled the step's rollouts
+    version: int  # of that policy
+    queue: object  # RolloutQueue: has the step's rollouts, or the weights that sample them
+
+
+def state_before(files, task, step, say) -> Before:
+    """A Trainer that stands before the step, and the policy that sampled the step's rollouts.
 
     say: called with each sentence that tells how it came there.
     """
     # Checkpoint step-M is the state before step M. Step 0 needs none: its weights are drawn from
     # the seed or are those of --model. Supervised steps leave one, which may be gone (--keep).
+    # The sampler's weights are those of `staleness` steps before, so the way begins there.
     config = files.config
+    sampled_at = max(0, step - config.staleness)
     model, generator, reference = build(config, task, "cpu")
     trainer = Trainer(config, model, generator=generator, reference=reference)
-    start = max([n for n in files.checkpoints if n <= step], default=0)
+    start = max([n for n in files.checkpoints if n <= sampled_at], default=0)
     again = step - start
+    under_way = []
     if start in files.checkpoints:
         path = files.checkpoints[start]
-        if trainer.load_checkpoint(path)["step"] != start:
+        state = trainer.load_checkpoint(path)
+        if state["step"] != start:
             raise ValueError(f"{path.name} is of another step")
+        under_way = batches_under_way(config, task, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
         for n in range(config.demos):
@@ -5039,8 +5232,12 @@ def state_before(files, task, step, say):
     if step > start:
         say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
             f"for which {LATER} times as much is allowed")  # fmt: skip
+    queue = RolloutQueue(config, task, trainer, start, under_way, last=step)
     for n in range(start, step):
-        rollouts, chosen, metrics = collect(config, task, trainer.generator, n)
+        if n == sampled_at:
+            sampler = finest_policy(trainer)
+            version = trainer.policy_version
+        rollouts, chosen, sampled_by, metrics = queue.take(n)
         for name in ("tokens/generated", "reward/mean"):
             here = metrics[name]
             there = files.metrics[n].get(name)
@@ -5051,8 +5248,11 @@ def state_before(files, task, step, say):
                     f"metrics.jsonl; audit a step right behind a checkpoint"
                 )
         prepare(config, trainer, [rollouts[g] for g in chosen])
-        update(config, trainer, rollouts, chosen, n)
-    return trainer, again
+        update(config, trainer, rollouts, chosen, n, sampled_by)
+    if sampled_at == step:  # without staleness
+        sampler = finest_policy(trainer)
+        version = trainer.policy_version
+    return Before(trainer, again, sampler, version, queue)
 
 
 def unsplit_copy(model, dtype):
@@ -5096,7 +5296,7 @@ def copy_of_state(trainer, dtype):
 
 def finest_weights(trainer) -> dict:
     """Name -> weight of a whole policy as a checkpoint has it: in mixed precision the master."""
-    return weights_to_store(trainer.model, trainer.optimizer)
+    return parallel.weights_to_store(trainer.model, trainer.optimizer)
 
 
 def masters_of_state(trainer, dtype) -> dict:
@@ -5105,6 +5305,12 @@ def masters_of_state(trainer, dtype) -> dict:
         return {}
     kept = torch.promote_types(dtype, getattr(torch, trainer.config.dtype))
     return {name: x.to(kept, copy=True) for name, x in finest_weights(trainer).items()}
+
+
+def finest_policy(trainer):
+    """A copy of the policy, with the weights that a push rounds for the sampler."""
+    dtype = getattr(torch, trainer.config.dtype)
+    return holding(unsplit_copy(trainer.model, dtype), masters_of_state(trainer, dtype))
 
 
 def holding(model, masters):
@@ -5158,7 +5364,7 @@ def draw_intervals(config, model, s):
 def sampling(config, groups, step, model, times):
     """Whether each token is the one that its random number draws: the row, and a sentence.
 
-    model: the policy before the step. The sampler holds its weights in a precision of its own.
+    model: the policy that sampled. The sampler holds its weights in a precision of its own.
     """
     own = of_sampler(config)
     rounding = Rounding.of(own, times)
@@ -5300,8 +5506,8 @@ def votes_row(trainer, exact, undecided) -> Audited:
     trainer: holds that checkpoint. exact: the model that the step by hand has left. undecided: so
     many choices of experts could have been others.
     """
-    stored = persistent_buffers(trainer.model)
-    by_hand = persistent_buffers(exact)
+    stored = parallel.persistent_buffers(trainer.model)
+    by_hand = parallel.persistent_buffers(exact)
     wrong = sum(int((stored[name] - by_hand[name]).abs().sum()) for name in by_hand)
     sizes = []
     for votes in (stored, by_hand):
@@ -5353,7 +5559,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     line = files.metrics[step]
     task = make_task(config)
     intro = []
-    trainer, again = state_before(files, task, step, intro.append)
+    trainer, again, sampler, sampled_by, queue = state_before(files, task, step, intro.append)
     rounding = Rounding.of(products(config), TIMES * LATER if again else TIMES)
     text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
     if rounding.scale != 1:
@@ -5365,7 +5571,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     if lines is None:
         intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
                      "the ordinary code")  # fmt: skip
-        rollouts, _, _ = collect(config, task, trainer.generator, step)
+        rollouts = queue.take(step).rollouts
         lines = {}
         for n in sorted(rollouts):
             lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
@@ -5377,7 +5583,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
         raise ValueError(f"--group: models.definition has no rope of {', '.join(sorted(ropes))}")
 
     # The step by hand, in float64 and in the precision that tells of rounding.
-    before = dict(version=trainer.policy_version, skipped=trainer.skipped)
+    before = dict(version=trainer.policy_version, skipped=trainer.skipped, sampled_by=sampled_by)
     groups = groups_again(config, task, step, lines)
     if "eval/solved_before" in line:  # of the weights that the step by hand is about to change
         model = unsplit_copy(trainer.model, torch.float64)
@@ -5407,8 +5613,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     # The rows: every metric that is both in the line and determined by the step, and what is known
     # besides of the tokens, their advantages and the parameters. A run of an older version of this
     # file lacks some metrics; of the others each must be right.
-    before_step = holding(trainer.model, masters_of_state(trainer, torch.float64))
-    row, text = sampling(config, groups, step, before_step, rounding.times)
+    row, text = sampling(config, groups, step, sampler, rounding.times)
     rows = [row, *rollout_rows(config, groups, others, lines, rounding)]
     intro.append(text)
     for key in exact.keys() & line.keys():
@@ -5684,7 +5889,161 @@ def equations(report, s, row) -> list:
     return lines
 
 
-# M. Commands: the run's directory, main -------------------------------------------------------
+# M. Batches under way: --staleness ------------------------------------------------------------
+# Which weights sample which batch, and how a checkpoint keeps batches that are sampled and not yet
+# trained. At --staleness 0, the default, it is one call of `collect` a step: skip it.
+
+# Batch b is sampled with the weights that max(0, b - K) steps have made, and trained in step b. So
+# a step begins by sampling the batch that is trained K steps later:
+#
+#     K = 2      step 0           step 1       step 2       step 3
+#     samples    batches 0 1 2    batch 3      batch 4      batch 5
+#     trains     batch 0          batch 1      batch 2      batch 3
+#
+# This says which numbers come out, and not who computes when: the run is a function of its seed.
+# An evaluation in line s is of the weights behind step s, whatever K is.
+
+MOST_UNDER_WAY = 64  # far more than learning bears
+
+
+class Batch(NamedTuple):
+    """What `collect` has found, and the policy version that it was sampled with."""
+
+    rollouts: dict  # of this rank: group -> trajectories
+    chosen: list  # groups of all ranks that are trained on
+    sampled_by: int
+    metrics: dict
+
+
+class RolloutQueue:
+    """Samples the batches of a run, each with the weights that the schedule says.
+
+    start      the first step that will be trained
+    under_way  (number, Batch) of those from `start` on that a checkpoint held
+    last       the last batch that anybody will ask for; None: there is no such
+    """
+
+    def __init__(self, config, task, trainer, start=0, under_way=(), last=None):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.waiting = dict(under_way)  # number -> Batch
+        self.next = start + len(self.waiting)
+        self.last = math.inf if last is None else last
+        self.idle_since = time.perf_counter()
+
+    def take(self, step) -> Batch:
+        """The batch of a step that begins now; its metrics are the caller's. Collective."""
+        while self.next <= min(step + self.config.staleness, self.last):
+            self.waiting[self.next] = self.sample(self.next)
+            self.next += 1
+        return self.waiting.pop(step)
+
+    def sample(self, number) -> Batch:
+        """A batch by the weights that the generator has now."""
+        # On ranks that train too, sampling has stood still since it or an evaluation last ended.
+        seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
+        with timed(seconds, "rollout"):
+            generator = self.trainer.generator
+            rollouts, chosen, metrics = collect(self.config, self.task, generator, number)
+        self.idle_since = time.perf_counter()
+
+        # All rollouts of a batch are by the same weights, so the mean age is the largest one.
+        age = min(number, self.config.staleness)
+        metrics |= {"policy/age_mean": float(age), "policy/age_max": age} | seconds
+        return Batch(rollouts, chosen, self.trainer.policy_version, metrics)
+
+    def evaluate(self):
+        """`evaluate` of the weights behind the step that has just been done."""
+        found = evaluate(self.config, self.task, self.trainer.generator)
+        self.idle_since = time.perf_counter()
+        return found
+
+    def stored(self) -> list:
+        """The batches under way as JSON values, for a checkpoint; on rank 0 alone. Collective."""
+        # COMM: how many wait is a function of the step, so every rank comes to each gather.
+        # Pinned by tests/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
+        found = []
+        for number in sorted(self.waiting):
+            batch = self.waiting[number]
+            parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(batch.rollouts, parts)
+            groups = {}
+            for part in parts or []:
+                groups |= part
+            found.append(
+                {
+                    "batch": number, "sampled_by": batch.sampled_by, "chosen": batch.chosen,
+                    "metrics": batch.metrics, "groups": groups_as_json(groups),
+                }
+            )  # fmt: skip
+        return found
+
+
+def groups_as_json(groups) -> list:
+    """[group, its rollouts] of each group; a rollout is what `trajectory_of` makes one of."""
+    # JSON's floats are read as they were written, bit for bit.
+    found = []
+    for group in sorted(groups):
+        rows = []
+        for t in groups[group]:
+            row = (
+                list(map(int, t.tokens)), t.mask.astype(int).tolist(), t.sampler_logprobs.tolist(),
+                float(t.reward), bool(t.truncated), t.path, t.turn_rewards,
+            )  # fmt: skip
+            rows.append(row)
+        found.append([group, rows])
+    return found
+
+
+def batches_under_way(config, task, path, state) -> list:
+    """(number, Batch) of the batches that the checkpoint `path` holds; this rank has its groups.
+
+    state: the JSON of the checkpoint. ValueError for anything but the batches that belong there.
+    """
+    # Behind step s > 0 the batches s .. s + K - 1 are under way, whatever --steps was.
+    step = state["step"]
+    expected = list(range(step, step + config.staleness)) if step else []
+    found = []
+    try:
+        stored = state.get("under_way", [])
+        if [entry["batch"] for entry in stored] != expected:
+            raise ValueError(f"not those of {expected}")
+        for entry in stored:
+            rollouts = {}
+            for group, rows in entry["groups"]:
+                if len(rows) != config.group:
+                    raise ValueError(f"group {group} has {len(rows)} rollouts")
+                made = [trajectory_of(task, group, row) for row in rows]
+                if group % dist.get_world_size() == dist.get_rank():
+                    rollouts[group] = made
+            numbers = {group for group, _ in entry["groups"]}
+            if not numbers >= set(entry["chosen"]):
+                raise ValueError("groups are missing")
+            batch = Batch(rollouts, entry["chosen"], entry["sampled_by"], entry["metrics"])
+            found.append((entry["batch"], batch))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__} {error}"
+        raise ValueError(f"checkpoint {path}: its batches under way are none: {reason}") from error
+    return found
+
+
+def trajectory_of(task, group, row) -> Trajectory:
+    """A rollout of `groups_as_json`; ValueError for one that could not be trained on."""
+    # What stands in a file is looked at before a model, an index or a sum meets it.
+    tokens, mask, logprobs, reward, truncated, path, turn_rewards = row
+    if not all(type(token) is int and 0 <= token < task.vocab_size for token in tokens):
+        raise ValueError(f"group {group} has tokens that the task has not")
+    mask = np.array(mask, dtype=bool)
+    logprobs = np.array(logprobs, dtype=np.float64)
+    if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
+        raise ValueError(f"group {group} has {len(tokens)} tokens and {logprobs.shape} log-probs")
+    path = [tuple(fork) for fork in path]
+    turn_rewards = [tuple(pair) for pair in turn_rewards]
+    return Trajectory(group, tokens, mask, logprobs, reward, truncated, path, turn_rewards)
+
+
+# N. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 
@@ -5840,7 +6199,7 @@ def main(argv) -> int:
         config = parse_config(argv).check()
         device = connect(config.device, timeout=config.timeout, threads=config.threads)
         code = train(config, device)
-        with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
             dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         if isinstance(error, TaskError) and error.__cause__ is not None:

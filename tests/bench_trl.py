@@ -98,7 +98,7 @@ class Ours:
         for tree in ("disabled", "sparse"):
             self.trainer.config, start = replace(config, tree=tree), time.process_time()
             train_grpo.prepare(config, self.trainer, [mine[0]])
-            train_grpo.update(config, self.trainer, mine, kept, 0)
+            train_grpo.update(config, self.trainer, mine, kept, 0, self.trainer.policy_version)
             seconds.append(time.process_time() - start)
         self.trainer.config = config
         trie = TokenTrie([t.tokens for t in mine[0]])

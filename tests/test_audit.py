@@ -297,7 +297,7 @@ def edit_config(run, key, value):
 def edit_tensor(run, step, name, factor):
     """Multiply a tensor of a checkpoint, and seal it again, as somebody who means it would."""
     files = RunFiles(run, "")
-    trainer, _ = state_before(files, make_task(files.config), step, print)
+    trainer, *_ = state_before(files, make_task(files.config), step, print)
     path = run / f"step-{step:08d}"
     tensors = training_tensors(trainer.model, trainer.optimizer)
     with torch.no_grad():

@@ -107,8 +107,10 @@ TAME_EXTREMES = {
     "importance-cap": [FAR, 2.0], "device": ["cuda"], "resume": [True], "overwrite": [True],
     "tensorboard": [True], "recompute": [True], "proximal": [True], "dynamic-sampling": [True],
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
+    "compute-dtype": ["float64"],
     "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR], "shard-ranks": [1, 2, 3],
     "offload": [True], "lr-min": [0.1, 1.0, 2.0], "lr-first-step": ["zero"],
+    "staleness": [1, 2, 64, 65, HUGE],
 }  # fmt: skip
 WILD_EXTREMES = {
     "temperature": [NEAR, FAR, 1e-5, 100.0], "clip-low": [NEAR], "clip-high": [NEAR],
@@ -116,6 +118,7 @@ WILD_EXTREMES = {
     "value-coef": [FAR], "gamma": [NEAR], "value-clip": [NEAR], "lr": [FAR, 10.0],
     "weight-decay": [FAR], "beta2": [NEAR, 0.9999999999999999], "max-grad-norm": [NEAR],
     "dtype": ["bfloat16"], "generator-dtype": ["bfloat16", "float32"],
+    "compute-dtype": ["bfloat16", "float32"],
 }  # fmt: skip
 IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
 ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "max-tokens",
@@ -166,6 +169,8 @@ def draw(seed, number, models_of) -> Case:
         flags |= {"proximal": True, "importance-cap": 2}
     if flags["prompts"] > 1 and chance(0.3):
         flags["minibatches"] = 2
+    if chance(0.2):
+        flags["staleness"] = one([1, 2])
     if chance(0.2):
         flags["overlong"] = "filter"
     if task != "sort" and flags["group"] in (2, 4) and chance(0.3):
@@ -251,8 +256,11 @@ def _take_model(flags, directory):
 
 def _draw_plan(flags, world, one, chance, models_of):
     plans = ["d2", "t2", "t2", "c2", "c2", "p2", "p2", "d2e2", "t2e2", "(attn:t2|ffn:t2)"]
-    odd = ["d1", "d4", "x2", "d2+d2", "t3", "c2|t2", "p3", "d0", "d2d2", "e2", "archon:d2"]
+    odd = ["d1", "d4", "x2", "d2+d2", "t3", "c2|t2", "p3", "d0", "d2d2", "e2", "archon:d2",
+           "d2|d2|d2", "d1|d2"]
     plan = one(odd) if chance(0.08) else one(plans) if world == 2 else "d1"
+    if plan in plans and chance(0.3):  # a generator's own, which the model may not fit
+        plan = f"{one(['d2', 't2', 'd2e2', 't2e2', '(attn:t2|ffn:t2)'])}|{plan}"
     flags["plan"] = plan
     if "e2" in plan or "ffn" in plan:
         if chance(0.85):  # else the model is dense, and the plan refused

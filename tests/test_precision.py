@@ -385,10 +385,11 @@ def _pushed(rank, more, generator_dtype):
     trainer = train_grpo.Trainer(config, model, generator=generator)
     weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
     trainer.push_weights()
-    pushed = dict(generator.named_parameters())
+    pushed = dict(trainer.generator.named_parameters())
     dtype = getattr(torch, generator_dtype)
-    return all(torch.equal(pushed[name], full(x).to(dtype)) for name, x in weights.items()), {
-        str(x.dtype) for x in weights.values()}  # fmt: skip
+    # Both are gathered, one tensor after the other on all ranks.
+    equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]
+    return all(equal), {str(x.dtype) for x in weights.values()}
 
 
 @pytest.mark.parametrize("more", ["--data-parallel zero1", "--plan t2"])
@@ -449,7 +450,7 @@ def _faulty(rank, world, port, cwd, log, flags, fault):
 
 
 FAULTS = {
-    "the push has another step's weights": ("sampling", "--lr 0.1"),
+    "the push has another step's weights": ("sampling", "--lr 0.1 --generator-dtype float32"),
     "masters do not move": ("parameters", "--minibatches 1"),
     "gradients are of bfloat16's size": ("grad_norm", "--minibatches 1"),
 }

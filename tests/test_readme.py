@@ -85,6 +85,8 @@ TABLE = {
     TRAIN: TINY,
     f"{TRAIN} --plan t2": TINY,
     "python train_grpo.py --tree sparse": TINY,
+    "python train_grpo.py --staleness 1": TINY,
+    "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
     "python train_grpo.py --advantage gae": TINY,
     "python ring_attention.py bench --device cuda": "tests/test_ring.py::"

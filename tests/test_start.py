@@ -181,7 +181,7 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
 
     # The loop's optimiser begins anew: the moments of the supervised steps are gone.
     files = RunFiles(run, "")
-    trainer, again = state_before(files, make_task(files.config), 0, print)
+    trainer, again, *_ = state_before(files, make_task(files.config), 0, print)
     moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
     assert again == 0 and moments and not any(x.any() for x in moments)
 

@@ -1,0 +1,296 @@
+"""`--staleness K`: which weights sample which batch; kept batches, ranks, resume, audit.
+
+The oracle is a loop that keeps every step's weights and samples each batch when it is trained, by
+the weights that the schedule names. It knows no queue.
+"""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import shortened
+from test_audit import digit, edit_line
+from test_plan_run import SHAPE
+from test_ranks import largest_difference, learns_something, ranks, read_metrics, trained
+from test_run import _main, begin, cli, end, good, wait_for_steps
+
+import train_grpo
+from parallel import checkpoints, sealed
+from train_grpo import Trainer, audited, build, collect, make_task, parse_config, prepare, update
+
+TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
+TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
+SETTINGS = {
+    "two updates": "",
+    "one update": "--minibatches 1",
+    "decoupled": "--proximal --importance-cap 2 --minibatches 1",
+    "gae": "--advantage gae",
+    "KL in the reward": "--kl-coef 0.1 --kl-in reward --clip-low 0.9 --clip-high 9",
+    "dynamic sampling, forks": (
+        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
+}  # fmt: skip
+
+
+# The schedule ----------------------------------------------------------------------------------
+
+
+def by_the_definition(flags):
+    """The metrics of a run whose batch b is sampled with the weights of max(0, b - K) steps."""
+    config = parse_config(flags.split()).check()
+    task = make_task(config)
+    model, generator, reference = build(config, task, "cpu")
+    trainer = Trainer(config, model, generator=generator, reference=reference)
+    if reference is not None:
+        reference.load_state_dict(model.state_dict())
+    trainer.push_weights()
+    weights = []
+    lines = []
+    for step in range(config.steps):
+        weights.append((trainer.policy_version, copy.deepcopy(generator)))
+        version, sampler = weights[max(0, step - config.staleness)]
+        rollouts, chosen, metrics = collect(config, task, sampler, step)
+        metrics |= prepare(config, trainer, [rollouts[g] for g in chosen])
+        metrics |= update(config, trainer, rollouts, chosen, step, version)
+        if step % 2 or step + 1 == config.steps:  # --eval-every 2
+            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, generator)
+        lines.append({"step": step} | metrics)
+    return lines
+
+
+NAMES = [f"{name}, {K}" for name in SETTINGS for K in (0, 1, 2, 5)]
+
+
+@pytest.mark.parametrize("name", shortened(NAMES, "two updates, 0", "one update, 2", "gae, 1"))
+def test_batches_are_sampled_with_the_weights_of_the_schedule(process_group, tmp_path, name):
+    """Bit for bit; with 5 all four batches are sampled by the first weights."""
+    setting, K = name.rsplit(", ", 1)
+    flags = f"{TINY} {SETTINGS[setting]} --staleness {K} --steps 4"
+    good(tmp_path, flags)
+    found = read_metrics(tmp_path / "run")
+    truth = by_the_definition(flags)
+    ages = [min(step, int(K)) for step in range(4)]
+    for line, true, age in zip(found, truth, ages, strict=True):
+        assert (line.pop("policy/age_mean"), line.pop("policy/age_max")) == (age, age)
+        line.pop("eval/solved_before", None)
+        assert line == {name: pytest.approx(x, abs=0, rel=0) for name, x in true.items()}
+    assert learns_something(found)
+
+
+def test_old_is_the_samplers_where_weights_are_older(process_group, tmp_path):
+    """With one update a step the ratio is 1 without staleness, and measures the age with it."""
+    good(tmp_path, f"{TINY} --minibatches 1 --staleness 1 --steps 3")
+    first, *others = read_metrics(tmp_path / "run")
+    assert abs(first["ratio/token_mean"] - 1) < 1e-6 and first["policy_age/update_mean"] == 0
+    assert all(line["ratio/max"] > 1.01 and line["logprob_gap/max"] > 0.01 for line in others)
+    assert [line["policy_age/update_mean"] for line in others] == [1, 1]
+
+
+# Ranks, kills, resumes -------------------------------------------------------------------------
+
+
+FLOAT64 = f"{SHAPE} --eval-every 2"
+PLANS = {
+    "d2": (2, "--plan d2"),
+    "fsdp": (2, "--data-parallel fsdp"),
+    "t2": (2, "--plan t2"),
+    "p2 sparse": (2, "--plan p2 --tree sparse"),
+    "c2": (2, "--plan c2"),
+}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """steps -> the metrics of one process with --staleness 2."""
+    made = {}
+
+    def run(steps):
+        if steps not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[steps] = trained(folder, 1, f"{FLOAT64} --staleness 2 --steps {steps}")
+        return made[steps]
+
+    return run
+
+
+def _resumed(rank, flags, out, more):
+    for again in (flags, f"--resume {more}"):
+        words = [*again.split(), "--out", str(out)]
+        train_grpo.train(parse_config(words).check(), "cpu")
+
+
+CASES = [pytest.param(name, 4, marks=[pytest.mark.slow] * (name != "d2")) for name in PLANS]
+CASES += [pytest.param(name, 20, marks=pytest.mark.slow) for name in PLANS]
+
+
+@pytest.mark.parametrize("name, steps", CASES)
+def test_ranks_and_a_resume_make_the_run_of_one_process(one_process, tmp_path, name, steps):
+    """Half of the steps under a plan, then to the end: the batches under way were kept."""
+    world, plan = PLANS[name]
+    flags = f"{FLOAT64} --staleness 2 --steps {steps // 2} {plan}"
+    ranks(tmp_path, world, _resumed, flags, tmp_path / "run", f"--steps {steps}")
+    found = read_metrics(tmp_path / "run")
+    truth = one_process(steps)
+    for line in (*found, *truth):
+        line.pop("eval/solved", None)  # the shorter run evaluates at its own end too
+    assert largest_difference(found, truth) < 1e-8
+
+
+def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
+    """Killed in a step, then to 4 steps in another process, then to 6: the run of 6 steps."""
+    flags = f"{TINY} --staleness 2 --minibatches 1 --save-every 2 --steps"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    codes, _, _ = cli(tmp_path / "a", f"{flags} 4", die=("train_grpo.train_step", 4))
+    assert codes == [-9]
+    good(tmp_path / "a", "--resume --out run")
+    good(tmp_path / "a", "--resume --out run --steps 6")
+    good(tmp_path / "b", f"{flags} 6")
+    runs = [tmp_path / name / "run" for name in "ab"]
+    found, truth = map(read_metrics, runs)
+    assert found == truth
+    states = [json.loads((checkpoints(run)[-1] / "state.json").read_text()) for run in runs]
+    for state in states:
+        for batch in state["under_way"]:
+            for name in [name for name in batch["metrics"] if name.startswith("seconds/")]:
+                del batch["metrics"][name]
+    assert [batch["batch"] for batch in states[0]["under_way"]] == [6, 7]
+    assert states[0]["under_way"] == states[1]["under_way"]
+
+
+def test_sigterm_saves_the_batches_under_way(tmp_path):
+    flags = f"{TINY} --staleness 1 --steps"
+    processes, log = begin(tmp_path, f"{flags} 100000")
+    wait_for_steps(tmp_path / "run", 2)
+    processes[0].terminate()
+    codes, _, _ = end(processes, log, seconds=60)
+    done = len(read_metrics(tmp_path / "run"))
+    assert codes == [143]
+    good(tmp_path, f"--resume --out run --steps {done + 2}")
+    (tmp_path / "b").mkdir()
+    good(tmp_path / "b", f"{flags} {done + 2}")
+    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "b" / "run")
+
+
+# What is refused -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of 5 steps with a checkpoint behind each, all rollouts kept."""
+    folder = tmp_path_factory.mktemp("finished")
+    flags = "--staleness 2 --steps 5 --save-every 1 --keep 9 --log-rollouts all"
+    good(folder, f"{TINY} {flags} --minibatches 1")
+    return folder / "run"
+
+
+def _no_batch(state):
+    del state["under_way"]
+
+
+def _other_batch(state):
+    state["under_way"][0]["batch"] = 99
+
+
+def _foreign_token(state):
+    state["under_way"][0]["groups"][0][1][0][0][1] = 10**6
+
+
+def _short_mask(state):
+    state["under_way"][0]["groups"][0][1][0][1].pop()
+
+
+def _missing_group(state):
+    state["under_way"][1]["groups"].pop()
+
+
+def _no_form(state):
+    state["under_way"] = {"a": 1}
+
+
+@pytest.mark.parametrize("change", [
+    _no_batch, _other_batch, _foreign_token, _short_mask, _missing_group, _no_form])  # fmt: skip
+def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    path = checkpoints(run)[-1] / "state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(sealed(state)))
+    codes, _, err = cli(tmp_path, "--resume --out run --steps 7")
+    assert codes == [2] and "its batches under way are none" in err[0]
+
+
+def test_staleness_stays_what_it_was(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    for flags in ("--staleness 1", "--staleness 0"):
+        codes, _, err = cli(tmp_path, f"--resume --out run --steps 7 {flags}")
+        assert codes == [2] and "--resume cannot change --staleness" in err[0]
+
+
+@pytest.mark.parametrize("flags, text", [
+    ("--staleness 1 --importance-cap 2 --minibatches 1", "--importance-cap needs --proximal"),
+    ("--staleness 65", "at most 64"),
+    ("--staleness -1", "at least 0"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(flags, text):
+    with pytest.raises(ValueError, match=text):
+        parse_config(flags.split()).check()
+
+
+# The audit -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
+def test_every_step_is_audited(finished, process_group, step):
+    report = audited(finished, step)
+    assert report.wrong is None, [row for row in report.rows if not row.ok]
+    keys = {row.key for row in report.rows}
+    assert {"sampling", "policy/age_max", "policy_age/update_mean", "loss/token_mean"} <= keys
+
+
+def test_the_default_step_is_one_whose_sampler_is_kept(process_group, tmp_path):
+    """Of checkpoints 3 and 6: step 5 was sampled with the weights of 3, and is logged whole."""
+    good(tmp_path, f"{TINY} --staleness 2 --steps 6 --save-every 3")
+    report = audited(tmp_path / "run")
+    assert report.step == 5 and report.wrong is None
+    assert not any("sampled again" in text for text in report.intro)
+
+    # What was not logged is sampled again, by the weights that sampled it.
+    (tmp_path / "run" / "rollouts.jsonl").unlink()
+    report = audited(tmp_path / "run")
+    assert report.wrong is None and any("sampled again" in text for text in report.intro)
+
+
+@pytest.mark.parametrize("key, row", [
+    ("policy/age_max", "policy/age_max"), ("policy_age/update_mean", "policy_age/update_mean"),
+    ("loss/token_mean", "loss/token_mean"), ("ratio/max", "ratio/max")])  # fmt: skip
+def test_a_changed_digit_is_named(finished, process_group, tmp_path, key, row):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    edit_line(run, 3, key, digit)
+    assert audited(run, 3).verdict == f"audit of step 3: {row} is outside"
+
+
+def _fresh(original, queue, step):
+    """As if there were no staleness, for two batches: sampled by weights of one step later."""
+    if step == 1:
+        queue.config = train_grpo.dataclasses.replace(queue.config, staleness=1)
+        found = original(queue, step)
+        queue.config = train_grpo.dataclasses.replace(queue.config, staleness=2)
+        return found
+    return original(queue, step)
+
+
+def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
+    original = train_grpo.RolloutQueue.take
+    train_grpo.RolloutQueue.take = lambda queue, step: _fresh(original, queue, step)
+    _main(rank, world, port, cwd, log, flags, die)
+
+
+def test_a_batch_by_other_weights_is_named(process_group, tmp_path):
+    """Batch 3 is sampled a step late, by fresher weights than the schedule says."""
+    flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1"
+    codes, _, err = end(*begin(tmp_path, flags, main=_with_fresher_weights))
+    assert codes == [0], err
+    assert audited(tmp_path / "run", 3).verdict == "audit of step 3: sampling is outside"
+    assert audited(tmp_path / "run", 2).wrong is None
