@@ -1094,8 +1094,9 @@ def invert_distribution(p_BV, uniform_B):
     # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
     # probabilities; in float64 it is not. Pinned by
     # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
-    # So much of p is float64 at a time: what a core's cache holds; on a GPU, half a gigabyte.
     B, V = p_BV.shape
+
+    # So many numbers are float64 at a time: what a core's cache holds; on a GPU, half a gigabyte.
     held = 2**16 if p_BV.device.type == "cpu" else 2**26
     some = max(1, held // V)
     invert = invert_by_running_sum if V <= 2**15 else invert_by_blocks
@@ -3614,6 +3615,7 @@ class PlainStep:
     @torch.no_grad()
     def __call__(self, cache, tokens_B1, /):
         """Feed tokens (B, 1), which the caller has checked; logits (B, V) after them."""
+        # What does not depend on the layer: the states of a token, and the angles of its position.
         x_BM = F.embedding(tokens_B1[:, 0], self.embed_tokens)  # (1)
         if self.embedding_scale != 1:
             x_BM = x_BM * self.embedding_scale
@@ -3626,6 +3628,8 @@ class PlainStep:
                 h_BM = normalised(h_BM, layer.attention_norm)
             x_BM = x_BM + h_BM  # (2)
 
+            # Gate and up stand side by side; the activation's result is nobody else's, so that it
+            # may be overwritten.
             h_BN = normalised(x_BM, layer.ffn_norm) @ layer.gate_up_MN
             gate_BI, up_BI = h_BN.chunk(2, -1)
             h_BM = layer.act(gate_BI).mul_(up_BI) @ layer.down_NM
@@ -3634,6 +3638,7 @@ class PlainStep:
             x_BM = x_BM + h_BM  # (3)
         cache.advance()
 
+        # The head is the largest matrix of a small model, and gains most from its copy.
         z_BV = normalised(x_BM, self.norm) @ self.head_MV  # (7)
         if self.softcap:
             z_BV = self.softcap * torch.tanh(z_BV / self.softcap)
@@ -3699,6 +3704,7 @@ def plain_layer(layer, /) -> PlainLayer:
         ffn_norm = layer.pre_feedforward_layernorm
         after_ffn_norm = plain_norm(layer.post_feedforward_layernorm)
 
+    # Matrices that are applied to the same states become one.
     qkv = attn.q_proj, attn.k_proj, attn.v_proj
     return PlainLayer(
         kind=attn.kind,
