@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import shortened
 from test_ranks import ranks
+from test_sharded_start import SHAPE, LiveBytes, shape_of
 
 import models
 import train_grpo
-from parallel import Grid, Plan, split_for_decoding
+from parallel import Grid, Plan, full, local, parts_of, split_for_decoding, tensors_of
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 # The tokens ------------------------------------------------------------------------------------
@@ -230,3 +231,96 @@ def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
     first, second = ranks(tmp_path, 2, _asked, True)
     assert "no mood" in second and "a rank that decodes the same plays: " in first
     assert "no mood" in first
+
+
+# The push --------------------------------------------------------------------------------------
+
+FSDP = dict(data_parallel="fsdp")
+ZERO1 = dict(data_parallel="zero1")
+PUSHES = {  # name -> ranks, --plan, family, more settings, what of the generator is the policy's own
+    "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
+    "d2|d2 fsdp": (2, "d2|d2", "qwen3", FSDP, "none"),
+    "t2|d2 fsdp": (2, "t2|d2", "gemma3_text", FSDP, "none"),
+    "t2|d2 zero1": (2, "t2|d2", "qwen2", ZERO1, "norms"),
+    "d2|t2": (2, "d2|t2", "qwen3", {}, "norms"),
+    "t2|t2": (2, "t2|t2", "gemma3_text", {}, "all"),
+    "t2|t2 fsdp": (2, "t2|t2", "qwen3", FSDP, "none"),
+    "t2|p2": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
+    "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
+    "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
+    "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
+    "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
+    "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
+    "d2t2e4|d2c2 fsdp": (4, "d2t2e4|d2c2", "qwen3_moe", FSDP, "none"),
+    "d2t2|d2t2 fsdp": (4, "d2t2|d2t2", "qwen3", FSDP, "none"),
+    "(attn:d2t2|ffn:e2t2)|d2p2": (4, "(attn:d2t2|ffn:e2t2)|d2p2", "qwen3_moe", {}, "none"),
+}
+
+
+def _pushed(rank, name):
+    """Whether the generator's tensors are the policy's, before and after it moves; which of them
+    are in its memory; and the bytes: of the trainer's and the generator's part, of the largest
+    tensor, the most that were live, and of the whole model."""
+    _, plan, family, more, _ = PUSHES[name]
+    shape = shape_of(family) if family != "wide" else models.tiny(
+        "qwen3", **SHAPE, num_key_value_heads=4)  # fmt: skip
+    config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
+    dtype = getattr(torch, config.generator_dtype or "float64")
+
+    with LiveBytes() as counted:
+        with torch.device("meta"):
+            model = models.Transformer(shape).double()
+            generator = models.Transformer(shape).to(dtype).requires_grad_(False)
+        trainer = Trainer(config, model, generator=generator)
+        trainer.push_weights()
+    most = counted.most
+
+    truth = models.Transformer(shape).double().init_weights(3)
+    found = [_equal(trainer.generator, truth, dtype)]
+    with torch.no_grad():
+        for p in [*truth.parameters(), *trainer.model.parameters()]:
+            local(p).mul_(-3)
+    trainer.push_weights()
+    found.append(_equal(trainer.generator, truth, dtype))
+
+    policy = tensors_of(trainer.model)
+    shared = {
+        path for path, q in tensors_of(trainer.generator).items()
+        if path in policy and local(q).is_set_to(local(policy[path].detach()))
+    }
+    parts = {local(p) for part in parts_of(trainer.model) for p in part.parameters()}
+    own = sum(p.numel() * 8 for p in parts)
+    generators = sum(
+        local(q).numel() * q.element_size() for path, q in tensors_of(trainer.generator).items()
+        if path not in shared)  # fmt: skip
+    largest = max(p.numel() * 8 for p in truth.parameters())
+    whole = sum(p.numel() * 8 for p in truth.parameters())
+    return found, shared, own, generators, largest, most, whole
+
+
+@torch.no_grad()
+def _equal(generator, truth, dtype):
+    wanted = tensors_of(truth)
+    return all(full(q).equal(wanted[path].to(dtype)) for path, q in tensors_of(generator).items())
+
+
+QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2"
+
+
+@pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
+def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
+    world, _, family, _, sharing = PUSHES[name]
+    names = {path for path, _ in models.Transformer(shape_of(
+        "qwen3" if family == "wide" else family)).named_parameters()}  # fmt: skip
+    expected = {
+        "all": names, "none": set(), "norms": {n for n in names if n.endswith("norm.weight")},
+        "experts": {n for n in names if "experts" in n or "norm" in n or "gate.weight" in n},
+    }[sharing]  # fmt: skip
+    for found, shared, own, generators, largest, most, whole in ranks(
+        tmp_path, world, _pushed, name
+    ):
+        assert found == [True, True]
+        assert shared == expected
+        assert own + generators <= most <= 1.1 * (own + generators + 2 * largest)
+        if sharing == "none" and ("t2" in name or "t4" in name):
+            assert most < 1.5 * whole, "neither is a whole model here"
