@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from measure_memory import LiveBytes
+from measure_models import QWEN3_06B
 
 import models
 import ring_attention as ring
@@ -378,10 +379,6 @@ def answers(prompt, completion, group=8, **changes):
 
 
 NARROW = dict(hidden=128, layers=4, heads=4, minibatches=1, entropy_coef=0.0, lr=1e-6)
-QWEN3_06B = dict(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
 BRANCHING = dict(forks=2, fork_turns=3, advantage="per_branch")
 SHAPES = {
     "guess": Config(),
@@ -389,7 +386,8 @@ SHAPES = {
     "guess branching, 256": Config(**BRANCHING, hidden=256, layers=4),
 } | {f"{n} + 8 x 64": answers(n, 64, **NARROW) for n in (256, 512, 1024, 2048)}
 SHAPES["4096 + 8 x 1024, 0.6B"] = answers(4096, 1024, dtype="bfloat16", **NARROW)
-SLOW = ("4096 + 8 x 1024, 0.6B",)  # asked for by name; made for a GPU
+SHAPES["toy"] = answers(12, 4, **NARROW | dict(hidden=16, layers=1))
+SLOW = "4096 + 8 x 1024, 0.6B", "toy"  # asked for by name: for a GPU; to see that bench runs
 
 
 def made(name, device):
