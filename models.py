@@ -481,9 +481,11 @@ class Transformer(nn.Module):
 
     def logits(self, hidden, /):
         """(7): (..., M) -> (..., V), in the model's dtype. `hidden` applied the norm already."""
-        z = F.linear(hidden, self.head_weight)  # (7)
+        weight_vM, rows = self.head_rows()
+        z = F.linear(hidden, weight_vM)  # (7)
         cap = self.config.final_logit_softcapping
-        return cap * torch.tanh(z / cap) if cap else z
+        z = cap * torch.tanh(z / cap) if cap else z
+        return gather_logits(z, rows["group"], self.config.vocab_size) if rows else z
 
     def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
         """Logits (B, S, V) in the model's dtype; the parameters are those of `hidden`."""
@@ -914,7 +916,7 @@ def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=Non
 @torch.inference_mode()
 def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
-    end=(), after=None, seed=None,
+    end=(), ending=None, after=None, seed=None,
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
 
@@ -922,6 +924,8 @@ def generate(
     max_new_tokens: a row with so many tokens behind its prompt ends, with `truncated` set.
     temperature, top_k, top_p, min_p: those of `sample`. 0 is greedy and needs no draws.
     end: the stop tokens. A sampled one calls `after`.
+    ending: called with the rows that a step has ended, all at once, before `after` is called with
+        each: a task that lives elsewhere is asked once.
     after: after(row) -> the rows that go on in its place. None, the default, ends it; itself with
         tokens in its queue is the next turn of a conversation; several are a fork. With `after`,
         rows are returned in the order in which they end.
@@ -960,13 +964,21 @@ def generate(
             uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
         drawn = sample(logits_BV, uniform_B, **options)
 
-        # Each row takes its token. What goes on may be nothing, the row itself, or several forks;
-        # places says from which row of the batch each of them comes.
+        # Each row takes its token.
+        ended = set()
+        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
+            if row.append(*token) and token[0] in end:
+                ended.add(b)
+        if ending and ended:
+            ending([rows[b] for b in sorted(ended)])
+
+        # What goes on may be nothing, the row itself, or several forks; places says from which row
+        # of the batch each of them comes.
         going = []
         places = []
-        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
+        for b, row in enumerate(rows):
             followers = [row]
-            if row.append(*token) and token[0] in end:
+            if b in ended:
                 followers = after(row) if after else []
             if not followers:
                 done.append(row)
@@ -2036,6 +2048,24 @@ def combine_over_ranks(largest_N, sums_4N, group):
     sums_4N = torch.stack([target_N, total_N * shrink_N, weighted_N * shrink_N, owners_N])
     dist.all_reduce(sums_4N, group=group)
     return all_N, sums_4N
+
+
+def gather_logits(z_Xv, group, vocab_size):
+    """The logits (..., V) of all rows of the head, on every rank; each has brought its own (.., v).
+
+    Without a gradient, for sampling: training asks for log-probs, which need no whole row.
+    """
+    if z_Xv.requires_grad:
+        raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
+    # Ranks have ceil(V / t) rows each and the last ones what is left, which is padded for the way.
+    # COMM: an all-gather of equal parts. Pinned by
+    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    world = dist.get_world_size(group)
+    v = -(-vocab_size // world)
+    own_Xv = F.pad(z_Xv, (0, v - z_Xv.shape[-1])).contiguous()
+    parts = [torch.empty_like(own_Xv) for _ in range(world)]
+    dist.all_gather(parts, own_Xv, group)
+    return torch.cat(parts, -1)[..., :vocab_size]
 
 
 # G. Packing: who lies where; block masks --------------------------------------------------------

@@ -65,8 +65,8 @@ To copy a part: of section 7 `clip_grad_norm` takes any nn.Module and needs `loc
 `is_split`, `sharded`, `reshard`, `sum_in_messages`. `Plan` needs KINDS and appendix D.
 
 Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); ranks that only generate; logits (`model(tokens)`) and embeddings
-as input under t: use `hidden` and `logprobs`.
+`LocalOptimizer(after_step=)`); ranks that only generate; gradients of logits (`model(tokens)`) and
+embeddings as input under t: use `hidden` and `logprobs`.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -860,19 +860,24 @@ class PackedBatches:
 # Skip it unless you add a module that tensor or expert parallelism must split.
 
 
+def own_part(whole, mesh, placements):
+    """This rank's part of a tensor that all ranks have, as a DTensor cuts it: a view."""
+    # Cut along one dimension of the mesh after the other. chunk gives the first ranks one row more
+    # where rows do not divide, which is how a DTensor's own Shard cuts.
+    part = whole
+    for n, placement in enumerate(placements):
+        if placement.is_shard():
+            part = part.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
+    return part
+
+
 def _place_parameter(module, name, mesh, placements, terms=False):
     """Keep this rank's part of a parameter that all ranks have, as a DTensor of the same name.
 
     terms: its gradients on the ranks are terms of a sum.
     """
     p = getattr(module, name)
-
-    # Cut along one dimension of the mesh after the other. chunk gives the first ranks one row more
-    # where rows do not divide, which is how a DTensor's own Shard cuts.
-    part = p.detach()
-    for n, placement in enumerate(placements):
-        if placement.is_shard():
-            part = part.chunk(mesh.size(n), placement.dim)[mesh.get_local_rank(n)]
+    part = own_part(p.detach(), mesh, placements)
 
     # clone, because a view would keep the whole weight alive. The shape of the whole must be said:
     # from unequal parts torch cannot tell it without a message.
@@ -1888,8 +1893,8 @@ def _require_whole_weights(model):
 
 # G. Messages, states and replicas -------------------------------------------------------------
 #
-# Gradients in few messages, ZeRO's rows, learning rates, weights of a model copied into another,
-# and the comparison of replicas. Skip what you do not call: each function stands by itself.
+# Gradients in few messages, ZeRO's rows, learning rates, and the comparison of replicas.
+# Skip what you do not call: each function stands by itself.
 
 
 def full(tensor):
@@ -1979,44 +1984,6 @@ def persistent_buffers(model) -> dict:
                 if name not in module._non_persistent_buffers_set:
                     found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
-
-
-@torch.no_grad()
-def copy_weights(source, target) -> None:
-    """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
-
-    source: of any plan. target: whole, on every rank. Sharded tensors are gathered one at a time;
-    of a pipeline, the stage that holds a tensor sends it. ValueError if names or shapes differ.
-    """
-    tensors = dict(source.named_parameters()) | persistent_buffers(source)
-    wanted = dict(target.named_parameters()) | persistent_buffers(target)
-
-    # What all stages together hold, and who sends each tensor: the first stage that has it.
-    holds = {name: tuple(x.shape) for name, x in tensors.items()}
-    senders = {}
-    group = None
-    if isinstance(source, Pipeline):
-        group = source.grid.dense["pp"].get_group()
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, holds, group=group)
-        for stage in reversed(range(len(found))):
-            holds |= found[stage]
-            senders |= dict.fromkeys(found[stage], dist.get_global_rank(group, stage))
-
-    # Compared before the first of them moves, and by what every rank knows now.
-    wants = {name: tuple(x.shape) for name, x in wanted.items()}
-    if holds != wants:
-        differ = sorted(name for name, _ in holds.items() ^ wants.items())
-        raise ValueError(f"models differ: {sorted(set(differ))}")
-
-    for name, q in wanted.items():
-        whole = full(tensors[name]) if name in tensors else torch.empty_like(q)
-        if name in senders:
-            # COMM: stages gather what they hold in one order, then its first holder sends the
-            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            whole = whole.contiguous().to(q.dtype)
-            dist.broadcast(whole, src=senders[name], group=group)
-        q.copy_(whole)
 
 
 def lr_factor(
@@ -3188,14 +3155,19 @@ def _sum_over_replicas(model, losses, device):
     return total
 
 
+def shares_sequences(model) -> bool:
+    """Whether other ranks work on the same sequences as this one: the c, t and p of its replica."""
+    plan = _plan_of(model)
+    return plan.world > plan.dp
+
+
 def gather_replica(model, items):
     """A list of what all ranks of this rank's replica have, and where its own items begin in it.
 
     Data is often dealt to all ranks, but those of one c, t or p group run the same forward. items:
     a list of anything that can be pickled; the parts come in the order of the ranks.
     """
-    plan = _plan_of(model)
-    if plan.world == plan.dp:
+    if not shares_sequences(model):
         return items, 0
     replica = model.grid.replica
     parts = [None] * dist.get_world_size(replica)
@@ -3315,7 +3287,232 @@ class PaddedTokens:
         return gathered[0]
 
 
-# L. Two sides: ranks that generate, and ranks that train --------------------------------------
+# L. Generators -------------------------------------------------------------------------------
+#
+# A model that only samples, split by a plan of its own (d, t and e), and how weights reach it, one
+# tensor at a time, from a model of another plan. Skip it if every rank samples with a whole model.
+
+
+def require_generator_plan(plan) -> None:
+    """ValueError for a plan with letters that a generator cannot have."""
+    for letter, degree, what in (("c", plan.cp, "sequences"), ("p", plan.pp, "layers")):
+        if degree > 1:
+            raise ValueError(
+                f"plan {plan}: a generator has d, t and e, and no {letter}: it decodes one token "
+                f"after the other, and ranks with other {what} would only wait")  # fmt: skip
+
+
+def split_for_decoding(model, plan, *, device_mesh):
+    """Make a whole model into this rank's part of a generator's plan, without gradients; return it.
+
+    model, plan and device_mesh are as for `parallelize`. What the t ranks of a replica share is the
+    decoding: all of them get the same tokens, and compute the same logits, the whole vocabulary's
+    (`gather_replica` makes the same batch of what each of them has). Ranks that exchange rows of
+    experts with other replicas need the same number of model calls: `end_together`.
+    """
+    require_generator_plan(plan)
+    if plan.shapes != device_mesh.plan.shapes:
+        raise ValueError(f"plan {plan} was given the grid of plan {device_mesh.plan}")
+    if getattr(model, "grid", None) is not None:
+        raise ValueError("this model is split already; split_for_decoding takes a whole one, once")
+    _require_names(plan, model)
+    plan.require_fits(world=dist.get_world_size(), config=model.config)
+
+    # As `parallelize` does: functions that get only the model find its ranks here.
+    model.grid = device_mesh
+    model.mode = "ddp"
+    model.sequence = False
+    model.offload = False
+    model.calls = None
+
+    # One new token a row is no sequence that could be shared out, so between f and g every tensor
+    # rank has all rows. Experts whose width is not split get each row once all the same.
+    if plan.tp > 1:
+        mesh = device_mesh.dense["tp"]
+        tensor_parallel(model, mesh, sequence=False, expert_tensor=plan.etp)
+        if plan.etp == 1:
+            for layer in model.model.layers:
+                if hasattr(layer.mlp, "experts"):
+                    _share_out_rows(layer.mlp, mesh.get_group())
+    if plan.ep * plan.etp > 1:
+        expert_parallel(model, device_mesh.experts)
+
+    # Experts that are dealt over more ranks than a replica has: replicas decode in step.
+    if plan.ep * plan.etp > plan.tp:
+        model.calls = _CallsInStep(model, device_mesh.experts["ep"].get_group())
+        model.hidden = model.calls.hidden
+    return model
+
+
+def _share_out_rows(mlp, group):
+    """Let each of the tensor ranks, which have the same rows, send some of them to the experts."""
+    run = mlp.forward
+    world = dist.get_world_size(group)
+
+    def forward(x_BSM, balance=None, /):
+        # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Whatever it is routed
+        # to, its result is cut off.
+        rows_NM = x_BSM.flatten(0, -2)
+        N = len(rows_NM)
+        padded_1NM = F.pad(rows_NM, (0, 0, 0, -N % world))[None]
+        out_1nM = run(_own_tokens(padded_1NM, group), balance)
+        return _gather_tokens(out_1nM, group)[0, :N].view_as(x_BSM)
+
+    mlp.forward = forward
+
+
+class _CallsInStep:
+    """The model calls of ranks that exchange rows of experts, one at a time on all of them.
+
+        rank 0   call  call  call  call  end           a rank that has ended runs one token, for
+        rank 1   call  call  end   ....  ....          nobody, for as long as another one calls
+    """
+
+    def __init__(self, model, group):
+        self.run = model.hidden
+        self.group = group
+        self.device = _device_of_grid(model.grid)
+
+    def hidden(self, tokens_BS, /, **options):
+        """`hidden` of a rank that has something to decode."""
+        self.ranks_that_call(1)
+        return self.run(tokens_BS, **options)
+
+    def ranks_that_call(self, here) -> int:
+        # COMM: one number before each model call, so that a rank which has ended knows whether the
+        # others need its experts once more. Pinned by
+        # tests/test_generator_plan.py::test_replicas_that_end_early_serve_their_experts.
+        count = torch.tensor(here, device=self.device)
+        dist.all_reduce(count, group=self.group)
+        return int(count)
+
+    @torch.no_grad()
+    def end(self):
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        while self.ranks_that_call(0):
+            self.run(token_11)
+
+
+def end_together(model) -> None:
+    """This rank has decoded all it had: serve the experts it has until the others have, too."""
+    calls = getattr(model, "calls", None)
+    if calls is not None:
+        calls.end()
+
+
+def share_or_allocate(source, target, device) -> None:
+    """Give `target`, a model on the meta device, memory: the source's own where both have the same
+    part of a parameter in one dtype, and new memory elsewhere, whose content is undefined.
+
+    What an optimiser writes into a shared parameter of the source is in the target at once, and
+    `copy_weights` leaves it out. Degrees decide what is shared, so it is the same on all ranks.
+    source: None where there is none on these ranks.
+    """
+    # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
+    # which the other ranks of its pipeline need to be sent.
+    sources = {}
+    if source is not None and not (sharded(source) or isinstance(source, Pipeline)):
+        sources = dict(source.named_parameters())
+
+    for prefix, module in target.named_modules():
+        for name, q in module.named_parameters(recurse=False):
+            p = sources.get(f"{prefix}.{name}" if prefix else name)
+            if p is not None and p.dtype == q.dtype and _cuts(p) == _cuts(q):
+                memory = local(p.detach())
+            else:
+                memory = torch.empty_like(local(q.detach()), device=device)
+            if isinstance(q, DTensor):
+                whole = dict(shape=q.shape, stride=q.stride())
+                mesh = q.device_mesh
+                memory = DTensor.from_local(memory, mesh, q.placements, run_check=False, **whole)
+            setattr(module, name, torch.nn.Parameter(memory, requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+
+
+def _cuts(p) -> list:
+    """(dimension, into how many parts, which of them is here) of each cut of a parameter."""
+    cuts = []
+    for n, placement in enumerate(getattr(p, "placements", ())):
+        mesh = p.device_mesh
+        if placement.is_shard() and mesh.size(n) > 1:
+            cuts.append((placement.dim, mesh.size(n), mesh.get_local_rank(n)))
+    return cuts
+
+
+def tensors_of(model) -> dict:
+    """Name -> tensor, of the parameters and of the buffers that belong to a model's state."""
+    return dict(model.named_parameters()) | persistent_buffers(model)
+
+
+class WholeTensors:
+    """The tensors of a model of any plan, whole and one at a time. Collective: all ranks of the
+    model ask for the same names in the same order. shapes: name -> shape, alike on all ranks."""
+
+    def __init__(self, source):
+        self.tensors = tensors_of(source)
+        self.shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
+        self.senders = {}
+        self.group = None
+        if not isinstance(source, Pipeline):
+            return
+
+        # What all stages together have, and who sends each tensor: the first stage that has it.
+        self.group = source.grid.dense["pp"].get_group()
+        found = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, self.shapes, group=self.group)
+        self.shapes = {}
+        for stage, shapes in enumerate(found):
+            for name, shape in shapes.items():
+                if name not in self.shapes:
+                    self.shapes[name] = shape
+                    self.senders[name] = dist.get_global_rank(self.group, stage)
+
+    @torch.no_grad()
+    def whole(self, name, dtype, device):
+        """The whole of a tensor, on every rank of the model."""
+        if name in self.tensors:
+            x = full(self.tensors[name].detach())
+        else:
+            x = torch.empty(self.shapes[name], dtype=dtype, device=device)
+        if name in self.senders:
+            # COMM: stages gather what they hold in one order, then its first holder sends the
+            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            x = x.contiguous().to(dtype)
+            dist.broadcast(x, src=self.senders[name], group=self.group)
+        return x
+
+
+@torch.no_grad()
+def keep_part(q, whole) -> None:
+    """Copy this rank's part of a whole tensor into q, a plain tensor or a DTensor, in q's dtype."""
+    part = own_part(whole, q.device_mesh, q.placements) if isinstance(q, DTensor) else whole
+    local(q.detach()).copy_(part)
+
+
+def copy_weights(source, target) -> None:
+    """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
+
+    source: of any plan. target: whole on every rank, or of `split_for_decoding`. One tensor after
+    the other is gathered, and each rank keeps its part: what is ever here is the two models' parts
+    and one whole tensor. A parameter that both have in one memory is left out. ValueError if names
+    or shapes differ.
+    """
+    tensors = WholeTensors(source)
+    wanted = tensors_of(target)
+
+    # Compared before the first of them moves, and by what every rank knows now.
+    wants = {name: tuple(x.shape) for name, x in wanted.items()}
+    if tensors.shapes != wants:
+        differ = sorted({name for name, _ in tensors.shapes.items() ^ wants.items()})
+        raise ValueError(f"models differ: {differ}")
+    for name, q in wanted.items():
+        p = tensors.tensors.get(name)
+        if p is None or not local(p.detach()).is_set_to(local(q.detach())):
+            keep_part(q, tensors.whole(name, q.dtype, q.device))
+
+
+# M. Two sides: ranks that generate, and ranks that train --------------------------------------
 #
 # What goes between two sets of ranks that work at the same time, each with a world of its own:
 # signs of life, messages, weights. Skip it if all ranks do the same.
@@ -3687,7 +3884,7 @@ def exchange(side, tensor) -> None:
     side.weights.broadcast([tensor], options).wait()
 
 
-# M. check -------------------------------------------------------------------------------------
+# N. check -------------------------------------------------------------------------------------
 #
 # Two optimiser steps of a toy, ddp and fsdp on 1 to 3 ranks against `definition`, and every plan.
 # Skip it: `python parallel.py check` runs it.

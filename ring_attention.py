@@ -210,7 +210,7 @@ def merge(out1, lse1, out2, lse2, /):
     total = torch.where(dead, 1.0, total)
     share1 = (weight1 / total)[..., None]
     share2 = (weight2 / total)[..., None]
-    out = torch.addcmul(out1 * share1, out2, share2)  # (5)
+    out = (out1 * share1).addcmul_(out2, share2)  # (5)
     lse = torch.where(dead, -math.inf, torch.log(total) + top)
     return out.to(narrow), lse
 
@@ -326,22 +326,27 @@ def tile_backward(
     return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
 
 
-def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, /):
+def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
     """(3) and (4), tile by tile, outside autograd: out_BHqD and lse_BHq in float32 or better.
 
     mask: a Mask of q queries and k keys, or None where everything is seen. kernel: a Kernel.
+    before: this pair of the same queries over other keys, to merge these keys into, in place.
     """
     # Every row begins as one that has seen nothing, which is (4), and neutral under `merge`.
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
-    lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
+    if before is None:
+        out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
+        lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
+    else:
+        out_BHqD, lse_BHq = before
 
     # The mask cuts itself into boxes: rows = (batch rows, all heads, queries) are indices into q,
     # columns = (batch rows, all heads, keys) into k and v. A box in which nobody sees anything is
     # left out, so a causal mask costs half. One in which all is seen, or exactly the causal
     # triangle, comes without a bool tensor (visible is None), as flash kernels like it.
-    (q, k, v), all_finite, tiles = cut_into_tiles(kernel, mask, q_BHqD, k_BGkD, v_BGkD)
-    begun_Bq = np.zeros((len(q), q.shape[2]), bool)
+    given = q_BHqD, k_BGkD, v_BGkD
+    (q, k, v), all_finite, tiles = cut_into_tiles("forward", kernel, mask, *given)
+    begun_Bq = np.full((len(q), q.shape[2]), before is not None)
 
     for rows, columns, visible, causal, tile_kernel in tiles:
         # Attention of these rows over these columns alone, by the formulas or by torch's kernel.
@@ -397,7 +402,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     # The same boxes as in the forward. Each makes its P again from q, k and lse, so that a training
     # step holds the scores of one tile at a time and never those of all.
     given = q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD
-    (q, k, v, out, dout), all_finite, tiles = cut_into_tiles(kernel, mask, *given)
+    (q, k, v, out, dout), all_finite, tiles = cut_into_tiles("backward", kernel, mask, *given)
     dq_BHqD = torch.zeros_like(q, dtype=wide)
     dk_BGkD = torch.zeros_like(k, dtype=wide)
     dv_BGkD = torch.zeros_like(v, dtype=wide)
@@ -576,7 +581,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
     """
     # Keys and values travel together, so that a hop is one message and not two.
     block_2BgmD = torch.stack((k_BgkD, v_BgkD))
-    out_BhqD = lse_Bhq = None  # both begin at hop 0, which is computed on every rank
+    so_far = None  # out_BhqD and lse_Bhq over the blocks that have been here
 
     for hop in range(route.hops):
         # COMM: each rank posts its send to the right and its receive from the left, then computes,
@@ -588,22 +593,18 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
 
         # Our queries against the block that lies here now. With documents or a window they may see
         # nothing in it: it was passed on, but there is nothing to compute. Our own block, at hop 0,
-        # is always computed, so that out and lse exist even if no row sees anything.
+        # is always computed, so that out and lse exist even if no row sees anything. One rank's
+        # blocks come in another order than its neighbour's: (5) allows that.
         block = route.block_at(hop)
         if route.is_needed(block, hop):
-            part_out, part_lse = forward_tiles(q_BhqD, *block_2BgmD, route.mask_of(block), kernel)
-            probe.look(hop + 1, "out", part_out)
-            if hop == 0:
-                out_BhqD, lse_Bhq = part_out, part_lse
-            else:
-                # One rank's blocks come in another order than its neighbour's. (5) allows that.
-                out_BhqD, lse_Bhq = merge(out_BhqD, lse_Bhq, part_out, part_lse)  # (5)
+            so_far = forward_tiles(q_BhqD, *block_2BgmD, route.mask_of(block), kernel, so_far)
+            probe.look(hop + 1, "out", so_far[0])
 
         # Only now must the next block be here, and only now may the old one be overwritten.
         for message in under_way:
             message.wait()
         block_2BgmD = next_2BgnD
-    return out_BhqD, lse_Bhq
+    return so_far
 
 
 def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kernel, probe, /):
@@ -855,6 +856,7 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
 # Skip it unless you audit a mask: each constructor only works out start and end of a picture.
 
 NEVER = 1 << 60  # the start of an interval that holds no row
+ANY = 1 << 60  # as a largest side: no limit
 
 
 class Mask:
@@ -1024,14 +1026,15 @@ class Mask:
         """Kinds of the tiles that begin at these ascending edges; a causal one is PARTIAL."""
         return kinds_of_tiles(self, row_edges, key_edges)
 
-    def regions(self, tile, join=32):
+    def regions(self, tile, join=32, square=ANY):
         """[(batch, queries, keys, kind)]: disjoint boxes, as slices, with all that is visible.
 
-        No box is longer than `tile`, but `join` equal neighbours may be one. See appendix B.
+        A PARTIAL box is at most `tile` long, but `join` equal neighbours may be one. A CAUSAL box
+        is at most `square` long; with a square of 0 there is none. See appendix B.
         """
-        key = ("regions", tile, join)
+        key = ("regions", tile, join, square)
         if key not in self.cache:
-            self.cache[key] = find_boxes(self, tile, join)
+            self.cache[key] = find_boxes(self, tile, join, square)
         return self.cache[key]
 
     def digest(self):
@@ -1218,19 +1221,21 @@ def kinds_of_tiles(mask, row_edges, key_edges):
     return np.where(empty, EMPTY, np.where(full, FULL, PARTIAL))
 
 
-def find_boxes(mask, tile, join):
+def find_boxes(mask, tile, join, square):
     """[(batch, queries, keys, kind)] for `Mask.regions`: disjoint, with all that is visible.
 
     Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
-    apart, so that most boxes are FULL or CAUSAL. Up to `join` neighbours of one kind become one
-    box along the keys, and up to `join` FULL ones along the queries.
+    apart, so that most boxes are FULL or CAUSAL. CAUSAL neighbours along the diagonal become one
+    square with what lies below them, and `halves` cuts it until its CAUSAL boxes are at most
+    `square` long. Of the rest, up to `join` neighbours of one kind become one box along the keys,
+    and up to `join` FULL ones along the queries.
     """
     # Batch rows that are equal and lie side by side share their boxes, and so their kernel calls.
     boxes = []
     for batch in equal_batch_rows(mask):
         first = batch.start or 0
         one = mask.slice(ALL, ALL, slice(first, first + 1))
-        boxes += [(batch, *box) for box in boxes_of_one(one, tile, join)]
+        boxes += [(batch, *box) for box in boxes_of_one(one, tile, join, square)]
     return boxes
 
 
@@ -1250,31 +1255,39 @@ def equal_batch_rows(mask):
     return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def boxes_of_one(mask, tile, join):
+def boxes_of_one(mask, tile, join, square):
     """[[queries, keys, kind]] of a mask of batch 1."""
     num_rows, num_keys = mask.shape[2:]
     if not num_rows or not num_keys:
         return []
     row_edges, key_edges = structure_edges(mask, tile)
     kinds = mask.classify(row_edges, key_edges)[0]
-    row_stops = [*row_edges[1:], num_rows]
+    row_edges = [*row_edges, num_rows]
     key_edges = [*key_edges, num_keys]
 
-    # One strip of tiles after the other, from the top. A causal mask of 12 tokens, tile 4:
+    # What a causal kernel computes comes first, and leaves the grid. A causal mask of 12 tokens
+    # with tile 4 is one square, of which nothing else remains:
     #
-    #     rows 0-3     CAUSAL EMPTY  EMPTY      gives box (0-3, 0-3, CAUSAL)
-    #     rows 4-7     FULL   CAUSAL EMPTY      gives (4-7, 0-3, FULL) and (4-7, 4-7, CAUSAL)
-    #     rows 8-11    FULL   FULL   CAUSAL     gives (8-11, 0-7, FULL) and (8-11, 8-11, CAUSAL)
+    #     rows 0-3     CAUSAL EMPTY  EMPTY
+    #     rows 4-7     FULL   CAUSAL EMPTY      gives (0-11, 0-11, CAUSAL)
+    #     rows 8-11    FULL   FULL   CAUSAL
     boxes = []
-    full_above = {}  # keys of a FULL box that ends where this strip begins -> the box
-    for row_start, row_stop, kind in zip(row_edges, row_stops, kinds, strict=True):
-        rows = slice(row_start, row_stop)
-        for c in np.flatnonzero(kind == PARTIAL):
-            if is_causal_square(mask.slice(rows, slice(key_edges[c], key_edges[c + 1]))):
-                kind[c] = CAUSAL
+    squares = causal_squares(mask, row_edges, key_edges) if square else []
+    for tiles in squares:
+        kinds[tiles.rows, tiles.keys] = EMPTY
+        rows = slice(row_edges[tiles.rows.start], row_edges[tiles.rows.stop])
+        keys = slice(key_edges[tiles.keys.start], key_edges[tiles.keys.stop])
+        boxes += halves(rows, keys, square)
 
-        # Equal neighbours along the keys are one box, up to `join` of them; a CAUSAL one is alone.
-        new = (np.diff(kind, prepend=-1) != 0) | (kind == CAUSAL)
+    # The rest goes strip by strip, from the top. A prompt of 4 tokens with answers of 4 and 8 makes
+    # the squares of tokens 0-7 and 8-15, and below the first of them remains:
+    #
+    #     rows 8-11    FULL   EMPTY
+    #     rows 12-15   FULL   EMPTY             gives (8-15, 0-3, FULL)
+    full_above = {}  # keys of a FULL box that ends where this strip begins -> the box
+    for row_start, row_stop, kind in zip(row_edges, row_edges[1:], kinds, strict=False):
+        # Equal neighbours along the keys are one box, up to `join` of them.
+        new = np.diff(kind, prepend=-1) != 0
         starts = np.flatnonzero(new | (np.arange(len(kind)) % join == 0))
         full_here = {}
         for c, stop in zip(starts, [*starts[1:], len(kind)], strict=True):
@@ -1287,12 +1300,100 @@ def boxes_of_one(mask, tile, join):
             if box and row_stop - box[0].start <= tile * join:
                 box[0] = slice(box[0].start, row_stop)
             else:
-                box = [rows, slice(*span), kind[c]]
+                box = [slice(row_start, row_stop), slice(*span), kind[c]]
                 boxes.append(box)
             if kind[c] == FULL:
                 full_here[span] = box
         full_above = full_here
     return boxes
+
+
+# Tiles on the diagonal, of the same tokens both ways: slices of the grid's tiles; the index of the
+# last query; where the first of the keys' intervals ends; the extremes of what a window measures.
+Square = namedtuple("Square", "rows keys last end latest earliest")
+
+
+def causal_squares(mask, row_edges, key_edges):
+    """The largest Squares that a causal kernel computes, from the top; disjoint.
+
+    Their tokens are the same both ways, and each sees itself and all before it in the square.
+    """
+    if isinstance(mask, DenseMask):
+        return []
+    index_q, sees, position_q = (x[0] for x in mask.queries)
+    index_k, start, end, position_k = (x[0] for x in mask.keys)
+
+    def computable(square):
+        # No interval may end inside, and no pair may lie outside the window.
+        if square.end <= square.last:
+            return False
+        return mask.window is None or square.latest - square.earliest < mask.window
+
+    # The tile of keys that begins with the token of a tile of queries stands on the diagonal.
+    key_tile = {index_k[edge]: c for c, edge in enumerate(key_edges[:-1])}
+    squares = []
+    for r, (row_start, row_stop) in enumerate(zip(row_edges, row_edges[1:], strict=False)):
+        c = key_tile.get(index_q[row_start])
+        if c is None:
+            continue
+
+        # The same tokens, none of them PAD, and each key is seen from itself on.
+        i = slice(row_start, row_stop)
+        j = slice(key_edges[c], key_edges[c + 1])
+        if not np.array_equal(index_q[i], index_k[j]):
+            continue
+        if not sees[i].all() or not np.array_equal(start[j], index_k[j]):
+            continue
+        tile = Square(
+            slice(r, r + 1),
+            slice(c, c + 1),
+            index_q[row_stop - 1],
+            end[j].min(),
+            position_q[i].max(),
+            position_k[j].min(),
+        )
+
+        # It makes the square above it longer, if the two are one still; or it begins another.
+        if squares and squares[-1].rows.stop == r and squares[-1].keys.stop == c:
+            above = squares[-1]
+            both = Square(
+                slice(above.rows.start, r + 1),
+                slice(above.keys.start, c + 1),
+                tile.last,
+                min(above.end, tile.end),
+                max(above.latest, tile.latest),
+                min(above.earliest, tile.earliest),
+            )
+            if computable(both):
+                squares[-1] = both
+                continue
+        if computable(tile):
+            squares.append(tile)
+    return squares
+
+
+def halves(rows, keys, square):
+    """[[queries, keys, kind]] of a causal square, no CAUSAL box of it longer than `square`.
+
+    The lower half of the rows sees the upper half of the keys wholly. The rest is two squares:
+
+        C . . .
+        F C . .      length 4, square 1: two FULL boxes of one token, one of two, four CAUSAL
+        F F C .
+        F F F C
+    """
+    length = rows.stop - rows.start
+    if length <= square:
+        return [[rows, keys, CAUSAL]]
+
+    # The upper half of the queries sees no key of the lower half, so there are three parts.
+    upper_rows = slice(rows.start, rows.start + length // 2)
+    upper_keys = slice(keys.start, keys.start + length // 2)
+    lower_rows = slice(upper_rows.stop, rows.stop)
+    lower_keys = slice(upper_keys.stop, keys.stop)
+    below = [[lower_rows, upper_keys, FULL]]
+    upper = halves(upper_rows, upper_keys, square)
+    return upper + below + halves(lower_rows, lower_keys, square)
 
 
 def structure_edges(mask, tile):
@@ -1342,33 +1443,26 @@ def spaced_edges(places, tile):
     return np.unique(np.concatenate(edges))
 
 
-def is_causal_square(mask):
-    """Is this a square whose diagonal is the tokens' own: what a causal kernel computes?"""
-    if isinstance(mask, DenseMask):
-        return False
-
-    # The same tokens both ways, each key seen from itself on.
-    index_q, rows, position_q = mask.queries
-    index_k, start, end, position_k = mask.keys
-    if index_q.shape != index_k.shape or not (index_q == index_k).all():
-        return False
-    if not (start == index_k).all() or not rows.all():
-        return False
-
-    # No interval may end inside, and no pair may lie outside the window.
-    if end.min() <= index_q.max():
-        return False
-    return mask.window is None or position_q.max() - position_k.min() < mask.window
-
-
 # Appendix C. Kernels: torch's flash attention, and which tiles it may compute ------------------
 # For: speed on CPU and CUDA, and values that are not finite. The formulas of section 2 suffice.
 # Skip it unless you audit a dtype, a NaN under a mask, or the arguments of a kernel call.
 
-# Side of a tile, and how many equal neighbours may be one call. torch's CPU kernel takes 512 keys
-# at a time and saves nothing on a causal square below that, so small squares waste less; a call on
-# more than 4096 keys leaves the cache.
-TILES = {"cpu": (128, 32), "cuda": (1024, 1024), "math": (512, 1)}
+# Side of a PARTIAL tile, how many equal neighbours may be one call, and the longest causal square
+# that is one call, in the forward and in the backward. Of torch's CPU kernels the forward skips
+# what lies above the diagonal, in steps of some 100 keys; the backward in steps of 512, so halves
+# of a square down to 128 are faster there (8 heads of 64, float32, ns a visible pair of one head):
+#
+#     length of the square            128   256   512   1024   2048   4096
+#     forward, one call               5.3   4.5   4.6    3.3    2.7    2.4     (a FULL box: 2.1)
+#     backward, one call               12    11    11    8.0    6.6    5.8     (a FULL box: 5.1)
+#     backward_tiles, halves to 128    15    11   9.5    7.9    6.2    5.6     (with its sums)
+Sizes = namedtuple("Sizes", "tile join forward backward")
+TILES = {
+    "cpu": Sizes(tile=128, join=32, forward=ANY, backward=128),
+    "cuda": Sizes(tile=1024, join=1024, forward=ANY, backward=ANY),
+    "math": Sizes(tile=512, join=1, forward=0, backward=0),
+}
+KEPT_PAIRS = 1 << 22  # of PARTIAL tiles, whose masks stay with a mask for all layers: 5 bytes each
 
 
 def make_kernel(q, scale, softcap, backend, accurate):
@@ -1415,15 +1509,18 @@ def tile_dtype(kernel, q):
     return torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
 
 
-def cut_into_tiles(kernel, mask, q, k, *others):
+def cut_into_tiles(direction, kernel, mask, q, k, *others):
     """What `forward_tiles` and `backward_tiles` loop over.
 
+    direction: "forward" or "backward".
+    kernel, mask, q, k, others: their arguments.
+
     Returns the tensors in the dtype of the tiles; all_finite, see below; and an iterator of (rows,
-    columns, visible, causal, kernel), the first two being indices into q and k.
+    columns, visible, causal, kernel), the first two being indices into q and k. visible is None
+    where all is seen or causal says what is, a bool tensor for the formulas, a Bias for the kernel.
     """
     if mask is None:
-        most = max(q.shape[2], k.shape[2])
-        mask = Mask.full(most).slice(slice(q.shape[2]), slice(k.shape[2]))
+        mask = nothing_hidden(q.shape[2], k.shape[2])
 
     # With another stride than 1 in the last dimension torch's CPU kernel is silently wrong.
     tensors = [x.to(tile_dtype(kernel, q)) for x in (q, k, *others)]
@@ -1438,24 +1535,71 @@ def cut_into_tiles(kernel, mask, q, k, *others):
     if not all_finite:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
-    side, join = TILES["math" if kernel.backend == "math" else q.device.type]
+    sizes = TILES["math" if kernel.backend == "math" else q.device.type]
+
+    # torch's CPU kernel copies a tile of dout whose heads lie outside of its tokens. So they are
+    # laid inside once, for all tiles.
+    if direction == "backward" and kernel.backend == "fused" and q.device.type == "cpu":
+        tensors[-1] = tensors[-1].transpose(1, 2).contiguous().transpose(1, 2)
+    square = getattr(sizes, direction)
 
     def tiles():
-        for batch, queries, keys, kind in mask.regions(side, join):
-            causal = kind == CAUSAL and kernel.backend == "fused"
+        for batch, queries, keys, kind in mask.regions(sizes.tile, sizes.join, square):
             visible = None
             tile_kernel = kernel
 
             # Only what is neither full nor the kernel's own triangle needs a mask, of tile size.
-            if kind != FULL and not causal:
-                first = batch.start or 0
-                part = mask.slice(queries, keys, slice(first, first + 1))
-                visible = part.dense().to(q.device)
+            if kind == PARTIAL:
                 if q.device.type == "cuda":  # flash takes no mask there
                     tile_kernel = dataclasses.replace(kernel, backend="math")
-            yield (batch, ALL, queries), (batch, ALL, keys), visible, causal, tile_kernel
+                like = None if tile_kernel.backend == "math" else tensors[0]
+                visible = visible_inside(mask, batch, queries, keys, q.device, like)
+            rows = batch, ALL, queries
+            columns = batch, ALL, keys
+            yield rows, columns, visible, kind == CAUSAL, tile_kernel
 
     return tensors, all_finite, tiles()
+
+
+@functools.lru_cache(maxsize=64)
+def nothing_hidden(num_queries, num_keys):
+    """The Mask under which so many queries see all of so many keys."""
+    longest = Mask.full(max(num_queries, num_keys))
+    return longest.slice(slice(num_queries), slice(num_keys))
+
+
+# What torch's CPU kernel takes in place of a bool mask, 0 or -inf a pair; and the rows of a tile
+# that see none of its keys (b, H, i), or None where each sees one.
+Bias = namedtuple("Bias", "pairs blind")
+
+
+def visible_inside(mask, batch, queries, keys, device, like):
+    """Which pairs of a PARTIAL tile are visible: bool, or a Bias in the dtype of `like`.
+
+    It is kept with the mask, so that the next layer, and the backward, need not make it again.
+    """
+    first = batch.start or 0
+    kept = mask.cache.setdefault("inside", {})
+    place = first, queries.start, queries.stop, keys.start, keys.stop
+    key = *place, device, None if like is None else like.dtype
+    if key in kept:
+        return kept[key]
+
+    part = mask.slice(queries, keys, slice(first, first + 1))
+    visible = part.dense().to(device)
+    if like is not None:
+        seeing = visible.any(-1)
+        blind = None if seeing.all() else ~seeing
+        zeros = torch.zeros(visible.shape, dtype=like.dtype)
+        visible = Bias(zeros.masked_fill_(~visible, -math.inf), blind)
+
+    # MEMORY: a long sequence under a ragged mask has more partial tiles than one would keep. Pinned
+    # by tests/test_attend.py::test_partial_tiles_are_made_once_and_kept_up_to_a_bound.
+    num_pairs = part.shape[1] * part.shape[2] * part.shape[3]
+    if mask.cache.get("kept_pairs", 0) + num_pairs <= KEPT_PAIRS:
+        mask.cache["kept_pairs"] = mask.cache.get("kept_pairs", 0) + num_pairs
+        kept[key] = visible
+    return visible
 
 
 def matmul_of_seen(weight_bGij, value_bGjD, visible_bGij, all_finite, /):
@@ -1473,18 +1617,11 @@ def matmul_of_seen(weight_bGij, value_bGjD, visible_bGij, all_finite, /):
     return torch.where(reached_bGiD, math.nan, weight_bGij @ value_bGjD.masked_fill(bad_bGjD, 0.0))
 
 
-def additive_mask(visible, like):
-    """The float mask that torch's CPU kernel takes (it refuses bool), or None."""
-    if visible is None:
-        return None
-    return torch.zeros(visible.shape, dtype=like.dtype).masked_fill_(~visible, -math.inf)
-
-
 def fused_tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
     """One tile of (3) and (4) by torch's kernel; never an empty one, of which it would die.
 
     q_bHiD, k_bGjD, v_bGjD: the tile's queries, keys, values.
-    visible: bool, or None.
+    visible: a Bias, or None.
     causal: whether the tile is a causal square.
     scale: of (2).
     """
@@ -1492,12 +1629,14 @@ def fused_tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, causal, scale):
     aten = torch.ops.aten
     if q_bHiD.device.type == "cuda":
         return aten._scaled_dot_product_flash_attention(*tensors, 0.0, causal, scale=scale)[:2]
+    bias = None if visible is None else visible.pairs
     out_bHiD, lse_bHi = aten._scaled_dot_product_flash_attention_for_cpu(
-        *tensors, 0.0, causal, attn_mask=additive_mask(visible, q_bHiD), scale=scale)  # fmt: skip
-    if visible is not None:
+        *tensors, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    if visible is not None and visible.blind is not None:
         # NUMERICS: the kernel says 0 for the lse of a row that sees nothing. Pinned by
         # tests/test_attend.py::test_a_row_that_sees_nothing_is_zero_whatever_arrives.
-        lse_bHi = lse_bHi.masked_fill(~visible.any(-1), -math.inf)
+        lse_bHi = lse_bHi.masked_fill(visible.blind, -math.inf)
     return out_bHiD, lse_bHi
 
 
@@ -1520,7 +1659,7 @@ def fused_tile_backward(
         return aten._scaled_dot_product_flash_attention_backward(
             *tensors, lse_bHi.contiguous(), *lengths, 0.0, causal, seed, seed[0], scale=scale
         )
-    bias = additive_mask(visible, q_bHiD)
+    bias = None if visible is None else visible.pairs
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *tensors, lse_bHi, 0.0, causal, attn_mask=bias, scale=scale
     )

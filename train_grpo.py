@@ -117,12 +117,9 @@ import parallel
 import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
-    Grid, LocalOptimizer, PackedBatches, PackedRow, PaddedTokens, Pipeline, Plan, Stop, agree,
-    agreed_micro_batches, balance_of_rank, checkpoints, clip_grad_norm, connect, copy_weights,
-    gather_replica, local, lr_factor, materialise, micro_batches, name_suspects, naming_lost_ranks,
-    newest_checkpoint, of_nobody, parallelize, parts_of, persistent_buffers, read_checkpoint,
-    reduce_gradients, replica_difference, require_batch, reshard, row_lengths, speaks_for_replica,
-    summed, superseded, training_tensors, write_checkpoint,
+    Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
+    gather_replica, local, lr_factor, newest_checkpoint, parallelize, parts_of, read_checkpoint,
+    reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -621,7 +618,6 @@ class Trainer:
     def __init__(self, config, model, *, generator=None, reference=None):
         """model is trained, generator samples, reference is what the KL is measured against."""
         self.config = config
-        self.generator = generator
         self.policy_version = 0
         self.skipped = 0
         self.skipped_in_a_row = 0
@@ -629,6 +625,7 @@ class Trainer:
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
+        self.generator = split_generator(self, generator)
         self.reference = like_the_policy(self, reference)
         self.optimizer = adamw(config, self.model, self.plan)
         self.experts = ExpertLoads(config, self.model, self.device)
@@ -728,7 +725,7 @@ class Trainer:
 
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # The generator is whole on every rank, whatever the plan has made of the policy.
+        # What the two models hold in one memory needs no copy: see `split_generator`.
         copy_weights(self.model, self.generator)
         return self.policy_version
 
@@ -814,8 +811,9 @@ class Play(Row):
 
 
 def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0
-):
+    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
+    ending=None,
+):  # fmt: skip
     """Play every start `group` times; lists of trajectories, by group, in rollout order.
 
     starts          list of (group number, state, prompt tokens)
@@ -824,6 +822,7 @@ def rollout(
     temperature     of sampling; 0 is greedy
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
+    ending          called with the plays whose turn has ended, see `SharedTask`
     """
     # Without forks a play for each rollout. With them each play begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with plays 0 and 2, which stand for rollouts 0 1 and 2 3.
@@ -838,7 +837,7 @@ def rollout(
     # that have ended, and calls end_turn wherever a token of task.end was sampled.
     ended = generate(
         model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        after=lambda play: play.end_turn(task, forks),
+        ending=ending, after=lambda play: play.end_turn(task, forks),
     )  # fmt: skip
 
     # Plays end in any order; a group's rollouts are put back into theirs.
@@ -958,7 +957,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # which ranks do what, such as d2t2 or p2c2, see parallel.py; default: all data
+    plan: str = ""  # which ranks do what, see parallel.py: d2t2, p2c2; A|B: generator A, trainer B
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1097,15 +1096,13 @@ class Config:
 
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
         sides = parallel.Allocation.parse(self.plan or "d1").groups
-        both = len(sides) == 1 and len(sides[0]) > 1
-        yield both, (
-            f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
-            f"them; give the trainer's plan alone")
         yield len(sides) > 2 or (len(sides) == 2 and sum(map(len, sides)) > 2), (
-            f"--plan {self.plan}: A+B is the generator's plan, and the trainer's")
+            f"--plan {self.plan}: A+B has two plans, the generator's and the trainer's")
+        yield len(sides[0]) > 2, (
+            f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
         plan = sides[-1][-1]
-        yield len(sides) == 2 and sides[0][0].world > sides[0][0].dp, (
-            f"--plan {self.plan}: a generator on ranks of its own has d alone")
+        if sides[0][0] is not plan:
+            parallel.require_generator_plan(sides[0][0])
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
         yield self.tree == "dta" and self.max_tokens < 1, "--tree dta needs --max-tokens, a block's"
@@ -1289,6 +1286,29 @@ def splits(config) -> bool:
     return bool(config.plan or config.data_parallel != "ddp" or special)
 
 
+def plans_of(config):
+    """The generator's and the trainer's Plan that --plan gives; None for one that it does not.
+
+    A|B: both have the same ranks. A+B: each has its own. B alone is the trainer's.
+    """
+    if not config.plan:
+        return None, None
+    groups = parallel.Allocation.parse(config.plan).groups
+    *generator, trainer = [plan for plans in groups for plan in plans]
+    return generator[0] if generator else None, trainer
+
+
+def generator_plan(config) -> Plan:
+    """The generator's plan: A of --plan A|B or A+B, else the trainer's t and e, with which every
+    other rank is a replica."""
+    own, trainer = plans_of(config)
+    if own is not None:
+        return own
+    trainer = trainer or Plan()
+    replicas = dist.get_world_size() // trainer.tp
+    return Plan(dp=replicas, tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+
+
 def device_of(model):
     """Where a model is, or will be: of one on the meta device the device of this rank."""
     if not on_meta(model):
@@ -1296,6 +1316,22 @@ def device_of(model):
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def split_generator(trainer, generator):
+    """This rank's part of the generator. Weights of the trainer's dtype and layout are its own, in
+    the same memory. A model that has memory already stays as it is: a whole copy."""
+    if generator is None or not on_meta(generator):
+        return generator
+    plan = generator_plan(trainer.config)
+    if plan.tp > 1 or plan.ep > 1:
+        # A plan of the same degrees has the same ranks in the same groups.
+        grid = trainer.grid
+        if grid is None or grid.plan.shapes != plan.shapes:
+            grid = Grid.make(plan, trainer.device.type)
+        parallel.split_for_decoding(generator, plan, device_mesh=grid)
+    parallel.share_or_allocate(trainer.model, generator, trainer.device)
+    return generator
 
 
 def split_over_ranks(config, model, device):
@@ -1312,7 +1348,7 @@ def split_over_ranks(config, model, device):
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
     model = split_by(config, model, plan, grid)
     if whole is not None:
-        materialise(model)
+        parallel.materialise(model)
         first_weights(config, model, whole)
     return model, plan, grid
 
@@ -1349,16 +1385,16 @@ def like_the_policy(trainer, reference):
     if reference is None or not on_meta(reference):
         return reference
     reference = split_by(trainer.config, reference, trainer.plan, trainer.grid)
-    materialise(reference)
+    parallel.materialise(reference)
     return reference
 
 
 @torch.no_grad()
 def copy_part(source, target):
     """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
-    reshard(source)
-    into = dict(target.named_parameters()) | persistent_buffers(target)
-    for name, x in (dict(source.named_parameters()) | persistent_buffers(source)).items():
+    parallel.reshard(source)
+    into = parallel.tensors_of(target)
+    for name, x in parallel.tensors_of(source).items():
         local(into[name]).copy_(local(x))
 
 
@@ -1483,7 +1519,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
     # together on the same trajectories have the same sums, and one of them speaks for all.
     numbers = [*totals_K.tolist(), tree_tokens]
-    if not speaks_for_replica(trainer.model):
+    if not parallel.speaks_for_replica(trainer.model):
         numbers = [0.0] * len(numbers)
     flat_tokens = sum(len(t.tokens) for t in batch)
     dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
@@ -1584,7 +1620,7 @@ def skip_step(trainer, suspect):
     """Count a skipped step; which rank and parameter had it first, same text on all ranks."""
     trainer.skipped += 1
     trainer.skipped_in_a_row += 1
-    text = name_suspects(trainer.model, suspect)
+    text = parallel.name_suspects(trainer.model, suspect)
 
     # Several in a row are no accident: the weights or the data are broken.
     if trainer.skipped_in_a_row >= trainer.config.max_skipped:
@@ -1685,7 +1721,8 @@ def batches_of_trees(trainer, model, batch) -> list:
     if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
         return [batch or [FILLER]]
     lengths = [len(t.tokens) for t in batch]
-    cuts = micro_batches(model, lengths, trainer.config.micro_tokens, shared_with_previous(batch))
+    shared = shared_with_previous(batch)
+    cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
 
 
@@ -1736,7 +1773,7 @@ def tree_options(trainer, model, batch):
         options.update(group=trainer.grid.context, method=config.cp_method)
     if plan.tp > 1:
         # The engine of `dta` asks of the routers what they say of all tokens of a block.
-        model = PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
+        model = parallel.PaddedTokens(model, plan.tp, whole_routing=config.tree == "dta")
     return model, options
 
 
@@ -1765,7 +1802,8 @@ def balance_of_tree(trainer, micro, trie):
     if trainer.plan is not None and trainer.plan.cp > 1:
         rank = dist.get_rank(trainer.grid.context)
         local_s = ring_attention.indices(len(trie), rank, trainer.plan.cp)
-    return balance_of_rank(trainer.model, sequence_J, token_J, local_s, trainer.experts.balance)
+    balance = trainer.experts.balance
+    return parallel.balance_of_rank(trainer.model, sequence_J, token_J, local_s, balance)
 
 
 class TreeBatches(PackedBatches):
@@ -1775,17 +1813,18 @@ class TreeBatches(PackedBatches):
         """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
         # All trees are padded to the longest, so they should cost the same. `partition` cuts the
         # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
-        require_batch(self.model, sequences, masks)
-        count = agreed_micro_batches(self.model, trees_needed(sequences, self.micro_tokens))
+        parallel.require_batch(self.model, sequences, masks)
+        needed = trees_needed(sequences, self.micro_tokens)
+        count = parallel.agreed_micro_batches(self.model, needed)
         micros = partition(sequences, count)
 
         # A tree without a sequence is one token that nothing is asked of.
         tries = [TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros]
-        lengths = row_lengths(self.plan, list(map(len, tries)))
+        lengths = parallel.row_lengths(self.plan, list(map(len, tries)))
         rows = []
         for indices, trie, length in zip(micros, tries, lengths, strict=True):
             row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
-            rows.append(row if indices else of_nobody(row))
+            rows.append(row if indices else parallel.of_nobody(row))
         return micros, rows
 
 
@@ -1803,7 +1842,7 @@ def trees_needed(sequences, micro_tokens) -> int:
     return count
 
 
-def tree_row(trie, masks, length) -> PackedRow:
+def tree_row(trie, masks, length) -> parallel.PackedRow:
     """A tree as a row of `length` places. masks: for each sequence, which of tokens[1:] count."""
     # Behind the tree stands padding, tokens of which each is a tree of its own.
     #
@@ -1822,7 +1861,7 @@ def tree_row(trie, masks, length) -> PackedRow:
         mask_BT[b, : len(mask)] = mask
         scored.append(trie.path(b)[1:].numpy()[np.asarray(mask, dtype=bool)])
     edges_N, entries_K = np.unique(np.concatenate(scored), return_inverse=True)
-    return PackedRow(
+    return parallel.PackedRow(
         tokens_S[None], positions_S[None], ring_attention.Mask.tree(end_S, positions_S),
         torch.from_numpy(mask_BT), trie.parent[edges_N], trie.tokens[edges_N],
         torch.from_numpy(entries_K), *tokens_of_sequences(trie),
@@ -1846,7 +1885,7 @@ def tree_batches(trainer, model) -> TreeBatches:
 @torch.no_grad()
 def scores_by_trees(trainer, model, batch) -> list:
     """`PackedBatches.forward` by trees: a tuple of (L - 1,) tensors for each trajectory."""
-    if isinstance(model, Pipeline):
+    if isinstance(model, parallel.Pipeline):
         sequences = [t.tokens for t in batch]
         return tree_batches(trainer, model).forward(sequences, [t.mask for t in batch])
     found = []
@@ -1855,7 +1894,7 @@ def scores_by_trees(trainer, model, batch) -> list:
         for b, t in enumerate(micro):
             if t is not FILLER:
                 found.append(tuple(x_BT[b, : len(t.mask)] for x_BT in columns))
-    reshard(model)  # without a backward FSDP would leave the gathered weights lying there
+    parallel.reshard(model)  # without a backward FSDP would leave the gathered weights lying there
     return found
 
 
@@ -1863,7 +1902,7 @@ def backward_by_trees(trainer, batch, loss_of) -> int:
     """The gradient of a replica's batch by its trees; how many tokens this rank has run."""
     # Sequences may go to other ranks first, so that equal beginnings meet in one tree.
     batch = deal_trees(trainer, batch)
-    if isinstance(trainer.model, Pipeline):
+    if isinstance(trainer.model, parallel.Pipeline):
         return backward_by_pipeline(trainer, batch, loss_of)
     tree_tokens = 0
     for micro in batches_of_trees(trainer, trainer.model, batch):
@@ -1915,7 +1954,7 @@ def backward_by_blocks(trainer, batch, trie, loss_of):
     )  # fmt: skip
 
     # Tensor ranks have walked the same tree and found the same: one of them says it.
-    if speaks_for_replica(trainer.model) and not is_filler:
+    if parallel.speaks_for_replica(trainer.model) and not is_filler:
         experts.parts.append(({"tree": result.aux_loss}, result.router_counts))
 
 
@@ -2779,20 +2818,87 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
 
 
 def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, `batch_rows` rollouts at a time."""
+    """`rollout` by the configuration, `batch_rows` rollouts at a time. Collective under a plan."""
+    # Ranks that decode together play the prompts of all of them. The draws are the plays' own, and
+    # the logits are alike on all of these ranks, so they sample the same tokens without a word.
+    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
+    # is computed alike. Pinned by
+    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+    own = starts
+    first = 0
+    ending = None
+    if parallel.shares_sequences(generator):
+        prompts, first = gather_replica(generator, [(n, prompt) for n, _, prompt in own])
+        starts = [(n, ELSEWHERE, prompt) for n, prompt in prompts]
+        starts[first : first + len(own)] = own
+        task = SharedTask(task, generator)
+        ending = task.ask
+
     groups = []
     size = max(1, config.batch_rows // config.group)  # groups are never divided
     for n in range(0, len(starts), size):
         groups += rollout(
             generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
             max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            fork_turns=config.fork_turns,
+            fork_turns=config.fork_turns, ending=ending,
         )  # fmt: skip
-    return groups
+    parallel.end_together(generator)
+
+    # What has been played together is shared out again: each rank goes on with its own groups.
+    return groups[first : first + len(own)]
+
+
+ELSEWHERE = "another rank has the task's state of this play"
+
+
+class SharedTask:
+    """A task, for ranks that decode the same plays: of each play one rank asks it, the one that has
+    drawn the prompt, and tells the others.
+
+    A task may be slow, or random, or answer by the clock. If each rank asked by itself, two of them
+    might hear different replies, decode different tokens, and wait for each other for good.
+    """
+
+    def __init__(self, task, generator):
+        self.task = task
+        self.generator = generator
+        self.heard = {}  # id of a play -> the task's new state, reply and reward
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    def ask(self, plays):
+        """Ask for the turns that have ended: these plays', the same ones on all of the ranks."""
+        answers = {}
+        states = {}
+        problem = None
+        try:
+            for n, play in enumerate(plays):
+                if play.state is not ELSEWHERE:
+                    answer = play.tokens[play.turn :]
+                    states[n], reply, reward = ask_reply(self.task, play, answer)
+                    answers[n] = reply, float(reward)
+        except Exception as error:  # raised below, after the other ranks have heard of it
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        text = "" if problem is None else f"{problem}"
+        parts, _ = gather_replica(self.generator, [(answers, text)])
+        if problem is not None:
+            raise problem
+        self.heard = {}
+        for answers, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same plays: {text}")
+            for n, (reply, reward) in answers.items():
+                self.heard[id(plays[n])] = states.get(n, ELSEWHERE), reply, reward
 
 
 def ask_reply(task, play, answer):
     """The task's new state, reply and reward; ValueError for what could not be trained on."""
+    if isinstance(task, SharedTask):
+        return task.heard[id(play)]
     with asking(task):
         state, reply, reward = task.reply(play.state, answer)
     name = type(task).__name__
@@ -3036,19 +3142,12 @@ def build(config, task, device):
     if whole:
         first_weights(config, model, None)
 
-    # Their weights are replaced before use, by the first push and by `keep_reference`.
-    there = not apart(config)  # else it is allocated on other ranks
-    generator = made(config.generator_dtype or config.dtype, there).requires_grad_(False)
+    # Their weights are replaced before use, by the first push and by `keep_reference`. The Trainer
+    # gives the generator memory, by a plan of its own: `split_generator`.
+    generator = made(config.generator_dtype or config.dtype, False).requires_grad_(False)
     if not config.kl_coef:
         return model, generator, None
     return model, generator, made(config.dtype, whole).requires_grad_(False)
-
-
-def build_generator(config, task, device):
-    """The generator of a rank that trains nothing; its weights come with the first push."""
-    shape = shape_of(config, task)
-    dtype = config.generator_dtype or config.dtype
-    return empty_model(config, shape, dtype).to_empty(device=device).requires_grad_(False)
 
 
 def train(config, device, side=None) -> int:
@@ -3068,11 +3167,13 @@ def train(config, device, side=None) -> int:
     require_room(config, task, model.config.max_position_embeddings)
     if config.plan:
         ulysses = config.cp_method == "ulysses"
-        world = dist.get_world_size()
-        plans_of(config)[1].require_fits(world=world, config=model.config, ulysses=ulysses)
+        fits = dict(world=dist.get_world_size(), config=model.config)
+        plans_of(config)[1].require_fits(**fits, ulysses=ulysses)
+        if side is None:
+            generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with naming_lost_ranks(lambda: "setting up", "look at its error"):
+        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
             make = Trainer
             if side is not None:
                 make = functools.partial(ApartTrainer, side)
@@ -3136,7 +3237,7 @@ def run(config, task, trainer, out) -> int:
     step = 0
     solved = None
     under_way = []
-    with naming_lost_ranks(lambda: f"step {step}", log.advice):
+    with parallel.naming_lost_ranks(lambda: f"step {step}", log.advice):
         # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
@@ -3178,7 +3279,7 @@ def run(config, task, trainer, out) -> int:
         if config.router_bias_rate:
             log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
         elif not is_apart:
-            agree(lambda: export(config, task, trainer.generator, out, log))
+            export(config, task, trainer.generator, out, log)
         log.end(solved)
         return leave_run(trainer, 0, out, export=not config.router_bias_rate)
 
@@ -3215,7 +3316,7 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     # The steps, as in the loop of `run`: a signal is looked at between two of them.
     signalled = 0
     log.table(Log.DEMO_COLUMNS, config.demos, step)
-    with naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
+    with parallel.naming_lost_ranks(lambda: f"supervised step {step}", log.advice):
         while step < config.demos and not signalled:
             log.demo(step, supervised_step(config, task, trainer, step))
             step += 1
@@ -3247,7 +3348,7 @@ def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
         return False
 
     # Collective, and so before anything is written by anybody.
-    difference = replica_difference(trainer.model, trainer.optimizer)
+    difference = parallel.replica_difference(trainer.model, trainer.optimizer)
     if difference:
         raise FloatingPointError(
             f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
@@ -3258,8 +3359,8 @@ def save(config, trainer, out, step, kind="step", under_way=()) -> bool:
 
     # Once the loop has a checkpoint, those of the supervised start are of no use.
     def outdated():
-        finished = checkpoints(out, "demos") if kind == "step" else []
-        return superseded(out, step, config.keep, kind) + finished
+        finished = parallel.checkpoints(out, "demos") if kind == "step" else []
+        return parallel.superseded(out, step, config.keep, kind) + finished
 
     for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
@@ -3282,15 +3383,35 @@ def newest_good(out) -> str:
 
 
 def export(config, task, generator, out, log):
-    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model."""
+    """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model.
+
+    Collective. The weights are the generator's, in its own dtype.
+    """
     # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
-    if not importlib.util.find_spec("safetensors"):
+    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
         log.say(f"{out}/hf not written: pip install safetensors, and then "
                 f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
         return
-    # The generator holds the last weights whole, on every rank and in its own dtype.
-    with writing(f"{out}/hf", log.advice):
-        write_hf(generator, f"{out}/hf", source=config.model, names=token_names(task))
+    directory = f"{out}/hf"
+    texts = dict(source=config.model, names=token_names(task))
+
+    def write():
+        with writing(directory, log.advice):
+            write_hf(generator, directory, **texts)
+
+    def complete():
+        with writing(directory, log.advice):
+            complete_hf(directory, **texts)
+
+    # A generator that is whole is written by rank 0. Of one that is split every rank gives its
+    # parts, one tensor at a time, and rank 0 writes them.
+    if not any(map(parallel.is_split, generator.parameters())):
+        agree(write)
+        return
+    agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
+    with writing(directory, log.advice):
+        models.save_hf(generator, beside(directory))
+    agree(complete)
 
 
 @contextlib.contextmanager
@@ -3344,7 +3465,7 @@ def keep_reference(out, trainer, resumed):
     # Without it a resumed run would measure its KL against the weights that it resumes with.
     if trainer.reference is not None:
         tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
-        tensors |= persistent_buffers(trainer.reference)
+        tensors |= parallel.persistent_buffers(trainer.reference)
         if resumed:
             try:
                 read_checkpoint(f"{out}/reference", tensors)
@@ -3757,11 +3878,11 @@ def policy_of_run(run, step, task, dtype=""):
         path = newest_checkpoint(run)
     else:
         path = f"{run}/step-{step:08d}"
-    if path is None and checkpoints(run, "demos"):
+    if path is None and parallel.checkpoints(run, "demos"):
         raise ValueError(f"{run} is still in its supervised start: its first checkpoint of the "
                          f"loop, step-00000000, comes at the end of that")  # fmt: skip
     if path is None or not Path(path).exists():
-        steps = ", ".join(f"{int(path.name[5:])}" for path in checkpoints(run)) or "none"
+        steps = ", ".join(f"{int(path.name[5:])}" for path in parallel.checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
 
     # The shape is not in the checkpoint: it is that of --model, or what the flags say. Tensors of
@@ -3781,7 +3902,7 @@ def policy_of_run(run, step, task, dtype=""):
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    weights |= {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
+    weights |= {f"buffer.{name}": x for name, x in parallel.persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."))
     dtype = dtype or config.generator_dtype or config.dtype
     return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
@@ -4200,11 +4321,24 @@ def write_hf(model, directory, *, source="", names=()):
     source   the --model directory, whose tokenizer, template and ends of turns are copied, or none
     names    without a source: the names of the tokens, for a tokenizer of words, or none
     """
-    # Beside its place first. A kill leaves a directory .tmp, which the next try deletes.
-    partial = Path(f"{Path(directory).absolute()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(beside(directory), ignore_errors=True)
     try:
-        models.save_hf(model, partial)
+        models.save_hf(model, beside(directory))
+    except OSError:
+        shutil.rmtree(beside(directory), ignore_errors=True)  # what was cut short takes room
+        raise
+    complete_hf(directory, source=source, names=names)
+
+
+def beside(directory) -> Path:
+    """Where a directory is first written. A kill leaves it there, and the next try deletes it."""
+    return Path(f"{Path(directory).absolute()}.tmp")
+
+
+def complete_hf(directory, *, source="", names=()):
+    """`write_hf`, from the moment that the weights and the config lie `beside` their place."""
+    partial = beside(directory)
+    try:
         if source and not Path(source).is_dir():
             raise FileNotFoundError(f"the text files of --model {source} are gone")
         if source:
@@ -4214,7 +4348,7 @@ def write_hf(model, directory, *, source="", names=()):
                 text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
                 (partial / name).write_text(text, encoding="utf-8")
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # what was cut short takes room
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
     # Between these two lines there is no directory, and never half of one. A directory cannot be
@@ -4234,7 +4368,7 @@ def export_command(argv) -> int:
 
     # Nothing is deleted for this but an empty directory.
     directory = Path(options.directory)
-    partial = Path(f"{directory.absolute()}.tmp")
+    partial = beside(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(f"{directory} is not empty: give a directory that is, or a new one")
     if partial.exists():
@@ -4995,7 +5129,7 @@ class RunFiles:
             if line.get("step") != number:
                 found = line.get("step")
                 raise ValueError(f"line {number + 1} of metrics.jsonl is of step {found!r}")
-        self.checkpoints = {int(path.name[5:]): path for path in checkpoints(self.path)}
+        self.checkpoints = {int(path.name[5:]): path for path in parallel.checkpoints(self.path)}
 
     def chosen_step(self, step) -> int:
         """The step to audit: the one that was asked for, or the one behind the newest checkpoint
@@ -5325,8 +5459,8 @@ def votes_row(trainer, exact, undecided) -> Audited:
     trainer: holds that checkpoint. exact: the model that the step by hand has left. undecided: so
     many choices of experts could have been others.
     """
-    stored = persistent_buffers(trainer.model)
-    by_hand = persistent_buffers(exact)
+    stored = parallel.persistent_buffers(trainer.model)
+    by_hand = parallel.persistent_buffers(exact)
     wrong = sum(int((stored[name] - by_hand[name]).abs().sum()) for name in by_hand)
     sizes = []
     for votes in (stored, by_hand):
@@ -6061,6 +6195,23 @@ class StopOnBothSides(Stop):
         return super().agreed(device)
 
 
+def build_generator(config, task, device):
+    """The generator of a rank that trains nothing; its weights come with the first push."""
+    shape = shape_of(config, task)
+    require_room(config, task, shape.max_position_embeddings)
+    dtype = config.generator_dtype or config.dtype
+    generator = empty_model(config, shape, dtype).requires_grad_(False)
+
+    # Its plan is that of its side, and only this rank's part is ever allocated.
+    plan = generator_plan(config)
+    plan.require_fits(world=dist.get_world_size(), config=shape)
+    if plan.tp > 1 or plan.ep > 1:
+        grid = Grid.make(plan, torch.device(device).type)
+        parallel.split_for_decoding(generator, plan, device_mesh=grid)
+    parallel.share_or_allocate(None, generator, device)
+    return generator
+
+
 class Sampler(NamedTuple):
     """What `RolloutQueue` needs of a Trainer, on ranks that only generate."""
 
@@ -6078,7 +6229,7 @@ def generate_apart(config, task, device, side) -> int:
     step = 0
     side.where = lambda: f"generating behind step {step}"
     side.advice = "go on with --resume, and the run's --out"
-    with naming_lost_ranks(side.where, side.advice):
+    with parallel.naming_lost_ranks(side.where, side.advice):
         order = receiver.next()
         while "code" not in order:
             # First what the trainer may be waiting for, then what only its log waits for.
@@ -6277,7 +6428,7 @@ def main(argv) -> int:
         config = parse_config(argv).check()
         with joined(config) as (device, side):
             code = train(config, device, side)
-            with naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+            with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
                 dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         if isinstance(error, TaskError) and error.__cause__ is not None:

@@ -40,8 +40,8 @@ sends a gradient through a leaf, and a leaf adds nothing to (6) of its ancestors
                                                                   4  x . . . x
 
 The tree in blocks. A block is a piece of one path and, behind it, whole subtrees that hang from the
-piece's end, as many as fit into max_tokens. Other blocks hang from the piece too, so blocks form a
-tree themselves. They are walked depth first. The keys and values of the pieces above the current
+piece, as many as fit into max_tokens. Other blocks hang from the piece's end, so blocks form a tree
+themselves. They are walked depth first. The keys and values of the pieces above the current
 block lie on a stack whose index is the depth; a block attends to the stack and to itself, and the
 two results are merged by log-sum-exp. Its backward adds its part of (6) to the stack's gradient,
 and takes from it what the blocks below have added for its own piece.
@@ -143,8 +143,8 @@ class TokenTrie:
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
 
-    order: the sequences' numbers in sorted order. shared (R,), numpy: how many first tokens each of
-    them has in common with the one before it in that order.
+    Of a fork's branches the largest comes first. order: the sequences' numbers as their paths end.
+    shared (R,), numpy: the first tokens that each of them has in common with the one before it.
 
     A ValueError names the sequence that is no sequence of tokens. The cost is a sort, O(total
     tokens) in numpy, and a Python loop over sequences, not over tokens.
@@ -170,6 +170,9 @@ class TokenTrie:
         self.shared = np.zeros(len(arrays), np.int64)
         for k in range(1, len(arrays)):
             self.shared[k] = _common_prefix(ordered[k - 1], ordered[k])
+
+        # Branches may change places as a whole. The largest one of a fork comes first.
+        self.order, self.shared = _largest_branches_first(self.order, lengths, self.shared)
         new = lengths[self.order] - self.shared
         starts = np.cumsum(new) - new
         N = int(new.sum())
@@ -190,8 +193,8 @@ class TokenTrie:
         for i, common, start in zip(self.order, self.shared.tolist(), starts.tolist(), strict=True):
             length = len(arrays[i])
 
-            # At depth `common` this path leaves that of the sequence before. In sorted order
-            # nothing more will hang from what that one has below there: those subtrees end here.
+            # At depth `common` this path leaves that of the sequence before. Nothing more will hang
+            # from what that one has below there: those subtrees end here.
             #
             #     from 5 6 7 to 5 6 8:  end of 7 = 3        from 5 6 8 to 5 9:  end of 6 and 8 = 4
             subtree_end[path[common:length_before]] = start
@@ -337,10 +340,10 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout, balan
 class Block(NamedTuple):
     """A part of the tree that one call of the model computes.
 
-    A block is a stretch of one path and then whole subtrees that hang from its end, or whole
-    subtrees alone. If other blocks hang from the stretch's end as well, it is the block's piece,
-    and its keys go onto the stack. Otherwise it needs no place there, and the piece is 0. Six
-    tokens, cut with max_tokens = 4:
+    A block is a stretch of one path and then whole subtrees that hang from it, or whole subtrees
+    alone. If other blocks hang from the stretch's end, it is the block's piece, and its keys go
+    onto the stack. Otherwise it needs no place there, and the piece is 0. Six tokens, cut with
+    max_tokens = 4:
 
         index   0   1   2   3
         token   5 - 6 - 7 - 8      block 0: tokens 0 1 2 3, piece 2, parent -1, depth 0
@@ -360,11 +363,10 @@ class Block(NamedTuple):
 def plan(trie, max_tokens=None) -> list[Block]:
     """Blocks of at most max_tokens tokens, each listed after its parent; None: all in one block.
 
-    Subtrees that hang from the end of one piece and fit into a block are packed together in order,
-    first into what is left of the piece's own block. One that no longer fits begins a new block,
-    and nothing goes back to an earlier one. A larger subtree begins with the segment at its top,
-    which is cut: with max_tokens = 4 a path of 10 tokens becomes the blocks 0-3, 4-7 and 8-9.
-    ValueError if max_tokens is no positive integer.
+    Subtrees that hang from the end of one piece and fit into a block are packed together, first
+    into what is left of the piece's own block. One that no longer fits begins a new block, and
+    nothing goes back to an earlier one. With max_tokens = 4 a path of 10 tokens becomes the blocks
+    0-3, 4-7 and 8-9. ValueError if max_tokens is no positive integer.
     """
     _require_block_size(max_tokens)
     N = len(trie)
@@ -373,9 +375,7 @@ def plan(trie, max_tokens=None) -> list[Block]:
     if max_tokens is None or N <= max_tokens:
         return [Block(np.arange(N), 0, -1, 0)]
 
-    # A segment is a stretch of path without a fork. children[t] lists the first tokens of the
-    # segments that hang from token t (-1: from no token). stops[t] is the index after the segment
-    # that begins with token t.
+    # children[t]: the first tokens of all that hangs from token t, a fork; t = -1: from no token.
     children, stops = segments(trie)
     end = trie.subtree_end.numpy()
     positions = trie.positions.numpy()
@@ -396,16 +396,18 @@ def plan(trie, max_tokens=None) -> list[Block]:
         subtrees = [np.arange(child, end[child]) for child in small]
         _pack_subtrees(blocks, holder, subtrees, max_tokens, depth)
 
-        # A subtree that fits into no block begins with a segment. Each piece of it is a block that
-        # hangs from the piece before. What hangs from the segment's end is dealt with later, and
-        # may fill up the last piece's block.
+        # A larger one begins with a piece, from which the next piece hangs. A piece goes on past
+        # forks, along the largest branch, where all else that hangs there fits into the block. At
+        # the first fork where it does not the piece ends, and the fork is dealt with later.
         for child in large:
+            stop = child
             parent = holder
-            for first in range(child, stops[child], max_tokens):
-                tokens = np.arange(first, min(first + max_tokens, stops[child]))
-                blocks.append(Block(tokens, len(tokens), parent, int(positions[first])))
+            while stop == child or stop < stops[stop - 1]:  # until a piece ends at such a fork
+                first = stop
+                stop, tokens = _longest_piece(first, max_tokens, children, stops, end)
+                blocks.append(Block(tokens, stop - first, parent, int(positions[first])))
                 parent = len(blocks) - 1
-            todo.append((stops[child] - 1, parent))
+            todo.append((stop - 1, parent))
 
     # A piece that no block hangs from needs no place on the stack.
     inner = {block.parent for block in blocks}
@@ -1061,16 +1063,70 @@ def _common_prefix(a, b):
     return int(differ.argmax()) if differ.any() else n
 
 
+def _largest_branches_first(order, lengths, shared):
+    """(order, shared) of sorted sequences once each fork's branches are by size, largest first.
+
+    order, shared: as in `TokenTrie`. lengths: (R,), in input order.
+    """
+    # A node is a fork: [its depth, the place of its first sequence, its branches]. A branch is a
+    # node or, of a single sequence, that one's place. Neighbours that share s tokens meet at a fork
+    # of depth s. So a fork is complete when the next sequence shares less than its depth:
+    #
+    #     sorted   5 6 7   5 6 8   5 9       after 5 6 8 the fork at depth 2 is complete, and is a
+    #     shared     0       2      1        branch of the fork at depth 1, beside 5 9
+    count = len(order)
+    lengths = lengths[order]
+    ends = np.cumsum(lengths - shared).tolist()  # tokens of the tree behind each sequence
+    following = [*shared[1:].tolist(), -1]
+    lengths = lengths.tolist()
+    open_forks = []
+
+    def add(fork, branch, last):
+        # Its tokens below the fork: what its first sequence has there, and all that follows.
+        first = branch if isinstance(branch, int) else branch[1]
+        fork[2].append((lengths[first] - fork[0] + ends[last] - ends[first], branch))
+
+    for k in range(count):
+        branch = k
+        while open_forks and open_forks[-1][0] > following[k]:
+            fork = open_forks.pop()
+            add(fork, branch, k)
+            fork[2].sort(key=lambda item: -item[0])  # stable: equal ones stay sorted by tokens
+            branch = fork
+        if k + 1 == count:
+            break
+        if not open_forks or open_forks[-1][0] < following[k]:
+            first = branch if isinstance(branch, int) else branch[1]
+            open_forks.append([following[k], first, []])
+        add(open_forks[-1], branch, k)
+
+    # From the top, the branches in their new order. The first of a fork follows what the fork
+    # follows, each other one shares the fork's depth with the branch before it.
+    new_order = []
+    new_shared = []
+    todo = [(branch, 0)] if count else []
+    while todo:
+        branch, before = todo.pop()
+        if isinstance(branch, int):
+            new_order.append(order[branch])
+            new_shared.append(before)
+            continue
+        depth, _, branches = branch
+        later = [(other, depth) for _, other in branches[1:]]
+        todo += [*reversed(later), (branches[0][1], before)]
+    return new_order, np.array(new_shared, np.int64)
+
+
 def segments(trie):
     """Where the tree forks: (children, stops). A segment is a stretch of path without a fork.
 
     children: {a token, or -1 for no token: first tokens of the segments that hang from it}.
-    stops: {first token of a segment: the index after its last token}.
+    stops: (N,), for each token the index after the last token of its segment.
     """
     # A segment begins where a path begins, and behind a token that has several children.
     #
     #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      children  {-1: [0], 1: [2, 4]}
-    #                          token     5  6  7  8  9      stops     {0: 2, 2: 4, 4: 5}
+    #                          token     5  6  7  8  9      stops     2  2  4  4  5
     #                          children  1  2  1  0  0
     parent = trie.parent.numpy()
     child_count = np.bincount(parent[parent >= 0], minlength=len(trie))
@@ -1081,17 +1137,43 @@ def segments(trie):
 
     # It ends with the next token, in preorder, that has no child or several.
     ends = np.append(np.flatnonzero(child_count != 1) + 1, len(trie))
-    found = ends[np.searchsorted(ends, first_tokens + 1)]
-    stops = dict(zip(first_tokens.tolist(), found.tolist(), strict=True))
-    return children, stops
+    stops = ends[np.searchsorted(ends, np.arange(len(trie)) + 1)]
+    return children, stops.tolist()
+
+
+def _longest_piece(first, max_tokens, children, stops, end):
+    """A stretch of path from a token on, with all that hangs beside it, in at most max_tokens.
+
+    children, stops: of `segments`. end: subtree_end, numpy.
+    Returns the index after the stretch's last token, and all tokens, ascending.
+    """
+    stop = first
+    beside = []  # whole subtrees
+    room = max_tokens
+    while True:
+        # To the end of the segment, or as far as there is room.
+        length = min(stops[stop] - stop, room)
+        cut = length < stops[stop] - stop
+        stop += length
+        room -= length
+
+        # At a fork it goes on along the first branch, which is the largest and whose indices follow
+        # at once, if the others fit in as they are and leave room for one token of it.
+        branches = children.get(stop - 1, [])
+        others = [np.arange(child, end[child]) for child in branches[1:]]
+        size = sum(len(tokens) for tokens in others)
+        if cut or not branches or size >= room:
+            return stop, np.sort(np.concatenate([np.arange(first, stop), *beside]))
+        beside += others
+        room -= size
 
 
 def _pack_subtrees(blocks, holder, subtrees, max_tokens, depth):
-    """Puts whole subtrees, in order, into the holder's block while they fit, then into new ones."""
+    """Puts whole subtrees, the smallest first, into the holder's block, then into new ones."""
     # The first bundle joins the holder's block. Roots have no such block, so nothing fits into it.
     bundles = [[]]
     room = max_tokens - len(blocks[holder].tokens) if holder >= 0 else 0
-    for tokens in subtrees:
+    for tokens in sorted(subtrees, key=len):
         if len(tokens) > room:
             bundles.append([])
             room = max_tokens
@@ -1099,10 +1181,10 @@ def _pack_subtrees(blocks, holder, subtrees, max_tokens, depth):
         room -= len(tokens)
 
     if bundles[0]:
-        tokens = np.concatenate([blocks[holder].tokens, *bundles[0]])
+        tokens = np.sort(np.concatenate([blocks[holder].tokens, *bundles[0]]))
         blocks[holder] = blocks[holder]._replace(tokens=tokens)
     for bundle in bundles[1:]:
-        blocks.append(Block(np.concatenate(bundle), 0, holder, depth))
+        blocks.append(Block(np.sort(np.concatenate(bundle)), 0, holder, depth))
 
 
 def _wanted_edges(trie, masks):

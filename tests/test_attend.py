@@ -50,7 +50,14 @@ def _worst(leaves, dout, mask, **options):
 @pytest.fixture(params=[128, 8, 3])
 def tile(request, monkeypatch):
     """The side of a tile: one, many, and ones that divide nothing."""
-    sizes = {name: (request.param, join) for name, (_, join) in ra.TILES.items()}
+    set_tiles(monkeypatch, tile=request.param, backward=request.param)
+
+
+def set_tiles(monkeypatch, **changes):
+    """Other sizes of tiles for each device; the formulas never compute causal squares."""
+    formulas = {**changes, "backward": 0}
+    sizes = {name: ra.TILES[name]._replace(**changes) for name in ("cpu", "cuda")}
+    sizes["math"] = ra.TILES["math"]._replace(**formulas)
     monkeypatch.setattr(ra, "TILES", sizes)
 
 
@@ -97,7 +104,7 @@ def test_the_gradient_through_lse_alone_is_the_definitions(kind, backend, tile):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_part_of_the_queries_and_keys_of_any_mask_is_exact(kind, backend, monkeypatch):
-    monkeypatch.setattr(ra, "TILES", {name: (4, 2) for name in ra.TILES})
+    set_tiles(monkeypatch, tile=4, join=2, backward=4)
     whole = ra.as_mask(ra.examples(29, 4)[kind])
     for rows, keys in ((ra.indices(29, 1, 3), ra.indices(29, 0, 3)), (slice(9, 29), slice(0, 13))):
         mask = whole.slice(rows, keys)
@@ -586,3 +593,64 @@ def test_the_hook_sees_what_the_definition_allocates():
     with _Largest() as hook:
         definition(*leaves, Mask.causal(512).dense())[0].backward(dout)
     assert hook.most >= 512 * 512
+
+
+# Few calls -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [None, Mask.full(4096), Mask.causal(4096)])
+def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
+    """Counted here with the sizes of CUDA: one call forward, one backward."""
+    monkeypatch.setattr(ra, "TILES", {**ra.TILES, "cpu": ra.TILES["cuda"]})
+    calls = []
+    for name in ("fused_tile_forward", "fused_tile_backward"):
+        real = getattr(ra, name)
+
+        def counted(*args, name=name, real=real):
+            calls.append((name, args[-3] is None, args[-2]))
+            return real(*args)
+
+        monkeypatch.setattr(ra, name, counted)
+    q, k, v = (torch.randn(1, 1, 4096, 8, requires_grad=True) for _ in range(3))
+    attend(q, k, v, mask)[0].sum().backward()
+    causal = mask is not None and not mask.dense().all()
+    no_bias = True
+    assert calls == [
+        ("fused_tile_forward", no_bias, causal),
+        ("fused_tile_backward", no_bias, causal),
+    ]
+
+
+def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
+    """Of documents that fit no tile: layers and directions share masks, and the rest are remade."""
+    made = []
+    real = Mask.dense
+
+    def counted(mask):
+        made.append(mask.shape)
+        return real(mask)
+
+    def three_layers():
+        mask = Mask.documents(doc_ids=[i // 5 for i in range(64)])
+        made.clear()
+        for _ in range(3):
+            grads = torch.autograd.grad(attend(*leaves, mask)[0], leaves, dout)
+        return grads, len(made), mask
+
+    leaves, dout = _draw(64)
+    set_tiles(monkeypatch, tile=16, join=1, backward=16)
+    monkeypatch.setattr(Mask, "dense", counted)
+    want, once, mask = three_layers()
+    tiles = [kind for *_, kind in mask.regions(16, 1, 16)]
+    assert once == tiles.count(ra.PARTIAL) > 4
+
+    # Room for one tile of 16 x 16: the others are made by 3 layers, forward and backward.
+    monkeypatch.setattr(ra, "KEPT_PAIRS", 256)
+    some, more, mask = three_layers()
+    kept = len(mask.cache["inside"])
+    assert kept >= 1 and more == kept + 6 * (once - kept)
+    monkeypatch.setattr(ra, "KEPT_PAIRS", 0)
+    none, most, mask = three_layers()
+    assert not mask.cache["inside"] and most == 6 * once
+    for grads in (some, none):
+        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))

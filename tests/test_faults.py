@@ -741,7 +741,7 @@ def flipped(model, optimizer):
 def test_a_bit_that_flips_in_one_replica_ends_the_run_by_name(tmp_path, flags):
     # Right before the second comparison, since zero1 sends each row from its one owner to all at
     # every update: a bit that flips in between is either mended or everybody's.
-    compare = (1, "train_grpo.replica_difference", 2, flipped)
+    compare = (1, "parallel.replica_difference", 2, flipped)
     codes, _, err = run(tmp_path, f"{RUN} --steps {STEPS} {flags}", compare)
     assert codes == [2, 2], "\n".join(err)
     for text in err:

@@ -330,18 +330,23 @@ def test_causal_tiles_are_told_apart_exactly():
 
 def _covers(mask, tile, join):
     """Regions are disjoint, hold all that is visible, and are of the kind that they say."""
-    dense, seen = mask.dense(), torch.zeros(mask.dense().shape, dtype=torch.int64)
-    for batch, rows, keys, kind in mask.regions(tile, join):
-        box = dense[batch, :, rows, keys]
-        seen[batch, :, rows, keys] += 1
-        if kind == FULL:
-            assert box.all()
-        if kind == CAUSAL:
-            assert torch.equal(box, torch.ones_like(box).tril()) and box.shape[2] == box.shape[3]
-        most = tile * join if kind == FULL else tile
-        assert box.shape[2] <= most and box.shape[3] <= tile * join
-    assert not (seen > 1).any()
-    assert not (dense & (seen == 0)).any()
+    dense = mask.dense()
+    for square in (ra.ANY, tile, 0):
+        seen = torch.zeros(dense.shape, dtype=torch.int64)
+        for batch, rows, keys, kind in mask.regions(tile, join, square):
+            box = dense[batch, :, rows, keys]
+            seen[batch, :, rows, keys] += 1
+            if kind == FULL:
+                assert box.all()
+            if kind == CAUSAL:
+                assert torch.equal(box, torch.ones_like(box).tril())
+                assert box.shape[2] == box.shape[3] <= square
+            if kind == ra.PARTIAL:
+                assert box.shape[2] <= tile and box.shape[3] <= tile * join
+            if square == 0:
+                assert box.shape[2] <= tile * join and box.shape[3] <= tile * join
+        assert not (seen > 1).any()
+        assert not (dense & (seen == 0)).any()
 
 
 @pytest.mark.parametrize("tile, join", [(1, 1), (3, 2), (4, 8), (128, 32)])
@@ -390,7 +395,8 @@ def test_no_tokens_have_no_regions():
 
 def test_regions_are_few_and_waste_little():
     causal = Mask.causal(8192)
-    assert len(causal.regions(128, 32)) <= 3 * 64
+    assert len(causal.regions(128, 32)) == 1
+    assert len(causal.regions(128, 32, 256)) == 2 * 32 - 1
     exact = 8192 * 8193 / 2
     assert exact * 0.98 < work_of(causal) < 1.05 * exact
     documents = Mask.documents(doc_ids=np.arange(4096) // 300)
@@ -412,6 +418,27 @@ def test_zigzag_balances_documents(length):
     parts = (indices(4096, rank, 4).numpy() for rank in range(4))
     work = np.array([work_of(mask.slice(part, slice(None))) for part in parts])
     assert work.max() / work.mean() <= 1.25
+
+
+def test_long_structures_are_one_square_each():
+    """Zigzag shards, long documents, a tree's paths, windows that hide nothing; and none of PAD."""
+
+    def squares(mask, tile=16):
+        boxes = mask.regions(tile, 4)
+        return [(q.start, q.stop, k.start, k.stop) for _, q, k, kind in boxes if kind == CAUSAL]
+
+    shard = indices(256, 1, 4).numpy()
+    assert squares(Mask.causal(256).slice(shard, shard)) == [(0, 64, 0, 64)]
+    assert squares(Mask.causal(256).slice(shard, ALL)) == [(0, 32, 32, 64), (32, 64, 192, 224)]
+    documents = Mask.documents(doc_ids=[0] * 100 + [1] * 60 + [-1] * 16)
+    assert squares(documents) == [(0, 100, 0, 100), (100, 160, 100, 160)]
+
+    # A prompt of 40 with answers of 50 and 30: the first path is one square, what is left another.
+    end = [120] * 40 + [90] * 50 + [120] * 30
+    assert squares(Mask.tree(end)) == [(0, 90, 0, 90), (90, 120, 90, 120)]
+    assert len(squares(Mask.causal(256, window=256))) == 1
+    assert len(squares(Mask.causal(256, window=40))) == 8  # of 32 = 2 tiles each
+    assert squares(Mask.blocks([0] * 64)) == squares(Mask.full(64)) == []
 
 
 def test_memory_is_linear_and_regions_are_kept():

@@ -485,8 +485,8 @@ def jsonl(checkpoint, folder, *extra_lines, **options):
 def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(checkpoint, tmp_path):
     config = jsonl(checkpoint, tmp_path, template="Q: {question} A:")
     task = make_task(config)
-    _, model, _ = build(config, task, "cpu")
-    models.load_hf(checkpoint, model=model)
+    model, _, _ = build(config, task, "cpu")
+    models.load_hf(checkpoint, model=model.requires_grad_(False))
     played = sum(play(task, model, groups=range(20), temperature=0.9), [])
     assert_scored_as_sampled(model, played, 0.9)
     trained, held_out = (

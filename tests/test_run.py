@@ -592,7 +592,11 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
     [
         ("--plan d2d2", "expected one of t p c e, each once; came 'd2'"),
         ("--plan sglang:d1+archon:d1", "generator and trainer share all ranks"),
-        ("--plan sglang:d1|archon:d1", "generator and trainer share all ranks"),
+        ("--plan d2|t2", "t2 is for p * d * c * t = 2 ranks, but there are 1"),
+        ("--plan d1|d2", "need one world: d1 has 1 ranks, d2 has 2 ranks"),
+        ("--plan d1|d1|d1", "A|B has two plans, the generator's and the trainer's"),
+        ("--plan c2|d2", "a generator has d, t and e, and no c"),
+        ("--plan sglang:p2|archon:d2", "a generator has d, t and e, and no p"),
         ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
         ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
         ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),

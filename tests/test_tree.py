@@ -68,8 +68,18 @@ def linear_loss(i, logprobs, entropy):
 
 
 def brute_force(sequences):
-    """Every distinct prefix, in sorted order, which is DFS preorder."""
-    return sorted({tuple(x.tolist()[:n]) for x in sequences for n in range(1, len(x) + 1)})
+    """Every distinct prefix in DFS preorder, of a fork's branches the largest one first."""
+    nodes = sorted({tuple(x.tolist()[:n]) for x in sequences for n in range(1, len(x) + 1)})
+
+    def size(node):
+        return sum(other[: len(node)] == node for other in nodes)
+
+    def walk(node):
+        branches = [other for other in nodes if other[:-1] == node]
+        below = [walk(branch) for branch in sorted(branches, key=size, reverse=True)]
+        return sum(below, [node] if node else [])
+
+    return walk(())
 
 
 @pytest.mark.quick
@@ -264,6 +274,26 @@ def test_sibling_subtrees_are_packed_together():
     with pytest.raises(ValueError, match="max_tokens must be an integer of 1 or more"):
         plan(star, 0)
     assert len(plan(star, np.int64(20))) == 3
+
+
+@pytest.mark.quick
+def test_a_piece_runs_past_forks_while_what_hangs_beside_it_fits():
+    """A spine with a small branch every 8 tokens: blocks are full, and no fork ends a piece."""
+    spine = np.arange(128)
+    trie = TokenTrie([np.append(spine[:k], np.full(4, 500 + k)) for k in range(8, 129, 8)])
+    blocks = plan(trie, 48)
+    assert len(trie) == 192 and [len(block.tokens) for block in blocks] == [48] * 4
+    assert [block.piece for block in blocks] == [32, 32, 32, 0]
+
+    # A branch that does not fit beside the piece ends it, and gets a block of its own.
+    trie = TokenTrie([spine, np.append(spine[:40], np.full(20, 500))])
+    blocks = plan(trie, 48)
+    assert [(len(x.tokens), x.piece, x.depth) for x in blocks] == [
+        (40, 40, 0),
+        (20, 0, 40),
+        (48, 48, 40),
+        (40, 0, 88),
+    ]
 
 
 # The engine ------------------------------------------------------------------------------------
@@ -893,7 +923,7 @@ def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
         return max(modelled_time(TokenTrie([sequences[i] for i in x]), cost) for x in shares)
 
     order = sum(partition(sequences, 1), [])
-    assert [sequences[i].tolist() for i in order] == sorted(x.tolist() for x in sequences)
+    assert order == TokenTrie(sequences).order
     for world in (1, 2, 3, 4):
         shares = partition(sequences, world, cost=cost)
         assert sum(shares, []) == order and len(shares) == world
