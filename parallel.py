@@ -64,9 +64,7 @@ To copy a part: of section 7 `clip_grad_norm` takes any nn.Module and needs `loc
 `copies` and TIED; `reduce_gradients` too, and needs `local`, `holders`, TIED, and from appendices
 `is_split`, `sharded`, `reshard`, `sum_in_messages`. `Plan` needs KINDS and appendix D.
 
-Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); ranks that only generate; gradients of logits (`model(tokens)`) and
-embeddings as input under t: use `hidden` and `logprobs`.
+Not here: Float8; under t gradients of logits (`model(tokens)`), and embeddings as input.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -85,7 +83,6 @@ import json
 import math
 import os
 import pickletools
-import queue
 import re
 import shutil
 import signal
@@ -633,6 +630,7 @@ class LocalOptimizer:
 
 
 # 9. The public call --------------------------------------------------------------------------
+# (Models that only generate are split by appendix L; appendix M is for ranks that only do that.)
 
 
 def parallelize(
@@ -2191,6 +2189,8 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
 
     device = own_device(device)
+
+    # Under torchrun ranks meet in its store; without, a single rank needs none.
     patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
         if "RANK" in os.environ:
@@ -3582,6 +3582,7 @@ class Side:
 
     def wait(self, ready):
         """Return when ready() says so; ConnectionError if a rank of either side is lost first."""
+        # Asking is cheap, and looking at all the others is not: that is done once an interval.
         try:
             while not ready():
                 if time.monotonic() > self.looked + self.interval:
@@ -3617,6 +3618,8 @@ class Side:
 
     def silent(self, seconds) -> list:
         """The other ranks that have shown no sign of life for so long."""
+        # Signs are counters: clocks of other machines are not compared. A rank that has not shown
+        # any life yet counts from the moment at which this one began.
         now = time.monotonic()
         found = []
         for other in self.others:
@@ -3776,7 +3779,7 @@ class WeightSender:
     def __init__(self, side, model, dtype):
         self.side = side
         self.tensors = WholeTensors(model)
-        self.shapes = {name: list(self.tensors.shapes[name]) for name in sorted(self.tensors.shapes)}
+        self.shapes = {name: list(x) for name, x in sorted(self.tensors.shapes.items())}
         self.dtype = dtype
         self.count = 0  # orders given
 
@@ -3813,6 +3816,7 @@ class WeightReceiver:
     """The generator's end: a thread that takes orders and weights while the generator works."""
 
     def __init__(self, side, generator):
+        # Both ends go through the tensors by name, since their models may be cut differently.
         self.side = side
         tensors = tensors_of(generator)
         self.tensors = {name: tensors[name].detach() for name in sorted(tensors)}
@@ -3820,7 +3824,7 @@ class WeightReceiver:
         self.copy = {
             name: torch.empty_like(local(q), device="cpu") for name, q in self.tensors.items()
         }
-        self.orders = queue.Queue()
+        self.orders = []  # filled by the thread
         self.free = threading.Event()
         self.free.set()
         threading.Thread(target=self._take, daemon=True).start()
@@ -3840,11 +3844,11 @@ class WeightReceiver:
                     raise ValueError("trainer and generator have models of other shapes")
                 if order["weights"]:
                     self._receive()
-                self.orders.put(order)
+                self.orders.append(order)
                 if not order["weights"]:
                     return
         except Exception as error:  # raised in the main thread, by `next`
-            self.orders.put(error)
+            self.orders.append(error)
 
     def _until(self, ready):
         while not (ready() or self.side.leaving.is_set()):
@@ -3863,8 +3867,9 @@ class WeightReceiver:
     @torch.no_grad()
     def next(self) -> dict:
         """The next order; its weights are in the generator then."""
-        self.side.wait(lambda: not self.orders.empty())
-        order = self.orders.get()
+        # What the thread has met is raised here, where somebody can end the run.
+        self.side.wait(lambda: self.orders)
+        order = self.orders.pop(0)
         if isinstance(order, ValueError):
             raise order
         if isinstance(order, Exception):

@@ -957,7 +957,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # which ranks do what, see parallel.py: d2t2, p2c2; A|B: generator A, trainer B
+    plan: str = ""  # who does what: d2t2, p2c2; A|B: generator A, trainer B; A+B: on other ranks
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1266,17 +1266,6 @@ def resumed_config(path, given) -> Config:
 # B. A batch on many ranks: shards, plans, and metrics of all ranks ----------------------------
 # How the Trainer's few calls reach other ranks. Packed batches under a plan are parallel.py's, its
 # section 10. On one device, or with whole copies (DDP), all of it does nothing: skip it.
-
-
-def plans_of(config):
-    """The generator's and the trainer's Plan that --plan gives; None for one that it does not.
-
-    A+B: each has ranks of its own. B alone is the trainer's.
-    """
-    if not config.plan:
-        return None, None
-    plans = [plans[0] for plans in parallel.Allocation.parse(config.plan).groups]
-    return plans[0] if len(plans) == 2 else None, plans[-1]
 
 
 def splits(config) -> bool:
@@ -3227,7 +3216,7 @@ def run(config, task, trainer, out) -> int:
     """`train`, from the moment that the directory `out` is this run's."""
     is_apart = apart(config)
     if is_apart:
-        log = LateLog(config, out, task, trainer.side)
+        log = LateLog(config, out, task, trainer)
         stop = StopOnBothSides(trainer.side)
         trainer.side.where = lambda: f"step {step}"
         trainer.side.advice = log.advice
@@ -3243,7 +3232,7 @@ def run(config, task, trainer, out) -> int:
         if found:
             state = trainer.load_checkpoint(found)
             step = state["step"]
-            under_way = batches_under_way(config, task, found, state)
+            under_way = batches_under_way(config, trainer, found, state)
             keep_reference(out, trainer, resumed=True)
             log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
@@ -5219,7 +5208,7 @@ def state_before(files, task, step, say) -> Before:
         state = trainer.load_checkpoint(path)
         if state["step"] != start:
             raise ValueError(f"{path.name} is of another step")
-        under_way = batches_under_way(config, task, path, state)
+        under_way = batches_under_way(config, trainer, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
         for n in range(config.demos):
@@ -5941,7 +5930,7 @@ def groups_as_json(groups) -> list:
     return found
 
 
-def batches_under_way(config, task, path, state) -> list:
+def batches_under_way(config, trainer, path, state) -> list:
     """(number, Batch) of the batches that the checkpoint `path` holds; this rank has its groups.
 
     state: the JSON of the checkpoint. ValueError for anything but the batches that belong there.
@@ -5959,7 +5948,7 @@ def batches_under_way(config, task, path, state) -> list:
             for group, rows in entry["groups"]:
                 if len(rows) != config.group:
                     raise ValueError(f"group {group} has {len(rows)} rollouts")
-                made = [trajectory_of(task, group, row) for row in rows]
+                made = [trajectory_of(trainer.generator, group, row) for row in rows]
                 if group % dist.get_world_size() == dist.get_rank():
                     rollouts[group] = made
             numbers = {group for group, _ in entry["groups"]}
@@ -5973,12 +5962,12 @@ def batches_under_way(config, task, path, state) -> list:
     return found
 
 
-def trajectory_of(task, group, row) -> Trajectory:
-    """A rollout of `groups_as_json`; ValueError for one that could not be trained on."""
+def trajectory_of(model, group, row) -> Trajectory:
+    """A rollout of `groups_as_json`; ValueError for one that the model could not train on."""
     # What stands in a file is looked at before a model, an index or a sum meets it.
     tokens, mask, logprobs, reward, truncated, path, turn_rewards = row
-    if not all(type(token) is int and 0 <= token < task.vocab_size for token in tokens):
-        raise ValueError(f"group {group} has tokens that the task has not")
+    if not all(type(t) is int and 0 <= t < model.config.vocab_size for t in tokens):
+        raise ValueError(f"group {group} has tokens that the model has not")
     mask = np.array(mask, dtype=bool)
     logprobs = np.array(logprobs, dtype=np.float64)
     if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
@@ -6015,6 +6004,7 @@ def joined(config):
         yield connect(config.device, **how), None
         return
 
+    # The two plans say how many ranks each side has. An error on one side ends the other.
     generator, trainer = plans_of(config)
     sizes = {parallel.GENERATOR: generator.world, parallel.TRAINER: trainer.world}
     side = parallel.connect_side(config.device, sizes, **how)
@@ -6093,7 +6083,8 @@ class ApartQueue(RolloutQueue):
             if group % side.sizes[side.name] == side.rank:
                 rows = side.read(f"{name}/group/{group}")
                 side.delete(f"{name}/group/{group}")
-                rollouts[group] = [trajectory_of(self.task, group, row) for row in rows]
+                model = self.trainer.generator
+                rollouts[group] = [trajectory_of(model, group, row) for row in rows]
         batch = Batch(rollouts, head["chosen"], head["sampled_by"], head["metrics"])
         self.waiting[number] = batch
 
@@ -6117,9 +6108,10 @@ class LateLog(Log):
     """A Log whose evaluations come from other ranks: a line is written when it is whole, and so are
     those behind it, in their order."""
 
-    def __init__(self, config, out, task, side):
+    def __init__(self, config, out, task, trainer):
         super().__init__(config, out, task)
-        self.side = side
+        self.side = trainer.side
+        self.model = trainer.generator
         self.waiting = []  # (step, metrics) of lines that are not written
         self.expected = -1  # the last step count whose evaluation a line waits for
         self.solved = None
@@ -6137,6 +6129,8 @@ class LateLog(Log):
 
     def write_whole_lines(self):
         """Write every line up to the first whose evaluation has not come."""
+        # A line waits for the evaluation of the weights behind its step, line 0 also for that of
+        # the weights before it. They come in this order.
         while self.on and self.waiting:
             step, metrics = self.waiting[0]
             last = step + 1 if "eval/solved" in metrics else 0
@@ -6164,7 +6158,7 @@ class LateLog(Log):
         shown = None
         if found["shown"]:
             ((group, (row,)),) = found["shown"]
-            shown = trajectory_of(self.task, group, row)
+            shown = trajectory_of(self.model, group, row)
         return found["solved"], found["seconds"], shown
 
     def settle(self):

@@ -55,9 +55,11 @@ PLANS = {
     "d1+c2": (3, "--cp-method ulysses"),
     "d1+p2": (3, "--pp-schedule zbv"),
     "d2+d1t2": (4, "--tree sparse"),
+    "t2+d1": (3, ""),
+    "t2+d2": (4, "--data-parallel fsdp"),
     "vllm:d1+archon:d2": (3, "--tree dta --max-tokens 9"),
 }  # fmt: skip
-SHORT = [("d1+d1", 0), ("d1+d1", 1), ("d1+d1", 2), ("d1+p2", 1)]
+SHORT = [("d1+d1", 0), ("d1+d1", 1), ("d1+d1", 2), ("t2+d1", 1)]
 EVERY = [pytest.param(*case, 3) for case in SHORT]
 EVERY += [pytest.param(name, K, 20, marks=pytest.mark.slow) for name in PLANS for K in (0, 1, 2)]
 
@@ -108,13 +110,14 @@ def test_options_make_the_run_of_one_process_too(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("K", [0, 2])
-def test_experts_are_trained_apart(mixture, tmp_path, K):  # noqa: F811
+@pytest.mark.parametrize("K, world, plan", [
+    (0, 3, "d1+d2e2"), (2, 3, "d1+d2e2"), (1, 3, "d2e2+d1"), (1, 4, "t2e2+d1p2")])  # fmt: skip
+def test_experts_are_trained_apart(mixture, tmp_path, K, world, plan):  # noqa: F811
     shape = SHAPE.replace("--layers 4 --hidden 16 --heads 4", f"--model {mixture}")
     flags = f"{shape} --out run --eval-every 2 --staleness {K} --steps 4 --balance-coef 0.1"
-    for folder, world, plan in (("a", 3, "--plan d1+d2e2"), ("b", 1, "")):
+    for folder, count, more in (("a", world, f"--plan {plan}"), ("b", 1, "")):
         (tmp_path / folder).mkdir()
-        good(tmp_path / folder, f"{flags} {plan}", world)
+        good(tmp_path / folder, f"{flags} {more}", count)
     runs = [read_metrics(tmp_path / folder / "run") for folder in "ab"]
     assert largest_difference(*runs) < 1e-8
 
@@ -209,7 +212,7 @@ def test_losing_a_rank_ends_the_run_in_time_and_says_which(
     processes[victim].kill()
     codes, _, err = end(processes, log, seconds=10)
     assert [code for n, code in enumerate(codes) if n != victim] == [2] * (world - 1)
-    of_other_side = err[0] if victim else err[-1]
+    of_other_side = err[-1] if victim < int(plan[1]) else err[0]
     assert text in of_other_side and "go on with --resume" in of_other_side
 
 
@@ -246,8 +249,9 @@ def test_an_error_of_one_side_is_the_error_of_both(tmp_path):
 
 
 @pytest.mark.parametrize("flags, text", [
-    ("--plan d1+d1+d1", "A+B is the generator's plan, and the trainer's"),
-    ("--plan d1|d1+d1", "A+B is the generator's plan, and the trainer's"),
+    ("--plan d1+d1+d1", "A+B has two plans, the generator's and the trainer's"),
+    ("--plan d1|d1+d1", "A+B has two plans, the generator's and the trainer's"),
+    ("--plan p2+d1", "a generator has d, t and e, and no p"),
 ])  # fmt: skip
 def test_other_plans_are_refused(flags, text):
     with pytest.raises(ValueError, match=re.escape(text)):
