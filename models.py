@@ -4,14 +4,13 @@ There is one Transformer, and it does not know which token sees which. Every lay
 keys and values and hands them to one function, `attention(q, k, v, layer=, scale=, window=)`, that
 the caller chose. Causal attention, packed documents and the KV cache are three such functions
 below; a ring over many ranks (`ring_attention.py`) and a tree of shared prefixes
-(`tree_attention.py`) are two more. The model's own code stays the same under all of them.
+(`tree_attention.py`) are two more. The model's own code stays the same under all of them. `check`
+works with this file alone; the other commands need tests/measure_models.py.
 
     python models.py check          # < 1 min on 2 cores: every path against the definition, float64
     python models.py inspect DIR    # a checkpoint: config, table of tensors, what would be loaded
     python models.py bench          # tokens/s, memory, FLOPs, against transformers if it is there
     python models.py control        # 20 s: trains an action expert on a toy task, prints its error
-
-`check` works with this file alone; the other commands need tests/measure_models.py.
 
 What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
 
@@ -267,12 +266,14 @@ class RMSNorm(nn.Module):
         # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
         # tests/test_models.py::test_rms_norm_accumulates_in_float32.
         if not self.offset:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # (4)
+            # In mixed precision states are wider than weights; what is normalised meets a matrix.
+            weight = self.weight.to(x.dtype)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
         # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
 
 
 def rope_frequencies(rope, head_dim, /, *, length, longest):
@@ -317,8 +318,7 @@ def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
     """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
 
-    Right padding needs no mask, since a token sees nothing behind itself. With a window the work
-    and memory are O(S window).
+    Right padding needs no mask: no token sees what is behind it. With a window it is O(S window).
     """
     if softcap is not None:
         raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
@@ -430,8 +430,7 @@ class Transformer(nn.Module):
 
     `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
     stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
-    to the positions that are scored. Tied embeddings are one parameter,
-    `model.embed_tokens.weight`; there is then no `lm_head`.
+    to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
     """
 
     def __init__(self, config: ModelConfig):
@@ -439,6 +438,7 @@ class Transformer(nn.Module):
         self.config = config
         self.rope = Rope(config)
         self.attention = causal_attention  # what layers call unless `hidden` is given another
+        self.states_dtype = None  # of the states between layers, or None: that of the weights
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -451,13 +451,13 @@ class Transformer(nn.Module):
         positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
         layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
         (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
-        layers tell of their routing to, see `Balance`. ValueError for another shape, and for token
-        ids outside the vocabulary.
+        layers tell of their routing to, see `Balance`. ValueError for other shapes or unknown ids.
         """
         # A pipeline's later stages get the states of the stage before in place of tokens. Such
         # embeddings are taken as they are: Gemma's sqrt(M) is not applied to them.
         require_tokens_or_states(tokens_BS)
         x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
+        x_BSM = x_BSM.to(self.states_dtype or x_BSM.dtype)
 
         # Positions say how far apart tokens are; which of them see each other is attention's.
         if positions is None:

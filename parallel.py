@@ -494,7 +494,7 @@ def reduce_gradients(model) -> int:
         if not p.requires_grad:
             continue
         if p.grad is None:
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         if suspect < 0 and not local(p.grad).isfinite().all():
             suspect = position
         trained.append((name, p))
@@ -598,10 +598,10 @@ class LocalOptimizer:
 
         # The optimiser gets views of the model's own memory: what it updates is the model. AdamW
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
-        # Without `zero`, `_own_rows` gives all rows that are on this rank.
+        # Without `zero`, they are all rows that are on this rank.
         self.mine = {}
-        for name, p in model.named_parameters():
-            rows = _own_rows(self, name, local(p.detach()))
+        for name, p in round_parameters(model):
+            rows = _own_weights(self, name, p)
             self.mine[name] = torch.nn.Parameter(rows, requires_grad=p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
@@ -616,11 +616,9 @@ class LocalOptimizer:
             rows.grad = None if grad is None else _own_rows(self, name, local(grad))
         self.inner.step()  # (3)
 
-        # Under ZeRO each rank has updated its rows of its own copy: now all get all rows.
-        if self.zero:
-            for name, p in named.items():
-                group = holders(self.model.grid, name)
-                gather_rows(local(p.detach()), self.mine[name], group)
+        # Under ZeRO each rank has updated its rows of its own copy: now all get all rows. Masters
+        # are not in the model: they are rounded into it.
+        show_updates(self)
         if self.after_step is not None:
             self.after_step(self.model)
 
@@ -630,12 +628,12 @@ class LocalOptimizer:
 
 
 # 9. The public call --------------------------------------------------------------------------
-# (Models that only generate are split by appendix L; appendix M is for ranks that only do that.)
+# (Models that only generate are split by appendix L; appendix N is for ranks that only do that.)
 
 
 def parallelize(
     model, plan, *, device_mesh, attention=None, mode="ddp", sequence=True, schedule="1f1b",
-    ac="none", ac_every=2, memory_budget=0.5, compile=False, offload=False,
+    ac="none", ac_every=2, memory_budget=0.5, compile=False, offload=False, compute_dtype=None,
 ):  # fmt: skip
     """Make a whole model, equal on all ranks, into this rank's part of a plan; returns that.
 
@@ -655,6 +653,7 @@ def parallelize(
     memory_budget: of ac="memory_budget", the share of the activations that is kept, 0 to 1.
     compile: torch.compile each layer by itself, for any length.
     offload: keep the shards of fsdp on the CPU, see `shard`.
+    compute_dtype: mixed precision (appendix M): products in this dtype, all else in the weights'.
 
     Raises ValueError on every rank, before the first message, for what cannot be. Section 10 runs
     the result. Who runs it otherwise gives ranks of different d different sequences, those of a
@@ -665,12 +664,12 @@ def parallelize(
     _refuse_what_cannot_be(
         plan, model, device_mesh, attention=attention, mode=mode, sequence=sequence,
         schedule=schedule, ac=ac, ac_every=ac_every, memory_budget=memory_budget, compile=compile,
-        offload=offload)  # fmt: skip
+        offload=offload, compute_dtype=compute_dtype)  # fmt: skip
     if attention is not None:
         model.attention = attention
 
     # What this rank will train: the model, or some stages of it, each of which is a model itself.
-    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule)
+    whole = model if plan.pp == 1 else Pipeline(model, device_mesh, schedule, compute_dtype)
 
     # These tell the functions of sections 7, 8 and 10, which get only the model, how it was split:
     # communicators, who sums gradients and holds moments, who has which tokens. A Pipeline has a
@@ -680,6 +679,7 @@ def parallelize(
     whole.mode = mode
     whole.sequence = sequence
     whole.offload = offload
+    whole.compute_dtype = compute_dtype
 
     for part in parts_of(whole):
         part.grid = device_mesh
@@ -698,7 +698,7 @@ def parallelize(
 
         # FSDP last, because it shards again what the others have left of a weight.
         if mode == "fsdp":
-            shard(part, offload=offload)
+            shard(part, offload=offload, compute_dtype=compute_dtype)
 
         if plan.cp > 1 and plan.tp > 1 and sequence:
             _check_lengths_first(part, device_mesh)
@@ -1098,10 +1098,12 @@ class Pipeline:
     inputs. A Pipeline has the parameters of its stages under the names of the whole model.
     """
 
-    def __init__(self, model, grid, schedule):
+    def __init__(self, model, grid, schedule, compute_dtype=None):
         p = grid.plan.pp
         rank = grid.dense["pp"].get_local_rank()
         dtype = next(model.parameters()).dtype
+        self.behind_norm = compute_dtype or dtype  # the last stage's states
+        dtype = getattr(model, "states_dtype", None) or self.behind_norm
         self.grid = grid
         self.config = model.config
         self.like = dict(dtype=dtype, device=_device_of_grid(grid))  # the states between stages
@@ -1183,7 +1185,8 @@ class Pipeline:
         # Examples of what a stage takes and gives: under sequence parallelism a part of the tokens,
         # but the last stage has gathered them. scale_grads=False: torch would average the losses.
         states = torch.empty(self._states_shape(shape), **self.like, requires_grad=True)
-        whole = torch.empty(*shape, states.shape[2], **self.like, requires_grad=True)
+        behind_norm = self.like | dict(dtype=self.behind_norm)
+        whole = torch.empty(*shape, states.shape[2], **behind_norm, requires_grad=True)
         index = states.new_zeros(1, dtype=torch.int64)
         stages = []
         for number, part in self.parts.items():
@@ -1245,11 +1248,11 @@ class Pipeline:
 # Skip it unless you use fsdp or ac, or want to know why FSDP2 does not average here.
 
 
-def shard(model, *, offload=False) -> None:
+def shard(model, *, offload=False, compute_dtype=None) -> None:
     """FSDP2 on every layer and the rest, with gradients summed over ranks, not averaged.
 
     model: whole, or of tensor and expert parallelism, with `.model.layers` and `.hidden`. offload:
-    shards, their gradients and so the optimiser live on the CPU.
+    shards, their gradients and so the optimiser live on the CPU. compute_dtype: see appendix M.
     """
     pin_memory = torch.cuda.is_available()
     policy = fsdp.CPUOffloadPolicy(pin_memory=pin_memory) if offload else fsdp.OffloadPolicy()
@@ -1266,8 +1269,9 @@ def shard(model, *, offload=False) -> None:
         units = [(experts, grid.experts["expert-dp"]) for experts in experts_of(model)]
     units += [(module, mesh) for module in (*model.model.layers, model)]
 
+    precision = fsdp_precision(model, compute_dtype)
     for module, ranks in units:
-        fsdp.fully_shard(module, mesh=ranks, offload_policy=policy)
+        fsdp.fully_shard(module, mesh=ranks, offload_policy=policy, mp_policy=precision)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
         # pre-multiplied sum, hence the second call.
         # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
@@ -1698,7 +1702,7 @@ MODES = "ddp", "fsdp", "zero1"
 
 def _refuse_what_cannot_be(
     plan, model, grid, *, attention, mode, sequence, schedule, ac, ac_every, memory_budget, compile,
-    offload,
+    offload, compute_dtype,
 ):  # fmt: skip
     """ValueError for what cannot be, from what every rank has, before the first message.
 
@@ -1714,6 +1718,9 @@ def _refuse_what_cannot_be(
     number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
     if not (number and 0 <= memory_budget <= 1):
         raise ValueError(f"memory_budget is a share between 0 and 1; came {memory_budget!r}")
+
+    if compute_dtype is not None:
+        require_lower_precision(compute_dtype, model)
 
     # A plan, a grid and a model that do not belong together. The degrees decide; a backend's name
     # may differ.
@@ -2079,7 +2086,7 @@ def training_tensors(model, optimizer) -> dict:
     reshard(model)
     tensors = {}
     for name, p in model.named_parameters():
-        tensors[f"model.{name}"] = p.detach()
+        tensors[f"model.{name}"] = master_of(optimizer, name, p)
         # Of a LocalOptimizer the moments are plain tensors of this rank, and are told where they
         # lie; the number of steps has no dimension and is everywhere the same.
         if isinstance(optimizer, LocalOptimizer):
@@ -2155,6 +2162,8 @@ def _digests(model, optimizer) -> dict:
         enter(name, p)
         if optimizer is None:
             continue
+        if has_masters(optimizer):
+            enter(f"{name} (master)", master_of(optimizer, name, p))
         # Read with get: asking a torch optimiser for the state of a parameter would make one.
         state = optimizer.state.get(optimizer.mine[name] if ours else p, {})
         for key, value in state.items():
@@ -2533,19 +2542,20 @@ def is_plain(name) -> bool:
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
-def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
+def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     """Collective. Fill `tensors` in place, whatever their sharding, from a verified checkpoint;
     returns its JSON state, see `verify_checkpoint` for counts.
 
     Both have the same tensors, by name and shape, or it is refused. only: how names begin, one way
     or a tuple of several; stored tensors that are called otherwise are left where they are.
-    "model." leaves AdamW's state.
+    "model." leaves AdamW's state. alone: this rank reads by itself, into whole tensors.
     Rank 0 reads the table of contents and gives it to all, so that a bad one is refused by all.
     What goes wrong on any rank is a ValueError on every rank, and leaves `tensors` half filled.
     """
     mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shapes = [mine] * dist.get_world_size()
-    dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
+    if not alone:
+        dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
     wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
 
     def inspect():
@@ -2562,6 +2572,13 @@ def read_checkpoint(path, tensors, *, counts=(), only="") -> dict:
                     f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
                     f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
         return state, table
+
+    if alone:
+        state, table = inspect()
+        with warnings.catch_warnings():  # that it is alone
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=SafeReader(path, table), no_dist=True)
+        return state
 
     state, table = agree(inspect)
     try:
@@ -3447,10 +3464,11 @@ def tensors_of(model) -> dict:
 
 class WholeTensors:
     """The tensors of a model of any plan, whole and one at a time. Collective: all ranks of the
-    model ask for the same names in the same order. shapes: name -> shape, alike on all ranks."""
+    model ask for the same names in the same order. shapes: name -> shape, alike on all ranks.
+    weights: what is asked for in place of the model's parameters."""
 
-    def __init__(self, source):
-        self.tensors = tensors_of(source)
+    def __init__(self, source, weights=()):
+        self.tensors = tensors_of(source) | dict(weights)
         self.shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
         self.senders = {}
         self.group = None
@@ -3490,15 +3508,16 @@ def keep_part(q, whole) -> None:
     local(q.detach()).copy_(part)
 
 
-def copy_weights(source, target) -> None:
+def copy_weights(source, target, optimizer=None) -> None:
     """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
 
     source: of any plan. target: whole on every rank, or of `split_for_decoding`. One tensor after
     the other is gathered, and each rank keeps its part: what is ever here is the two models' parts
-    and one whole tensor. A parameter that both have in one memory is left out. ValueError if names
-    or shapes differ.
+    and one whole tensor. A parameter that both have in one memory is left out. optimizer: the
+    source's, which may have masters. ValueError if names or shapes differ.
     """
-    tensors = WholeTensors(source)
+    dtype = next(target.parameters()).dtype
+    tensors = WholeTensors(source, weights_to_push(source, optimizer, dtype))
     wanted = tensors_of(target)
 
     # Compared before the first of them moves, and by what every rank knows now.
@@ -3512,7 +3531,152 @@ def copy_weights(source, target) -> None:
             keep_part(q, tensors.whole(name, q.dtype, q.device))
 
 
-# M. Two sides: ranks that generate, and ranks that train --------------------------------------
+# M. Mixed precision ---------------------------------------------------------------------------
+#
+# Products in one precision, and what adds up over steps, micro-batches and ranks in a higher one.
+# Skip it unless you use compute_dtype.
+#
+# A step of lr 1e-6 moves a weight of 0.02 by 1e-6, and bf16, with 8 bits, has nothing between 0.02
+# and 0.0201: added to a bf16 weight such a step is lost, and a thousand of them too. So the weights
+# that AdamW updates stay as they are, in float32 say; they are the masters. What computes is their
+# rounding. Bytes of a number, of which zero1 and fsdp share some out:
+#
+#                computes    master    gradient    moments
+#     fsdp       2 (a unit)  4         4           4 + 4      all shared out; 2 while a unit runs
+#     others     2           4         4           4 + 4      zero1 shares out master and moments
+#
+# Under fsdp torch's FSDP2 does it: parameters are the masters' shards, a gather rounds them, and
+# the scatter-add is of wide gradients. Elsewhere the model's parameters are the rounded ones. A
+# backward makes gradients in their precision, but `grad_dtype` (torch 2.10 and later) tells torch
+# to cast them before it adds them to .grad: the sum over micro-batches is wide, and so is that over
+# ranks. `LocalOptimizer` holds the masters, and under zero1 those of its own rows alone.
+#
+# The states between layers, to which each layer adds, stay in the weights' precision, if the model
+# has a `states_dtype` and is told so (models.Transformer): the trainer does, torch.autocast does.
+# With states in bf16 the gradients' error was 1.15 to 1.41 times that of autocast training of the
+# same model, with states in float32 it is 1.05 to 1.22 times that (tests/RESULTS.md). What enters a
+# matrix is rounded right before it. So a layer's input takes 4 bytes an entry while it waits for
+# the backward, and on the way from stage to stage; what t, c and e send is of compute_dtype.
+
+
+def require_lower_precision(dtype, model):
+    """ValueError if products in `dtype` make no mixed precision of the model's weights."""
+    of_weights = next(model.parameters()).dtype
+    lower = torch.is_floating_point(torch.empty(0, dtype=dtype))
+    lower = lower and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
+    if not lower:
+        raise ValueError(
+            f"compute_dtype={dtype} must be coarser than the weights' {of_weights}, which are the "
+            f"masters; without it products are in {of_weights} too")  # fmt: skip
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise ValueError(
+            f"compute_dtype needs gradients that are wider than their parameter, Tensor.grad_dtype "
+            f"of torch 2.10 and later; this is {torch.__version__}")  # fmt: skip
+
+
+def fsdp_precision(model, compute_dtype):
+    """FSDP2's policy: gather in compute_dtype, add gradients in the weights' own."""
+    if compute_dtype is None:
+        return fsdp.MixedPrecisionPolicy()
+    # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, and with the states the
+    # cosines and sines of the positions, which bf16 gets wrong from position 257 on. The embedding
+    # gives states of the right dtype by itself. Pinned by
+    # tests/test_precision.py::test_fsdp_computes_as_ddp_does.
+    return fsdp.MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=next(model.parameters()).dtype,
+        cast_forward_inputs=False,
+    )  # fmt: skip
+
+
+def has_masters(optimizer) -> bool:
+    """Whether a LocalOptimizer updates other tensors than those that compute."""
+    model = getattr(optimizer, "model", None)
+    return getattr(model, "compute_dtype", None) is not None and not sharded(model)
+
+
+def round_parameters(model):
+    """The (name, parameter) pairs of a model, which with masters gets rounded ones in their place.
+
+    A generator: one parameter is rounded at a time, so that never two whole models are there.
+    """
+    dtype = getattr(model, "compute_dtype", None)
+    if dtype is None or sharded(model):
+        yield from model.named_parameters()
+        return
+
+    done = set()
+    for part in parts_of(model):
+        for prefix, module in part.named_modules():
+            for last, p in list(module.named_parameters(recurse=False)):
+                # Under zbv one rank's two ends share their embedding, a module of both parts.
+                name = f"{prefix}.{last}" if prefix else last
+                if name in done:
+                    continue
+                done.add(name)
+                rounded = torch.nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
+                # NUMERICS: the gradients of micro-batches and of the two uses of a tied embedding
+                # are added in the master's precision. Pinned by
+                # tests/test_precision.py::test_gradients_add_up_in_float32.
+                rounded.grad_dtype = p.dtype
+                rounded.terms = getattr(p, "terms", False)
+                setattr(module, last, rounded)
+                yield name, p
+
+
+def _own_weights(optimizer, name, p):
+    """What a LocalOptimizer updates of a parameter: views of it, or masters that it alone holds."""
+    rows = _own_rows(optimizer, name, local(p.detach()))
+    if has_masters(optimizer) and optimizer.zero:
+        return rows.clone()  # a view of some rows would keep all of them in memory
+    return rows
+
+
+@torch.no_grad()
+def show_updates(optimizer) -> None:
+    """Bring what a LocalOptimizer has updated, or has read, into its model. Collective with zero.
+
+    Without masters and without `zero` it is there already.
+    """
+    for name, p in optimizer.model.named_parameters():
+        rows = optimizer.mine[name]
+        if optimizer.zero:
+            # Rounded before they are sent: the parameter's dtype is that of the message.
+            gather_rows(local(p.detach()), rows, holders(optimizer.model.grid, name))
+        elif has_masters(optimizer):
+            local(p.detach()).copy_(rows)
+
+
+def master_of(optimizer, name, p):
+    """What of parameter p is in a checkpoint: its master, as a DTensor where it is a part."""
+    if not has_masters(optimizer):
+        return p.detach()
+    return _state_as_dtensor(optimizer, name, p, optimizer.mine[name].detach())
+
+
+def weights_to_push(model, optimizer, dtype) -> dict:
+    """Name -> the tensor to be copied into a model of a dtype."""
+    # In compute_dtype a parameter is its master, rounded once. In another one it would be rounded
+    # twice; the master itself may be a part of a rank's part (zero1), and costs more messages.
+    tensors = dict(model.named_parameters())
+    if has_masters(optimizer) and dtype != model.compute_dtype:
+        return {name: master_of(optimizer, name, p) for name, p in tensors.items()}
+    return tensors
+
+
+def weights_to_store(model, optimizer) -> dict:
+    """Name -> the weight as a checkpoint has it, a part or whole."""
+    return {name: master_of(optimizer, name, p) for name, p in model.named_parameters()}
+
+
+def read_training(path, model, optimizer, *, counts=()) -> dict:
+    """Read a checkpoint of `training_tensors` into a model and its optimiser; its JSON values."""
+    state = read_checkpoint(path, training_tensors(model, optimizer), counts=counts)
+    if has_masters(optimizer):
+        show_updates(optimizer)
+    return state
+
+
+# N. Two sides: ranks that generate, and ranks that train --------------------------------------
 #
 # What goes between two sets of ranks that work at the same time, each with a world of its own:
 # signs of life, messages, weights. Skip it if all ranks do the same.
@@ -3774,13 +3938,15 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
 
 
 class WeightSender:
-    """The trainer's end. Collective over its ranks."""
+    """The trainer's end. Collective over its ranks. generator: a model on the meta device that has
+    the names, shapes and dtypes of what is sent; optimizer: the trainer's, which may have masters.
+    """
 
-    def __init__(self, side, model, dtype):
+    def __init__(self, side, model, optimizer, generator):
         self.side = side
-        self.tensors = WholeTensors(model)
-        self.shapes = {name: list(x) for name, x in sorted(self.tensors.shapes.items())}
-        self.dtype = dtype
+        self.model = model
+        self.optimizer = optimizer
+        self.wanted = tensors_of(generator)
         self.count = 0  # orders given
 
     def send(self, order, weights=True) -> None:
@@ -3797,19 +3963,27 @@ class WeightSender:
             self.side.delete(f"order/{self.count - 1}")
             for rank in generators:
                 self.side.delete(f"ready/{self.count - 1}/{rank}")
-            order = order | {"weights": weights, "shapes": self.shapes}
+            order = order | {"weights": weights, "tensors": described(self.wanted)}
             self.side.post(f"order/{self.count}", order)
         self.count += 1
         if not weights:
             return
 
-        for name in self.shapes:
-            whole = self.tensors.whole(name, self.dtype, self.side.device)
+        dtype = next(q.dtype for q in self.wanted.values() if q.is_floating_point())
+        tensors = WholeTensors(self.model, weights_to_push(self.model, self.optimizer, dtype))
+        for name in sorted(self.wanted):
+            dtype = self.wanted[name].dtype
+            whole = tensors.whole(name, dtype, self.side.device)
             if first:
                 try:
-                    exchange(self.side, whole.to("cpu", self.dtype).contiguous())
+                    exchange(self.side, whole.to("cpu", dtype).contiguous())
                 except RuntimeError as error:
                     raise self.side.lost_in_exchange(error) from error
+
+
+def described(tensors) -> list:
+    """[name, shape, dtype] of each tensor, in the order in which they are sent."""
+    return [[name, list(q.shape), str(q.dtype)] for name, q in sorted(tensors.items())]
 
 
 class WeightReceiver:
@@ -3820,7 +3994,6 @@ class WeightReceiver:
         self.side = side
         tensors = tensors_of(generator)
         self.tensors = {name: tensors[name].detach() for name in sorted(tensors)}
-        self.shapes = {name: list(q.shape) for name, q in self.tensors.items()}
         self.copy = {
             name: torch.empty_like(local(q), device="cpu") for name, q in self.tensors.items()
         }
@@ -3840,8 +4013,8 @@ class WeightReceiver:
                 if self.side.leaving.is_set():
                     return
                 order = self.side.read(f"order/{count}")
-                if order["shapes"] != self.shapes:
-                    raise ValueError("trainer and generator have models of other shapes")
+                if order["tensors"] != described(self.tensors):
+                    raise ValueError("the trainer sends other tensors than the generator has")
                 if order["weights"]:
                     self._receive()
                 self.orders.append(order)
@@ -3889,7 +4062,7 @@ def exchange(side, tensor) -> None:
     side.weights.broadcast([tensor], options).wait()
 
 
-# N. check -------------------------------------------------------------------------------------
+# O. check -------------------------------------------------------------------------------------
 #
 # Two optimiser steps of a toy, ddp and fsdp on 1 to 3 ranks against `definition`, and every plan.
 # Skip it: `python parallel.py check` runs it.

@@ -119,7 +119,7 @@ from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
     gather_replica, local, lr_factor, newest_checkpoint, parallelize, parts_of, read_checkpoint,
-    reduce_gradients, summed, training_tensors, write_checkpoint,
+    read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -625,9 +625,9 @@ class Trainer:
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
+        self.optimizer = adamw(config, self.model, self.plan)
         self.generator = split_generator(self, generator)
         self.reference = like_the_policy(self, reference)
-        self.optimizer = adamw(config, self.model, self.plan)
         self.experts = ExpertLoads(config, self.model, self.device)
 
     def batches(self, model=None) -> PackedBatches:
@@ -726,7 +726,7 @@ class Trainer:
     def push_weights(self) -> int:
         """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
         # What the two models hold in one memory needs no copy: see `split_generator`.
-        copy_weights(self.model, self.generator)
+        copy_weights(self.model, self.generator, self.optimizer)
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:
@@ -736,8 +736,7 @@ class Trainer:
 
     def load_checkpoint(self, path) -> dict:
         """Restore what save_checkpoint wrote, on any number of ranks; returns its JSON values."""
-        tensors = training_tensors(self.model, self.optimizer)
-        state = read_checkpoint(path, tensors, counts=("step", *self.COUNTS))
+        state = read_training(path, self.model, self.optimizer, counts=("step", *self.COUNTS))
         for name in self.COUNTS:
             setattr(self, name, state[name])
         return state
@@ -905,6 +904,7 @@ class Config:
     hidden: int = 96  # model width
     heads: int = 4  # query heads; half as many key heads
     dtype: str = "float32"  # of the trainer's weights: float32 | float64 | bfloat16
+    compute_dtype: str = ""  # of products, coarser: then --dtype is of the masters; empty: the same
     generator_dtype: str = ""  # of the generator's weights; empty: the same
     device: str = ""  # cpu | cuda; empty: cuda where there is one
     # rollouts
@@ -989,7 +989,8 @@ class Config:
         ac=("none", "full", "layers", "op"),
         cp_method=("ring", "allgather", "ulysses", "usp"),
         pp_schedule=("1f1b", "interleaved1f1b", "zbv"), tree=("disabled", "sparse", "dta"),
-        generator_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
+        generator_dtype=("", "float32", "float64", "bfloat16"),
+        compute_dtype=("", "float32", "float64", "bfloat16"), device=("", "cpu", "cuda"),
         advantage=("group_std", "group_mean", "leave_one_out", "per_branch", "gae"),
         aggregation=("token_mean", "sequence_mean", "constant"), objective=("clip", "cispo"),
         ratio=("token", "sequence"), lr_decay=("constant", "linear", "cosine"),
@@ -1011,7 +1012,7 @@ class Config:
     ADDED = (
         "resume_or_start", "log_rollouts", "shard_ranks", "offload", "compile", "lr_first_step",
         "lr_min", "instruction", "system", "reward", "demo_data", "demo_lr", "balance_coef",
-        "router_bias_rate", "staleness",
+        "router_bias_rate", "staleness", "compute_dtype",
     )  # fmt: skip
 
     YEAR = 365 * 24 * 3600  # of seconds: --timeout counts in C++, which knows an end of time
@@ -1127,6 +1128,9 @@ class Config:
             "--pp-schedule zbv cannot be with --data-parallel fsdp; use zero1")
 
         # The run, its model and its task.
+        yield is_finer(products(self), self.dtype), (
+            f"--compute-dtype {self.compute_dtype} is finer than --dtype {self.dtype}, that of the "
+            f"weights: products would be of what the weights have lost")
         yield self.resume and self.overwrite, "--resume goes on with a run, --overwrite deletes it"
         yield self.resume_or_start and self.overwrite, (
             "--resume-or-start goes on with a run, --overwrite deletes it")
@@ -1268,10 +1272,39 @@ def resumed_config(path, given) -> Config:
 # section 10. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
 
+def products(config) -> str:
+    """The precision in which the trainer computes."""
+    return config.compute_dtype or config.dtype
+
+
+def is_finer(a, b) -> bool:
+    """Whether of two precisions, by name, the first has the smaller unit in the last place."""
+    return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
+
+
+def is_mixed(config) -> bool:
+    """Whether the weights that the optimiser updates are finer than those that compute."""
+    return products(config) != config.dtype
+
+
+def of_sampler(config) -> str:
+    """The precision of the generator's weights, to which a push rounds the trainer's."""
+    return config.generator_dtype or products(config)
+
+
+def keep_states_wide(config, model):
+    """In mixed precision a model's states between layers stay in --dtype, the generator's too."""
+    if is_mixed(config):
+        own = next(model.parameters()).dtype
+        model.states_dtype = torch.promote_types(own, getattr(torch, config.dtype))
+    return model
+
+
 def splits(config) -> bool:
     """Whether a rank's part of the model is less than the model, or more than plain modules."""
     # Whole copies need no plan: their gradients are summed before the optimiser's step.
     special = config.shard_ranks or config.offload or config.compile or config.ac != "none"
+    special = special or is_mixed(config)
     return bool(config.plan or config.data_parallel != "ddp" or special)
 
 
@@ -1330,25 +1363,27 @@ def split_over_ranks(config, model, device):
     """
     if not splits(config):
         return model, None, None
+    keep_states_wide(config, model)
 
     # The shapes of the whole are kept for the filling: a stage of a pipeline has but some tensors.
     whole = copy.deepcopy(model) if on_meta(model) else None
     plan = plans_of(config)[1] or Plan(dp=dist.get_world_size())
     grid = Grid.make(plan, device.type, shard=config.shard_ranks or None)
-    model = split_by(config, model, plan, grid)
+    compute_dtype = getattr(torch, products(config)) if is_mixed(config) else None
+    model = split_by(config, model, plan, grid, compute_dtype=compute_dtype)
     if whole is not None:
         parallel.materialise(model)
         first_weights(config, model, whole)
     return model, plan, grid
 
 
-def split_by(config, model, plan, grid):
+def split_by(config, model, plan, grid, compute_dtype=None):
     """This rank's part of a whole model."""
     # Each micro-batch brings an attention of its own; the one given here stands in until then.
     return parallelize(
         model, plan, device_mesh=grid, mode=config.data_parallel,
         attention=models.causal_attention, schedule=config.pp_schedule, ac=config.ac,
-        compile=config.compile, offload=config.offload,
+        compile=config.compile, offload=config.offload, compute_dtype=compute_dtype,
     )  # fmt: skip
 
 
@@ -3113,7 +3148,7 @@ def empty_model(config, shape, dtype) -> Transformer:
             model.add_value_head()
         if config.router_bias_rate:
             models.give_router_bias(model, config.router_bias_rate)
-    return model
+    return keep_states_wide(config, model)
 
 
 def build(config, task, device):
@@ -3133,10 +3168,11 @@ def build(config, task, device):
 
     # Their weights are replaced before use, by the first push and by `keep_reference`. The Trainer
     # gives the generator memory, by a plan of its own: `split_generator`.
-    generator = made(config.generator_dtype or config.dtype, False).requires_grad_(False)
+    generator = made(of_sampler(config), False).requires_grad_(False)
     if not config.kl_coef:
         return model, generator, None
-    return model, generator, made(config.dtype, whole).requires_grad_(False)
+    # A reference never changes, so it needs no masters: it is what the policy computed with.
+    return model, generator, made(products(config), whole).requires_grad_(False)
 
 
 def train(config, device, side=None) -> int:
@@ -3374,7 +3410,7 @@ def newest_good(out) -> str:
 def export(config, task, generator, out, log):
     """OUT/hf: the last weights as a Hugging Face directory, for transformers, `chat`, --model.
 
-    Collective. The weights are the generator's, in its own dtype.
+    Collective. The weights are the generator's, in its own dtype; in mixed precision the masters.
     """
     # Nothing but this needs the package, and the run is over: its checkpoint holds the weights.
     if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
@@ -3385,8 +3421,12 @@ def export(config, task, generator, out, log):
     texts = dict(source=config.model, names=token_names(task))
 
     def write():
+        # Masters have more to say than the generator, and the last checkpoint holds them.
+        model = generator
+        if is_mixed(config):
+            model = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
         with writing(directory, log.advice):
-            write_hf(generator, directory, **texts)
+            write_hf(model, directory, **texts)
 
     def complete():
         with writing(directory, log.advice):
@@ -3394,7 +3434,7 @@ def export(config, task, generator, out, log):
 
     # A generator that is whole is written by rank 0. Of one that is split every rank gives its
     # parts, one tensor at a time, and rank 0 writes them.
-    if not any(map(parallel.is_split, generator.parameters())):
+    if is_mixed(config) or not any(map(parallel.is_split, generator.parameters())):
         agree(write)
         return
     agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
@@ -3521,10 +3561,11 @@ class Log:
         plan = c.plan or f"d{world}"
         if apart(c):
             world = parallel.Allocation.parse(plan).world
+        dtype = f"{c.dtype}, computes in {products(c)}" if is_mixed(c) else c.dtype
         self.say(f"{c.task}: {count:,} parameters, {origin}")
         self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
                  f"{world} rank(s), plan {plan}, {c.data_parallel}, "
-                 f"{trainer.device.type}, {c.dtype}")  # fmt: skip
+                 f"{trainer.device.type}, {dtype}")  # fmt: skip
         self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
                  f"{self.out} goes on")  # fmt: skip
         if getattr(self.task, "note", ""):  # what a task has decided, such as a template
@@ -3860,7 +3901,7 @@ def policy_of_run(run, step, task, dtype=""):
 
     step    of the checkpoint; None: the newest that is undamaged
     task    a run without --model has its task's tokens
-    dtype   default: the generator's, in which the run evaluates and writes OUT/hf
+    dtype   default: the generator's, in which the run evaluates
     """
     config = settings_of_run(run)
     if step is None:
@@ -3881,20 +3922,25 @@ def policy_of_run(run, step, task, dtype=""):
             f"the shape and the text of this run's model are those of its --model "
             f"{config.model}, which is gone: put it back"
         )
+    return policy_in(path, config, task, dtype or of_sampler(config)), Path(path).name
+
+
+def policy_in(path, config, task, dtype, alone=False):
+    """The policy in the checkpoint `path` of a run, whole and on the CPU, in a dtype. alone: no
+    other rank calls it."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     model = Transformer(shape).to(getattr(torch, config.dtype))
     if config.advantage == "gae":
         model.add_value_head()
-
     if config.router_bias_rate:
         models.give_router_bias(model, config.router_bias_rate)
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     weights |= {f"buffer.{name}": x for name, x in parallel.persistent_buffers(model).items()}
-    read_checkpoint(path, weights, only=("model.", "buffer."))
-    dtype = dtype or config.generator_dtype or config.dtype
-    return model.to(getattr(torch, dtype)).requires_grad_(False), Path(path).name
+    read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
+    model = model.to(getattr(torch, dtype)).requires_grad_(False)
+    return keep_states_wide(config, model)
 
 
 def load_policy(source, step, task, dtype, device):
@@ -3988,6 +4034,7 @@ def settings_of_evaluation(source, given) -> Config:
         missing = [name for name in CODE if name not in given]
         config = settings_of_run(source, imported=missing)
         elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": "", "demo_lr": None}
+        elsewhere["compute_dtype"] = ""  # `policy_of_run` reads what the run had
         return dataclasses.replace(config, **elsewhere | given).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
@@ -4368,7 +4415,8 @@ def export_command(argv) -> int:
     config = settings_of_run(options.run)
     with one_process("an export"):
         task = task_of_run(options.run, config, options.task)
-        model, checkpoint = policy_of_run(options.run, options.step, task)
+        dtype = config.dtype if is_mixed(config) else of_sampler(config)  # as `export`
+        model, checkpoint = policy_of_run(options.run, options.step, task, dtype)
         names = token_names(task) if task else []
         write_hf(model, directory, source=config.model, names=names)
     print(f"wrote {directory}: {options.run}, {checkpoint}")
@@ -4701,11 +4749,13 @@ def rate_by_hand(config, step) -> float:
 
 
 @torch.no_grad()
-def adamw_by_hand(config, model, moments, lr, shrink):
+def adamw_by_hand(config, model, moments, lr, shrink, masters):
     """One AdamW step of the gradients times `shrink`, in place. moments: {name: [steps, m, v]}."""
-    # Numbers are stored in the model's precision, and computed with in float32 at least.
+    # Numbers are stored in the weights' precision, and computed with in float32 at least. In mixed
+    # precision the weights are the masters, and the model gets their rounding.
     for name, p in model.named_parameters():
-        wide = torch.promote_types(p.dtype, torch.float32)
+        weight = masters.get(name, p)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         steps, m, v = moments[name]
         steps += 1
 
@@ -4715,9 +4765,11 @@ def adamw_by_hand(config, model, moments, lr, shrink):
         m = 0.9 * m.to(wide) + 0.1 * g
         v = config.beta2 * v.to(wide) + (1 - config.beta2) * g * g
         size = (v / (1 - config.beta2**steps)).sqrt() + 1e-8
-        kept = (1 - lr * config.weight_decay) * p.to(wide)
-        p.copy_(kept - lr * m / (1 - 0.9**steps) / size)
-        moments[name] = [steps, m.to(p.dtype), v.to(p.dtype)]
+        kept = (1 - lr * config.weight_decay) * weight.to(wide)
+        weight.copy_(kept - lr * m / (1 - 0.9**steps) / size)
+        moments[name] = [steps, m.to(weight.dtype), v.to(weight.dtype)]
+        if masters:
+            p.copy_(weight.to(getattr(torch, products(config))))
 
 
 # What is measured in each update, causes before their effects.
@@ -4742,12 +4794,13 @@ class Update(NamedTuple):
 
 def step_by_hand(
     config, groups, model, moments, step, *, reference=None, version=0, skipped=0, sampled_by=None,
-    spelled_out=(),
+    spelled_out=(), masters=None,
 ):  # fmt: skip
     """A whole step by (1) to (7): {metric: Measured}. The model and moments become those behind it.
 
     groups            {number: its Recorded rollouts}, all that were played, in order
     model, moments    the policy before the step, in the precision to compute in; of AdamW
+    masters           in mixed precision {name: the weight that the model has rounded}
     reference         of the KL, in that precision; None: there is none
     version, skipped  optimiser steps taken and skipped before the step
     sampled_by        optimiser steps that the sampler's weights had taken; None: version
@@ -4818,14 +4871,15 @@ def step_by_hand(
         # Clip by the norm of all of it, then AdamW. A gradient that is not finite changes nothing,
         # and is counted.
         for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()]).numpy()
         norm = float(np.linalg.norm(gradient))
         tokens = sum(len(s.tokens) for s in batch)
         updates.append(Update(trained, gradient, norm, version, tokens, routed, counts))
         if math.isfinite(norm):
             shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
-            adamw_by_hand(c, model, moments, lr, shrink)
+            adamw_by_hand(c, model, moments, lr, shrink, masters or {})
             if c.router_bias_rate:
                 vote_by_hand(model, counts)
             version += 1
@@ -5226,11 +5280,9 @@ def state_before(files, task, step, say) -> Before:
         say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
             f"for which {LATER} times as much is allowed")  # fmt: skip
     queue = RolloutQueue(config, task, trainer, start, under_way, last=step)
-    sampler = trainer.model
-    version = trainer.policy_version
     for n in range(start, step):
         if n == sampled_at:
-            sampler = copy.deepcopy(trainer.model)
+            sampler = finest_policy(trainer)
             version = trainer.policy_version
         rollouts, chosen, sampled_by, metrics = queue.take(n)
         for name in ("tokens/generated", "reward/mean"):
@@ -5245,26 +5297,77 @@ def state_before(files, task, step, say) -> Before:
         prepare(config, trainer, [rollouts[g] for g in chosen])
         update(config, trainer, rollouts, chosen, n, sampled_by)
     if sampled_at == step:  # without staleness
+        sampler = finest_policy(trainer)
         version = trainer.policy_version
     return Before(trainer, again, sampler, version, queue)
 
 
+def unsplit_copy(model, dtype):
+    """A copy in a precision of a model that is whole, though `parallelize` may have seen it."""
+    # A grid is of process groups, which cannot be copied.
+    grid = getattr(model, "grid", None)
+    copied = copy.deepcopy(model, {id(grid): None}).to(dtype)
+    for p in copied.parameters():
+        p.grad_dtype = dtype
+    if copied.states_dtype is not None:
+        copied.states_dtype = torch.promote_types(copied.states_dtype, dtype)
+    return copied
+
+
 def copy_of_state(trainer, dtype):
     """The policy in a precision, AdamW's moments and the reference, for the step by hand."""
-    model = copy.deepcopy(trainer.model).to(dtype)
+    model = unsplit_copy(trainer.model, dtype)
     reference = trainer.reference
     if reference is not None:
-        reference = copy.deepcopy(reference).to(dtype)
+        reference = unsplit_copy(reference, dtype)
+
+    # What adds up over steps is never coarser than it is in the run.
+    stored = finest_weights(trainer)
+    kept = dtype
+    if is_mixed(trainer.config):
+        kept = torch.promote_types(dtype, getattr(torch, trainer.config.dtype))
+        for p in model.parameters():
+            p.grad_dtype = kept
 
     # Before its first step torch's optimiser has no moments yet; they begin at 0.
     moments = {}
     for name, p in trainer.model.named_parameters():
-        state = trainer.optimizer.state.get(p) or {}
-        zero = torch.zeros_like(p)
-        m = state.get("exp_avg", zero).detach().to(dtype, copy=True)
-        v = state.get("exp_avg_sq", zero).detach().to(dtype, copy=True)
+        owner = trainer.optimizer.mine[name] if is_mixed(trainer.config) else p
+        state = trainer.optimizer.state.get(owner) or {}
+        zero = torch.zeros_like(stored[name])
+        m = state.get("exp_avg", zero).detach().to(kept, copy=True)
+        v = state.get("exp_avg_sq", zero).detach().to(kept, copy=True)
         moments[name] = [int(state.get("step", 0)), m, v]
     return model, moments, reference
+
+
+def finest_weights(trainer) -> dict:
+    """Name -> weight of a whole policy as a checkpoint has it: in mixed precision the master."""
+    return parallel.weights_to_store(trainer.model, trainer.optimizer)
+
+
+def masters_of_state(trainer, dtype) -> dict:
+    """For the step by hand in a precision: copies of the masters; none without mixed precision."""
+    if not is_mixed(trainer.config):
+        return {}
+    kept = torch.promote_types(dtype, getattr(torch, trainer.config.dtype))
+    return {name: x.to(kept, copy=True) for name, x in finest_weights(trainer).items()}
+
+
+def finest_policy(trainer):
+    """A copy of the policy, with the weights that a push rounds for the sampler."""
+    dtype = getattr(torch, trainer.config.dtype)
+    return holding(unsplit_copy(trainer.model, dtype), masters_of_state(trainer, dtype))
+
+
+def holding(model, masters):
+    """The model with its masters in place of their roundings, where there are any."""
+    if not masters:
+        return model
+    model = unsplit_copy(model, next(iter(masters.values())).dtype)
+    for name, p in model.named_parameters():
+        p.data.copy_(masters[name])
+    return model
 
 
 def groups_again(config, task, step, lines) -> dict:
@@ -5288,8 +5391,9 @@ def groups_again(config, task, step, lines) -> dict:
 def in_the_samplers_precision(config, model, dtype):
     """A model with the weights that a push gives the sampler, to compute with in `dtype`."""
     # A cast there and back rounds the weights, once; what is computed with them is not rounded so.
-    own = getattr(torch, config.generator_dtype or config.dtype)
-    return copy.deepcopy(model).requires_grad_(False).to(own).to(dtype)
+    own = getattr(torch, of_sampler(config))
+    pushed = copy.deepcopy(model).requires_grad_(False).to(own)
+    return unsplit_copy(pushed, dtype)
 
 
 @torch.no_grad()
@@ -5309,7 +5413,7 @@ def sampling(config, groups, step, model, times):
 
     model: the policy that sampled. The sampler holds its weights in a precision of its own.
     """
-    own = config.generator_dtype or config.dtype
+    own = of_sampler(config)
     rounding = Rounding.of(own, times)
     exact = in_the_samplers_precision(config, model, torch.float64)
     rounded = in_the_samplers_precision(config, model, rounding.dtype)
@@ -5419,7 +5523,7 @@ def solved_by_hand(config, task, model, lower, dtype):
 def parameters_row(files, step, trainer, exact, rounded, rounding):
     """The parameters behind the step against the next checkpoint: the row or None, and a sentence.
 
-    exact, rounded: the models that the step by hand has left.
+    exact, rounded: {name: weight} that the step by hand has left.
     """
     path = files.checkpoints.get(step + 1)
     if path is None:
@@ -5429,13 +5533,14 @@ def parameters_row(files, step, trainer, exact, rounded, rounding):
     # makes steps of one length, so what is wrong with a small tensor is no smaller.
     # AdamW divides by the root of v: where a gradient has nearly cancelled, it is the rounding that
     # is made as long as a step, and the largest of many such entries scatters more than a sum does.
-    rounding = rounding._replace(times=4 * rounding.times)
+    # Weights are stored in --dtype, whatever the products are in.
+    unit = torch.finfo(getattr(torch, files.config.dtype)).eps
+    rounding = rounding._replace(times=4 * rounding.times, unit=unit)
     trainer.load_checkpoint(path)
-    stored = dict(trainer.model.named_parameters())
-    lower = dict(rounded.named_parameters())
+    stored = finest_weights(trainer)
     rows = {}
-    for name, p in exact.named_parameters():
-        vectors = [x.detach().double().flatten().numpy() for x in (stored[name], p, lower[name])]
+    for name, p in exact.items():
+        vectors = [x.detach().double().flatten().numpy() for x in (stored[name], p, rounded[name])]
         differences = np.abs(vectors[0] - vectors[1])
         rows[name] = rounding.row_of_many("parameters", differences, *vectors[1:])
     worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
@@ -5502,7 +5607,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     task = make_task(config)
     intro = []
     trainer, again, sampler, sampled_by, queue = state_before(files, task, step, intro.append)
-    rounding = Rounding.of(config.dtype, TIMES * LATER if again else TIMES)
+    rounding = Rounding.of(products(config), TIMES * LATER if again else TIMES)
     text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
     if rounding.scale != 1:
         text += f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
@@ -5528,19 +5633,26 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     before = dict(version=trainer.policy_version, skipped=trainer.skipped, sampled_by=sampled_by)
     groups = groups_again(config, task, step, lines)
     if "eval/solved_before" in line:  # of the weights that the step by hand is about to change
-        model, _, _ = copy_of_state(trainer, torch.float64)
-        lower, _, _ = copy_of_state(trainer, rounding.dtype)
+        model = unsplit_copy(trainer.model, torch.float64)
+        lower = unsplit_copy(trainer.model, rounding.dtype)
+        masters = masters_of_state(trainer, torch.float64)
+        model = holding(model, masters)
+        lower = holding(lower, masters)
         solved_before = solved_by_hand(config, task, model, lower, rounding.dtype)
     model, moments, reference = copy_of_state(trainer, torch.float64)
+    masters = masters_of_state(trainer, torch.float64)
     exact = step_by_hand(
-        config, groups, model, moments, step, reference=reference,
+        config, groups, model, moments, step, reference=reference, masters=masters,
         spelled_out=[] if group is None else [group], **before,
     )  # fmt: skip
     others = groups_again(config, task, step, lines)
     lower, moments, reference = copy_of_state(trainer, rounding.dtype)
+    before["masters"] = masters_of_state(trainer, rounding.dtype)
     rounded = step_by_hand(config, others, lower, moments, step, reference=reference, **before)
+    finest = holding(model, masters)
+    finest_rounded = holding(lower, before["masters"])
     if "eval/solved" in line:
-        pair = solved_by_hand(config, task, model, lower, rounding.dtype)
+        pair = solved_by_hand(config, task, finest, finest_rounded, rounding.dtype)
         exact["eval/solved"], rounded["eval/solved"] = pair
     if "eval/solved_before" in line:
         exact["eval/solved_before"], rounded["eval/solved_before"] = solved_before
@@ -5556,7 +5668,8 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {step} in metrics.jsonl is no number")
         rows.append(rounding.row(key, recorded, exact[key], rounded[key]))
-    row, outro = parameters_row(files, step, trainer, model, lower, rounding)
+    weights = [dict(x.named_parameters()) for x in (finest, finest_rounded)]
+    row, outro = parameters_row(files, step, trainer, *weights, rounding)
     rows += [row] if row else []
     if row and config.router_bias_rate:
         loads = exact["experts/load_max"], rounded["experts/load_max"]
@@ -6023,8 +6136,7 @@ class ApartTrainer(Trainer):
         super().__init__(config, model, reference=reference)
         self.generator = generator
         self.side = side
-        dtype = next(generator.parameters()).dtype
-        self.sender = parallel.WeightSender(side, self.model, dtype)
+        self.sender = parallel.WeightSender(side, self.model, self.optimizer, generator)
         self.queue = None  # the ApartQueue of the run
 
     def push_weights(self) -> int:
@@ -6193,8 +6305,7 @@ def build_generator(config, task, device):
     """The generator of a rank that trains nothing; its weights come with the first push."""
     shape = shape_of(config, task)
     require_room(config, task, shape.max_position_embeddings)
-    dtype = config.generator_dtype or config.dtype
-    generator = empty_model(config, shape, dtype).requires_grad_(False)
+    generator = empty_model(config, shape, of_sampler(config)).requires_grad_(False)
 
     # Its plan is that of its side, and only this rank's part is ever allocated.
     plan = generator_plan(config)

@@ -3,7 +3,8 @@
 inspect: what a checkpoint holds and what of it would be loaded.
 control: trains a tiny Gemma 3 with an action expert on a toy control task, by flow matching.
 bench: tokens a second of generation and of training, against transformers if it is installed,
-parameters, FLOPs and peak memory. One thread, CPU seconds, alternating.
+parameters, FLOPs and peak memory. One thread, CPU seconds, alternating; with --device cuda seconds
+of the wall, and with --size large a Qwen3-0.6B in bfloat16.
 """
 
 import argparse
@@ -358,23 +359,32 @@ def flops(config, length) -> float:
     return 6 * (active - embedding) + 12 * width * sum(visible)
 
 
-def cpu_seconds(function):
-    start = time.process_time()
+def seconds_of(function, device):
+    """Of this process's CPU time; on CUDA of the wall, from when the device is idle to when it is
+    idle again."""
+    if device == "cpu":
+        start = time.process_time()
+        function()
+        return time.process_time() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
     function()
-    return time.process_time() - start
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
-def paired(ours, theirs, repeats):
-    """Median CPU seconds of both, run in turn, and the ratios theirs / ours."""
+def paired(ours, theirs, repeats, device="cpu"):
+    """Median seconds of both, run in turn behind a warm-up, and the ratios theirs / ours."""
     ours(), theirs()
-    pairs = [(cpu_seconds(ours), cpu_seconds(theirs)) for _ in range(repeats)]
+    pairs = [(seconds_of(ours, device), seconds_of(theirs, device)) for _ in range(repeats)]
     ratios = sorted(b / a for a, b in pairs)
     return *(statistics.median(x) for x in zip(*pairs)), ratios
 
 
-def generation(model, theirs, *, prompts, samples, length, new, repeats):
+def generation(model, theirs, *, prompts, samples, length, new):
     """Sampling at temperature 1: `samples` completions of each of `prompts` prompts."""
-    tokens = torch.randint(model.config.vocab_size, (prompts, length))
+    device = model.head_weight.device
+    tokens = torch.randint(model.config.vocab_size, (prompts, length)).to(device)
     rows = [row.tolist() for row in tokens for _ in range(samples)]
 
     def run():
@@ -391,7 +401,7 @@ def generation(model, theirs, *, prompts, samples, length, new, repeats):
 
 def training(model, theirs, *, rows, length, backward=True):
     """Forward, and backward, of the mean negative log-prob of the next token."""
-    tokens = torch.randint(model.config.vocab_size, (rows, length))
+    tokens = torch.randint(model.config.vocab_size, (rows, length)).to(model.head_weight.device)
 
     def run():
         hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
@@ -418,46 +428,90 @@ def training(model, theirs, *, rows, length, backward=True):
             with_backward(theirs, run_theirs))  # fmt: skip
 
 
-def bench(repeats):
+def sizes(name):
+    """([(what, configuration, dtype)], cases): what `bench --size` measures, and on which model.
+
+    A case is `generation` or `training` and its options.
+    """
+    def grouped(prompts, samples, length, new):
+        return generation, dict(prompts=prompts, samples=samples, length=length, new=new)
+
+    def trained(rows, length, **options):
+        return training, dict(rows=rows, length=length, **options)
+
+    # Small enough for one thread of a CPU; the vocabulary is what weighs in generation.
+    if name == "default":
+        shapes = [(f"Qwen3, hidden 128, 4 layers, V {v}", qwen3(v), torch.float32)
+                  for v in (4096, 32768)]  # fmt: skip
+        generated = [grouped(1, 8, 512, 64), grouped(4, 8, 128, 64), grouped(8, 1, 32, 64)]
+        return shapes, generated + [trained(4, 256, backward=False), trained(4, 256),
+                                    trained(1, 1024)]  # fmt: skip
+
+    # For a GPU: a released shape, prompts and answers of the lengths that are trained on it.
+    if name == "large":
+        shapes = [("Qwen3-0.6B", ModelConfig(**QWEN3_06B), torch.bfloat16)]
+        generated = [grouped(1, 8, 4096, 128), grouped(32, 8, 512, 128), grouped(8, 1, 128, 128),
+                     grouped(1, 1, 128, 128)]  # fmt: skip
+        return shapes, generated + [trained(4, 2048, backward=False), trained(4, 2048),
+                                    trained(1, 8192)]  # fmt: skip
+
+    # To see that the command runs.
+    shapes = [("Qwen3, hidden 128, 4 layers, V 64", qwen3(64), torch.float32)]
+    return shapes, [grouped(1, 2, 8, 2), trained(2, 8, backward=False), trained(2, 8)]
+
+
+SIZES = "default", "large", "toy"
+QWEN3_06B = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def bench(repeats, device="cpu", size="default"):
+    """Each case of a size beside transformers' own, in one run and in turn."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+    shapes, cases = sizes(size)
     found = {}
-    for vocab_size in (4096, 32768):
-        config = qwen3(vocab_size)
+    rates = {}
+    for name, config, dtype in shapes:
         count, active = parameters(config)
-        cached = 2 * 4 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
-        print(f"Qwen3, hidden 128, 4 layers, V {vocab_size}: {count / 1e6:.2f} M parameters, of "
-              f"which a token meets {active / 1e6:.2f} M; {flops(config, 512) / 1e6:.1f} MFLOP a "
-              f"trained token at 512; {cached} bytes of cache a token")  # fmt: skip
-        model, theirs = pair_of(config)
-        group = dict(prompts=1, samples=8, length=512, new=64, repeats=repeats)
-        cases = [
-            generation(model, theirs, **group),
-            generation(model, theirs, **group | dict(prompts=4, length=128)),
-            generation(model, theirs, **group | dict(prompts=8, samples=1, length=32)),
-            training(model, theirs, rows=4, length=256, backward=False),
-            training(model, theirs, rows=4, length=256),
-            training(model, theirs, rows=1, length=1024),
-        ]
-        for what, tokens, run, run_theirs in cases:
+        cached = 2 * dtype.itemsize * config.num_key_value_heads * config.head_dim
+        print(f"{name}: {count / 1e6:.2f} M parameters, of which a token meets {active / 1e6:.2f} "
+              f"M; {flops(config, 512) / 1e6:.1f} MFLOP a trained token at 512; "
+              f"{cached * config.num_hidden_layers} bytes of cache a token")  # fmt: skip
+        model, theirs = pair_of(config, device, dtype)
+        for work, options in cases:
+            what, tokens, run, run_theirs = work(model, theirs, **options)
+            key = f"V{config.vocab_size} {what}"
             if theirs is None:
                 run()
-                print(f"  {what:36} {tokens / cpu_seconds(run):8.0f} tokens/s")
+                rates[key] = tokens / seconds_of(run, device)
+                print(f"  {what:36} {rates[key]:8.0f} tokens/s")
                 continue
-            mine, other, ratios = paired(run, run_theirs, repeats)
+            mine, other, ratios = paired(run, run_theirs, repeats, device)
             low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
-            found[f"V{vocab_size} {what}"] = round(middle, 2)
+            found[key] = round(middle, 2)
+            rates[key] = tokens / mine
             print(f"  {what:36} {tokens / mine:8.0f} tokens/s, transformers {tokens / other:8.0f}:"
-                  f" {middle:.2f} times ({low:.2f} - {high:.2f})")  # fmt: skip
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+                  f" {middle:.2f} times ({low:.2f} - {high:.2f})", flush=True)  # fmt: skip
+
+    # On CUDA the tensors that live at once, on a CPU all of the process.
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak memory of this process: {peak:.0f} MB")
-    print(json.dumps({"bench": "models", "times_transformers": found, "peak_mb": round(peak)}))
+    print(json.dumps({"bench": "models", "times_transformers": found, "peak_mb": round(peak),
+                      "tokens_per_s": rates, "device": device}))  # fmt: skip
     return 0
 
 
-def pair_of(config):
+def pair_of(config, device="cpu", dtype=torch.float32):
     """Our model and transformers' with the same weights, or None without transformers."""
-    model = Transformer(config).init_weights(0)
+    model = Transformer(config).to(device, dtype).init_weights(0)
     try:
         import transformers
     except ImportError:
@@ -465,8 +519,8 @@ def pair_of(config):
         return model, None
     with tempfile.TemporaryDirectory() as folder:
         save_hf(model, folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return load_hf(folder), theirs
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return load_hf(folder, dtype=dtype).to(device), theirs.to(device)
 
 
 def main(argv):
@@ -474,7 +528,11 @@ def main(argv):
     parser.add_argument("command", choices=["inspect", "bench", "control"])
     parser.add_argument("directory", nargs="?", help="inspect's")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="bench's")
+    parser.add_argument("--size", default="default", choices=SIZES, help="of bench's model")
     args = parser.parse_args(argv)
     if args.command == "inspect":
         return inspect(args.directory) or 0
-    return control() if args.command == "control" else bench(args.repeats)
+    if args.command == "control":
+        return control()
+    return bench(args.repeats, args.device, args.size)

@@ -16,6 +16,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_attention import (
@@ -450,14 +451,26 @@ def _bytes_rank():
 
 
 def bench_kernel(device, tokens, repeats, dtype=torch.bfloat16):
-    """One device: `attend` against torch's SDPA, forward and backward, alternating medians."""
+    """One device: `attend` against torch's SDPA, forward and backward, alternating medians.
+
+    SDPA chooses its kernel by itself (cuDNN's, say); "flash" is the one that `attend` calls too.
+    """
+    def flash(*qkv):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return sdpa(*qkv)
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
     rows = {}
     print(f"{device}, {dtype}, causal, 8 heads, 2 key heads, D 64; seconds of forward + backward")
     for n in tokens:
         (q, k, v), dout = random_inputs(n, dtype)
         q, k, v, dout = (x.detach().to(device).requires_grad_() for x in (q, k, v, dout))
         masks = Mask.causal(n), Mask.documents(doc_ids=torch.arange(n)[None] * 8 // n)
-        ways = {"SDPA, causal": lambda q=q, k=k, v=v: sdpa(q, k, v)}
+        ways = {
+            "SDPA, causal": lambda q=q, k=k, v=v: sdpa(q, k, v),
+            "flash, causal": lambda q=q, k=k, v=v: flash(q, k, v),
+        }
         for name, mask in zip(("causal", "8 documents"), masks, strict=True):
             ways[f"attend, {name}"] = lambda q=q, k=k, v=v, m=mask: attend(q, k, v, m)[0]
         found = {way: [] for way in ways}

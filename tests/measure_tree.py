@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure_grpo import QWEN3_06B, Clock, peak
+from measure_grpo import Clock, peak
+from measure_models import QWEN3_06B
 
 import models
 from tree_attention import (
@@ -113,6 +114,8 @@ def bench(argv):
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--large", action="store_true", help="a Qwen3-0.6B in bf16")
     options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
     torch.set_num_threads(1)
     config = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
                   num_key_value_heads=2, intermediate_size=384, vocab_size=2048,
@@ -129,11 +132,13 @@ def bench(argv):
     dtype = torch.bfloat16 if options.large else torch.float32
     model = models.Transformer(models.tiny("qwen3", **config)).to(options.device, dtype)
     model.init_weights(0)
-    print(f"{'':>26} {'way':>8} {'seconds':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
+    print(f"{'':>36} {'way':>8} {'seconds':>8} {'MB':>7} {'speed-up':>9} {'bound':>6} {'of it':>6}")
     rows = []
     for name, sequences in cases.items():
         if not name.startswith(options.only):
             continue
+        if options.scale != 1 and not options.data:
+            name += f", lengths x {options.scale:g}"
         seconds, peaks, stats = compare(model, sequences, options.repeats)
         for way in seconds:
             pairs = zip(seconds["flat"], seconds[way], strict=True)
@@ -143,7 +148,7 @@ def bench(argv):
             row = dict(shape=name, way=way, cpu_s=cpu, peak_mb=peaks[way], speedup=speedup)
             rows.append(row | bounds)
             shares = f"{stats.flop_bound:6.2f} {speedup / stats.flop_bound:6.0%}"
-            print(f"{name:>26} {way:>8} {cpu:8.3f} {peaks[way]:7.1f} {speedup:9.2f} {shares}")
+            print(f"{name:>36} {way:>8} {cpu:8.3f} {peaks[way]:7.1f} {speedup:9.2f} {shares}")
     print(json.dumps({"bench": "tree_attention", "torch": torch.__version__, "rows": rows}))
     return 0
 

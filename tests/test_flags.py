@@ -107,6 +107,7 @@ TAME_EXTREMES = {
     "importance-cap": [FAR, 2.0], "device": ["cuda"], "resume": [True], "overwrite": [True],
     "tensorboard": [True], "recompute": [True], "proximal": [True], "dynamic-sampling": [True],
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
+    "compute-dtype": ["float64"],
     "model": ["missing"], "generator-dtype": ["float64"], "lr": [NEAR], "shard-ranks": [1, 2, 3],
     "offload": [True], "lr-min": [0.1, 1.0, 2.0], "lr-first-step": ["zero"],
     "staleness": [1, 2, 64, 65, HUGE],
@@ -117,6 +118,7 @@ WILD_EXTREMES = {
     "value-coef": [FAR], "gamma": [NEAR], "value-clip": [NEAR], "lr": [FAR, 10.0],
     "weight-decay": [FAR], "beta2": [NEAR, 0.9999999999999999], "max-grad-norm": [NEAR],
     "dtype": ["bfloat16"], "generator-dtype": ["bfloat16", "float32"],
+    "compute-dtype": ["bfloat16", "float32"],
 }  # fmt: skip
 IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
 ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "max-tokens",

@@ -47,6 +47,7 @@ ROAD = "tests/test_commands.py::test_a_released_checkpoint_from_the_first_step_t
 EXAMPLE = "python train_grpo.py --task tests/example_tasks.py"
 TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
 PLANS = "tests/test_plan.py::test_"
+GPU = "tests/test_gpu.py::test_"
 RESTARTED = "tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on"
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
@@ -90,13 +91,10 @@ TABLE = {
     "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
     "python train_grpo.py --advantage gae": TINY,
-    "python ring_attention.py bench --device cuda": "tests/test_ring.py::"
-    "test_the_kernels_bench_runs_at_toy_size",
-    "python tree_attention.py bench --device cuda --large --scale 8": "tests/test_tree.py::"
-    "test_bench_runs_at_toy_size",
     "python train_grpo.py bench": BENCH,
-    "python train_grpo.py bench --device cuda --peak-tflops 989 "
-    '--shape "4096 + 8 x 1024, 0.6B"': BENCH,
+    "sh tests/gpu.sh": f"{GPU}the_list_names_each_command",
+    "sh tests/gpu.sh results": f"{GPU}results_shows_what_was_run_and_names_what_was_not",
+    **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), f"{GPU}each_command_runs"),
     "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
     "python train_grpo.py --task sort --steps 250": TINY,
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,

@@ -1,0 +1,184 @@
+"""tests/gpu.sh, dry: what it lists and asks for, what is kept, what the page then says."""
+
+import contextlib
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import measure_gpu
+import pytest
+from conftest import ROOT
+from test_ranks import join, start
+
+SCRIPT = ROOT / "tests" / "gpu.sh"
+
+
+def shell(*argv, **environment):
+    """`sh tests/gpu.sh ARGV`: exit code, stdout, stderr."""
+    given = dict(PYTHON=sys.executable) | environment
+    done = subprocess.run(
+        ["sh", str(SCRIPT), *argv], env=os.environ | given, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def listed():
+    code, out, err = shell()
+    assert code == 0, err
+    return [line.split(": ", 1)[0] for line in out.splitlines()]
+
+
+NAMES = listed()
+COSTLY = ()  # whose toy takes more than a few seconds
+
+
+def asked(name, folder, **environment):
+    """The command that gpu.sh would run under a name, by a Python that prints what it is given."""
+    fake = folder / "python"
+    fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
+    fake.chmod(0o755)
+    code, out, err = shell(name, PYTHON=str(fake), **environment)
+    assert code == 0, err
+    words = out.splitlines()
+    assert words[:3] == [str(ROOT / "tests" / "measure_gpu.py"), "record", name]
+    command = words[words.index("--") + 1 :]
+    return words[3 : words.index("--")], command[1:]  # without the interpreter
+
+
+@pytest.mark.quick
+def test_the_list_names_each_command():
+    """A name for each case, and every case says in a line what it asks."""
+    code, out, err = shell()
+    text = SCRIPT.read_text()
+    cases = text[text.index("\ncase $name in") :]
+    assert code == 0 and all(line.split(": ", 1)[1] for line in out.splitlines())
+    assert len(set(NAMES)) == len(NAMES) == cases.count(";;") - 3  # list, results, all others
+    assert {name.split("-")[0] for name in NAMES} <= {*measure_gpu.TABLES, "check"}
+
+
+@pytest.mark.quick
+def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
+    code, out, err = shell("ring", OUT=str(tmp_path / "out"), DEVICE="cuda")
+    assert code == 2 and "DEVICE=cpu SIZE=toy is the dry run" in err
+    assert not (tmp_path / "out").exists()
+    code, out, err = shell("rings")
+    assert code == 2 and "no command is called rings" in err
+
+
+def _main(rank, file, words, log):
+    with open(log, "w") as out, contextlib.redirect_stdout(out):
+        code = importlib.import_module(file.removesuffix(".py")).main(words)
+    sys.exit(code)
+
+
+def dry_run(name, folder):
+    """Run a command of gpu.sh at toy size, in a process that has imported torch; its record."""
+    (folder / name).mkdir()
+    _, (path, *words) = asked(name, folder / name, DEVICE="cpu", SIZE="toy")
+    log = folder / name / "log"
+    assert join(start(1, _main, os.path.basename(path), words, log)) == [0]
+    lines = log.read_text().splitlines()
+    kept = dict(name=name, size="toy", command=words, code=0, seconds=1.0, printed=lines)
+    return kept | measure_gpu.machine("cpu") | dict(result=measure_gpu.last_json(lines))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in COSTLY)) for x in NAMES]
+)
+def test_each_command_runs(name, tmp_path):
+    """At toy size; its rows stand in the section, and are numbers."""
+    kept = dry_run(name, tmp_path)
+    text = measure_gpu.section({name: kept}, NAMES)
+    assert f"`{name}`" in text.split("Not run:")[0] or f"gpu.sh {name}`" in text
+    assert "nan" not in text and "inf" not in text and "Failed" not in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", NAMES)
+def test_at_full_size_each_command_asks_for_cuda(name, tmp_path):
+    """The flags exist (`test_each_command_runs` has the same ones), and device and size arrive."""
+    mine, command = asked(name, tmp_path, DEVICE="", SIZE="", OUT="")
+    given = dict(zip(mine[::2], mine[1::2], strict=True))
+    assert given == {"--out": "gpu-results", "--device": "cuda", "--size": "full"}
+    assert (ROOT / os.path.basename(command[0])).exists() or "tests/" in command[0]
+    assert command[command.index("--device") + 1] == "cuda", shlex.join(command)
+
+
+def test_a_command_is_shown_and_kept(tmp_path):
+    """Through the shell: what is printed is what is kept, and a second run adds a line."""
+    where = dict(OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
+    code, out, err = shell("ring", **where)
+    assert code == 0, err
+    (line,) = (tmp_path / "ring.jsonl").read_text().splitlines()
+    kept = json.loads(line)
+    assert kept["printed"] == out.splitlines() and kept["result"] == json.loads(kept["printed"][-1])
+    assert (kept["code"], kept["device"], kept["size"]) == (0, "cpu", "toy")
+
+
+def record(folder, code, **options):
+    """Records of a Python text."""
+    command = [sys.executable, "-c", code]
+    return measure_gpu.record("ring", command, folder, "cpu", "toy", **options)
+
+
+@pytest.mark.quick
+def test_a_failure_is_kept_as_one_and_a_late_command_ended(tmp_path, capfd):
+    assert record(tmp_path, "print('as far as this'); raise SystemExit(3)") == 3
+    assert record(tmp_path, "import time; print('on', flush=True); time.sleep(60)", limit=1) == 124
+    assert "took more than 1 s" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="no measurement"):
+        record(tmp_path, "print('no JSON')")
+    records = [json.loads(x) for x in (tmp_path / "ring.jsonl").read_text().splitlines()]
+    assert [x["code"] for x in records] == [3, 124]
+    assert [x["printed"] for x in records] == [["as far as this"], ["on"]]
+    assert {x["result"] for x in records} == {None}
+    assert "Failed: `ring` (exit code 124)." in measure_gpu.section({"ring": records[1]}, NAMES)
+
+
+PAGE = f"before\n{measure_gpu.BEGIN}\nold\n{measure_gpu.END}\nafter\n"
+
+
+@pytest.mark.quick
+def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    seconds = {"SDPA, causal, 16": 0.5, "attend, causal, 16": 0.25}
+    old = dict(name="ring", size="full", code=0, seconds=3.0, result=dict(bench={}))
+    old |= dict(device="cuda", machine="a GPU", torch="2.11.0", cuda="12.8")
+    toy = old | dict(size="toy", result=dict(bench={"SDPA, causal, 4": 9.0}))
+    lines = [json.dumps(x) for x in (old, old | dict(result=dict(bench=seconds)), toy)]
+    (tmp_path / "ring.jsonl").write_text("\n".join(lines) + "\n")
+
+    found = measure_gpu.newest(tmp_path, "cuda", "full")
+    measure_gpu.write_results(page, page, found, ["ring", "step"])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| 16 | attend, causal | 250.00 | 0.50 |" in text and "| 4 |" not in text
+    assert "a GPU, torch 2.11.0, CUDA 12.8." in text and "Not run: `step`." in text
+
+    # Again with nothing: the page has forgotten, and says so.
+    measure_gpu.write_results(page, page, {}, ["ring", "step"])
+    assert "Not run on a GPU yet: `ring`, `step`." in page.read_text()
+    other = found["ring"] | dict(name="step", machine="another GPU")
+    with pytest.raises(ValueError, match="different machines"):
+        measure_gpu.section(found | {"step": other}, ["ring", "step"])
+    with pytest.raises(ValueError, match="no command of"):
+        measure_gpu.section(found, ["step"])
+    with pytest.raises(ValueError, match="has no lines"):
+        page.write_text("nothing")
+        measure_gpu.write_results(page, page, found, ["ring"])
+
+
+@pytest.mark.quick
+def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path):
+    """Without records `results` gives the text that stands there; a dry run leaves it alone."""
+    page = ROOT / "tests" / "RESULTS.md"
+    before = page.read_text()
+    code, out, err = shell("results", OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
+    assert code == 0 and str(tmp_path / "RESULTS.md") in out, err
+    assert page.read_text() == before
+    if "Not run on a GPU yet" in before:
+        assert (tmp_path / "RESULTS.md").read_text() == before

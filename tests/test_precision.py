@@ -1,0 +1,509 @@
+"""Mixed precision: `--compute-dtype`, with masters, gradients and moments in `--dtype`.
+
+Where masters are float64 and products float32, every plan must be the float64 process to what
+float32 products are off; in bfloat16 the error is held to that of torch.autocast. The states
+between layers stay in the masters' precision, as autocast's do: with states in bfloat16 the error
+was up to 1.41 times autocast's.
+"""
+
+import json
+import statistics
+import warnings
+
+import measure_grpo
+import pytest
+import torch
+from conftest import shortened
+from test_audit import honest  # noqa: F401, a fixture
+from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
+from test_run import cli, good, same_run
+
+import models
+import parallel
+import train_grpo
+from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
+from train_grpo import Config, audited
+
+BF16 = "--compute-dtype bfloat16"
+TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
+TINY += "--lr 0.01 --lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --out run"
+
+
+def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
+    """A model and its optimiser in mixed precision, of a plan of one rank by default."""
+    plan = plan or Plan()
+    model.states_dtype = next(model.parameters()).dtype
+    grid = Grid.make(plan)
+    model = parallelize(model, plan, device_mesh=grid, compute_dtype=dtype, **options)
+    zero = options.get("mode") == "zero1"
+    make = lambda p: torch.optim.AdamW(p, lr=1e-6)  # noqa: E731
+    return model, LocalOptimizer(model, make, zero=zero)
+
+
+def gradient(model):
+    return torch.cat([full(p.grad).double().flatten() for p in model.parameters()])
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+# Every plan is one process ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    """A file: one float64 process without trees, by family; the batch."""
+    folder = tmp_path_factory.mktemp("one")
+    ranks(folder, 1, _truths, folder / "truth")
+    return folder / "truth"
+
+
+def _truths(rank, file):
+    torch.save(measure_grpo.truths(measure_grpo.FAMILIES), file)
+
+
+def _cells(rank, world, cells, fault, file):
+    if fault == "masters are rounded":  # what pure bfloat16 would do to them, here float32
+        show = parallel.show_updates
+
+        def rounded(optimizer):
+            for rows in optimizer.mine.values():
+                rows.data.copy_(rows.data.bfloat16())
+            show(optimizer)
+
+        parallel.show_updates = rounded
+    if fault == "updates are not shown":
+        parallel.show_updates = lambda optimizer: None
+    if fault == "gradients add up in bfloat16":
+        parallel.round_parameters = _narrow(parallel.round_parameters)
+    return measure_grpo.run_cells(world, cells, *torch.load(file, weights_only=False))
+
+
+def _narrow(round_parameters):
+    def narrow(model):
+        for name, p in round_parameters(model):
+            (here,) = (q for other, q in model.named_parameters() if other == name)
+            here.register_hook(lambda dx: dx.bfloat16().to(dx.dtype))
+            yield name, p
+
+    return narrow
+
+
+def worst_of(tmp_path, world, cells, fault, truth):
+    found = ranks(tmp_path, world, _cells, world, cells, fault, truth)
+    assert "refused" not in found[0].values()
+    return {cell: max(part[cell] for part in found) for cell in cells}
+
+
+PLANS_OF_TWO = [cell for cell in measure_grpo.mixed_cells() if measure_grpo.CELLS[cell[0]][0] == 2]
+
+
+def test_every_plan_is_one_process_to_the_rounding_of_its_products(truth, tmp_path):
+    """fsdp, zero1, t, c, e, p, trees, critics, balanced experts: masters float64, products
+    float32. Worst of loss, gradients, norm, and masters after three steps."""
+    found = worst_of(tmp_path, 2, PLANS_OF_TWO, "", truth)
+    assert len(found) >= 6 and max(found.values()) < 5e-5 and min(found.values()) > 1e-8, found
+
+
+@pytest.mark.parametrize("fault", [
+    "masters are rounded", "updates are not shown", "gradients add up in bfloat16"])  # fmt: skip
+def test_a_fault_is_seen(truth, tmp_path, fault):
+    found = worst_of(tmp_path, 2, [("d2 zero1 mixed", "disabled", "qwen3")], fault, truth)
+    assert min(found.values()) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_cell_in_mixed_precision(truth, tmp_path, world):
+    """What `check --all` has, in the plans of so many ranks."""
+    cells = []
+    for cell in measure_grpo.all_cells(tuple(measure_grpo.MIXED)):
+        ranks_of_plan = measure_grpo.CELLS[cell[0]][0]
+        config = measure_grpo.cell_setting(cell)
+        if ranks_of_plan == world and not measure_grpo.refused(config, cell[2], world):
+            cells.append(cell)
+    found = worst_of(tmp_path, world, cells, "", truth)
+    assert max(found.values()) < measure_grpo.MIXED_BOUND, found
+
+
+SCHEDULES = {
+    "zbv": (2, "--plan p2 --pp-schedule zbv --layers 4"),
+    "interleaved": (2, "--plan p2 --pp-schedule interleaved1f1b --layers 4"),
+    "compile": (2, "--plan d2 --compile"),
+    "d2": (2, "--plan d2"),
+    "t2 zero1": (2, "--plan t2 --data-parallel zero1"),
+    "d2t2 fsdp": (4, "--plan d2t2 --data-parallel fsdp"),
+    "p2t2": (4, "--plan p2t2"),
+    "d2c2 zero1": (4, "--plan d2c2 --data-parallel zero1"),
+}
+
+
+@pytest.mark.parametrize("name", shortened(SCHEDULES, "zbv"))
+def test_runs_of_every_plan_are_the_run_of_one_process(run_of, tmp_path, name):  # noqa: F811
+    """Masters in float64, products in float32: sampling draws the same tokens, and metrics stay
+    within what float32 rounding makes of two steps. A reference and old log-probs are scored."""
+    world, more = SCHEDULES[name]
+    flags = f"{TINY.replace('--out run', '')} --dtype float64 --compute-dtype float32 --steps 2 "
+    flags += "--kl-coef 0.05 --proximal --layers 4 --eval-every 9"
+    line = trained(tmp_path, world, f"{flags} {more}")[-1]
+    true = run_of(flags)[-1]
+    names = ("loss/token_mean", "grad_norm", "kl/token_mean", "entropy/token_mean", "ratio/max")
+    for name in names:
+        assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-6), name
+    assert line["reward/mean"] == true["reward/mean"] and true["kl/token_mean"] > 1e-6
+
+
+def test_a_compute_dtype_equal_to_the_dtype_changes_no_bit(tmp_path):
+    """float64 stays exact: `--compute-dtype float64` is the run without the flag."""
+    runs = []
+    for n, more in enumerate(("", "--compute-dtype float64")):
+        (tmp_path / f"{n}").mkdir()
+        good(tmp_path / f"{n}", f"{TINY} --steps 2 --dtype float64 {more}")
+        runs.append(tmp_path / f"{n}" / "run")
+    same_run(*runs)
+
+
+# How large its errors are ----------------------------------------------------------------------
+
+
+SIZES = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=160, num_hidden_layers=4, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.02,
+)  # fmt: skip
+EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, sparse_layers=(0, 1, 2, 3)
+)
+FAMILIES = {
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": EXPERTS,
+    "gemma3_text": dict(
+        sliding_window=16, layer_types=[models.SLIDING, models.FULL] * 2, query_pre_attn_scalar=16
+    ),
+    "biased moe": EXPERTS | dict(model_type="qwen3_moe", router_bias_rate=0.05),
+}
+
+
+def drawn(family, seed):
+    """A float32 model with weights as large as a released one's, norms and votes off neutral."""
+    config = models.tiny(**dict(model_type=family) | SIZES | FAMILIES[family])
+    model = models.Transformer(config).init_weights(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:
+                p += 0.2 * torch.randn(p.shape, generator=generator)
+        for votes in model.buffers():
+            votes.copy_(torch.randint(-2, 3, votes.shape, generator=generator))
+    return model
+
+
+def plain_loss(model, tokens, weights):
+    logits = model(tokens[:, :-1])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logprobs = logits.to(wide).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return (weights.to(wide) * logprobs).sum()
+
+
+def errors_of(family, seed):
+    """The gradient's error against float64: of torch.autocast training, and of ours."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SIZES["vocab_size"], (8, 129), generator=generator)
+    weights = torch.randn(8, 128, generator=generator) / 1024
+    true = drawn(family, seed).double()
+    plain_loss(true, tokens, weights).backward()
+
+    auto = drawn(family, seed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = plain_loss(auto, tokens, weights)
+    loss.backward()
+
+    ours, _ = mixed_model(drawn(family, seed))
+    hidden = ours.hidden(tokens[:, :-1]).flatten(0, 1)
+    logprobs, _ = ours.logprobs(hidden, tokens[:, 1:].flatten())
+    assert hidden.dtype == torch.bfloat16 and logprobs.dtype == torch.float32
+    (weights.flatten() * logprobs).sum().backward()
+    return [relative(gradient(model), gradient(true)) for model in (auto, ours)]
+
+
+@pytest.mark.parametrize("family", shortened(FAMILIES, "qwen3", "gemma3_text"))
+def test_gradients_are_as_good_as_those_of_autocast(process_group, family):
+    """At most 1.25 times its error, the median of 5 seeds. `-s` shows a row of RESULTS.md."""
+    errors = [errors_of(family, seed) for seed in range(5)]
+    ratios = [ours / auto for auto, ours in errors]
+    autos, ours = (statistics.median(column) for column in zip(*errors, strict=True))
+    print(f"\n| {family} | {autos:.4f} | {ours:.4f} | {statistics.median(ratios):.2f} | "
+          f"{min(ratios):.2f} to {max(ratios):.2f} |")  # fmt: skip
+    assert 0.5 < statistics.median(ratios) < 1.25
+
+
+def test_gradients_add_up_in_float32(process_group):
+    """300 equal micro-batches: 300 times the gradient of one. A bfloat16 sum stops at 256."""
+    model, _ = mixed_model(models.tiny_model("gemma3_text", dtype=torch.float32))
+    tokens = torch.arange(8)[None]
+    gradients = []
+    for _ in range(300):
+        model.hidden(tokens).pow(2).sum().backward()
+        gradients = gradients or [gradient(model)]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert relative(gradient(model), 300 * gradients[0]) < 1e-5
+
+    narrow = torch.zeros(1, dtype=torch.bfloat16)
+    for _ in range(300):
+        narrow += 1
+    assert narrow == 256
+
+
+def _far(rank, cast):
+    """Gradients of a row of 600 tokens, under ddp and under fsdp."""
+    if cast:
+        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        parallel.fsdp_precision = lambda *given: policy
+    found = []
+    for mode in ("ddp", "fsdp"):
+        model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
+        model, _ = mixed_model(model, mode=mode)
+        tokens = torch.arange(600)[None] % 53
+        model.hidden(tokens).to(torch.float32).pow(3).sum().backward()
+        parallel.reduce_gradients(model)
+        found.append(gradient(model))
+    return relative(*found)
+
+
+def test_fsdp_computes_as_ddp_does(tmp_path):
+    """Bit for bit on one rank, also behind position 256; with FSDP2's cast of inputs it does not:
+    it would round the states, and the cosines of the positions."""
+    assert ranks(tmp_path, 1, _far, False) == [0.0]
+    assert ranks(tmp_path, 1, _far, True)[0] > 1e-3
+
+
+def moved(dtype, mixed):
+    """How 200 updates at lr 1e-6 have moved the weights."""
+    small = SIZES | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    model = models.Transformer(models.tiny("qwen3", **small)).init_weights(0).to(dtype)
+    begun = torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    model, optimizer = mixed_model(model) if mixed else (model, None)
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(SIZES["vocab_size"], (2, 33), generator=generator)
+    weights = torch.randn(2, 32, generator=generator)
+    for _ in range(200):
+        hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+        logprobs, _ = model.logprobs(hidden, tokens[:, 1:].flatten())
+        (weights.flatten() * logprobs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tensors = training_tensors(model, optimizer)
+    now = [tensors[f"model.{name}"].double().flatten() for name, _ in model.named_parameters()]
+    return torch.cat(now) - begun
+
+
+def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
+    """Pure bfloat16 moves few of them: a step is a hundredth of its unit in the last place."""
+    single = moved(torch.float32, False)
+    mixed = moved(torch.float32, True)
+    pure = moved(torch.bfloat16, False)
+    shares = []
+    for name, other in (("mixed", mixed), ("pure", pure)):
+        still = (other[single != 0] == 0).double().mean().item()
+        shares.append(still)
+        print(f"\n| {name} | {other.norm() / single.norm():.3f} | {relative(other, single):.3f} | "
+              f"{still:.3f} |", end="")  # fmt: skip
+    assert relative(mixed, single) < 0.06 and abs(mixed.norm() / single.norm() - 1) < 0.01
+    assert relative(pure, single) > 0.9 and shares[1] > 0.9 and shares[0] < 0.001
+
+
+# Checkpoints, the push, the audit --------------------------------------------------------------
+
+
+def tensors_of(path, prefix):
+    reader = torch.distributed.checkpoint.FileSystemReader(path)
+    names = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in names.items() if name.startswith(prefix)
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is alone
+        torch.distributed.checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+@pytest.mark.parametrize("world, more", [
+    (1, ""), (2, "--plan d2 --data-parallel zero1"),
+    pytest.param(2, "--data-parallel fsdp", marks=pytest.mark.slow),
+    pytest.param(2, "--plan t2", marks=pytest.mark.slow)])  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, more):
+    """A checkpoint holds masters, in --dtype; the model's weights are their rounding."""
+    flags = f"{TINY} {BF16} {more} --lr-decay constant"
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    good(tmp_path / "straight", f"{flags} --steps 4", world)
+    codes, _, _ = cli(tmp_path / "stopped", f"{flags} --steps 4", world,
+                      die=("train_grpo.train_step", 3))  # fmt: skip
+    assert codes != [0] * world
+    good(tmp_path / "stopped", "--resume --out run", world)
+    same_run(tmp_path / "stopped" / "run", tmp_path / "straight" / "run")
+
+    stored = tensors_of(tmp_path / "straight" / "run" / "step-00000004", "model.")
+    assert all(x.dtype == torch.float32 for x in stored.values())
+    assert all((x != x.bfloat16()).any() for x in stored.values() if x.dim() == 2)
+
+
+def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
+    """OUT/hf and `export` are in --dtype; `eval` and the run sample with their rounding."""
+    pytest.importorskip("safetensors")
+    good(tmp_path, f"{TINY} {BF16} --steps 2")
+    run = tmp_path / "run"
+    stored = tensors_of(run / "step-00000002", "model.")
+    written = models.load_hf(run / "hf")
+    for name, p in written.named_parameters():
+        assert p.dtype == torch.float32 and torch.equal(p, stored[f"model.{name}"])
+    good(tmp_path, "export run again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        run / "hf" / "model.safetensors").read_bytes()  # fmt: skip
+
+    config = train_grpo.settings_of_run(run)
+    policy, _ = train_grpo.policy_of_run(run, None, train_grpo.make_task(config))
+    for name, p in policy.named_parameters():
+        assert torch.equal(p, stored[f"model.{name}"].bfloat16())
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    out, _ = good(tmp_path, "eval run --samples 1")
+    assert json.loads(out.splitlines()[-1])["solved"][0] == line["eval/solved"]
+
+
+def _pushed(rank, more, generator_dtype):
+    flags = [*TINY.split(), *more.split(), "--compute-dtype", "bfloat16"]
+    config = train_grpo.parse_config([*flags, "--generator-dtype", generator_dtype]).check()
+    task = train_grpo.make_task(config)
+    model, generator, _ = train_grpo.build(config, task, "cpu")
+    trainer = train_grpo.Trainer(config, model, generator=generator)
+    weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
+    trainer.push_weights()
+    pushed = dict(trainer.generator.named_parameters())
+    dtype = getattr(torch, generator_dtype)
+    # Both are gathered, one tensor after the other on all ranks.
+    equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]
+    return all(equal), {str(x.dtype) for x in weights.values()}
+
+
+@pytest.mark.parametrize("more", ["--data-parallel zero1", "--plan t2"])
+@pytest.mark.parametrize("generator_dtype", ["bfloat16", "float32"])
+def test_the_push_casts_masters(tmp_path, more, generator_dtype):
+    found = ranks(tmp_path, 2, _pushed, more, generator_dtype)
+    assert found == [(True, {"torch.float32"})] * 2
+
+
+AUDITED = {
+    "": (1, ""),
+    "critic": (1, "--advantage gae --kl-coef 0.05 --minibatches 1"),
+    "float64 masters": (1, "--dtype float64 --generator-dtype float32"),
+    "sparse": (1, "--tree sparse --forks 2 --fork-turns 1"),
+    "t2 zero1": (2, "--plan t2 --data-parallel zero1"),
+    "fsdp": (2, "--data-parallel fsdp --kl-coef 0.05"),
+}
+
+
+@pytest.mark.parametrize("name", shortened(AUDITED, "critic", "float64 masters", "t2 zero1"))
+def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # noqa: F811
+    world, more = AUDITED[name]
+    run = honest(f"{TINY} {BF16} --steps 3 {more}", world)
+    for step in (0, 2):
+        report = audited(run, step)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        rows = {row.key: row for row in report.rows}
+        # Steps are of length lr, 0.01: a master that had not moved would be outside.
+        assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
+
+
+def _faulty(rank, world, port, cwd, log, flags, fault):
+    """`main` with a fault planted in its process."""
+    import test_run
+
+    if fault == "the push has another step's weights":
+        push = train_grpo.copy_weights
+        seen = []
+
+        def late(*given):
+            seen.append(given)
+            if len(seen) < 3:
+                push(*given)
+
+        train_grpo.copy_weights = late
+    if fault == "masters do not move":
+        LocalOptimizer.step = lambda self: None
+    if fault == "gradients are of bfloat16's size":
+        clip = train_grpo.clip_grad_norm
+
+        def wrong(model, most):
+            for p in model.parameters():
+                p.grad *= 1.05
+            return clip(model, most)
+
+        train_grpo.clip_grad_norm = wrong
+    test_run._main(rank, world, port, cwd, log, flags, None)
+
+
+FAULTS = {
+    "the push has another step's weights": ("sampling", "--lr 0.1 --generator-dtype float32"),
+    "masters do not move": ("parameters", "--minibatches 1"),
+    "gradients are of bfloat16's size": ("grad_norm", "--minibatches 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_names_a_fault(tmp_path, process_group, fault):
+    from test_run import begin, end
+
+    row, more = FAULTS[fault]
+    processes, log = begin(tmp_path, f"{TINY} {BF16} --steps 3 {more}", die=fault, main=_faulty)
+    codes, _, errors = end(processes, log)
+    assert codes == [0], errors
+    assert audited(tmp_path / "run", 2).wrong == row
+
+
+def _flipped(rank):
+    model, optimizer = mixed_model(models.tiny_model(dtype=torch.float32), plan=Plan(dp=2))
+    if rank == 1:
+        optimizer.mine["model.norm.weight"].data[3] += 1e-6  # nothing that its rounding shows
+    return parallel.replica_difference(model, optimizer)
+
+
+def test_a_flipped_bit_of_a_master_is_named(tmp_path):
+    found = ranks(tmp_path, 2, _flipped)
+    assert found[0] == found[1] and "model.norm.weight (master): rank 0 / rank 1" in found[0]
+
+
+# What cannot be --------------------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_products_finer_than_the_weights_are_refused():
+    for dtype, compute in (("bfloat16", "float32"), ("float32", "float64")):
+        with pytest.raises(ValueError, match="--compute-dtype float.* is finer than --dtype"):
+            Config(dtype=dtype, compute_dtype=compute).check()
+    for dtype in ("float32", "float64", "bfloat16"):
+        assert not train_grpo.is_mixed(Config(dtype=dtype, compute_dtype=dtype).check())
+
+
+@pytest.mark.quick
+def test_parallelize_refuses_a_compute_dtype_that_is_no_lower(process_group, monkeypatch):
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        with pytest.raises(ValueError, match="must be coarser than the weights' torch.float32"):
+            mixed_model(models.tiny_model(dtype=torch.float32), dtype)
+    with pytest.raises(ValueError, match="zero=True shares out"):
+        model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
+        LocalOptimizer(model, torch.optim.AdamW, zero=True)
+
+
+def test_resume_does_not_change_it(tmp_path):
+    """The run that follows would be another: its reference and its steps are rounded otherwise."""
+    good(tmp_path, f"{TINY} {BF16} --steps 1")
+    for other in ("float32", "float64"):
+        codes, _, errors = cli(tmp_path, f"--resume --out run --compute-dtype {other}")
+        assert codes == [2] and "--resume cannot change --compute-dtype" in errors[0]
