@@ -598,7 +598,7 @@ class LocalOptimizer:
 
         # The optimiser gets views of the model's own memory: what it updates is the model. AdamW
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
-        # Without `zero`, they are all rows that are on this rank.
+        # Without `zero`, they are all rows that are on this rank. Masters are no views: appendix M.
         self.mine = {}
         for name, p in round_parameters(model):
             rows = _own_weights(self, name, p)
