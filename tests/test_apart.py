@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from conftest import shortened
 from test_audit import audited
+from test_faults import torchruns, wait_for, workers
 from test_plan_run import SHAPE, mixture  # noqa: F401, a fixture
 from test_ranks import largest_difference, learns_something, read_metrics, trained
 from test_run import TINY, _main, begin, cli, contents, end, good, same_run, wait_for_steps
@@ -228,6 +230,29 @@ def test_losing_the_rank_with_the_store_ends_the_run_too(tmp_path):
     codes, _, err = end(processes, log, seconds=30)
     assert codes == [-signal.SIGKILL, 2]
     assert re.search(r"rank 1: error: step \d+: .*(store|another rank).* is gone", err[1])
+
+
+@pytest.mark.slow  # torchrun itself
+@pytest.mark.parametrize("machines, victim", [(1, 0), (1, 1), (2, 1)])
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path, machines, victim):
+    """The ranks that start again find the store of those before them, and nothing in it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{TINY} --out run --save-every 2 --dtype float64 --staleness 1 --steps 60"
+    apart = f"{flags} --plan d1+d1 --timeout 20 --resume-or-start"
+    started = torchruns(tmp_path, machines, port, apart)
+    wait_for(tmp_path, 7, None)
+    pids = sorted(pid for torchrun in started for pid in workers(torchrun))
+    os.kill(pids[victim], signal.SIGKILL)
+    codes = [torchrun.wait(300) for torchrun in started]
+    logs = [path.read_text() for path in sorted(tmp_path.glob("log-*"))]
+    assert codes == [0] * machines, "\n".join(logs)
+    assert sum(text.count("rank(s), plan") for text in logs) >= 2, "it was never started again"
+    (tmp_path / "b").mkdir()
+    good(tmp_path / "b", flags)
+    runs = [read_metrics(folder / "run") for folder in (tmp_path, tmp_path / "b")]
+    assert largest_difference(*runs) < 1e-8
 
 
 BROKEN = """
