@@ -3651,6 +3651,7 @@ def copy_weights(source, target, optimizer=None) -> None:
 
 def require_lower_precision(dtype, model):
     """ValueError if products in `dtype` make no mixed precision of the model's weights."""
+    # Only a coarser precision saves anything: its masters are then worth their room.
     of_weights = next(model.parameters()).dtype
     lower = torch.is_floating_point(torch.empty(0, dtype=dtype))
     lower = lower and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
@@ -4060,10 +4061,10 @@ class WeightSender:
             return
 
         dtype = next(q.dtype for q in self.wanted.values() if q.is_floating_point())
-        tensors = WholeTensors(self.model, weights_to_push(self.model, self.optimizer, dtype))
+        weights_now = Weights(self.model, weights_to_push(self.model, self.optimizer, dtype))
         for name in sorted(self.wanted):
             dtype = self.wanted[name].dtype
-            whole = tensors.whole(name, dtype, self.side.device)
+            whole = weights_now.gathered(name, dtype, self.side.device)
             if first:
                 try:
                     exchange(self.side, whole.to("cpu", dtype).contiguous())
