@@ -3746,15 +3746,16 @@ class PlainStep:
         if layer.qkv_bias_N is not None:
             qkv_BN = qkv_BN + layer.qkv_bias_N
 
-        # The heads of q, k and v lie behind each other; q and k are normalised and turned in one.
+        # The heads of q, k and v lie behind each other, Y in all. The X of q and k are normalised
+        # and turned together.
         H = self.heads
         G = self.key_heads
-        qkv_B1XD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
-        qk_B1XD = qkv_B1XD[:, :, : H + G]
+        qkv_B1YD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
+        qk_B1XD = qkv_B1YD[:, :, : H + G]
         if layer.qk_norm is not None:
             qk_B1XD = normalised(qk_B1XD, layer.qk_norm)
         q_BH1D, k_BG1D = rotate(qk_B1XD, *rope).transpose(1, 2).split([H, G], 1)
-        v_BG1D = qkv_B1XD[:, :, H + G :].transpose(1, 2)
+        v_BG1D = qkv_B1YD[:, :, H + G :].transpose(1, 2)
 
         out_BH1D = cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options)
         out_BM = out_BH1D.flatten(1) @ layer.o_NM

@@ -173,7 +173,7 @@ def test_a_queued_token_outside_of_the_vocabulary_is_named(token, later):
 # Ahead of Python -------------------------------------------------------------------------------
 
 STARTS = [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]]
-ENDS = tuple(range(0, 53, 4))  # a quarter of the vocabulary
+ENDS = tuple(range(0, 53, 2))  # half of the vocabulary
 
 
 class Talk(Row):
@@ -227,14 +227,13 @@ def test_looking_less_often_changes_nothing(name, temperature, top_k):
     assert len(rows) > len(STARTS), "some have forked"
     if temperature:
         assert len({len(row.tokens) for row in rows}) > 2 and ends > 0
-        assert any(row.truncated for row in rows) or name != "qwen3"
     for look_every in (3, 8, 50):
         less, asked_less, _ = talks(model, look_every, temperature, top_k=top_k)
         assert told(less) == told(rows)
         for a, b in zip(less, rows, strict=True):
             for key in ("logprobs", "full_logprobs"):
                 apart = torch.tensor([getattr(a, key), getattr(b, key)]).diff(dim=0).abs().max()
-                assert apart < 1e-6
+                assert apart < 1e-12
         assert sum(asked_less) == sum(asked) and len(asked_less) <= len(asked)
 
 
@@ -344,24 +343,19 @@ def test_a_gpu_is_asked_every_eighth_token():
 
 
 def _talks_of_a_plan(rank, plan):
-    """Told and log-probs for a look at every and at every third token, on this rank."""
-    found = []
-    for name in ("qwen3", "gemma3_text"):
-        torch.manual_seed(0)
-        model = model_of(name)
-        if plan:
-            grid = Grid.make(Plan.parse(plan))
-            split_for_decoding(model.requires_grad_(False), grid.plan, device_mesh=grid)
-        for look_every in (1, 3):
-            rows, *_ = talks(model, look_every, 1.0)
-            found.append((told(rows), [row.logprobs for row in rows]))
-    return found
+    """What is told, and log-probs, with a look at every third token, on this rank."""
+    torch.manual_seed(0)
+    model = model_of("gemma3_text").requires_grad_(False)
+    if plan:
+        grid = Grid.make(Plan.parse(plan))
+        split_for_decoding(model, grid.plan, device_mesh=grid)
+    rows, *_ = talks(model, 3, 1.0)
+    return told(rows), [row.logprobs for row in rows]
 
 
 def test_a_generator_split_by_t_may_look_less_often(tmp_path):
-    (truth,) = ranks(tmp_path, 1, _talks_of_a_plan, "")
-    for part in ranks(tmp_path, 2, _talks_of_a_plan, "t2"):
-        for (rows, logprobs), (true_rows, true_logprobs) in zip(part, truth, strict=True):
-            assert rows == true_rows
-            for some, true in zip(logprobs, true_logprobs, strict=True):
-                assert (torch.tensor(some) - torch.tensor(true)).abs().max() < 1e-12
+    truth, true_logprobs = _talks_of_a_plan(0, "")
+    for rows, logprobs in ranks(tmp_path, 2, _talks_of_a_plan, "t2"):
+        assert rows == truth
+        for some, true in zip(logprobs, true_logprobs, strict=True):
+            assert (torch.tensor(some) - torch.tensor(true)).abs().max() < 1e-12
