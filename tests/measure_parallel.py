@@ -35,6 +35,7 @@ from parallel import (
     full,
     parallelize,
     reduce_gradients,
+    require_generator_plan,
     stage_part,
 )
 
@@ -387,7 +388,8 @@ class Rank:
         self.states = self.n * config.hidden_size * step.size  # and of what layers add to
         self.again = int(step.ac == "full")
         model = without_memory(pickle.dumps(config))
-        self.whole = sum(p.numel() for p in model.parameters())
+        self.numbers = {name: p.numel() for name, p in model.named_parameters()}
+        self.whole = sum(self.numbers.values())
         part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
         self.shapes = {name: self._shape(name, p) for name, p in part.named_parameters()}
         self.layers = [int(name) for name, _ in part.model.layers.named_children()]
@@ -528,11 +530,75 @@ class Rank:
             longest = max([longest, *(sum(some[n : n + 64]) for n in range(0, len(some), 64))])
         return summed + longest * self.step.size
 
-    def pushed(self):
-        """Bytes that come in when the weights are gathered for the generator: all but its own."""
-        fsdp = self.step.mode == "fsdp"
-        own = sum(self.shard(k) if fsdp else math.prod(s) for k, s in self.shapes.items())
-        return (self.whole - own) * self.step.size
+    def cuts(self, name, copies=False) -> list:
+        """(dimension, parts, how far apart their ranks are) of each cut of a parameter; copies:
+        whether ranks with the same part have cut it once more, by rows."""
+        plan, cuts = self.plan, []
+        experts = ".mlp.experts." in name
+        if experts:
+            cuts.append((0, plan.ep, plan.etp))
+        degree = plan.etp if experts else plan.tp
+        for module in name.split("."):
+            if module in CUT and not name.endswith("o_proj.bias"):
+                cuts.append((CUT[module] + experts, degree, 1))
+        if copies:
+            inner = plan.ep * plan.etp if experts else plan.tp
+            cuts.append((0, self._copies(name), inner))
+        return [cut for cut in cuts if cut[1] > 1]
+
+    def pushed_from(self, size):
+        """(bytes of a number, whether copies are cut) of what a generator of a dtype is given: the
+        parameter, or where products have another dtype than the generator its master."""
+        if self.step.mode == "fsdp":
+            return self.step.size, True
+        if self.step.compute not in (0, size):
+            return self.step.size, self.step.mode == "zero1"
+        return self.step.product, False
+
+    def shares(self, name, generator, size):
+        """Whether a parameter of the generator, another Rank, is in the policy's own memory."""
+        alike = self.cuts(name) == generator.cuts(name) and size == self.step.product
+        return alike and self.step.mode != "fsdp" and self.plan.pp == 1
+
+    def generator(self, generator, size) -> int:
+        """Bytes that a generator takes besides the policy; size: of one of its weights."""
+        numbers = sum(
+            math.prod(shape) for name, shape in generator.shapes.items()
+            if not self.shares(name, generator, size))  # fmt: skip
+        return numbers * size
+
+    def pushed(self, generator, size) -> int:
+        """Bytes that come in for the generator's new weights. Where the policy was first cut as the
+        generator is, what was cut behind that is gathered; elsewhere the whole of a tensor."""
+        come = 0
+        width, copies = self.pushed_from(size)
+        for name, shape in generator.shapes.items():
+            cuts = generator.cuts(name)
+            alike = self.cuts(name, copies)[: len(cuts)] == cuts
+            wanted = math.prod(shape) if alike else self.numbers[name]
+            if name not in self.shapes:
+                come += wanted * size  # from another stage
+            elif not self.shares(name, generator, size):
+                own = self.shard(name) if copies else math.prod(self.shapes[name])
+                come += (wanted - own) * width
+        return come
+
+
+def generator_of(plan):
+    """The generator's plan where none is given: the trainer's t and e, replicas of them else."""
+    return Plan(dp=plan.world // plan.tp, tp=plan.tp, ep=plan.ep, etp=plan.etp)
+
+
+def plans_in(texts):
+    """(plans, generator, trainer) of each A|B and each B of the command line; B+C are two."""
+    for text in texts:
+        for plans in Allocation.parse(text).groups:
+            *generator, trainer = plans
+            if len(generator) > 1:
+                raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
+            for plan in generator:
+                require_generator_plan(plan)
+            yield plans, generator[0] if generator else generator_of(trainer), trainer
 
 
 def stages_of(plan, config, step):
@@ -562,7 +628,7 @@ def plan_command(argv):
     """A plan's degrees, grid, groups, and a model of what a rank holds and sends in a step."""
     parser = argparse.ArgumentParser("parallel.py plan")
     add = parser.add_argument
-    add("plan", nargs="+", help="such as d2t2, or sglang:d4+archon:d2t2; several: a row for each")
+    add("plan", nargs="+", help="such as d2t2, or t4|d2t2, generator|trainer; several: a row each")
     add("--world", type=int, help="refuse the plan unless it has so many ranks")
     add("--model", help=f"a Hugging Face directory, its config.json, or {', '.join(PUBLISHED)}")
     add("--mode", nargs="+", choices=MODES, default=["ddp", "zero1", "fsdp"])
@@ -578,10 +644,11 @@ def plan_command(argv):
         config = None
         if options.model:
             config = models.ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
-        for text in options.plan:
-            for plan in (plan for group in Allocation.parse(text).groups for plan in group):
+        for plans, generator, trainer in plans_in(options.plan):
+            for plan in (trainer, generator):
                 plan.require_fits(world=options.world, config=config)
-                if len(options.plan) == 1:
+            if len(options.plan) == 1:
+                for plan in plans:
                     _describe(plan)
         if config is not None:
             _table(config, options)
@@ -606,24 +673,25 @@ def _table(config, options):
     print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
           *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
     print("|---" * 15 + "|")
-    for text in options.plan:
-        for plan in (plan for group in Allocation.parse(text).groups for plan in group):
-            for mode in options.mode:
-                step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
-                            options.compute_bytes)  # fmt: skip
-                print(_row(plan, config, step, options.generator_bytes))
+    for plans, generator, plan in plans_in(options.plan):
+        name = "|".join(map(str, plans))
+        for mode in options.mode:
+            step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
+                        options.compute_bytes)  # fmt: skip
+            print(_row(name, generator, plan, config, step, options.generator_bytes))
 
 
-def _row(plan, config, step, generator_bytes):
+def _row(name, generator, plan, config, step, size):
     plan.require_fits(config=config, microbatches=step.micros)
     first = Rank(plan, config, step)
-    parts = memory(plan, config, step) | dict(generator=first.whole * generator_bytes)
+    sampler = Rank(generator, config, step._replace(tokens=0))
+    parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
     start = next(iter(parts.values())) + parts["generator"]  # weights: only its part of them
     gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
     gib[:3] = [" + ".join(gib[:3])]
-    sent = [*sends(plan, config, step).values(), first.pushed()]
+    sent = [*sends(plan, config, step).values(), first.pushed(sampler, size)]
     gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
-    text = str(plan).replace("|", "\\|")
+    text = name.replace("|", "\\|")
     return "| " + " | ".join([text, str(plan.world), step.mode, *gib, *gb]) + " |"
 
 
