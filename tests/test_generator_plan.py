@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_parallel import Rank, Step
+from test_faults import kill
+from test_faults import run as run_with_faults
 from test_plan_run import SHAPE as FLAGS
 from test_plan_run import mixture  # noqa: F401, a fixture
 from test_ranks import (
@@ -553,3 +555,13 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
     flags = f"{FLAGS} --steps 1 --plan t2|d2"
     for text in ranks(tmp_path, 2, _unwritable, flags, tmp_path / "run"):
         assert "hf not written" in text and "no space left" in text
+
+
+@pytest.mark.parametrize("where", shortened(
+    ["train_grpo.SharedTask.ask", "models.gather_logits"], "train_grpo.SharedTask.ask"
+))  # fmt: skip
+def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
+    fault = (1, where, 5, kill)
+    codes, _, err = run_with_faults(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", fault)
+    assert codes == [2, -9]
+    assert "another rank is gone" in err[0] and "go on with --resume --out run" in err[0]
