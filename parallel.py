@@ -599,7 +599,7 @@ class LocalOptimizer:
 
         # The optimiser gets views of the model's own memory: what it updates is the model. AdamW
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
-        # Without `zero`, they are all rows that are on this rank.
+        # Without `zero`, they are all rows that are on this rank. Masters are no views: appendix M.
         self.mine = {}
         for name, p in round_parameters(model):
             rows = _own_weights(self, name, p)
@@ -3419,7 +3419,7 @@ def share_or_allocate(source, target, device) -> None:
     for prefix, module in target.named_modules():
         for name, q in module.named_parameters(recurse=False):
             p = sources.get(f"{prefix}.{name}" if prefix else name)
-            if p is not None and p.dtype == q.dtype and _cuts(p) == _cuts(q):
+            if p is not None and p.dtype == q.dtype and cuts_of(p) == cuts_of(q):
                 memory = local(p.detach())
             else:
                 memory = torch.empty_like(local(q.detach()), device=device)
@@ -3432,14 +3432,93 @@ def share_or_allocate(source, target, device) -> None:
             module._buffers[name] = torch.zeros_like(buffer, device=device)
 
 
-def _cuts(p) -> list:
-    """(dimension, into how many parts, which of them is here) of each cut of a parameter."""
-    cuts = []
-    for n, placement in enumerate(getattr(p, "placements", ())):
-        mesh = p.device_mesh
-        if placement.is_shard() and mesh.size(n) > 1:
-            cuts.append((placement.dim, mesh.size(n), mesh.get_local_rank(n)))
+class Cut(NamedTuple):
+    """One cut of a parameter: along which dimension, into how many parts, which of them is here."""
+
+    dim: int
+    parts: int
+    part: int
+    # Ranks that are so far apart hold neighbouring parts: 2 for the data of d2t2. Two cuts that
+    # agree in this and in the number of parts give every rank the same part, not just this one.
+    stride: int
+
+    def range_of(self, size) -> tuple:
+        """[first, end) of this part in a dimension of a size: as torch's chunk, the last are short.
+
+        13 in 4 parts of 4 are 0-4, 4-8, 8-12 and 12-13.
+        """
+        length = -(-size // self.parts)
+        first = min(self.part * length, size)
+        return first, min(first + length, size)
+
+
+def _mesh_dimensions(p) -> list:
+    """The dimensions of a parameter's mesh along which it is cut, in the order of the cuts."""
+    # FSDP cuts what t and e have left: its cut is the last, though its dimension is the first.
+    placements = getattr(p, "placements", ())
+    cuts = [n for n, placement in enumerate(placements) if not placement.is_replicate()]
+    cuts = [n for n in cuts if p.device_mesh.size(n) > 1]
+    if len(cuts) > 1:
+        names = p.device_mesh.mesh_dim_names
+        cuts.sort(key=lambda n: names[n] in ("fsdp", "expert-dp"))
     return cuts
+
+
+def cuts_of(p) -> list:
+    """The `Cut`s that have made this rank's part of a parameter, the first one first."""
+    cuts = []
+    for n in _mesh_dimensions(p):
+        mesh = p.device_mesh
+        first, second, *_ = dist.get_process_group_ranks(mesh.get_group(n))
+        own = mesh.get_local_rank(n)
+        cuts.append(Cut(p.placements[n].dim, mesh.size(n), own, second - first))
+    return cuts
+
+
+def cut_shape(shape, cuts) -> list:
+    """What cuts leave of a shape on this rank."""
+    left = list(shape)
+    for cut in cuts:
+        first, end = cut.range_of(left[cut.dim])
+        left[cut.dim] = end - first
+    return left
+
+
+def gathered(p, cuts=()):
+    """The whole of a parameter, on every rank, or what `cuts`, the first of its own, leave of it.
+
+    It takes no more memory than that and a part: torch's full_tensor() has up to two copies of the
+    whole besides.
+    """
+    # 13 rows under t2, and then FSDP over d2:
+    #
+    #     t 0: 7 rows   d 0: 4  d 1: 3          gathered over d: 7 and 6 rows
+    #     t 1: 6 rows   d 0: 3  d 1: 3          and then over t: 13
+    x = local(p)
+    dimensions = _mesh_dimensions(p)
+    own = cuts_of(p)
+    for k in reversed(range(len(cuts), len(own))):
+        size = cut_shape(p.shape, own[:k])[own[k].dim]
+        x = _gather_pieces(x, own[k].dim, size, p.device_mesh.get_group(dimensions[k]))
+    return x
+
+
+def _gather_pieces(x, dim, size, group):
+    """Pieces along a dimension, of equal size but for the last ones, as one tensor."""
+    piece = -(-size // dist.get_world_size(group))
+    rows = x.movedim(dim, 0)
+    if len(rows) < piece:
+        padded = rows.new_zeros(piece, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        rows = padded
+    # torch 2.13 has a new name for what 2.11 calls all_gather_into_tensor.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    # COMM: padded to equal pieces, so all ranks send alike, also one whose piece is empty. Pinned
+    # by tests/test_generator_plan.py::test_a_push_goes_tensor_by_tensor_from_any_layout_to_any.
+    whole = rows.new_empty(piece * dist.get_world_size(group), *rows.shape[1:])
+    gather(whole, rows.contiguous(), group=group)
+    return whole[:size].movedim(0, dim)
 
 
 def tensors_of(model) -> dict:
@@ -3447,41 +3526,43 @@ def tensors_of(model) -> dict:
     return dict(model.named_parameters()) | persistent_buffers(model)
 
 
-class WholeTensors:
-    """The tensors of a model of any plan, whole and one at a time. Collective: all ranks of the
-    model ask for the same names in the same order. shapes: name -> shape, alike on all ranks.
+class Weights:
+    """The tensors of a model of any plan, given out one at a time. All ranks of the model ask for
+    the same names in the same order. shapes: name -> shape of the whole, alike on all ranks.
     weights: what is asked for in place of the model's parameters."""
 
     def __init__(self, source, weights=()):
         self.tensors = tensors_of(source) | dict(weights)
-        self.shapes = {name: tuple(x.shape) for name, x in self.tensors.items()}
+        found = {name: (tuple(x.shape), cuts_of(x)) for name, x in self.tensors.items()}
         self.senders = {}
         self.group = None
-        if not isinstance(source, Pipeline):
-            return
-
-        # What all stages together have, and who sends each tensor: the first stage that has it.
-        self.group = source.grid.dense["pp"].get_group()
-        found = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, self.shapes, group=self.group)
-        self.shapes = {}
-        for stage, shapes in enumerate(found):
-            for name, shape in shapes.items():
-                if name not in self.shapes:
-                    self.shapes[name] = shape
-                    self.senders[name] = dist.get_global_rank(self.group, stage)
+        if isinstance(source, Pipeline):
+            # What all stages together have, and who sends each tensor: the first stage that has it.
+            # The ranks of this group have other layers, and the same part of what t and e cut.
+            self.group = source.grid.dense["pp"].get_group()
+            of_stages = [None] * dist.get_world_size(self.group)
+            dist.all_gather_object(of_stages, found, group=self.group)
+            found = {}
+            for stage, part in enumerate(of_stages):
+                for name in part:
+                    if name not in found:
+                        found[name] = part[name]
+                        self.senders[name] = dist.get_global_rank(self.group, stage)
+        self.shapes = {name: shape for name, (shape, _) in found.items()}
+        self.cuts = {name: cuts for name, (_, cuts) in found.items()}
 
     @torch.no_grad()
-    def whole(self, name, dtype, device):
-        """The whole of a tensor, on every rank of the model."""
+    def gathered(self, name, dtype, device, cuts=()):
+        """The whole of a tensor on every rank, or what `cuts`, the first ones that the source has
+        made, leave of it. Collective."""
         if name in self.tensors:
-            x = full(self.tensors[name].detach())
+            x = gathered(self.tensors[name].detach(), cuts)
         else:
-            x = torch.empty(self.shapes[name], dtype=dtype, device=device)
+            x = torch.empty(cut_shape(self.shapes[name], cuts), dtype=dtype, device=device)
         if name in self.senders:
-            # COMM: stages gather what they hold in one order, then its first holder sends the
-            # whole. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            x = x.contiguous().to(dtype)
+            # COMM: stages gather what they hold in one order, then its first holder sends it.
+            # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            x = x.to(device, dtype).contiguous()
             dist.broadcast(x, src=self.senders[name], group=self.group)
         return x
 
@@ -3493,6 +3574,7 @@ def keep_part(q, whole) -> None:
     local(q.detach()).copy_(part)
 
 
+@torch.no_grad()
 def copy_weights(source, target, optimizer=None) -> None:
     """Collective. Copy source's parameters and buffers into target's, in target's dtypes.
 
@@ -3502,18 +3584,26 @@ def copy_weights(source, target, optimizer=None) -> None:
     source's, which may have masters. ValueError if names or shapes differ.
     """
     dtype = next(target.parameters()).dtype
-    tensors = WholeTensors(source, weights_to_push(source, optimizer, dtype))
+    weights = Weights(source, weights_to_push(source, optimizer, dtype))
     wanted = tensors_of(target)
 
     # Compared before the first of them moves, and by what every rank knows now.
     wants = {name: tuple(x.shape) for name, x in wanted.items()}
-    if tensors.shapes != wants:
-        differ = sorted({name for name, _ in tensors.shapes.items() ^ wants.items()})
+    if weights.shapes != wants:
+        differ = sorted({name for name, _ in weights.shapes.items() ^ wants.items()})
         raise ValueError(f"models differ: {differ}")
+
     for name, q in wanted.items():
-        p = tensors.tensors.get(name)
-        if p is None or not local(p.detach()).is_set_to(local(q.detach())):
-            keep_part(q, tensors.whole(name, q.dtype, q.device))
+        own = weights.tensors.get(name)
+        if own is not None and local(own.detach()).is_set_to(local(q.detach())):
+            continue
+        # Where the source was first cut as the target is, by t and e of one degree, only what was
+        # cut behind that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
+        cuts = cuts_of(q)
+        if weights.cuts[name][: len(cuts)] == cuts:
+            local(q.detach()).copy_(weights.gathered(name, q.dtype, q.device, cuts))
+        else:
+            keep_part(q, weights.gathered(name, q.dtype, q.device))
 
 
 # M. Mixed precision ---------------------------------------------------------------------------

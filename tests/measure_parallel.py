@@ -35,6 +35,7 @@ from parallel import (
     full,
     parallelize,
     reduce_gradients,
+    require_generator_plan,
     stage_part,
 )
 
@@ -323,8 +324,13 @@ class Step(NamedTuple):
     mode: str = "ddp"
     tokens: int = 131072  # of the replica: all of its t, c and p ranks work on them
     micros: int = 8  # micro-batches that they are cut into
-    size: int = 4  # bytes of a weight, a gradient, an activation, either moment
+    size: int = 4  # bytes of a weight, a gradient, either moment, a state between layers
     ac: str = "full"  # as parallelize's: full | none
+    compute: int = 0  # bytes of what products take and give, with compute_dtype; 0: as size
+
+    @property
+    def product(self):
+        return self.compute or self.size
 
     def require_even(self, plan):
         parts = self.micros * plan.cp * plan.tp
@@ -389,11 +395,13 @@ class Rank:
         step.require_even(plan)
         self.plan, self.config, self.step, self.stage = plan, config, step, stage
         self.first, self.last = stage == 0, stage == plan.pp - 1
-        self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.size)
-        self.x = self.n * config.hidden_size * step.size  # bytes of the states of n tokens
+        self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.product)
+        self.x = self.n * config.hidden_size * step.product  # bytes of n tokens' normed states
+        self.states = self.n * config.hidden_size * step.size  # and of what layers add to
         self.again = int(step.ac == "full")
         model = without_memory(pickle.dumps(config))
-        self.whole = sum(p.numel() for p in model.parameters())
+        self.numbers = {name: p.numel() for name, p in model.named_parameters()}
+        self.whole = sum(self.numbers.values())
         part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
         self.shapes = {name: self._shape(name, p) for name, p in part.named_parameters()}
         self.layers = [int(name) for name, _ in part.model.layers.named_children()]
@@ -434,15 +442,17 @@ class Rank:
         yield Message("t", "allgather", t, m * gathers * self.x / t)
         yield Message("t", "reducescatter", t, m * scatters * self.x)
         terms = sum(math.prod(shape) for k, shape in self.shapes.items() if k.endswith(TERMS))
-        once = terms * (m if self.step.mode == "fsdp" else 1)
+        once = terms * self.step.size
+        if self.step.mode == "fsdp":
+            once = terms * m * self.step.product
         scores = self.last * m * (5 * self.n * self.wide + self.x)
-        yield Message("t", "allreduce", t, once * self.step.size + scores)
+        yield Message("t", "allreduce", t, once + scores)
 
     def context(self):
         c, calls = self.plan.cp, self.step.micros * len(self.layers)
         heads = self.config.num_key_value_heads / self.plan.tp
         numbers = 2 * heads * self.config.head_dim * self.n  # of a block of k and v
-        sent = numbers * ((2 + self.again) * self.step.size + self.wide)
+        sent = numbers * ((2 + self.again) * self.step.product + self.wide)
         yield Message("c", "send", c, calls * (c - 1) * sent)
         agreed = 8 * (2 + len(ring.AGREE))  # integers that the ranks of a ring compare
         yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
@@ -455,7 +465,7 @@ class Rank:
         yield Message("e", "alltoall", self.plan.ep, given)
 
     def pipeline(self):
-        p, states = self.plan.pp, self.step.micros * self.x / self.plan.tp
+        p, states = self.plan.pp, self.step.micros * self.states / self.plan.tp
         yield Message("p", "send", p, states * (2 - self.first - self.last))
         if p > 1 and self.config.tie_word_embeddings and (self.first or self.last):
             yield Message("p", "allreduce", 2, math.prod(self.shapes[TIED]) * self.step.size)
@@ -463,14 +473,15 @@ class Rank:
     def data(self):
         mode, m, w = self.step.mode, self.step.micros, self.step.size
         for name, shape in self.shapes.items():
-            k, shard = self._copies(name), self.shard(name) * w
+            k, shard = self._copies(name), self.shard(name)
+            given = shard * self.step.product
             if mode == "fsdp":
-                yield Message("d", "allgather", k, m * shard * (1 + (".layers." in name)))
-                yield Message("d", "reducescatter", k, m * shard * k)
+                yield Message("d", "allgather", k, m * given * (1 + (".layers." in name)))
+                yield Message("d", "reducescatter", k, m * shard * k * w)
             else:
                 yield Message("d", "allreduce", k, math.prod(shape) * w)
             if mode == "zero1":
-                yield Message("d", "allgather", k, shard)
+                yield Message("d", "allgather", k, given)
 
     def memory(self) -> dict:
         """Bytes at the peak of a step by what they are for."""
@@ -480,6 +491,9 @@ class Rank:
         parts = dict(weights=kept, gradients=kept)
         parts |= dict(moments=2 * (whole if self.step.mode == "ddp" else shard))
         parts = {name: n * self.step.size for name, n in parts.items()}
+        if self.step.compute and self.step.mode != "fsdp":  # rounded weights beside their masters
+            masters = whole if self.step.mode == "ddp" else shard
+            parts["weights"] = whole * self.step.compute + masters * self.step.size
         return parts | dict(activations=self.activations(), buffers=self.buffers())
 
     def activations(self):
@@ -488,17 +502,17 @@ class Rank:
         waiting = min(self.plan.pp - self.stage, self.step.micros)
         if not self.again:
             return waiting * len(self.layers) * self.layer()
-        return waiting * len(self.layers) * self.x / self.plan.tp + self.layer()
+        return waiting * len(self.layers) * self.states / self.plan.tp + self.layer()
 
     def layer(self):
         """Bytes that torch on a CPU keeps of a layer for its backward: input and product of four
         norms in float32 or better; what the matrices read, whole where t gathers it; q, k, v,
         attention's output; gate, up, activation and product of an MLP, and of a row for an expert
         what goes in and comes out."""
-        config, t, w = self.config, self.plan.tp, self.step.size
+        config, t, w = self.config, self.plan.tp, self.step.product
         M, D, K = config.hidden_size, config.head_dim, config.num_experts_per_tok
         H, G = config.num_attention_heads, config.num_key_value_heads
-        norms = (4 * M + 2 * (H + G) * D) / t * self.wide
+        norms = (4 * M + 2 * (H + G) * D) / t * max(self.wide, self.step.size)
         rest = M + (2 * H + 2 * G) * D / t
         if self.sparse:
             inner = config.moe_intermediate_size / self.plan.etp
@@ -518,7 +532,9 @@ class Rank:
             start = f"model.layers.{self.layers[0]}."
             layer = sum(n for name, n in numbers.items() if name.startswith(start))
             ends = sum(n for name, n in numbers.items() if ".layers." not in name)
-            return summed + (2 * ends + 3 * layer) * self.step.size
+            if self.step.compute:  # and the gradients of one unit, as wide as they are summed
+                summed += max(ends, layer) * self.step.size
+            return summed + (2 * ends + 3 * layer) * self.step.product
         longest = 0
         for experts in (False, True):
             some = [n for name, n in numbers.items() if (".mlp.experts." in name) == experts
@@ -526,11 +542,75 @@ class Rank:
             longest = max([longest, *(sum(some[n : n + 64]) for n in range(0, len(some), 64))])
         return summed + longest * self.step.size
 
-    def pushed(self):
-        """Bytes that come in when the weights are gathered for the generator: all but its own."""
-        fsdp = self.step.mode == "fsdp"
-        own = sum(self.shard(k) if fsdp else math.prod(s) for k, s in self.shapes.items())
-        return (self.whole - own) * self.step.size
+    def cuts(self, name, copies=False) -> list:
+        """(dimension, parts, how far apart their ranks are) of each cut of a parameter; copies:
+        whether ranks with the same part have cut it once more, by rows."""
+        plan, cuts = self.plan, []
+        experts = ".mlp.experts." in name
+        if experts:
+            cuts.append((0, plan.ep, plan.etp))
+        degree = plan.etp if experts else plan.tp
+        for module in name.split("."):
+            if module in CUT and not name.endswith("o_proj.bias"):
+                cuts.append((CUT[module] + experts, degree, 1))
+        if copies:
+            inner = plan.ep * plan.etp if experts else plan.tp
+            cuts.append((0, self._copies(name), inner))
+        return [cut for cut in cuts if cut[1] > 1]
+
+    def pushed_from(self, size):
+        """(bytes of a number, whether copies are cut) of what a generator of a dtype is given: the
+        parameter, or where products have another dtype than the generator its master."""
+        if self.step.mode == "fsdp":
+            return self.step.size, True
+        if self.step.compute not in (0, size):
+            return self.step.size, self.step.mode == "zero1"
+        return self.step.product, False
+
+    def shares(self, name, generator, size):
+        """Whether a parameter of the generator, another Rank, is in the policy's own memory."""
+        alike = self.cuts(name) == generator.cuts(name) and size == self.step.product
+        return alike and self.step.mode != "fsdp" and self.plan.pp == 1
+
+    def generator(self, generator, size) -> int:
+        """Bytes that a generator takes besides the policy; size: of one of its weights."""
+        numbers = sum(
+            math.prod(shape) for name, shape in generator.shapes.items()
+            if not self.shares(name, generator, size))  # fmt: skip
+        return numbers * size
+
+    def pushed(self, generator, size) -> int:
+        """Bytes that come in for the generator's new weights. Where the policy was first cut as the
+        generator is, what was cut behind that is gathered; elsewhere the whole of a tensor."""
+        come = 0
+        width, copies = self.pushed_from(size)
+        for name, shape in generator.shapes.items():
+            cuts = generator.cuts(name)
+            alike = self.cuts(name, copies)[: len(cuts)] == cuts
+            wanted = math.prod(shape) if alike else self.numbers[name]
+            if name not in self.shapes:
+                come += wanted * size  # from another stage
+            elif not self.shares(name, generator, size):
+                own = self.shard(name) if copies else math.prod(self.shapes[name])
+                come += (wanted - own) * width
+        return come
+
+
+def generator_of(plan):
+    """The generator's plan where none is given: the trainer's t and e, replicas of them else."""
+    return Plan(dp=plan.world // plan.tp, tp=plan.tp, ep=plan.ep, etp=plan.etp)
+
+
+def plans_in(texts):
+    """(plans, generator, trainer) of each A|B and each B of the command line; B+C are two."""
+    for text in texts:
+        for plans in Allocation.parse(text).groups:
+            *generator, trainer = plans
+            if len(generator) > 1:
+                raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
+            for plan in generator:
+                require_generator_plan(plan)
+            yield plans, generator[0] if generator else generator_of(trainer), trainer
 
 
 def stages_of(plan, config, step):
@@ -560,13 +640,15 @@ def plan_command(argv):
     """A plan's degrees, grid, groups, and a model of what a rank holds and sends in a step."""
     parser = argparse.ArgumentParser("parallel.py plan")
     add = parser.add_argument
-    add("plan", nargs="+", help="such as d2t2, or sglang:d4+archon:d2t2; several: a row for each")
+    add("plan", nargs="+", help="such as d2t2, or t4|d2t2, generator|trainer; several: a row each")
     add("--world", type=int, help="refuse the plan unless it has so many ranks")
     add("--model", help=f"a Hugging Face directory, its config.json, or {', '.join(PUBLISHED)}")
     add("--mode", nargs="+", choices=MODES, default=["ddp", "zero1", "fsdp"])
     add("--tokens", type=int, default=Step().tokens, help="a step, of each of the d replicas")
     add("--micro-batches", type=int, default=Step().micros, help="that they are cut into")
-    add("--bytes", type=int, choices=(2, 4), default=4, help="of a weight and an activation")
+    add("--bytes", type=int, choices=(2, 4), default=4, help="of a weight and a product")
+    add("--compute-bytes", type=int, choices=(0, 2), default=0,
+        help="of a product, with --compute-dtype bfloat16; 0: as --bytes")
     add("--generator-bytes", type=int, choices=(0, 2, 4), default=2, help="of its weights; 0: none")
     add("--ac", choices=("full", "none"), default="full", help="as parallelize's")
     options = parser.parse_args(argv)
@@ -574,10 +656,11 @@ def plan_command(argv):
         config = None
         if options.model:
             config = models.ModelConfig.from_hf(PUBLISHED.get(options.model, options.model))
-        for text in options.plan:
-            for plan in (plan for group in Allocation.parse(text).groups for plan in group):
+        for plans, generator, trainer in plans_in(options.plan):
+            for plan in (trainer, generator):
                 plan.require_fits(world=options.world, config=config)
-                if len(options.plan) == 1:
+            if len(options.plan) == 1:
+                for plan in plans:
                     _describe(plan)
         if config is not None:
             _table(config, options)
@@ -602,23 +685,25 @@ def _table(config, options):
     print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
           *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
     print("|---" * 15 + "|")
-    for text in options.plan:
-        for plan in (plan for group in Allocation.parse(text).groups for plan in group):
-            for mode in options.mode:
-                step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac)
-                print(_row(plan, config, step, options.generator_bytes))
+    for plans, generator, plan in plans_in(options.plan):
+        name = "|".join(map(str, plans))
+        for mode in options.mode:
+            step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
+                        options.compute_bytes)  # fmt: skip
+            print(_row(name, generator, plan, config, step, options.generator_bytes))
 
 
-def _row(plan, config, step, generator_bytes):
+def _row(name, generator, plan, config, step, size):
     plan.require_fits(config=config, microbatches=step.micros)
     first = Rank(plan, config, step)
-    parts = memory(plan, config, step) | dict(generator=first.whole * generator_bytes)
+    sampler = Rank(generator, config, step._replace(tokens=0))
+    parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
     start = next(iter(parts.values())) + parts["generator"]  # weights: only its part of them
     gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
     gib[:3] = [" + ".join(gib[:3])]
-    sent = [*sends(plan, config, step).values(), first.pushed()]
+    sent = [*sends(plan, config, step).values(), first.pushed(sampler, size)]
     gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
-    text = str(plan).replace("|", "\\|")
+    text = name.replace("|", "\\|")
     return "| " + " | ".join([text, str(plan.world), step.mode, *gib, *gb]) + " |"
 
 
@@ -683,6 +768,8 @@ def stepper(plan, model, options, rows, length, micros):
 def handed_over(text, kind, options, micros, rows=8, length=LENGTH):
     """What `Sent` counts in a step and its update, of a model of KINDS with 56 words."""
     plan, model = Plan.parse(text), build(kind, torch.float32, vocab_size=56)
+    if options.get("compute_dtype"):
+        model.states_dtype = torch.float32
     model, step = stepper(plan, model, options, rows, length, micros)
     zero = options.get("mode") == "zero1"
     optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.0), zero=zero)

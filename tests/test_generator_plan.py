@@ -1,17 +1,36 @@
 """Generators with a plan of their own, `--plan A|B`: the tokens of one process, and the push."""
 
+import contextlib
 import dataclasses
 import random
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import shortened
-from test_ranks import ranks
+from measure_parallel import Rank, Step
+from test_plan_run import SHAPE as FLAGS
+from test_plan_run import mixture  # noqa: F401, a fixture
+from test_ranks import (
+    TASK,
+    _train,
+    largest_difference,
+    learns_something,
+    ranks,
+    read_metrics,
+    run_of,  # noqa: F401, a fixture
+    trained,
+)
+from test_run import contents
+from test_sharded_start import SHAPE, LiveBytes, shape_of
 
 import models
+import parallel
 import train_grpo
-from parallel import Grid, Plan, split_for_decoding
+from parallel import (
+    Allocation, Grid, Plan, full, local, parts_of, split_for_decoding, tensors_of,
+)  # fmt: skip
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 # The tokens ------------------------------------------------------------------------------------
@@ -25,7 +44,7 @@ FAMILIES = {
         model_type="qwen3_moe", num_experts=8, num_hidden_layers=2, sparse_layers=(0, 1)),
 }  # fmt: skip
 SETTINGS = {
-    "flat": dict(prompts=5, batch_rows=8),
+    "flat": dict(prompts=3, batch_rows=8),
     "forks": dict(prompts=3, forks=2, fork_turns=1),
 }
 GENERATORS = {  # name -> ranks, the plan of the generator, of which families
@@ -84,13 +103,31 @@ def _sampled(rank, plan, families):
 
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
-    """What one process samples."""
-    return ranks(tmp_path_factory.mktemp("one"), 1, _sampled, "", tuple(FAMILIES))[0]
+    """What one process samples with some families, made once for each."""
+    made = {}
+
+    def of(families):
+        missing = tuple(family for family in families if (family, "flat") not in made)
+        if missing:
+            made.update(ranks(tmp_path_factory.mktemp("one"), 1, _sampled, "", missing)[0])
+        return made
+
+    return of
 
 
-@pytest.mark.parametrize("name", shortened(GENERATORS, *list(GENERATORS)[:5]))
-def test_every_generator_plan_samples_the_tokens_of_one_process(truth, tmp_path, name):
-    world, plan, families = GENERATORS[name]
+# By default the families that differ most, of which each plan that splits anything has one or two.
+QUICK = {"t2": ("gemma3_text", "qwen3_moe"), "d2e2": ("qwen3_moe",), "t2e2": ("biased moe",)}
+EVERY = [pytest.param(name, families, id=name) for name, families in QUICK.items()]
+EVERY += [
+    pytest.param(name, families, id=f"{name} every", marks=pytest.mark.slow)
+    for name, (_, _, families) in GENERATORS.items()
+]
+
+
+@pytest.mark.parametrize("name, families", EVERY)
+def test_every_generator_plan_samples_the_tokens_of_one_process(truth, tmp_path, name, families):
+    world, plan, _ = GENERATORS[name]
+    truth = truth(families)
     parts = ranks(tmp_path, world, _sampled, f"{plan}|d{world}", families)
     for key in parts[0]:
         groups, solved, shown = truth[key]
@@ -230,3 +267,248 @@ def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
     first, second = ranks(tmp_path, 2, _asked, True)
     assert "no mood" in second and "a rank that decodes the same plays: " in first
     assert "no mood" in first
+
+
+# The push --------------------------------------------------------------------------------------
+
+FSDP = dict(data_parallel="fsdp")
+ZERO1 = dict(data_parallel="zero1")
+# name -> ranks, --plan, family, more settings, what of the generator is in the policy's memory
+PUSHES = {
+    "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
+    "d2|d2 fsdp": (2, "d2|d2", "qwen3", FSDP, "none"),
+    "t2|d2 fsdp": (2, "t2|d2", "gemma3_text", FSDP, "none"),
+    "t2|d2 zero1": (2, "t2|d2", "qwen2", ZERO1, "norms"),
+    "d2|t2": (2, "d2|t2", "qwen3", {}, "norms"),
+    "t2|t2": (2, "t2|t2", "gemma3_text", {}, "all"),
+    "t2|t2 fsdp": (2, "t2|t2", "qwen3", FSDP, "none"),
+    "t2|p2": (2, "t2|p2", "qwen3", {}, "none"),
+    "t2|p2 tied": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
+    "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
+    "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
+    "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
+    "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
+    "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
+    "d2t2e4|d2c2 fsdp": (4, "d2t2e4|d2c2", "qwen3_moe", FSDP, "none"),
+    "d2t2|d2t2 fsdp": (4, "d2t2|d2t2", "qwen3", FSDP, "none"),
+    "(attn:d2t2|ffn:e2t2)|d2p2": (4, "(attn:d2t2|ffn:e2t2)|d2p2", "qwen3_moe", {}, "none"),
+}
+
+
+def wide():
+    """A model with heads for four ranks."""
+    return models.tiny("qwen3", **SHAPE, num_key_value_heads=4)
+
+
+def _pushed(rank, name):
+    """Whether the generator's tensors are the policy's, before and after it moves; which of them
+    are in its memory; and the bytes: of the trainer's and the generator's part, of the largest
+    tensor, the most that were live, of the whole model, and of what came in by a push."""
+    _, plan, family, more, _ = PUSHES[name]
+    shape = wide() if family == "wide" else shape_of(family)
+    config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
+    dtype = getattr(torch, config.generator_dtype or "float64")
+
+    with LiveBytes() as counted:
+        with torch.device("meta"):
+            model = models.Transformer(shape).double()
+            generator = models.Transformer(shape).to(dtype).requires_grad_(False)
+        trainer = Trainer(config, model, generator=generator)
+        trainer.push_weights()
+    most = counted.most
+
+    truth = models.Transformer(shape).double().init_weights(3)
+    found = [_equal(trainer.generator, truth, dtype)]
+    with torch.no_grad():
+        for p in [*truth.parameters(), *trainer.model.parameters()]:
+            local(p).mul_(-3)
+    with _bytes_that_come() as came:
+        trainer.push_weights()
+    found.append(_equal(trainer.generator, truth, dtype))
+
+    policy = tensors_of(trainer.model)
+    shared = {
+        path for path, q in tensors_of(trainer.generator).items()
+        if path in policy and local(q).is_set_to(local(policy[path].detach()))
+    }
+    parts = {local(p) for part in parts_of(trainer.model) for p in part.parameters()}
+    own = sum(p.numel() * 8 for p in parts)
+    generators = sum(
+        local(q).numel() * q.element_size() for path, q in tensors_of(trainer.generator).items()
+        if path not in shared)  # fmt: skip
+    largest = max(p.numel() * 8 for p in truth.parameters())
+    whole = sum(p.numel() * 8 for p in truth.parameters())
+    return found, shared, own, generators, largest, most, whole, sum(came)
+
+
+@contextlib.contextmanager
+def _bytes_that_come():
+    """A list of the bytes that this rank gets by each message of a push."""
+    came = []
+    gather, broadcast = parallel._gather_pieces, dist.broadcast
+
+    def gathering(x, *how):
+        out = gather(x, *how)
+        came.append(out.numel() * out.element_size() - x.numel() * x.element_size())
+        return out
+
+    def broadcasting(x, src, group):
+        came.append(x.numel() * x.element_size() if dist.get_rank() != src else 0)
+        return broadcast(x, src=src, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "_gather_pieces", gathering)
+        patch.setattr(dist, "broadcast", broadcasting)
+        yield came
+
+
+@torch.no_grad()
+def _equal(generator, truth, dtype):
+    wanted = tensors_of(truth)
+    return all(full(q).equal(wanted[path].to(dtype)) for path, q in tensors_of(generator).items())
+
+
+def told_by_plan(name):
+    """(bytes of the generator besides the policy, bytes that come in) of each rank, by formulas."""
+    world, text, family, more, _ = PUSHES[name]
+    size = 2 if "generator_dtype" in more else 8
+    step = Step(mode=more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8)
+    ((generator, trainer),) = Allocation.parse(text).groups
+    config = wide() if family == "wide" else shape_of(family)
+    sampler = Rank(generator, config, step)
+    told = []
+    for rank in range(world):
+        stage = rank * trainer.pp // world
+        of_rank = Rank(trainer, config, step, stage)
+        told.append((of_rank.generator(sampler, size), of_rank.pushed(sampler, size)))
+    return told
+
+
+QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2"
+
+
+@pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
+def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
+    world, _, family, _, sharing = PUSHES[name]
+    names = {path for path, _ in models.Transformer(shape_of(
+        "qwen3" if family == "wide" else family)).named_parameters()}  # fmt: skip
+    expected = {
+        "all": names, "none": set(), "norms": {n for n in names if n.endswith("norm.weight")},
+        "experts": {n for n in names if "experts" in n or "norm" in n or "gate.weight" in n},
+    }[sharing]  # fmt: skip
+    told = told_by_plan(name)
+    for rank, (found, shared, own, generators, largest, most, whole, came) in enumerate(
+        ranks(tmp_path, world, _pushed, name)
+    ):
+        assert found == [True, True]
+        # Where four ranks share rows out that they do not divide, the formulas are of the first
+        # rank; of a tied model both ends have the embedding, and one gets it again.
+        if "tied" not in name and (world == 2 or rank == 0):
+            assert (generators, came) == told[rank]
+        assert shared == expected
+        assert own + generators <= most <= 1.1 * (own + generators + 2 * largest)
+        if sharing == "none" and ("t2" in name or "t4" in name):
+            assert most < 1.5 * whole, "neither is a whole model here"
+
+
+# Whole runs ------------------------------------------------------------------------------------
+
+RUNS = {  # name -> ranks, flags
+    "d2|t2": (2, "--plan d2|t2"),
+    "t2|d2 fsdp": (2, "--plan t2|d2 --data-parallel fsdp"),
+    "t2|p2 forks": (2, "--plan t2|p2 --forks 2 --fork-turns 1 --advantage per_branch"),
+    "t2|c2 sparse": (2, "--plan t2|c2 --tree sparse"),
+    "t2|d2 dta": (2, "--plan t2|d2 --tree dta --max-tokens 16 --data-parallel zero1"),
+    "t2|t2 KL": (2, "--plan t2|t2 --kl-coef 0.05 --proximal"),
+    "t2|d2 stale": (2, "--plan t2|d2 --staleness 1"),
+    "t2 few": (2, "--plan t2|d2 --prompts 1 --minibatches 1"),
+    "d2t2|d4 fsdp": (4, "--plan d2t2|d4 --data-parallel fsdp"),
+    "d2t2|p2t2": (4, "--plan d2t2|p2t2"),
+    "d4|d2t2": (4, "--plan d4|d2t2 --data-parallel fsdp"),
+}
+WITH_EXPERTS = {
+    "t2e2|d2e2": (2, "--plan t2e2|d2e2"),
+    "d2e2|t2": (2, "--plan d2e2|t2"),
+    "d2t2e4|d4 fsdp": (4, "--plan d2t2e4|d4 --data-parallel fsdp"),
+    "d4e4|p2d2e2": (4, "--plan d4e4|p2d2e2"),
+}
+# What of a flag is not the generator's or the trainer's plan, and belongs to the one process too.
+OF_THE_RUN = "--forks", "--fork-turns", "--advantage", "--kl-coef", "--proximal", "--staleness"
+OF_THE_RUN += "--prompts", "--minibatches"
+
+
+def of_the_run(flags):
+    """Those of some flags that one process needs for the same run."""
+    words = flags.split("--")[1:]
+    return " ".join(f"--{word.strip()}" for word in words if f"--{word.split()[0]}" in OF_THE_RUN)
+
+
+QUICK = [pytest.param(name, 3) for name in ("t2|p2 forks",)]
+EVERY = QUICK + [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
+
+
+@pytest.mark.parametrize("name, steps", EVERY)
+def test_a_generator_of_any_plan_gives_the_run_of_one_process(
+    run_of, tmp_path, name, steps,  # noqa: F811
+):  # fmt: skip
+    world, more = RUNS[name]
+    flags = f"{FLAGS} --steps {steps} --eval-every {2 if steps < 20 else 5}"
+    truth = run_of(f"{flags} {of_the_run(more)}")
+    assert learns_something(truth)
+    assert largest_difference(trained(tmp_path, world, f"{flags} {more}"), truth) < 1e-8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_of_a_generator_too(run_of, mixture, tmp_path, name):  # noqa: F811
+    world, more = WITH_EXPERTS[name]
+    flags = f"{TASK} --lr 0.005 --steps 20 --eval-every 5 --model {mixture}"
+    found = trained(tmp_path, world, f"{flags} {more}")
+    assert largest_difference(found, run_of(flags)) < 1e-8
+
+
+def test_a_run_goes_on_with_another_generator_and_is_audited(
+    run_of, tmp_path, capsys,  # noqa: F811
+):  # fmt: skip
+    """A step with each of three generators; the last one is split, and writes OUT/hf."""
+    flags = f"{FLAGS} --steps 3 --eval-every 1"
+    out = tmp_path / "run"
+    (tmp_path / "ranks").mkdir()
+    for n, (world, more) in enumerate(
+        [(2, "--plan d2|t2"), (1, "--plan d1 --resume"), (2, "--plan t2|d2 --resume")], 1
+    ):
+        stop = f"--steps {n} --save-every 1 --keep 9"
+        ranks(tmp_path / "ranks", world, _train, f"{flags} {stop} {more}", out)
+    assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
+
+    # One process reads it, whatever made it, and writes the same weights.
+    for step in (0, 2):
+        assert train_grpo.main(["audit", str(out), "--step", str(step)]) == 0
+        assert f"audit of step {step}: ok" in capsys.readouterr().out
+    assert train_grpo.main(["export", str(out), str(tmp_path / "hf")]) == 0
+    assert contents(tmp_path / "hf") == contents(out / "hf")
+    assert not (out / "hf.tmp").exists()
+
+
+def _unwritable(rank, flags, out):
+    """What each rank says where OUT/hf cannot be written."""
+    if rank == 0:
+        (out / "hf.tmp").parent.mkdir(parents=True)
+    save = models._write_tensors
+
+    def full_disk(tensors, path):
+        raise OSError(f"cannot write {path.name}: no space left")
+
+    models._write_tensors = full_disk
+    try:
+        with pytest.raises((ValueError, OSError)) as error:
+            _train(rank, flags, out)
+    finally:
+        models._write_tensors = save
+    return f"{error.value}"
+
+
+def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_path):
+    flags = f"{FLAGS} --steps 1 --plan t2|d2"
+    for text in ranks(tmp_path, 2, _unwritable, flags, tmp_path / "run"):
+        assert "hf not written" in text and "no space left" in text

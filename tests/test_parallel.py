@@ -403,23 +403,42 @@ def test_what_checkpointing_computes_again(ac, layers):
     assert names == [name for name, _ in model.named_parameters()]
 
 
-def _held(rank, text, kind, mode):
+def _held(rank, text, kind, mode, compute_dtype):
+    """Bytes of weights, gradients and moments after a step."""
     plan = Plan.parse(text)
     model = measure_parallel.build(kind, torch.float32)
-    model = parallelize(model, plan, device_mesh=Grid.make(plan), mode=mode)
-    return 4 * sum(parallel.local(p).numel() for p in model.parameters())
+    options = dict(mode=mode, compute_dtype=compute_dtype)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x), zero=mode == "zero1")
+    reduce_gradients(model)  # without a backward these are zeros
+    weights = [parallel.local(p) for p in model.parameters()]
+    gradients = [parallel.local(p.grad) for p in model.parameters()]
+    optimizer.step()
+    weights += [p.detach() for p in optimizer.mine.values()]
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    found = []
+    for tensors in (weights, gradients, moments):
+        memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        found.append(sum(memory.values()))
+    return found
 
 
 @pytest.mark.parametrize(
-    "text, kind, mode",
-    [("d1", "moe", "ddp"), ("t2", "bias", "ddp"), ("d2e2", "moe", "ddp"), ("d2", "dense", "fsdp"),
-     ("p2", "dense", "ddp"), ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp")],
+    "text, kind, mode, compute_dtype",
+    [("d1", "moe", "ddp", None), ("t2", "bias", "ddp", None), ("d2e2", "moe", "ddp", None),
+     ("d2", "dense", "fsdp", None), ("p2", "dense", "ddp", None), ("d2", "dense", "zero1", None),
+     ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp", None), ("t2", "moe", "ddp", torch.bfloat16),
+     ("d2", "dense", "zero1", torch.bfloat16), ("d2", "dense", "fsdp", torch.bfloat16)],
 )  # fmt: skip
-def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode):
-    found = ranks(tmp_path, Plan.parse(text).world, _held, text, kind, mode)
+def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode, compute_dtype):
+    plan = Plan.parse(text)
+    found = ranks(tmp_path, plan.world, _held, text, kind, mode, compute_dtype)
     config = measure_parallel.build(kind, torch.float32).config
-    told = measure_parallel.memory(Plan.parse(text), config, measure_parallel.Step(mode))["weights"]
-    assert 0.97 < told / max(found) < 1.03  # a vocabulary of 57 does not divide by 2
+    step = measure_parallel.Step(mode, compute=2 if compute_dtype else 0)
+    told = measure_parallel.memory(plan, config, step)
+    fullest = max(found, key=sum)
+    for name, counted in zip(("weights", "gradients", "moments"), fullest, strict=True):
+        assert 0.97 < told[name] / counted < 1.03, name  # a vocabulary of 57 does not divide by 2
 
 
 @pytest.mark.quick

@@ -236,6 +236,12 @@ SENDS = {  # plan, kind of model, options of parallelize, micro-batches a replic
     "d2e2 fsdp again": ("d2e2", "moe", dict(mode="fsdp", ac="full"), 2),
     "p2": ("p2", "dense", {}, 4),
     "p2 tied": ("p2", "tied", {}, 2),
+    "d2 zero1 mixed": ("d2", "dense", dict(mode="zero1", compute_dtype=torch.bfloat16), 1),
+    "d2 fsdp mixed": ("d2", "dense", dict(mode="fsdp", compute_dtype=torch.bfloat16), 2),
+    "t2 moe mixed": ("t2", "moe", dict(ac="full", compute_dtype=torch.bfloat16), 1),
+    "c2 mixed": ("c2", "dense", dict(compute_dtype=torch.bfloat16), 2),
+    "d2e2 mixed": ("d2e2", "moe", dict(compute_dtype=torch.bfloat16), 2),
+    "p2 tied mixed": ("p2", "tied", dict(compute_dtype=torch.bfloat16), 2),
 }
 SENDS_4 = {
     "c4": ("c4", "dense", {}, 1),
@@ -247,6 +253,7 @@ SENDS_4 = {
     "d2p2 fsdp": ("d2p2", "dense", dict(mode="fsdp"), 4),
     "p2t2": ("p2t2", "dense", {}, 2),
     "p4": ("p4", "deep", {}, 4),
+    "d2t2 fsdp mixed": ("d2t2", "dense", dict(mode="fsdp", compute_dtype=torch.bfloat16), 2),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
 
@@ -281,7 +288,8 @@ def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
     config = measure_parallel.build(kind, torch.float32, vocab_size=56).config
     tokens = 8 * measure_parallel.LENGTH // plan.dp
     ac, mode = options.get("ac", "none"), options.get("mode", "ddp")
-    step = Step(mode=mode, tokens=tokens, micros=micros, ac=ac)
+    compute = 2 if "compute_dtype" in options else 0
+    step = Step(mode=mode, tokens=tokens, micros=micros, ac=ac, compute=compute)
     for stage in range(plan.pp):
         given = {}
         for message in Rank(plan, config, step, stage).messages():
@@ -312,11 +320,17 @@ def kept_shape(kind, layers):
     return sizes | sparse | dict(num_hidden_layers=layers)
 
 
-def _kept(text, kind, dtype, layers):
+def _kept(text, kind, dtype, layers, mixed):
     """Bytes that autograd keeps of a forward of 32 tokens, without parameters."""
     plan = Plan.parse(text)
     model = measure_parallel.build(kind, dtype, **kept_shape(kind, layers))
-    model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan))
+    options = {}
+    if mixed:
+        options["compute_dtype"] = torch.bfloat16
+        model.states_dtype = dtype
+    model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan), **options)
+    if mixed:
+        parallel.LocalOptimizer(model, torch.optim.AdamW)
     own = {parallel.local(p).untyped_storage().data_ptr() for p in model.parameters()}
     seen, alive = {}, []
 
@@ -330,15 +344,18 @@ def _kept(text, kind, dtype, layers):
     return sum(size for pointer, size in seen.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
 def test_activations_are_what_is_kept(text, kind, dtype):
     """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
     plan = Plan.parse(text)
+    mixed = dtype == "mixed"
+    dtype = torch.float32 if mixed else getattr(torch, dtype)
     args = text, kind, dtype
-    kept = [max(ring.launch(plan.world, _kept, *args, layers)) for layers in (2, 3)]
+    kept = [max(ring.launch(plan.world, _kept, *args, layers, mixed)) for layers in (2, 3)]
     config = measure_parallel.build(kind, dtype, **kept_shape(kind, 3)).config
-    rank = Rank(plan, config, Step(tokens=32, micros=1, size=dtype.itemsize, ac="none"))
+    step = Step(tokens=32, micros=1, size=dtype.itemsize, ac="none", compute=2 if mixed else 0)
+    rank = Rank(plan, config, step)
     assert kept[1] - kept[0] == pytest.approx(rank.layer(), rel=0.05)
     assert rank.activations() == 3 * rank.layer()
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 
@@ -85,6 +86,8 @@ TABLE = {
     "python train_grpo.py": TINY,
     TRAIN: TINY,
     f"{TRAIN} --plan t2": TINY,
+    f'{TRAIN} --plan "d2|t2"': TINY,
+    f'{TRAIN} --plan "t2|d2" --data-parallel fsdp': TINY,
     "python train_grpo.py --tree sparse": TINY,
     "python train_grpo.py --staleness 1": TINY,
     "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
@@ -164,7 +167,7 @@ def shown_header():
 @pytest.mark.parametrize("command", RUN)
 def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     line = re.sub(r"\[.*\]", "", command + TABLE[command])
-    words = line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks").split()
+    words = shlex.split(line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks"))
     file = next((word for word in words if word.endswith(".py")), "ring_attention.py")
     flags = words[words.index(file) + 1 :] if file in words else words
     if file == "train_grpo.py":
