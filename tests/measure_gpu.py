@@ -331,7 +331,8 @@ def run_rows(device, few):
             "fsdp offload": " --data-parallel fsdp --offload"}  # fmt: skip
     if few:
         ways = {"flat": ""}
-    small = "--dtype float64 --steps 6 --hidden 32 --layers 2 --prompts 7 --group 8 --eval-prompts 7"
+    small = "--dtype float64 --steps 6 --hidden 32 --layers 2 --prompts 7 --group 8"
+    small += " --eval-prompts 7"
     with tempfile.TemporaryDirectory() as folder:
         truth = metrics_of_run(f"{small} --device cpu --out {folder}/cpu")
         for name, flags in ways.items():

@@ -3,10 +3,10 @@
     with other_device.present():
         model.to("other")(tokens.to("other"))
 
-It is as strict as CUDA: an operation on tensors of both devices, a CPU generator for a tensor of the
-device, and numpy of such a tensor are errors. So what a file does on a device of its own, where
+It is as strict as CUDA: an operation on tensors of both devices, a CPU generator for a tensor of
+the device, and numpy of such a tensor are errors. So what a file does on a device of its own, where
 each tensor is made and where it is moved, can be tested without a GPU. It has no kernels of its own
-(no flash, no NCCL, no FSDP), takes no memory away, and says nothing about speed.
+(no flash, no NCCL, no FSDP, no checkpointing by torch), and says nothing about memory or speed.
 """
 
 import contextlib
