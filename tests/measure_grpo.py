@@ -4,15 +4,19 @@ check: whole steps against `step_by_hand`, the gradient's invariances, and the m
 every tree mode and every family of models against one process that trains without trees, in
 float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
 critic. Cells that say `mixed` compute in float32, with masters in float64, against the same float64
-process: what they may be off is what float32 products are.
+process: what they may be off is what float32 products are. Whole runs with generators on ranks of
+their own are held against one process too.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
+import socket
 import statistics
 import tempfile
 import time
@@ -224,7 +228,7 @@ def three_steps(config, family, batch, device="cpu"):
     return found, parameters | persistent_buffers(trainer.model)
 
 
-def apart(found, truth):
+def tensors_apart(found, truth):
     """The largest difference over all tensors that are here, relative to the largest entry."""
     worst = max((found[name].cpu() - truth[name]).abs().max().item() for name in found)
     return worst / max(x.abs().max().item() for x in truth.values())
@@ -233,10 +237,10 @@ def apart(found, truth):
 def errors(found, truth):
     """The worst of loss, gradients, norm and parameters."""
     (steps, parameters), (true_steps, true_parameters) = found, truth
-    worst = [apart(parameters, true_parameters)]
+    worst = [tensors_apart(parameters, true_parameters)]
     for step, truth in zip(steps, true_steps, strict=True):
         loss, grads, norm = zip(step, truth, strict=True)
-        worst += [abs(a - b) / abs(b) for a, b in (loss, norm)] + [apart(*grads)]
+        worst += [abs(a - b) / abs(b) for a, b in (loss, norm)] + [tensors_apart(*grads)]
     return max(worst)
 
 
@@ -334,13 +338,82 @@ def matrix(cells):
     return found
 
 
+# Whole runs whose generators have ranks of their own: plan -> ranks, more flags, of every check.
+APART = {
+    "d1+d1": (2, "", True),
+    "d2+d1": (3, "", False),
+    "t2+d1": (3, "", False),
+    "d1+d2": (3, "--data-parallel fsdp", False),
+    "d1+t2": (3, "", False),
+    "d1+c2": (3, "", False),
+    "d1+p2": (3, "", False),
+    "d2+t2c2": (6, "", False),
+}
+RUN_BOUND = 1e-8  # of every metric
+RUN = "--size 3 --turns 3 --layers 4 --hidden 16 --heads 4 --prompts 5 --group 8 --dtype float64 "
+RUN += "--lr 0.005 --lr-warmup 0 --lr-decay constant --eval-every 2 --device cpu --overwrite"
+
+
+def whole_run(port, flags):
+    """A run in processes of `launch`, which then have the process groups of the run alone."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    config = train_grpo.parse_config(flags.split()).check()
+    with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
+        return train_grpo.train(config, device, side)
+
+
+def metrics_of_run(folder, world, flags):
+    """The lines of metrics.jsonl of a run, without what cannot be equal in two of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ring.launch(world, whole_run, port, f"{flags} --out {folder}/run")
+    with open(f"{folder}/run/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    other = "seconds/", "memory/", "logprob_gap/"
+    return [{k: x for k, x in line.items() if not k.startswith(other)} for line in lines]
+
+
+def runs_apart(every=False) -> dict:
+    """{row: the worst metric} of runs A+B against one process with the same --staleness."""
+    rows = {}
+    steps = 20 if every else 3
+    with tempfile.TemporaryDirectory() as folder:
+        for K in (0, 1, 2):
+            flags = f"{RUN} --staleness {K} --steps {steps}"
+            truth = metrics_of_run(folder, 1, flags)
+            for plan, (world, more, always) in APART.items():
+                if always or every:
+                    found = metrics_of_run(folder, world, f"{flags} --plan {plan} {more}")
+                    name = f"{steps} steps of {plan}, staleness {K}"
+                    rows[name] = worst_metric(found, truth)
+    return rows
+
+
+def worst_metric(found, truth) -> float:
+    """The largest difference of any metric of any step, relative to 1 or more."""
+    worst = []
+    for line, true in zip(found, truth, strict=True):
+        assert line.keys() == true.keys()
+        worst += [abs(line[name] - x) / max(1.0, abs(x)) for name, x in true.items()]
+    return max(worst)
+
+
 def check(every=False) -> bool:
     """Print the rows and the matrix, of some cells or of every one; whether all are in bounds."""
     mixed = all_cells(tuple(MIXED)) if every else mixed_cells()
     found = matrix((all_cells() if every else some_cells()) + mixed)
+    apart = runs_apart(every)
     rows = invariances()
     for name, error in rows.items():
         print(f"{name:48} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
+    print(f"generators on ranks of their own against one process: the worst metric; {RUN_BOUND}")
+    for name, error in apart.items():
+        print(f"{name:48} {error:.1e}  {'ok' if error <= RUN_BOUND else 'FAILED'}")
     print("against one process without trees: the worst of loss, gradients, clip norm, and of the "
           f"parameters after 3 steps; bound {BOUND}")  # fmt: skip
     if not every:
@@ -357,6 +430,7 @@ def check(every=False) -> bool:
     shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
     within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
     ok = max(rows.values()) <= 1e-12 and within
+    ok = ok and all(error <= RUN_BOUND for error in apart.values())
     lower = [found[cell] for cell in shares if cell[0] in MIXED]
     numbers = [found[cell] for cell in shares if cell[0] not in MIXED]
     print(f"{len(numbers)} cells, worst {max(numbers):.1e}; mixed {len(lower)}, worst "
