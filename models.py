@@ -52,7 +52,6 @@ References: Qwen2 arXiv:2407.10671; Qwen3 arXiv:2505.09388; Gemma 3 arXiv:2503.1
 arXiv:2104.09864 (half-split form); RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
 """
 
-import copy
 import dataclasses
 import json
 import math
@@ -3834,13 +3833,16 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _path_errors(model, frequencies=defined_frequencies, device="cpu"):
-    """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
+def _path_errors(model, frequencies=defined_frequencies, mine=None):
+    """(path, error) of one model: values, gradients, packing, the cache, log-probs.
+
+    mine: the same model on another device, which is then held against the definition on the CPU.
+    """
+    if mine is None:
+        mine = model
+    device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d, frequencies) for d in documents])
-
-    # The definition stays on the CPU. What is held against it is a copy, on the device.
-    mine = copy.deepcopy(model).to(device)
     alone = torch.cat([mine(d[None].to(device))[0] for d in documents])
     yield "one at a time", _relative(alone, truth)
     yield "gradient, worst parameter", _worst_gradient(mine, alone, model, truth)

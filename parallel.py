@@ -4253,6 +4253,8 @@ def main(argv) -> int:
     """check is here; plan and bench are in tests/measure_parallel.py. The exit code."""
     if argv == ["check"]:
         return 0 if check() else 1
+
+    # The rest is long, needs what only tests need, and is imported when asked for.
     if argv[:2] == ["check", "--device"]:
         return _measuring_file("measure_gpu").check("parallel", argv[1:])
     if argv and argv[0] in ("plan", "bench"):

@@ -75,7 +75,6 @@ arXiv:2506.05433; FlashMask arXiv:2410.01359; (7): DeepSeek-V3 arXiv:2412.19437,
 """
 
 import contextlib
-import copy
 import inspect
 import itertools
 import json
@@ -1810,13 +1809,14 @@ def _one_graph(model, trie, loss_fn, *, temperature):
     return loss.detach(), [score[0].detach() for score in scores]
 
 
-def _tree_rows(model, cases, device="cpu"):
+def _tree_rows(model, cases, mine=None):
     """(row, {column: the largest relative error of loss, log-probs and every gradient}).
 
-    Columns: one graph; block sizes, each the worse of with and without recomputation. The
-    definition is computed on the CPU, everything else by a copy of the model on the device.
+    Columns: one graph; block sizes, each the worse of with and without recomputation.
+    mine: the same model on another device, which is then held against the definition on the CPU.
     """
-    mine = copy.deepcopy(model).to(device)
+    if mine is None:
+        mine = model
     for name, sequences in cases.items():
         sequences = [torch.tensor(x) for x in sequences]
         trie = TokenTrie(sequences)

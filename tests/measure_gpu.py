@@ -238,7 +238,8 @@ def model_rows(device, few):
     cases = {name: models.CASES[name] for name in (("qwen3",) if few else models.CASES)}
     for name, (model_type, changes) in cases.items():
         model = models.tiny_model(model_type, **changes)
-        for path, error in models._path_errors(model, device=device):
+        there = models.tiny_model(model_type, **changes).to(device)
+        for path, error in models._path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
     for name in () if few else measure_models.CASES:
         for path, error in measure_models.rope_errors(name, device):
@@ -278,7 +279,8 @@ def tree_rows_of_check(device, few):
     forests = tree.forests()
     if few:
         forests = {name: forests[name] for name in ("prefixes", "star")}
-    tables = {"by max_tokens": dict(tree._tree_rows(tree.TinyModel(), forests, device))}
+    there = tree.TinyModel().to(device)
+    tables = {"by max_tokens": dict(tree._tree_rows(tree.TinyModel(), forests, there))}
     if not few:
         tables["families"] = measure_tree.family_rows(device)
     for rows in tables.values():

@@ -70,13 +70,14 @@ def rope_errors(name, device="cpu"):
     """(path, error) of one of CASES against `models.definition`."""
     model_type, changes = CASES[name]
     model = tiny_model(model_type, **changes)
-    errors = models._path_errors(model, defined_frequencies, device)
+    there = tiny_model(model_type, **changes).to(device)
+    errors = models._path_errors(model, defined_frequencies, there)
     if name != "qwen3 dynamic":
         return [*errors]
     # it depends on the call's longest row: neither packed nor in pieces
     long = torch.randint(model.config.vocab_size, (50,))
     truth = models.definition(model, long, defined_frequencies)
-    logits = model.to(device)(long[None].to(device))[0]
+    logits = there(long[None].to(device))[0]
     return [*islice(errors, 2), ("beyond its length", relative(logits, truth))]
 
 
