@@ -10,6 +10,7 @@ bench: seconds by phase, tokens a second, and what sharing prefixes gains agains
 """
 
 import argparse
+import copy
 import contextlib
 import dataclasses
 import itertools
@@ -31,11 +32,11 @@ import models
 import ring_attention as ring
 import train_grpo
 from parallel import (
-    Plan, clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
+    clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, groups_again,
-    make_task, prepare, rollout_line, step_by_hand, update,
+    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, generator_plan,
+    groups_again, make_task, plans_of, prepare, rollout_line, step_by_hand, update,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -253,7 +254,11 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            Plan.parse(config.plan).require_fits(world=world, config=model_of(family).config)
+            fits = dict(world=world, config=model_of(family).config)
+            _, trainer = plans_of(config)
+            trainer.require_fits(**fits)
+            if "|" in config.plan:
+                generator_plan(config).require_fits(**fits)
     except ValueError:
         return True
     return False
@@ -335,6 +340,100 @@ def matrix(cells):
         parts = ring.launch(world, run_cells, world, cells, true, batch)
         for cell, first in parts[0].items():
             found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+GENERATORS = {  # name -> ranks, --plan; the policy's plan does not matter to what is sampled
+    "t2|d2": (2, {}),
+    "d2|t2": (2, {}),
+    "t2|d2 fsdp": (2, dict(data_parallel="fsdp")),
+    "t2|p2": (2, {}),
+    "d2e2|t2": (2, {}),
+    "t2e2|d2": (2, {}),
+    "(attn:t2|ffn:t2)|d2": (2, {}),
+    "d2t2|d4 fsdp": (4, dict(data_parallel="fsdp")),
+    "d4|p2t2": (4, {}),
+    "d2t2e4|d2c2": (4, {}),
+    "(attn:d2t2|ffn:e2t2)|d4": (4, {}),
+}
+
+
+HOT = 4.0  # a temperature at which every token of these models has a chance
+
+
+def some_generators() -> list:
+    """(name, family) of some generators, which show each letter and each family."""
+    return [
+        ("t2|d2", "gemma3_text"), ("t2|d2 fsdp", "qwen2"), ("d2|t2", "qwen3"),
+        ("d2e2|t2", "qwen3_moe"), ("t2e2|d2", "balanced moe"), ("d2t2e4|d2c2", "qwen3_moe"),
+    ]  # fmt: skip
+
+
+def sampled(config, family):
+    """{group: [(tokens, log-probs)]} of this rank, after a push of the weights of one step."""
+    model = model_of(family)
+    generator = copy.deepcopy(model).requires_grad_(False).to("meta")
+    trainer = Trainer(config, model, generator=generator)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(1.25)  # for every plan alike, and it is no copy of the first weights any more
+    trainer.push_weights()
+    mine, _, _ = collect(config, make_task(config), trainer.generator, 0)
+    return {n: [(t.tokens, t.sampler_logprobs) for t in group] for n, group in mine.items()}
+
+
+def run_generators(world, cells, truths):
+    """{(name, family): the largest difference of a log-prob, infinite if a token differs, or
+    "refused"} on this rank."""
+    found = {}
+    for name, family in cells:
+        of_name, more = GENERATORS[name]
+        if of_name != world:
+            continue
+        config = setting(plan=name.split()[0], temperature=HOT, **more)
+        if refused(config, family, world):
+            found[name, family] = "refused"
+            continue
+        worst = 0.0
+        for group, rollouts in sampled(config, family).items():
+            for (tokens, logprobs), (true_tokens, true) in zip(
+                rollouts, truths[family][group], strict=True
+            ):
+                if tokens != true_tokens or not np.isfinite(logprobs).all():
+                    worst = math.inf
+                    continue
+                worst = max(worst, float(np.abs(logprobs - true).max()))
+        found[name, family] = worst
+    return found
+
+
+def sampled_by_one(families):
+    return {family: sampled(setting(temperature=HOT).check(), family) for family in families}
+
+
+def of_generators(cells):
+    """{(name, family): the worst rank's error, or "refused"}."""
+    families = sorted({family for _, family in cells})
+    (truths,) = ring.launch(1, sampled_by_one, families)
+    found = {}
+    for world in sorted({GENERATORS[name][0] for name, _ in cells}):
+        parts = ring.launch(world, run_generators, world, cells, truths)
+        for cell, first in parts[0].items():
+            found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+def print_generators(every) -> dict:
+    """A row for each generator's plan; returns what `of_generators` has found."""
+    found = of_generators(
+        [*itertools.product(GENERATORS, FAMILIES)] if every else some_generators())
+    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
+          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
+    for name in GENERATORS:
+        shown = [found.get((name, family), "") for family in FAMILIES]
+        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+        if any(x != "" for x in shown):
+            print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
     return found
 
 
@@ -427,16 +526,21 @@ def check(every=False) -> bool:
             texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
             if any(shown):
                 print(f"{name:22}{tree:12}" + "".join(f"{text:>13}" for text in texts))
+    generators = print_generators(every)
+    sampled_apart = [x for x in generators.values() if not isinstance(x, str)]
     shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
     within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
-    ok = max(rows.values()) <= 1e-12 and within
+    ok = max(*rows.values(), *sampled_apart) <= 1e-12 and within
     ok = ok and all(error <= RUN_BOUND for error in apart.values())
     lower = [found[cell] for cell in shares if cell[0] in MIXED]
     numbers = [found[cell] for cell in shares if cell[0] not in MIXED]
+    refusals = [x for x in (*found.values(), *generators.values()) if isinstance(x, str)]
     print(f"{len(numbers)} cells, worst {max(numbers):.1e}; mixed {len(lower)}, worst "
-          f"{max(lower):.1e}; refused: {len(found) - len(shares)}")  # fmt: skip
-    worst = max(*rows.values(), *numbers)
+          f"{max(lower):.1e}; generators {len(sampled_apart)}, worst {max(sampled_apart):.1e}; "
+          f"refused: {len(refusals)}")  # fmt: skip
+    worst = max(*rows.values(), *numbers, *sampled_apart)
     line = {"check": "train_grpo", "ok": ok, "cells": len(shares), "max_error": worst}
+    line["generators"] = len(sampled_apart)
     print(json.dumps(line | {"mixed_error": max(lower)}))
     return ok
 

@@ -690,7 +690,8 @@ def _table(config, options):
     What is above 100 % of 80 GB does not train there, whatever the allocator does.
     """
     print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
-    held = "weights + gradients + moments", "activations", "buffers", "generator", "GiB in all", "of 80 GB"
+    held = ["weights + gradients + moments", "activations", "buffers", "generator"]
+    held += ["GiB in all", "of 80 GB"]
     print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
           *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
     print("|---" * 16 + "|")
