@@ -356,11 +356,9 @@ class Attention(nn.Module):
         q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
         k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
 
-        # Queries and keys are turned by the same angles, and so in one call.
-        H = q_BSHD.shape[2]
-        G = k_BSGD.shape[2]
-        qk_BSXD = rotate(torch.cat([q_BSHD, k_BSGD], 2), *ropes[self.kind])
-        q_BHSD, k_BGSD = qk_BSXD.transpose(1, 2).split([H, G], 1)
+        # Queries and keys are turned by the same angles.
+        q_BHSD = rotate(q_BSHD, *ropes[self.kind]).transpose(1, 2)
+        k_BGSD = rotate(k_BSGD, *ropes[self.kind]).transpose(1, 2)
         v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
         # The seam: the function that the caller chose decides who sees whom, and where keys and
@@ -616,7 +614,7 @@ def token_logprobs(
     require_scorable(hidden_NM, weight_vM, targets_N, group, vocab_size, temperature, chunk)
     kept_chunks = 1  # of so many chunks the exponentials are kept, see `TokenLogprobs`
     if chunk is None:
-        chunk, kept_chunks = default_chunks(len(targets_N), len(weight_vM))
+        chunk, kept_chunks = default_chunks(len(targets_N), weight_vM)
     options = LogprobOptions(temperature, softcap, chunk, kept_chunks, group, vocab_start)
     return TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
@@ -638,23 +636,25 @@ class TokenLogprobs(torch.autograd.Function):
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
         ctx.exponentials = {}  # first token of a chunk -> e^(z - m), and its m
+        scratch = Scratch()
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
-            if len(ctx.exponentials) == options.kept_chunks:
+            if len(ctx.exponentials) == options.kept_chunks > 0:
                 del ctx.exponentials[min(ctx.exponentials)]  # the oldest, before the next is made
 
             # The target's logit, on the rank that has its row.
-            z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
+            z_nv = scaled_logits(hidden_NM[rows], weight_vM, options, scratch)
             local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)
             target_n = torch.where(owned_n1, z_nv.gather(-1, local_n1), 0)[:, 0]
 
             # In place wherever it can be: z becomes z - m, and that becomes (z - m) e^(z - m).
             largest_N[rows] = z_nv.amax(-1)
             shifted_nv = z_nv.sub_(largest_N[rows, None])
-            e_nv = shifted_nv.exp()
+            keep = options.kept_chunks > 0 and options.softcap is None
+            e_nv = shifted_nv.exp() if keep else scratch.exp(shifted_nv)
             weighted_n = shifted_nv.mul_(e_nv).sum(-1)
             sums_4N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n, owned_n1[:, 0]])
-            if options.softcap is None:
+            if keep:
                 ctx.exponentials[n] = e_nv, largest_N[rows, None]
 
         # Each rank has summed over its own rows of the vocabulary, around its own m. So the ranks
@@ -2077,6 +2077,7 @@ def update_router_bias(model, counts, /):
 # Skip it if the formulas in its docstring are enough for you.
 
 LOGITS = 2**22  # held at a time by default: 16 MiB in float32
+CACHED_LOGITS = 2**19  # 2 MiB in float32
 
 
 class LogprobOptions(NamedTuple):
@@ -2090,19 +2091,51 @@ class LogprobOptions(NamedTuple):
     vocab_start: int
 
 
-def default_chunks(N, v):
+def default_chunks(N, weight_vM):
     """Rows of a chunk, and of how many chunks the exponentials stay for the backward."""
-    # At least two chunks, so that what is held is less than all. Kept are so many exponentials as
-    # fit into the same 2^22 numbers; with V = 151936 that is one chunk of 128 rows.
-    chunk = max(1, min((N + 1) // 2, max(128, LOGITS // v)))
+    # At least two chunks, so that what is held is less than all. On a CPU a chunk's logits are to
+    # stay in the core's cache while they are passed over, unless the vocabulary is too large.
+    v = len(weight_vM)
+    held = CACHED_LOGITS if weight_vM.device.type == "cpu" else LOGITS
+    chunk = max(1, min((N + 1) // 2, max(128, held // v)))
+
+    # Kept are so many exponentials as fit into 2^22 numbers; with V = 151936 that is one chunk of
+    # 128 rows. Without a backward to come there is nothing to keep.
+    if not torch.is_grad_enabled():
+        return chunk, 0
     return chunk, max(1, LOGITS // (chunk * v))
 
 
-def scaled_logits(hidden_NM, weight_vM, options):
-    """z / tau of (8), capped, (N, v)."""
+class Scratch:
+    """Memory for one chunk after the other: new pages would cost as much as what fills them."""
+
+    def __init__(self):
+        self.memory = {}
+
+    def like(self, name, shape, x, /):
+        """A tensor of this shape, of x's dtype and device. Its content is undefined."""
+        if name not in self.memory:
+            self.memory[name] = x.new_empty(shape)  # the first chunk is the longest
+        return self.memory[name][: shape[0]]
+
+    def product(self, hidden_NM, weight_vM):
+        """hidden weight^T, valid until the next one is asked for."""
+        shape = len(hidden_NM), len(weight_vM)
+        return torch.mm(hidden_NM, weight_vM.T, out=self.like("product", shape, hidden_NM))
+
+    def exp(self, x_Nv):
+        """e^x, valid until the next one is asked for."""
+        return torch.exp(x_Nv, out=self.like("exp", x_Nv.shape, x_Nv))
+
+
+def scaled_logits(hidden_NM, weight_vM, options, scratch=None):
+    """z / tau of (8), capped, (N, v). They may be overwritten."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
-    z_Nv = F.linear(hidden_NM, weight_vM)
+    if scratch is None:
+        z_Nv = F.linear(hidden_NM, weight_vM)
+    else:
+        z_Nv = scratch.product(hidden_NM, weight_vM)
     z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
     if options.softcap is not None:
         z_Nv = options.softcap * torch.tanh(z_Nv / options.softcap)
