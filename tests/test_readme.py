@@ -90,6 +90,9 @@ TABLE = {
     f'{TRAIN} --plan "t2|d2" --data-parallel fsdp': TINY,
     "python train_grpo.py --tree sparse": TINY,
     "python train_grpo.py --staleness 1": TINY,
+    "python tests/measure_apart.py trace": "tests/test_apart.py::"
+    "test_the_trace_shows_both_sides_at_work",
+    "python tests/measure_apart.py race --rounds 9": "tests/test_apart.py::test_the_race_is_run",
     f"{TRAIN} --plan d1+d1 --staleness 1": TINY,
     "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
