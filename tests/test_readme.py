@@ -65,6 +65,7 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     "python -m pytest tests/test_audit.py -m slow -s -k made_in_any_way": "\npython -m pytest\n",
     "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
     "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
+    "python -m pytest tests/test_precision.py -s -k autocast": "\npython -m pytest\n",
     "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
     "pip install trl": "\ntrl>=",
 }
