@@ -3919,9 +3919,9 @@ class Side:
         try:
             yield
         except BaseException as error:
-            kind = next((name for name, one in self.REFUSALS.items() if type(error) is one), "")
+            kind = type(error).__name__
             if isinstance(error, ValueError):
-                kind = "ValueError"
+                kind = "ValueError"  # a task's, say, which has a name of its own
             text = str(error).partition("; this rank leaves")[0] or type(error).__name__
             word = {"side": self.name, "rank": self.rank, "kind": kind, "text": text[:2000]}
             # The first word stays: what ended because of it would say less.
@@ -4243,19 +4243,23 @@ def check() -> bool:
     return ok
 
 
-def _measuring_file():
-    """tests/measure_parallel.py; ImportError where it, or a file that it needs, is missing."""
+def _measuring_file(name="measure_parallel"):
+    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_parallel")
+    return __import__(name)
 
 
 def main(argv) -> int:
     """check is here; plan and bench are in tests/measure_parallel.py. The exit code."""
     if argv == ["check"]:
         return 0 if check() else 1
+
+    # The rest is long, needs what only tests need, and is imported when asked for.
+    if argv[:2] == ["check", "--device"]:
+        return _measuring_file("measure_gpu").check("parallel", argv[1:])
     if argv and argv[0] in ("plan", "bench"):
         return _measuring_file().main(argv)
-    print("usage: python parallel.py check | plan STRING | bench", file=sys.stderr)
+    print("usage: python parallel.py check [--device cuda] | plan STRING | bench", file=sys.stderr)
     return 2
 
 

@@ -10,6 +10,7 @@ bench: seconds by phase, tokens a second, and what sharing prefixes gains agains
 """
 
 import argparse
+import copy
 import contextlib
 import dataclasses
 import itertools
@@ -31,11 +32,11 @@ import models
 import ring_attention as ring
 import train_grpo
 from parallel import (
-    Plan, clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
+    clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, groups_again,
-    make_task, prepare, rollout_line, step_by_hand, update,
+    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, generator_plan,
+    groups_again, make_task, plans_of, prepare, rollout_line, step_by_hand, update,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -45,10 +46,10 @@ SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, fork
 BOUND = 1e-10
 
 
-def rollouts(config):
+def rollouts(config, device="cpu"):
     """Trajectories of one step, with an old policy and advantages of their own; forks share."""
     task = make_task(config)
-    model, generator, _ = build(config, task, "cpu")
+    model, generator, _ = build(config, task, device)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     mine, kept, _ = collect(config, task, generator, 0)
@@ -81,8 +82,11 @@ STEPS = {  # settings that between them reach every line of `definition` and of 
 }  # fmt: skip
 
 
-def step_error(**changes) -> float:
-    """The second step of a run against `step_by_hand`: the worst of metrics and parameters."""
+def step_error(device="cpu", **changes) -> float:
+    """The second step of a run against `step_by_hand`: the worst of metrics and parameters.
+
+    The run's step is done on the device, the step by hand on the CPU.
+    """
     config = Config(**SMALL | dict(lr=0.01, lr_warmup=0) | changes).check()
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -90,7 +94,7 @@ def step_error(**changes) -> float:
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
             models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
             config = dataclasses.replace(config, model=folder)
-        model, generator, reference = build(config, task, "cpu")
+        model, generator, reference = build(config, task, device)
     trainer = Trainer(config, model, generator=generator, reference=reference)
     if reference is not None:
         copy_weights(model, reference)
@@ -105,23 +109,28 @@ def step_error(**changes) -> float:
         found |= prepare(config, trainer, [rollouts[n] for n in chosen])
         found |= update(config, trainer, rollouts, chosen, step, counts["sampled_by"])
     groups = groups_again(config, task, step, lines)
+    state = state.cpu()
+    frozen = None if frozen is None else frozen.cpu()
+    moments = {name: [count, m.cpu(), v.cpu()] for name, (count, m, v) in moments.items()}
     truth = step_by_hand(config, groups, state, moments, step, reference=frozen, **counts)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     assert missing <= not_by_hand, missing
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = dict(state.named_parameters())
-    worst += [(p - hand[name]).abs().max().item() for name, p in model.named_parameters()]
+    worst += [(p.cpu() - hand[name]).abs().max().item() for name, p in model.named_parameters()]
     votes = persistent_buffers(state)
-    worst += [(x - votes[name]).abs().max() for name, x in persistent_buffers(model).items()]
+    for name, x in persistent_buffers(model).items():
+        worst.append((x.cpu() - votes[name]).abs().max().item())
     return float(max(worst))
 
 
-def invariances():
+def invariances(device="cpu", steps=STEPS):
     """{row: error}: steps against the step by hand, the gradient however the batch is cut."""
-    connect("cpu")
+    if not dist.is_initialized():
+        connect(device)
     config = Config(**SMALL).check()
-    trainer, batch = rollouts(config)
+    trainer, batch = rollouts(config, device)
     Z, model = denominator(batch, config), trainer.model
 
     def gradient(batch, **changes):
@@ -129,10 +138,10 @@ def invariances():
         model.zero_grad()
         loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
         loss = torch.tensor([loss], dtype=torch.float64)
-        return torch.cat([loss, *(p.grad.flatten() for p in model.parameters())])
+        return torch.cat([loss, *(p.grad.flatten().cpu() for p in model.parameters())])
 
     whole = gradient(batch)
-    rows = {f"a step by hand: {name}": step_error(**how) for name, how in STEPS.items()}
+    rows = {f"a step by hand: {name}": step_error(device, **how) for name, how in steps.items()}
     for name, other in {
         "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
         "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
@@ -196,9 +205,9 @@ def model_of(family):
     return model
 
 
-def three_steps(config, family, batch):
+def three_steps(config, family, batch, device="cpu"):
     """[(loss, gradients, norm)] of three steps on this rank's share, and the parameters then."""
-    trainer, found, seen = Trainer(config, model_of(family)), [], {}
+    trainer, found, seen = Trainer(config, model_of(family).to(device)), [], {}
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
     def watched(model, most):
@@ -222,7 +231,7 @@ def three_steps(config, family, batch):
 
 def tensors_apart(found, truth):
     """The largest difference over all tensors that are here, relative to the largest entry."""
-    worst = max((found[name] - truth[name]).abs().max().item() for name in found)
+    worst = max((found[name].cpu() - truth[name]).abs().max().item() for name in found)
     return worst / max(x.abs().max().item() for x in truth.values())
 
 
@@ -245,7 +254,11 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            Plan.parse(config.plan).require_fits(world=world, config=model_of(family).config)
+            fits = dict(world=world, config=model_of(family).config)
+            _, trainer = plans_of(config)
+            trainer.require_fits(**fits)
+            if "|" in config.plan:
+                generator_plan(config).require_fits(**fits)
     except ValueError:
         return True
     return False
@@ -327,6 +340,100 @@ def matrix(cells):
         parts = ring.launch(world, run_cells, world, cells, true, batch)
         for cell, first in parts[0].items():
             found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+GENERATORS = {  # name -> ranks, --plan; the policy's plan does not matter to what is sampled
+    "t2|d2": (2, {}),
+    "d2|t2": (2, {}),
+    "t2|d2 fsdp": (2, dict(data_parallel="fsdp")),
+    "t2|p2": (2, {}),
+    "d2e2|t2": (2, {}),
+    "t2e2|d2": (2, {}),
+    "(attn:t2|ffn:t2)|d2": (2, {}),
+    "d2t2|d4 fsdp": (4, dict(data_parallel="fsdp")),
+    "d4|p2t2": (4, {}),
+    "d2t2e4|d2c2": (4, {}),
+    "(attn:d2t2|ffn:e2t2)|d4": (4, {}),
+}
+
+
+HOT = 4.0  # a temperature at which every token of these models has a chance
+
+
+def some_generators() -> list:
+    """(name, family) of some generators, which show each letter and each family."""
+    return [
+        ("t2|d2", "gemma3_text"), ("t2|d2 fsdp", "qwen2"), ("d2|t2", "qwen3"),
+        ("d2e2|t2", "qwen3_moe"), ("t2e2|d2", "balanced moe"), ("d2t2e4|d2c2", "qwen3_moe"),
+    ]  # fmt: skip
+
+
+def sampled(config, family):
+    """{group: [(tokens, log-probs)]} of this rank, after a push of the weights of one step."""
+    model = model_of(family)
+    generator = copy.deepcopy(model).requires_grad_(False).to("meta")
+    trainer = Trainer(config, model, generator=generator)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(1.25)  # for every plan alike, and it is no copy of the first weights any more
+    trainer.push_weights()
+    mine, _, _ = collect(config, make_task(config), trainer.generator, 0)
+    return {n: [(t.tokens, t.sampler_logprobs) for t in group] for n, group in mine.items()}
+
+
+def run_generators(world, cells, truths):
+    """{(name, family): the largest difference of a log-prob, infinite if a token differs, or
+    "refused"} on this rank."""
+    found = {}
+    for name, family in cells:
+        of_name, more = GENERATORS[name]
+        if of_name != world:
+            continue
+        config = setting(plan=name.split()[0], temperature=HOT, **more)
+        if refused(config, family, world):
+            found[name, family] = "refused"
+            continue
+        worst = 0.0
+        for group, rollouts in sampled(config, family).items():
+            for (tokens, logprobs), (true_tokens, true) in zip(
+                rollouts, truths[family][group], strict=True
+            ):
+                if tokens != true_tokens or not np.isfinite(logprobs).all():
+                    worst = math.inf
+                    continue
+                worst = max(worst, float(np.abs(logprobs - true).max()))
+        found[name, family] = worst
+    return found
+
+
+def sampled_by_one(families):
+    return {family: sampled(setting(temperature=HOT).check(), family) for family in families}
+
+
+def of_generators(cells):
+    """{(name, family): the worst rank's error, or "refused"}."""
+    families = sorted({family for _, family in cells})
+    (truths,) = ring.launch(1, sampled_by_one, families)
+    found = {}
+    for world in sorted({GENERATORS[name][0] for name, _ in cells}):
+        parts = ring.launch(world, run_generators, world, cells, truths)
+        for cell, first in parts[0].items():
+            found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+def print_generators(every) -> dict:
+    """A row for each generator's plan; returns what `of_generators` has found."""
+    found = of_generators(
+        [*itertools.product(GENERATORS, FAMILIES)] if every else some_generators())
+    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
+          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
+    for name in GENERATORS:
+        shown = [found.get((name, family), "") for family in FAMILIES]
+        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+        if any(x != "" for x in shown):
+            print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
     return found
 
 
@@ -419,16 +526,21 @@ def check(every=False) -> bool:
             texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
             if any(shown):
                 print(f"{name:22}{tree:12}" + "".join(f"{text:>13}" for text in texts))
+    generators = print_generators(every)
+    sampled_apart = [x for x in generators.values() if not isinstance(x, str)]
     shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
     within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
-    ok = max(rows.values()) <= 1e-12 and within
+    ok = max(*rows.values(), *sampled_apart) <= 1e-12 and within
     ok = ok and all(error <= RUN_BOUND for error in apart.values())
     lower = [found[cell] for cell in shares if cell[0] in MIXED]
     numbers = [found[cell] for cell in shares if cell[0] not in MIXED]
+    refusals = [x for x in (*found.values(), *generators.values()) if isinstance(x, str)]
     print(f"{len(numbers)} cells, worst {max(numbers):.1e}; mixed {len(lower)}, worst "
-          f"{max(lower):.1e}; refused: {len(found) - len(shares)}")  # fmt: skip
-    worst = max(*rows.values(), *numbers)
+          f"{max(lower):.1e}; generators {len(sampled_apart)}, worst {max(sampled_apart):.1e}; "
+          f"refused: {len(refusals)}")  # fmt: skip
+    worst = max(*rows.values(), *numbers, *sampled_apart)
     line = {"check": "train_grpo", "ok": ok, "cells": len(shares), "max_error": worst}
+    line["generators"] = len(sampled_apart)
     print(json.dumps(line | {"mixed_error": max(lower)}))
     return ok
 

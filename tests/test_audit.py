@@ -237,6 +237,9 @@ WAYS = {  # of the issue; the default run itself is audited in full by whoever m
         1, "--proximal --importance-cap 2 --generator-dtype bfloat16"),
     "two ranks, `fsdp`": (2, "--data-parallel fsdp"),
     "two ranks, `zero1`": (2, "--data-parallel zero1"),
+    "`--compute-dtype bfloat16`": (1, "--compute-dtype bfloat16"),
+    "two ranks, `zero1`, `--compute-dtype bfloat16`": (
+        2, "--data-parallel zero1 --compute-dtype bfloat16"),
     "killed in step 17 and resumed": (1, "killed"), "a checkpoint on JSONL": (1, "jsonl"),
 }  # fmt: skip
 

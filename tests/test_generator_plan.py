@@ -4,12 +4,15 @@ import contextlib
 import dataclasses
 import random
 
+import measure_grpo
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_parallel import Rank, Step
+from test_faults import kill
+from test_faults import run as run_with_faults
 from test_plan_run import SHAPE as FLAGS
 from test_plan_run import mixture  # noqa: F401, a fixture
 from test_ranks import (
@@ -86,7 +89,8 @@ def _sampled(rank, plan, families):
     found = {}
     for family in families:
         for name, setting in SETTINGS.items():
-            config = Config(dtype="float64", group=4, eval_prompts=3, plan=plan, **setting).check()
+            how = dict(group=4, eval_prompts=3, temperature=4.0) | setting
+            config = Config(dtype="float64", plan=plan, **how).check()
             task = make_task(config)
             model = model_of(family)
             trainer = Trainer(config, model, generator=without_memory(model))
@@ -269,10 +273,40 @@ def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
     assert "no mood" in first
 
 
+def _checked(rank, truths, fault):
+    """What `train_grpo.py check` finds of a generator, with something broken."""
+    if fault == "no sum over ranks":
+        parallel.leave_split = lambda x, group, sequence: x
+    if fault == "one rank's part is lost":
+        copy_weights = train_grpo.copy_weights
+
+        def losing(source, target, *more):
+            copy_weights(source, target, *more)
+            if rank == 1:
+                local(target.head_weight.detach()).zero_()
+
+        train_grpo.copy_weights = losing
+    return measure_grpo.run_generators(2, [("t2|d2 fsdp", "gemma3_text")], truths)
+
+
+@pytest.mark.parametrize("fault", ["none", "no sum over ranks", "one rank's part is lost"])
+def test_the_rows_of_check_see_a_fault(tmp_path, fault):
+    (truths,) = ranks(tmp_path, 1, _truths)
+    for found in ranks(tmp_path, 2, _checked, truths, fault):
+        (error,) = found.values()
+        assert error < 1e-12 if fault == "none" else error > 1e-3
+
+
+def _truths(rank):
+    return measure_grpo.sampled_by_one(["gemma3_text"])
+
+
 # The push --------------------------------------------------------------------------------------
 
 FSDP = dict(data_parallel="fsdp")
 ZERO1 = dict(data_parallel="zero1")
+MIXED = dict(compute_dtype="float32")
+WIDE = dict(generator_dtype="float64")
 # name -> ranks, --plan, family, more settings, what of the generator is in the policy's memory
 PUSHES = {
     "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
@@ -286,6 +320,11 @@ PUSHES = {
     "t2|p2 tied": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
     "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
     "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
+    "d2|d2 mixed": (2, "d2|d2", "qwen3", MIXED, "all"),
+    "t2|d2 mixed zero1": (2, "t2|d2", "qwen3", MIXED | ZERO1, "norms"),
+    "t2|d2 mixed fsdp": (2, "t2|d2", "qwen3", MIXED | FSDP, "none"),
+    "d2|d2 mixed, masters": (2, "d2|d2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
+    "t2|p2 mixed, masters": (2, "t2|p2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
     "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
     "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
     "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
@@ -307,7 +346,7 @@ def _pushed(rank, name):
     _, plan, family, more, _ = PUSHES[name]
     shape = wide() if family == "wide" else shape_of(family)
     config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
-    dtype = getattr(torch, config.generator_dtype or "float64")
+    dtype = getattr(torch, config.generator_dtype or config.compute_dtype or "float64")
 
     with LiveBytes() as counted:
         with torch.device("meta"):
@@ -319,8 +358,11 @@ def _pushed(rank, name):
 
     truth = models.Transformer(shape).double().init_weights(3)
     found = [_equal(trainer.generator, truth, dtype)]
+    masters = []
+    if parallel.has_masters(trainer.optimizer):
+        masters = [*trainer.optimizer.mine.values()]
     with torch.no_grad():
-        for p in [*truth.parameters(), *trainer.model.parameters()]:
+        for p in [*truth.parameters(), *trainer.model.parameters(), *masters]:
             local(p).mul_(-3)
     with _bytes_that_come() as came:
         trainer.push_weights()
@@ -332,7 +374,7 @@ def _pushed(rank, name):
         if path in policy and local(q).is_set_to(local(policy[path].detach()))
     }
     parts = {local(p) for part in parts_of(trainer.model) for p in part.parameters()}
-    own = sum(p.numel() * 8 for p in parts)
+    own = sum(p.numel() * p.element_size() for p in [*parts, *masters])
     generators = sum(
         local(q).numel() * q.element_size() for path, q in tensors_of(trainer.generator).items()
         if path not in shared)  # fmt: skip
@@ -371,8 +413,9 @@ def _equal(generator, truth, dtype):
 def told_by_plan(name):
     """(bytes of the generator besides the policy, bytes that come in) of each rank, by formulas."""
     world, text, family, more, _ = PUSHES[name]
-    size = 2 if "generator_dtype" in more else 8
-    step = Step(mode=more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8)
+    compute = 4 if "compute_dtype" in more else 0
+    size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
+    step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
     ((generator, trainer),) = Allocation.parse(text).groups
     config = wide() if family == "wide" else shape_of(family)
     sampler = Rank(generator, config, step)
@@ -407,7 +450,7 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
             assert (generators, came) == told[rank]
         assert shared == expected
         assert own + generators <= most <= 1.1 * (own + generators + 2 * largest)
-        if sharing == "none" and ("t2" in name or "t4" in name):
+        if sharing == "none" and "mixed" not in name and ("t2" in name or "t4" in name):
             assert most < 1.5 * whole, "neither is a whole model here"
 
 
@@ -512,3 +555,13 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
     flags = f"{FLAGS} --steps 1 --plan t2|d2"
     for text in ranks(tmp_path, 2, _unwritable, flags, tmp_path / "run"):
         assert "hf not written" in text and "no space left" in text
+
+
+@pytest.mark.parametrize("where", shortened(
+    ["train_grpo.SharedTask.ask", "models.gather_logits"], "train_grpo.SharedTask.ask"
+))  # fmt: skip
+def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
+    fault = (1, where, 5, kill)
+    codes, _, err = run_with_faults(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", fault)
+    assert codes == [2, -9]
+    assert "another rank is gone" in err[0] and "go on with --resume --out run" in err[0]
