@@ -311,7 +311,7 @@ def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
     """(5), half-split form; (B, S, X, D) -> the same. `rope_angles` made cos and sin."""
     # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
     swapped_BSXD = x_BSXD.roll(x_BSXD.shape[-1] // 2, -1)
-    return torch.addcmul(x_BSXD * cos_BS1D, swapped_BSXD, sin_BS1D).to(x_BSXD.dtype)  # (5)
+    return (x_BSXD * cos_BS1D).addcmul_(swapped_BSXD, sin_BS1D).to(x_BSXD.dtype)  # (5)
 
 
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
@@ -2569,6 +2569,7 @@ class SharedPrompts:
         self.prompt_B = None  # each row's prompt
         self.rows_Rn = None  # each prompt's rows, padded to the largest group
         self.place_B = None  # each row's place in that table, flattened
+        self.in_order = False  # the places are 0, 1, 2, ..
 
     def give_rows(self, prompt_B, row_lengths):
         """Row b begins with prompt prompt_B[b]; the `Lengths` of the rows behind their prompts."""
@@ -2593,6 +2594,9 @@ class SharedPrompts:
         self.rows_Rn[prompt_B, earlier_B] = row_B
         self.place_B = prompt_B * n + earlier_B
         self.prompt_B = prompt_B
+
+        # Equally many rows of each prompt, one prompt after the other: the table is the rows.
+        self.in_order = self.rows_Rn.numel() == len(row_B) and self.place_B.equal(row_B)
         return Lengths.measured(row_lengths.of_B - self.lengths.of_B[prompt_B])
 
     def attention(self, q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale):
@@ -2636,12 +2640,17 @@ class SharedPrompts:
 
     def _per_prompt(self, x_BGhX):
         """The rows of each prompt side by side: (B, G, h, X) -> (R, G, n h, X)."""
-        return x_BGhX[self.rows_Rn].transpose(1, 2).flatten(2, 3)
+        if self.in_order:
+            x_RnGhX = x_BGhX.unflatten(0, self.rows_Rn.shape)
+        else:
+            x_RnGhX = x_BGhX[self.rows_Rn]
+        return x_RnGhX.transpose(1, 2).flatten(2, 3)
 
     def _per_row(self, x_RGmX):
         """The way back from `_per_prompt`: (R, G, n h, X) -> (B, G, h, X)."""
-        rows = x_RGmX.unflatten(2, (self.rows_Rn.shape[1], -1)).transpose(1, 2)
-        return rows.flatten(0, 1)[self.place_B]
+        x_RnGhX = x_RGmX.unflatten(2, (self.rows_Rn.shape[1], -1)).transpose(1, 2)
+        table = x_RnGhX.flatten(0, 1)
+        return table if self.in_order else table[self.place_B]
 
 
 # I. An action expert --------------------------------------------------------------------------
@@ -3736,6 +3745,8 @@ class PlainStep:
             root = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.dtype)
             self.embedding_scale = root.item()
         self.rope = model.rope
+        self.angles = {}  # those of the positions from `first` on: layer type -> cos, sin
+        self.first = None
         self.layers = [plain_layer(layer) for layer in model.model.layers]
         self.norm = plain_norm(model.model.norm)
         self.head_MV = model.head_weight.T.contiguous()
@@ -3748,7 +3759,7 @@ class PlainStep:
         x_BM = F.embedding(tokens_B1[:, 0], self.embed_tokens)  # (1)
         if self.embedding_scale != 1:
             x_BM = x_BM * self.embedding_scale
-        ropes = self.rope(cache.lengths.of_B[:, None], x_BM.dtype)
+        ropes = self.angles_at(cache.lengths, x_BM.dtype)
 
         cache.counts_B = None
         for layer in self.layers:
@@ -3772,6 +3783,20 @@ class PlainStep:
         if self.softcap:
             z_BV = self.softcap * torch.tanh(z_BV / self.softcap)
         return z_BV
+
+    def angles_at(self, lengths, dtype, /):
+        """What `Rope` gives for the next position of each row."""
+        # Rows of one length share a position: angles are made for 64 of them at a time. Dynamic
+        # RoPE makes them anew for each.
+        ropes = self.rope.config.rope_parameters.values()
+        if not lengths.even or any(rope["rope_type"] == "dynamic" for rope in ropes):
+            return self.rope(lengths.of_B[:, None], dtype)
+        n = lengths.longest % 64
+        if self.first != lengths.longest - n:
+            self.first = lengths.longest - n
+            self.angles = self.rope(self.first + torch.arange(64)[None], dtype)
+        return {kind: (cos[:, n : n + 1], sin[:, n : n + 1])
+                for kind, (cos, sin) in self.angles.items()}  # fmt: skip
 
     def attended(self, x_BM, layer, rope, cache, /):
         """`Attention.forward` of one token a row."""

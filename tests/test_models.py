@@ -507,7 +507,7 @@ def test_bf16_model_rotates_by_float32_angles_of_exact_positions(monkeypatch):
     model, positions = model_of(dtype=torch.bfloat16), torch.tensor([[257, 100_003]])
     model(torch.tensor([[1, 2]]), positions=positions)
     angle = positions.double()[..., None] * 1e4 ** -(torch.arange(0, 10, 2).double() / 10)
-    assert len(seen) == 2 and all(cos.dtype == torch.float32 for cos in seen)  # one a layer
+    assert len(seen) == 4 and all(x.dtype == torch.float32 for x in seen)  # q and k, two layers
     assert all((cos[:, :, 0, :5] - angle.cos()).abs().max() < 1e-2 for cos in seen)
 
 
