@@ -310,9 +310,8 @@ def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
 def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
     """(5), half-split form; (B, S, X, D) -> the same. `rope_angles` made cos and sin."""
     # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
-    a_BSXd, b_BSXd = x_BSXD.chunk(2, -1)
-    out_BSXD = torch.addcmul(x_BSXD * cos_BS1D, torch.cat([b_BSXd, a_BSXd], -1), sin_BS1D)  # (5)
-    return out_BSXD.to(x_BSXD.dtype)
+    swapped_BSXD = x_BSXD.roll(x_BSXD.shape[-1] // 2, -1)
+    return torch.addcmul(x_BSXD * cos_BS1D, swapped_BSXD, sin_BS1D).to(x_BSXD.dtype)  # (5)
 
 
 def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
@@ -524,6 +523,10 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int):
         """Draw all weights from a seed, the same in every dtype; see `draw_weights`."""
         return draw_weights(self, seed)
+
+    def one_token_step(self):
+        """The fastest `extend` by a token a row, f(cache, tokens_B1); see `one_token_step`."""
+        return one_token_step(self)
 
     def require_tokens(self, tokens, /) -> None:
         """See `require_tokens_in_vocabulary`: for whoever hands tokens to one stage of many."""
@@ -782,13 +785,12 @@ class KVCache:
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
         """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
+        if softcap is not None:
+            raise ValueError("KVCache has no softcap")
         # A prompt has nothing older to see, and its right padding needs no mask.
         if self.lengths.longest == 0:
             append_to_store(self, layer, k_BGSD, v_BGSD, window)
-            options = dict(layer=layer, scale=scale, window=window, softcap=softcap)
-            return causal_attention(q_BHSD, k_BGSD, v_BGSD, **options)
-        if softcap is not None:
-            raise ValueError("KVCache has no softcap")
+            return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
         if window is not None:
             return sliding_cache_attention(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
 
@@ -808,8 +810,8 @@ class KVCache:
     def advance(self, counts_B=None, /, *, steps=1):
         """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
         self.lengths = self.lengths.plus(counts_B, steps)
-        shared = self.prompts is not None
-        self.stored_lengths = self.stored_lengths.plus(counts_B, steps) if shared else self.lengths
+        shared = self.stored_lengths.plus(counts_B, steps) if self.prompts else None
+        self.stored_lengths = shared or self.lengths
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
@@ -832,9 +834,7 @@ def extend(model, cache, tokens_BS, /, counts=None):
     """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
     after the last real token of each row. Positions go on from the cache's lengths."""
     S = tokens_BS.shape[1]
-    positions = cache.lengths.of_B[:, None]
-    if S > 1:
-        positions = positions + torch.arange(S, device=tokens_BS.device)
+    positions = cache.lengths.of_B[:, None] + torch.arange(S, device=tokens_BS.device)
 
     # Lengths 4 2, S = 2, counts 2 1: the new tokens have the positions, and their keys the slots,
     # [[4, 5], [2, 3]], and then the lengths are 6 3. So the padding, in slot 3 of row 1, is written
@@ -892,7 +892,7 @@ def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=Non
     # tail (1e-4 at 150 thousand tokens); torch's sum adds in pairs. Pinned by
     # tests/test_models.py::test_the_samplers_logprobs_are_the_trainers.
     largest_B1 = z_BV.amax(-1, keepdim=True)
-    e_BV = (z_BV - largest_B1).exp()
+    e_BV = (z_BV - largest_B1).exp_()
 
     # The randomness is an argument. A draw depends on its own row and its own uniform number,
     # never on which rows share the batch: a run can be repeated one row at a time.
@@ -936,6 +936,7 @@ def generate(
     options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     check_sampling(**options)
     rows = rows_with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    require_queues(rows, model.config.vocab_size)
     if not rows:
         return []
 
@@ -955,6 +956,13 @@ def generate(
     logits_BV = logits_BV[prompt_of_row]
     if len(rows) > len(prompts):
         cache.share(prompt_of_row)
+
+    # A model may know a faster way than its `hidden` to take one token a row. What it is fed are
+    # sampled tokens, and queued ones, which are checked.
+    if hasattr(model, "one_token_step"):
+        step = model.one_token_step()
+    else:
+        step = extend_one_token(model)
 
     done = []
     while rows:
@@ -980,6 +988,7 @@ def generate(
             followers = [row]
             if b in ended:
                 followers = after(row) if after else []
+                require_queues(followers, model.config.vocab_size)
             if not followers:
                 done.append(row)
             for follower in followers:
@@ -994,9 +1003,18 @@ def generate(
             if places != list(range(len(rows))):
                 cache.select(places)
             last_B1 = torch.tensor([[row.tokens[-1]] for row in going], device=logits_BV.device)
-            logits_BV = extend(model, cache, last_B1)
+            logits_BV = step(cache, last_B1)
         rows = going
     return done if after else given
+
+
+def extend_one_token(model):
+    """`extend` as what a model's `one_token_step` returns: f(cache, tokens_B1) -> logits (B, V)."""
+
+    def step(cache, tokens_B1):
+        return extend(model, cache, tokens_B1)
+
+    return step
 
 
 class Row:
@@ -1045,6 +1063,13 @@ def rows_with_draws(rows, needed, seed):
     return rows
 
 
+def require_queues(rows, vocab_size) -> None:
+    """ValueError unless all tokens that wait in the rows' queues are in the vocabulary."""
+    for row in rows:
+        if row.queue and not 0 <= min(row.queue) <= max(row.queue) < vocab_size:
+            raise ValueError(f"queued tokens must be of 0..{vocab_size - 1}, got {[*row.queue]}")
+
+
 def likeliest_tokens(e_BV, top_k, top_p, min_p):
     """Which tokens top-k, top-p and min-p leave, (B, V) bool: always the likeliest."""
     sorted_BV, order_BV = e_BV.sort(dim=-1, descending=True, stable=True)
@@ -1067,28 +1092,51 @@ def likeliest_tokens(e_BV, top_k, top_p, min_p):
 def invert_distribution(p_BV, uniform_B):
     """The token (B, 1) at which the running sum of p, of any total, reaches uniform times it."""
     # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
-    # probabilities; in float64 it is not. First over blocks of 128 tokens, then inside one: a
-    # running sum of V numbers is slow, and so is a float64 copy of p. A token of probability 0 is
-    # never drawn. Pinned by
+    # probabilities; in float64 it is not. Pinned by
     # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
-    if p_BV.shape[1] % 128:
-        p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128))
+    B, V = p_BV.shape
+
+    # So many numbers are float64 at a time: what a core's cache holds; on a GPU, half a gigabyte.
+    held = 2**16 if p_BV.device.type == "cpu" else 2**26
+    some = max(1, held // V)
+    invert = invert_by_running_sum if V <= 2**15 else invert_by_blocks
+    if B <= some:
+        return invert(p_BV, uniform_B)
+    pieces = zip(p_BV.split(some), uniform_B.split(some))
+    return torch.cat([invert(p_bV, uniform_b) for p_bV, uniform_b in pieces])
+
+
+def invert_by_running_sum(p_BV, uniform_B):
+    """`invert_distribution` for a few thousand tokens."""
+    ends_BV = p_BV.cumsum(-1, dtype=torch.float64)
+    return first_beyond(ends_BV, uniform_B[:, None] * ends_BV[:, -1:])
+
+
+def invert_by_blocks(p_BV, uniform_B):
+    """`invert_distribution`: first over blocks of 128 tokens, then inside one."""
+    # A running sum is slow, as each term waits for the one before it; the sums of the blocks are
+    # not, and only one block in a thousand needs its running sum.
+    p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128))
     blocks_Bnv = p_BV.unflatten(-1, (-1, 128))
-    pieces = blocks_Bnv.split(max(1, 512 // len(p_BV)), 1)  # so many blocks of float64 at a time
-    sums = [x_Bnv.sum(-1, dtype=torch.float64) for x_Bnv in pieces]
-    ends_Bn = torch.cat(sums, 1).cumsum(-1)
-
-    # The block whose end lies beyond the target, and then the token inside it.
+    sums_Bn = blocks_Bnv.sum(-1, dtype=torch.float64)
+    ends_Bn = sums_Bn.cumsum(-1)
     at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
-    block_B1 = torch.searchsorted(ends_Bn, at_B1, right=True).clamp(max=ends_Bn.shape[1] - 1)
-    inside_Bv = blocks_Bnv[torch.arange(len(p_BV), device=p_BV.device), block_B1[:, 0]].double()
-    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - inside_Bv.sum(-1, keepdim=True))
-    place_B1 = torch.searchsorted(inside_Bv.cumsum(-1), left_B1, right=True)
+    block_B1 = first_beyond(ends_Bn, at_B1)
 
-    # Rounding may carry the rest past the block's last token: take the last that can be drawn.
-    column_v = torch.arange(128, device=p_BV.device)
-    last_B1 = torch.where(inside_Bv > 0, column_v, 0).amax(-1, keepdim=True)
-    return block_B1 * 128 + place_B1.minimum(last_B1)
+    # What is left of the target in that block: rounding must not make it negative.
+    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - sums_Bn.gather(-1, block_B1))
+    inside_Bv = blocks_Bnv.take_along_dim(block_B1[:, :, None], 1)[:, 0]
+    inside_Bv = inside_Bv.cumsum(-1, dtype=torch.float64)
+    return block_B1 * 128 + first_beyond(inside_Bv, left_B1.clamp(min=0))
+
+
+def first_beyond(ends_Bn, at_B1):
+    """The first place (B, 1) at which running sums exceed `at`, which is not negative."""
+    # So something was added there, and a token of probability 0 is never drawn. Rounding may have
+    # carried `at` up to the total, which nothing exceeds: then it is the last such place.
+    total_B1 = ends_Bn[:, -1:]
+    below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
+    return torch.searchsorted(ends_Bn, at_B1.minimum(below_B1), right=True)
 
 
 # B. Guards -----------------------------------------------------------------------------------
@@ -3476,7 +3524,212 @@ def _optional_json(path) -> dict:
     return read_json(path) if path.exists() else {}
 
 
-# L. check -------------------------------------------------------------------------------------
+# L. One token a row, without modules -------------------------------------------------------------
+# For `generate` on a CPU: for a few rows, calling modules takes longer than what they compute.
+# Skip it: `extend` gives the same logits for every model, and here for those that are not plain.
+
+COPIED = 2**26  # bytes of weights at most, in all, that are copied for one call of `generate`
+PLAIN_MODULES = (
+    Transformer, Decoder, Layer, Attention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.Identity,
+    nn.ModuleList,
+)  # fmt: skip
+
+
+def one_token_step(model, /):
+    """`Transformer.one_token_step`: f(cache, tokens_B1) -> logits (B, V), as `extend` gives them.
+
+    It is of the weights as they are now: make it again when they have changed.
+    """
+    if is_plain(model):
+        return PlainStep(model)
+    return extend_one_token(model)
+
+
+def is_plain(model, /) -> bool:
+    """Whether `PlainStep` computes what this model's modules would, and takes less time."""
+    # A model that is split, compiled, hooked or changed by hand has other modules or methods than
+    # those above. Routers choose among experts, which is no product of all rows: not here.
+    for module in model.modules():
+        replaced = vars(module).keys() & {"forward", "hidden", "embed", "logits", "head_rows"}
+        hooks = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl
+        if type(module) not in PLAIN_MODULES or replaced or hooks:
+            return False
+
+    # The products are faster on the CPU and in these dtypes alone, and copies cost memory.
+    weights = list(model.parameters())
+    dtype = weights[0].dtype
+    alike = all(type(p) is nn.Parameter and p.dtype == dtype for p in weights)
+    on_cpu = all(p.device.type == "cpu" for p in weights)
+    size = sum(p.numel() * p.element_size() for p in weights)
+    return alike and on_cpu and dtype in (torch.float32, torch.float64) and size <= COPIED
+
+
+class PlainNorm(NamedTuple):
+    """An `RMSNorm` for `normalised`: vectors of width M are multiplied by sqrt(M) w / hypot."""
+
+    weight: torch.Tensor  # sqrt(M) w; gemma: sqrt(M) (1 + w)
+    least: torch.Tensor  # sqrt(M eps), a number
+
+
+class PlainLayer(NamedTuple):
+    """What `PlainStep` needs of a `Layer`; None where a family has none. N: heads times D."""
+
+    kind: str
+    options: dict  # of the cache's attention: layer, scale, window
+    norm: PlainNorm
+    qkv_MN: torch.Tensor
+    qkv_bias_N: torch.Tensor | None
+    qk_norm: PlainNorm | None
+    o_NM: torch.Tensor
+    o_bias_M: torch.Tensor | None
+    attention_norm: PlainNorm | None  # norm' of (2)
+    ffn_norm: PlainNorm
+    gate_up_MN: torch.Tensor
+    act: Callable
+    down_NM: torch.Tensor
+    after_ffn_norm: PlainNorm | None  # norm' of (3)
+
+
+class PlainStep:
+    """`extend` by one token a row, spelled out over copies of a model's weights.
+
+    In the copies q, k and v are one matrix, and so are gate and up. They are transposed: a product
+    of a few rows with an (in, out) matrix takes half as long as with Hugging Face's (out, in).
+    """
+
+    def __init__(self, model):
+        config = model.config
+        self.heads = config.num_attention_heads
+        self.key_heads = config.num_key_value_heads
+        self.embed_tokens = model.model.embed_tokens.weight
+        self.embedding_scale = 1.0
+        if config.scale_embedding:  # rounded as in `Transformer.embed`
+            root = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.dtype)
+            self.embedding_scale = root.item()
+        self.rope = model.rope
+        self.layers = [plain_layer(layer) for layer in model.model.layers]
+        self.norm = plain_norm(model.model.norm)
+        self.head_MV = model.head_weight.T.contiguous()
+        self.softcap = config.final_logit_softcapping
+
+    @torch.no_grad()
+    def __call__(self, cache, tokens_B1, /):
+        """Feed tokens (B, 1), which the caller has checked; logits (B, V) after them."""
+        # What does not depend on the layer: the states of a token, and the angles of its position.
+        x_BM = F.embedding(tokens_B1[:, 0], self.embed_tokens)  # (1)
+        if self.embedding_scale != 1:
+            x_BM = x_BM * self.embedding_scale
+        ropes = self.rope(cache.lengths.of_B[:, None], x_BM.dtype)
+
+        cache.counts_B = None
+        for layer in self.layers:
+            h_BM = self.attended(normalised(x_BM, layer.norm), layer, ropes[layer.kind], cache)
+            if layer.attention_norm is not None:
+                h_BM = normalised(h_BM, layer.attention_norm)
+            x_BM = x_BM + h_BM  # (2)
+
+            # Gate and up stand side by side; the activation's result is nobody else's, so that it
+            # may be overwritten.
+            h_BN = normalised(x_BM, layer.ffn_norm) @ layer.gate_up_MN
+            gate_BI, up_BI = h_BN.chunk(2, -1)
+            h_BM = layer.act(gate_BI).mul_(up_BI) @ layer.down_NM
+            if layer.after_ffn_norm is not None:
+                h_BM = normalised(h_BM, layer.after_ffn_norm)
+            x_BM = x_BM + h_BM  # (3)
+        cache.advance()
+
+        # The head is the largest matrix of a small model, and gains most from its copy.
+        z_BV = normalised(x_BM, self.norm) @ self.head_MV  # (7)
+        if self.softcap:
+            z_BV = self.softcap * torch.tanh(z_BV / self.softcap)
+        return z_BV
+
+    def attended(self, x_BM, layer, rope, cache, /):
+        """`Attention.forward` of one token a row."""
+        qkv_BN = x_BM @ layer.qkv_MN
+        if layer.qkv_bias_N is not None:
+            qkv_BN = qkv_BN + layer.qkv_bias_N
+
+        # The heads of q, k and v lie behind each other; q and k are normalised and turned in one.
+        H = self.heads
+        G = self.key_heads
+        qkv_B1XD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
+        qk_B1XD = qkv_B1XD[:, :, : H + G]
+        if layer.qk_norm is not None:
+            qk_B1XD = normalised(qk_B1XD, layer.qk_norm)
+        q_BH1D, k_BG1D = rotate(qk_B1XD, *rope).transpose(1, 2).split([H, G], 1)
+        v_BG1D = qkv_B1XD[:, :, H + G :].transpose(1, 2)
+
+        out_BH1D = cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options)
+        out_BM = out_BH1D.flatten(1) @ layer.o_NM
+        if layer.o_bias_M is not None:
+            out_BM = out_BM + layer.o_bias_M
+        return out_BM
+
+
+def normalised(x, norm, /):
+    """(4) over the last dimension, as w sqrt(M) x / hypot(|x|, sqrt(M eps)): fewer calls."""
+    # NUMERICS: both kernels add squares in x's own float32 or float64; the results differ by what
+    # rounding makes of another order. Pinned by tests/test_decoding.py::test_a_step_is_extend.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / torch.hypot(length, norm.least)).mul_(norm.weight)  # (4)
+
+
+def plain_norm(norm, /) -> PlainNorm:
+    """What `normalised` needs of an `RMSNorm`."""
+    weight = norm.weight.detach()
+    if norm.offset:
+        weight = 1 + weight
+    least = torch.tensor((len(weight) * norm.eps) ** 0.5, dtype=weight.dtype)
+    return PlainNorm(weight * len(weight) ** 0.5, least)
+
+
+def plain_layer(layer, /) -> PlainLayer:
+    """What `PlainStep` needs of a `Layer`."""
+    # q's and k's heads are normalised together, so each head has its weight in a row of its own.
+    attn = layer.self_attn
+    heads = [part.weight.shape[0] // attn.head_dim for part in (attn.q_proj, attn.k_proj)]
+    qk_norm = None
+    if isinstance(attn.q_norm, RMSNorm):
+        norms = plain_norm(attn.q_norm), plain_norm(attn.k_norm)
+        rows = [norm.weight.expand(n, -1) for norm, n in zip(norms, heads)]
+        qk_norm = PlainNorm(torch.cat(rows), norms[0].least)
+
+    # Hugging Face's name for norm' of (2) is in other families that of the norm before the ffn.
+    attention_norm = None
+    after_ffn_norm = None
+    ffn_norm = layer.post_attention_layernorm
+    if layer.sandwich:
+        attention_norm = plain_norm(layer.post_attention_layernorm)
+        ffn_norm = layer.pre_feedforward_layernorm
+        after_ffn_norm = plain_norm(layer.post_feedforward_layernorm)
+
+    # Matrices that are applied to the same states become one.
+    qkv = attn.q_proj, attn.k_proj, attn.v_proj
+    return PlainLayer(
+        kind=attn.kind,
+        options=dict(layer=attn.layer, scale=attn.scale, window=attn.window),
+        norm=plain_norm(layer.input_layernorm),
+        qkv_MN=transposed([part.weight for part in qkv]),
+        qkv_bias_N=None if qkv[0].bias is None else torch.cat([part.bias for part in qkv]),
+        qk_norm=qk_norm,
+        o_NM=transposed([attn.o_proj.weight]),
+        o_bias_M=attn.o_proj.bias,
+        attention_norm=attention_norm,
+        ffn_norm=plain_norm(ffn_norm),
+        gate_up_MN=transposed([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+        act=layer.mlp.act,
+        down_NM=transposed([layer.mlp.down_proj.weight]),
+        after_ffn_norm=after_ffn_norm,
+    )
+
+
+def transposed(weights, /):
+    """(out, in) matrices below each other as one (in, out) matrix, a copy."""
+    return torch.cat(weights).detach().T.contiguous()
+
+
+# M. check -------------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the definition.
 # Skip it unless a row fails, or you add a path. Tests use `tiny` and `tiny_model` too.
 
@@ -3625,7 +3878,7 @@ def _logits_by_cache(model, documents, truth):
         logits = extend(model, cache, torch.stack([d[n - 1 : n] for d, _, n in rows]))
 
 
-# M. main --------------------------------------------------------------------------------------
+# N. main --------------------------------------------------------------------------------------
 # For the command line: which command is here, which in tests/measure_models.py, the exit code.
 # Skip it unless a command does not start.
 

@@ -64,9 +64,7 @@ To copy a part: of section 7 `clip_grad_norm` takes any nn.Module and needs `loc
 `copies` and TIED; `reduce_gradients` too, and needs `local`, `holders`, TIED, and from appendices
 `is_split`, `sharded`, `reshard`, `sum_in_messages`. `Plan` needs KINDS and appendix D.
 
-Not here: Float8 (its converters would go between parallelize and the optimiser, its scales into
-`LocalOptimizer(after_step=)`); ranks that only generate; gradients of logits (`model(tokens)`) and
-embeddings as input under t: use `hidden` and `logprobs`.
+Not here: Float8; under t gradients of logits (`model(tokens)`), and embeddings as input.
 
 References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -90,6 +88,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -629,6 +628,7 @@ class LocalOptimizer:
 
 
 # 9. The public call --------------------------------------------------------------------------
+# (Models that only generate are split by appendix L; appendix N is for ranks that only do that.)
 
 
 def parallelize(
@@ -2197,14 +2197,9 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         warnings.warn(text, stacklevel=2)
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
 
-    # One process drives one device: torchrun's LOCAL_RANK says which of the machine's.
-    cuda = device != "cpu" and torch.cuda.is_available()
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
-    if cuda:
-        torch.cuda.set_device(device)
+    device = own_device(device)
 
-    # gloo besides NCCL, because Python objects and checkpoints travel as CPU tensors.
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    # Under torchrun ranks meet in its store; without, a single rank needs none.
     patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
         if "RANK" in os.environ:
@@ -2215,9 +2210,25 @@ def connect(device="", *, timeout=60, threads=1) -> str:
             rank = 0
             world = 1
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=patience
+            backend_of(device), store=store, rank=rank, world_size=world, timeout=patience
         )
     return device
+
+
+def own_device(device) -> str:
+    """The device of this process, for "cpu", "cuda" or "" (CUDA where there is one)."""
+    # One process drives one device: torchrun's LOCAL_RANK says which of the machine's.
+    if device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_of(device) -> str:
+    """The backends of a process group on a device."""
+    # gloo besides NCCL, because Python objects and checkpoints travel as CPU tensors.
+    return "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def store_of_this_attempt(store, rank, world, timeout):
@@ -2323,8 +2334,11 @@ def naming_lost_ranks(where, advice):
         yield
     except RuntimeError as error:
         # A single rank has nobody to lose, and an error of its own keeps its own text.
-        world = dist.get_world_size() if dist.is_initialized() else os.environ.get("WORLD_SIZE", 1)
-        if int(world) == 1 or not is_lost_rank(error):
+        # (A side of a run may be one rank, beside others.)
+        world = int(os.environ.get("WORLD_SIZE", 1))
+        if dist.is_initialized():
+            world = max(world, dist.get_world_size())
+        if world == 1 or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
@@ -3409,11 +3423,12 @@ def share_or_allocate(source, target, device) -> None:
 
     What an optimiser writes into a shared parameter of the source is in the target at once, and
     `copy_weights` leaves it out. Degrees decide what is shared, so it is the same on all ranks.
+    source: None where there is none on these ranks.
     """
     # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
     # which the other ranks of its pipeline need to be sent.
     sources = {}
-    if not (sharded(source) or isinstance(source, Pipeline)):
+    if source is not None and not (sharded(source) or isinstance(source, Pipeline)):
         sources = dict(source.named_parameters())
 
     for prefix, module in target.named_modules():
@@ -3636,6 +3651,7 @@ def copy_weights(source, target, optimizer=None) -> None:
 
 def require_lower_precision(dtype, model):
     """ValueError if products in `dtype` make no mixed precision of the model's weights."""
+    # Only a coarser precision saves anything: its masters are then worth their room.
     of_weights = next(model.parameters()).dtype
     lower = torch.is_floating_point(torch.empty(0, dtype=dtype))
     lower = lower and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
@@ -3751,7 +3767,393 @@ def read_training(path, model, optimizer, *, counts=()) -> dict:
     return state
 
 
-# N. check -------------------------------------------------------------------------------------
+# N. Two sides: ranks that generate, and ranks that train --------------------------------------
+#
+# What goes between two sets of ranks that work at the same time, each with a world of its own:
+# signs of life, messages, weights. Skip it if all ranks do the same.
+
+
+# A run `d2+d1t2`, as everybody in it is called:
+#
+#     rank of the run    0            1            2          3
+#     side               generator    generator    trainer    trainer
+#     rank of its side   0            1            0          1
+#
+# Each side has a default process group of its own, so what is written for a world of ranks runs on
+# a side as it is. The sides meet in torchrun's store alone, but for the weights: those go from
+# trainer rank 0 to all generators.
+GENERATOR = "generator"
+TRAINER = "trainer"
+
+
+class Side:
+    """This rank's place on one of two sides, and what it knows of the others.
+
+    name      GENERATOR or TRAINER
+    rank      on this side
+    sizes     {GENERATOR: ranks, TRAINER: ranks}
+    store     of both sides
+    timeout   seconds without a sign of life after which another rank is lost
+
+    No rank waits in a collective for the other side, since that may be at work for any time. It
+    asks the store for what it wants, and looks whether all ranks still show that they live.
+    """
+
+    PAUSE = 0.004  # seconds between two questions
+    # Errors about the run itself, not about a rank: all ranks end with the same words.
+    REFUSALS = {kind.__name__: kind for kind in (
+        ValueError, ImportError, ModuleNotFoundError, OSError, FloatingPointError)}  # fmt: skip
+
+    def __init__(self, name, rank, sizes, store, timeout):
+        self.name = name
+        self.rank = rank
+        self.sizes = sizes
+        self.store = store
+        self.timeout = timeout
+        self.device = "cpu"
+        self.where = lambda: "starting"  # how far this rank is, in words
+        self.advice = "look at its error"
+        self.stop = None  # a Stop: a signal that it has seen is told to all
+
+        # A thread says so and often that this process lives; it has a connection of its own, for
+        # one that waits lets nobody else speak.
+        self.others = [(side, r) for side in sizes for r in range(sizes[side])]
+        self.others.remove((name, rank))
+        self.seen = dict.fromkeys(self.others, (None, time.monotonic()))
+        self.looked = time.monotonic()
+        self.interval = min(1.0, timeout / 5)
+        self.leaving = threading.Event()
+        threading.Thread(target=self._show_life, daemon=True).start()
+
+    def _show_life(self):
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone: the run ends
+            store = self.store.clone()
+            for n in itertools.count():
+                store.set(f"alive/{self.name}/{self.rank}", str(n))
+                if self.stop is not None and self.stop.number:
+                    store.set("signal", str(self.stop.number))
+                if self.leaving.wait(self.interval):
+                    return
+
+    def wait(self, ready):
+        """Return when ready() says so; ConnectionError if a rank of either side is lost first."""
+        # Asking is cheap, and looking at all the others is not: that is done once an interval.
+        try:
+            while not ready():
+                if time.monotonic() > self.looked + self.interval:
+                    self.looked = time.monotonic()
+                    self.require_others()
+                time.sleep(self.PAUSE)
+        except dist.DistError as error:
+            reason = str(error).splitlines()[0][:160]
+            where = "in torchrun, or in rank 0 of the run"
+            raise self.lost(f"the store of all ranks, {where}, is gone ({reason})") from error
+
+    def wait_for(self, *keys):
+        """Return when the store has all the keys."""
+        self.wait(lambda: self.store.check(list(keys)))
+
+    def require_others(self):
+        """ConnectionError if a rank has ended with an error, or shows no life any more."""
+        if self.store.check(["failed"]):
+            # Whoever was the first to end may have ended because another one was gone: silent
+            # ranks are told in a moment.
+            told = json.loads(self.store.get("failed"))
+            self.store.set(f"heard/{self.name}/{self.rank}", "1")
+            if told["kind"] in self.REFUSALS:
+                raise self.REFUSALS[told["kind"]](told["text"])
+            who = (told["side"], told["rank"])
+            silent = [other for other in self.silent_now() if other != who]  # who has said why
+            names = "".join(f"; {self.called(*other)} is gone" for other in silent)
+            raise self.lost(f"{self.called(*who)} has ended: {told['text']}{names}")
+        silent = self.silent(self.timeout)
+        if silent:
+            names = " and ".join(self.called(*other) for other in silent)
+            raise self.lost(f"{names} is gone or silent for more than {self.timeout:g} seconds")
+
+    def silent(self, seconds) -> list:
+        """The other ranks that have shown no sign of life for so long."""
+        # Signs are counters: clocks of other machines are not compared. A rank that has not shown
+        # any life yet counts from the moment at which this one began.
+        now = time.monotonic()
+        found = []
+        for other in self.others:
+            key = "alive/{}/{}".format(*other)
+            sign = self.store.get(key) if self.store.check([key]) else None
+            last, since = self.seen[other]
+            if sign != last:
+                self.seen[other] = sign, now
+            elif now > since + seconds:
+                found.append(other)
+        return found
+
+    def silent_now(self) -> list:
+        """The other ranks that show no life at this moment."""
+        self.silent(0)  # notes the last signs
+        time.sleep(3 * self.interval)
+        return self.silent(2.5 * self.interval)
+
+    def called(self, side, rank) -> str:
+        """A rank by its name."""
+        number = rank if side == GENERATOR else rank + self.sizes[GENERATOR]
+        return f"{side} rank {rank} (rank {number} of the run)"
+
+    def lost(self, text) -> ConnectionError:
+        """The error that ends this rank."""
+        return ConnectionError(
+            f"{self.where()}: {text}; this rank leaves without saving; {self.advice}")
+
+    def lost_in_exchange(self, error) -> ConnectionError:
+        """The error of a rank whose message to the other side has failed."""
+        names = " and ".join(self.called(*other) for other in self.silent_now())
+        reason = str(error).splitlines()[0][:160]
+        return self.lost(f"{names or 'another rank'} is gone, weights did not arrive ({reason})")
+
+    def signal(self) -> int:
+        """A signal that any rank of either side has seen; 0 if none has."""
+        return int(self.store.get("signal")) if self.store.check(["signal"]) else 0
+
+    @contextlib.contextmanager
+    def leaving_word(self):
+        """Tell the other side of an error that ends this rank, so that it need not wait."""
+        try:
+            yield
+        except BaseException as error:
+            kind = next((name for name, one in self.REFUSALS.items() if type(error) is one), "")
+            if isinstance(error, ValueError):
+                kind = "ValueError"
+            text = str(error).partition("; this rank leaves")[0] or type(error).__name__
+            word = {"side": self.name, "rank": self.rank, "kind": kind, "text": text[:2000]}
+            # The first word stays: what ended because of it would say less.
+            with contextlib.suppress(dist.DistError, RuntimeError):
+                self.store.compare_set("failed", "", json.dumps(word))
+                self._wait_until_heard()
+            raise
+        finally:
+            self.leaving.set()
+
+    def _wait_until_heard(self):
+        """Rank 0 of the run may have the store, so it stays until the word is read, or a moment."""
+        heard = [f"heard/{side}/{rank}" for side, rank in self.others]
+        until = time.monotonic() + 5 * self.interval
+        while (self.name, self.rank) == (GENERATOR, 0) and time.monotonic() < until:
+            if self.store.check(heard):
+                return
+            time.sleep(self.PAUSE)
+
+    def finish(self):
+        """The last call of a run that has gone well. Returns when nobody needs the store any more.
+
+        The store may live in a process of the run, its rank 0, which therefore leaves last.
+        """
+        for word in ("done", "leaving"):
+            self.store.set(f"{word}/{self.name}/{self.rank}", "1")
+            first = self.name == GENERATOR and self.rank == 0
+            if word == "done" or first:
+                self.wait_for(*(f"{word}/{side}/{rank}" for side, rank in self.others))
+
+    # Messages ----------------------------------------------------------------------------------
+
+    PIECE = 4 << 20  # bytes of a value: the store refuses more than 8 MiB
+
+    def post(self, name, value) -> None:
+        """Leave a JSON value in the store."""
+        text = json.dumps(value).encode()
+        count = 0
+        for count, first in enumerate(range(0, len(text), self.PIECE), 1):
+            self.store.set(f"{name}/{count}", text[first : first + self.PIECE])
+        self.store.set(name, str(count))  # last: who sees it finds all pieces
+
+    def read(self, name):
+        """The value of that name, when it is there."""
+        self.wait_for(name)
+        count = int(self.store.get(name))
+        pieces = [self.store.get(f"{name}/{n}") for n in range(1, count + 1)]
+        return json.loads(b"".join(pieces))
+
+    def delete(self, name) -> None:
+        """Forget a value: the store lives as long as the run."""
+        if self.store.check([name]):
+            for n in range(int(self.store.get(name))):
+                self.store.delete_key(f"{name}/{n + 1}")
+            self.store.delete_key(name)
+
+
+def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
+    """`connect` for a run whose first ranks generate and whose other ranks train.
+
+    sizes: {GENERATOR: ranks, TRAINER: ranks}. device, timeout, threads: as for `connect`.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world != sum(sizes.values()):
+        raise ValueError(
+            f"generators on {sizes[GENERATOR]} and trainers on {sizes[TRAINER]} ranks of their own "
+            f"are {sum(sizes.values())} ranks, but there are {world}: start so many, by torchrun")
+    torch.set_num_threads(threads)
+    device = own_device(device)
+    patience = datetime.timedelta(seconds=timeout)
+    with naming_lost_ranks(lambda: "starting", "look at its error"):
+        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+        store = store_of_this_attempt(store, rank, world, timeout)
+        name = GENERATOR
+        if rank >= sizes[GENERATOR]:
+            name = TRAINER
+            rank -= sizes[GENERATOR]
+        dist.init_process_group(
+            backend_of(device), store=dist.PrefixStore(name, store), rank=rank,
+            world_size=sizes[name], timeout=patience,
+        )  # fmt: skip
+
+        # The weights' own group: trainer rank 0, and behind it the generators.
+        side = Side(name, rank, sizes, store.clone(), timeout)
+        side.device = device
+        side.weights = None
+        if name == GENERATOR or rank == 0:
+            place = rank + 1 if name == GENERATOR else 0
+            store = dist.PrefixStore("weights", store)
+            side.weights = dist.ProcessGroupGloo(store, place, sizes[GENERATOR] + 1, patience)
+    return side
+
+
+# Weights ---------------------------------------------------------------------------------------
+#
+# Behind each of its steps the trainer sends an order: the weights, and what the generators are to
+# do with them. They come into a copy in the generator's host memory, made by a thread, so that the
+# trainer need not wait until the generator has sampled what it is at:
+#
+#     trainer     step 0     send 1   step 1     send 2   step 2     ..
+#     thread                 take 1              take 2
+#     generator   sample with 0       sample with 1       sample with 2
+#
+# The copy is one version deep: a trainer that is two versions ahead waits in `send`.
+
+
+class WeightSender:
+    """The trainer's end. Collective over its ranks. generator: a model on the meta device that has
+    the names, shapes and dtypes of what is sent; optimizer: the trainer's, which may have masters.
+    """
+
+    def __init__(self, side, model, optimizer, generator):
+        self.side = side
+        self.model = model
+        self.optimizer = optimizer
+        self.wanted = tensors_of(generator)
+        self.count = 0  # orders given
+
+    def send(self, order, weights=True) -> None:
+        """Give an order, a dict of JSON values, and behind it the weights as they are now."""
+        # COMM: a generator says that its copy is free before it waits for an order, and only then
+        # the trainer sends; so the broadcast itself waits for nobody. All trainer ranks ask, since
+        # they gather each tensor together. Pinned by
+        # tests/test_apart.py::test_losing_a_rank_ends_the_run_in_time_and_says_which.
+        generators = range(self.side.sizes[GENERATOR])
+        self.side.wait_for(*(f"ready/{self.count}/{rank}" for rank in generators))
+        first = self.side.rank == 0
+        if first:
+            # What everybody has read is forgotten.
+            self.side.delete(f"order/{self.count - 1}")
+            for rank in generators:
+                self.side.delete(f"ready/{self.count - 1}/{rank}")
+            order = order | {"weights": weights, "tensors": described(self.wanted)}
+            self.side.post(f"order/{self.count}", order)
+        self.count += 1
+        if not weights:
+            return
+
+        dtype = next(q.dtype for q in self.wanted.values() if q.is_floating_point())
+        weights_now = Weights(self.model, weights_to_push(self.model, self.optimizer, dtype))
+        for name in sorted(self.wanted):
+            dtype = self.wanted[name].dtype
+            whole = weights_now.gathered(name, dtype, self.side.device)
+            if first:
+                try:
+                    exchange(self.side, whole.to("cpu", dtype).contiguous())
+                except RuntimeError as error:
+                    raise self.side.lost_in_exchange(error) from error
+
+
+def described(tensors) -> list:
+    """[name, shape, dtype] of each tensor, in the order in which they are sent."""
+    return [[name, list(q.shape), str(q.dtype)] for name, q in sorted(tensors.items())]
+
+
+class WeightReceiver:
+    """The generator's end: a thread that takes orders and weights while the generator works."""
+
+    def __init__(self, side, generator):
+        # Both ends go through the tensors by name, since their models may be cut differently.
+        self.side = side
+        tensors = tensors_of(generator)
+        self.tensors = {name: tensors[name].detach() for name in sorted(tensors)}
+        self.copy = {
+            name: torch.empty_like(local(q), device="cpu") for name, q in self.tensors.items()
+        }
+        self.orders = []  # filled by the thread
+        self.free = threading.Event()
+        self.free.set()
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self):
+        try:
+            for count in itertools.count():
+                # The main thread has its own connection and its own look at the other ranks.
+                self._until(self.free.is_set)
+                self.free.clear()
+                self.side.post(f"ready/{count}/{self.side.rank}", 1)
+                self._until(lambda: self.side.store.check([f"order/{count}"]))
+                if self.side.leaving.is_set():
+                    return
+                order = self.side.read(f"order/{count}")
+                if order["tensors"] != described(self.tensors):
+                    raise ValueError("the trainer sends other tensors than the generator has")
+                if order["weights"]:
+                    self._receive()
+                self.orders.append(order)
+                if not order["weights"]:
+                    return
+        except Exception as error:  # raised in the main thread, by `next`
+            self.orders.append(error)
+
+    def _until(self, ready):
+        while not (ready() or self.side.leaving.is_set()):
+            time.sleep(self.side.PAUSE)
+
+    @torch.no_grad()
+    def _receive(self):
+        for name, q in self.tensors.items():
+            whole = torch.empty(q.shape, dtype=q.dtype)
+            exchange(self.side, whole)
+            part = whole
+            if isinstance(q, DTensor):
+                part = own_part(whole, q.device_mesh, q.placements)
+            self.copy[name].copy_(part)
+
+    @torch.no_grad()
+    def next(self) -> dict:
+        """The next order; its weights are in the generator then."""
+        # What the thread has met is raised here, where somebody can end the run.
+        self.side.wait(lambda: self.orders)
+        order = self.orders.pop(0)
+        if isinstance(order, ValueError):
+            raise order
+        if isinstance(order, Exception):
+            raise self.side.lost_in_exchange(order) from order
+        if order["weights"]:
+            for name, q in self.tensors.items():
+                local(q).copy_(self.copy[name])
+            self.free.set()
+        return order
+
+
+def exchange(side, tensor) -> None:
+    """Send a tensor from trainer rank 0 to all generators, or receive it there."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    side.weights.broadcast([tensor], options).wait()
+
+
+# O. check -------------------------------------------------------------------------------------
 #
 # Two optimiser steps of a toy, ddp and fsdp on 1 to 3 ranks against `definition`, and every plan.
 # Skip it: `python parallel.py check` runs it.

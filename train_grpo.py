@@ -473,7 +473,7 @@ def train_step(config, trainer, queue, log, step):
         log.rollouts(step, rollouts, chosen)
 
         # `update` has pushed the new weights, so this is the policy as the step leaves it.
-        if step + 1 == config.steps or (step + 1) % config.eval_every == 0:
+        if evaluates(config, step):
             with timed(seconds, "eval"):
                 solved, shown = queue.evaluate()
             metrics["eval/solved"] = solved
@@ -957,7 +957,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # which ranks do what, see parallel.py: d2t2, p2c2; A|B: generator A, trainer B
+    plan: str = ""  # who does what: d2t2, p2c2; A|B: generator A, trainer B; A+B: on other ranks
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1097,13 +1097,12 @@ class Config:
 
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
         sides = parallel.Allocation.parse(self.plan or "d1").groups
-        yield len(sides) > 1, (
-            f"--plan {self.plan}: generator and trainer share all ranks, and groups are dealt over "
-            f"them; give A|B, the generator's plan and the trainer's, or the trainer's alone")
+        yield len(sides) > 2 or (len(sides) == 2 and sum(map(len, sides)) > 2), (
+            f"--plan {self.plan}: A+B has two plans, the generator's and the trainer's")
         yield len(sides[0]) > 2, (
             f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
-        plan = sides[0][-1]
-        if len(sides[0]) == 2:
+        plan = sides[-1][-1]
+        if sides[0][0] is not plan:
             parallel.require_generator_plan(sides[0][0])
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
         yield self.pp_schedule != "1f1b" and plan.pp == 1, "--pp-schedule needs a --plan with p"
@@ -1310,19 +1309,20 @@ def splits(config) -> bool:
 
 
 def plans_of(config):
-    """The generator's and the trainer's Plan that --plan A|B gives; None for one that it does not.
+    """The generator's and the trainer's Plan that --plan gives; None for one that it does not.
 
-    A|B: both have the same ranks. B alone is the trainer's.
+    A|B: both have the same ranks. A+B: each has its own. B alone is the trainer's.
     """
     if not config.plan:
         return None, None
-    ((*generator, trainer),) = parallel.Allocation.parse(config.plan).groups
+    groups = parallel.Allocation.parse(config.plan).groups
+    *generator, trainer = [plan for plans in groups for plan in plans]
     return generator[0] if generator else None, trainer
 
 
 def generator_plan(config) -> Plan:
-    """The generator's plan: A of --plan A|B, else the trainer's t and e, with which every other
-    rank is a replica."""
+    """The generator's plan: A of --plan A|B or A+B, else the trainer's t and e, with which every
+    other rank is a replica."""
     own, trainer = plans_of(config)
     if own is not None:
         return own
@@ -2966,6 +2966,11 @@ def equal_rewards(config, rewards_PG) -> float:
     return (compared == compared[:, :1]).all(1).mean()
 
 
+def evaluates(config, step) -> bool:
+    """Whether the line of a step has an evaluation."""
+    return step + 1 == config.steps or (step + 1) % config.eval_every == 0
+
+
 def evaluate(config, task, generator):
     """Fraction of held-out prompts solved by greedy decoding, and a trajectory to show."""
     # One rollout of each prompt, and no random draw: the key is empty.
@@ -3127,22 +3132,33 @@ def require_rows(task, shape, source):
         raise ValueError(f"the task has {task.vocab_size} tokens, {source} {rows}")
 
 
+def shape_of(config, task) -> ModelConfig:
+    """The shape of the run's model; ValueError if it does not fit the task or the settings."""
+    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
+    require_rows(task, shape, config.model)
+    require_experts(config, shape)
+    return shape
+
+
+def empty_model(config, shape, dtype) -> Transformer:
+    """A model on the meta device, with what the settings add to it."""
+    with torch.device("meta"):
+        model = Transformer(shape).to(getattr(torch, dtype))
+        if config.advantage == "gae":
+            model.add_value_head()
+        if config.router_bias_rate:
+            models.give_router_bias(model, config.router_bias_rate)
+    return keep_states_wide(config, model)
+
+
 def build(config, task, device):
     """Policy, generator and (where there is a KL) reference, on this rank."""
     # Models are made without memory. One that is to be split stays so: only parts of it will ever
     # be allocated, by the Trainer. The others are allocated here.
-    shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
-    require_rows(task, shape, config.model)
-    require_experts(config, shape)
+    shape = shape_of(config, task)
 
     def made(dtype, allocated):
-        with torch.device("meta"):
-            model = Transformer(shape).to(getattr(torch, dtype))
-            if config.advantage == "gae":
-                model.add_value_head()
-            if config.router_bias_rate:
-                models.give_router_bias(model, config.router_bias_rate)
-        keep_states_wide(config, model)
+        model = empty_model(config, shape, dtype)
         return model.to_empty(device=device) if allocated else model
 
     whole = not splits(config)
@@ -3159,13 +3175,18 @@ def build(config, task, device):
     return model, generator, made(products(config), whole).requires_grad_(False)
 
 
-def train(config, device) -> int:
-    """The run: set up, loop, save. Returns the exit code: 0, or 128 + the signal that ended it."""
+def train(config, device, side=None) -> int:
+    """The run: set up, loop, save. Returns the exit code: 0, or 128 + the signal that ended it.
+
+    side: of a run whose generators have ranks of their own (appendix N).
+    """
     task = make_task(config)
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
+    if side is not None and side.name == parallel.GENERATOR:
+        return generate_apart(config, task, device, side)
     model, generator, reference = build(config, task, device)
     tell_of_router_loss(config, model)
     require_room(config, task, model.config.max_position_embeddings)
@@ -3173,11 +3194,15 @@ def train(config, device) -> int:
         ulysses = config.cp_method == "ulysses"
         fits = dict(world=dist.get_world_size(), config=model.config)
         plans_of(config)[1].require_fits(**fits, ulysses=ulysses)
-        generator_plan(config).require_fits(**fits)
+        if side is None:
+            generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            trainer = Trainer(config, model, generator=generator, reference=reference)
+            make = Trainer
+            if side is not None:
+                make = functools.partial(ApartTrainer, side)
+            trainer = make(config, model, generator=generator, reference=reference)
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
@@ -3225,33 +3250,40 @@ def require_room(config, task, positions):
 
 def run(config, task, trainer, out) -> int:
     """`train`, from the moment that the directory `out` is this run's."""
-    log = Log(config, out, task)
-    stop = Stop()
+    is_apart = apart(config)
+    if is_apart:
+        log = LateLog(config, out, task, trainer)
+        stop = StopOnBothSides(trainer.side)
+        trainer.side.where = lambda: f"step {step}"
+        trainer.side.advice = log.advice
+    else:
+        log = Log(config, out, task)
+        stop = Stop()
     step = 0
     solved = None
     under_way = []
-    generator = trainer.generator
-    with parallel.naming_lost_ranks(lambda: f"step {step}", f"go on with --resume --out {out}"):
+    with parallel.naming_lost_ranks(lambda: f"step {step}", log.advice):
         # From the newest checkpoint, or from the start.
         found = agree(lambda: newest_checkpoint(out) if config.resume else None)
         if found:
             state = trainer.load_checkpoint(found)
             step = state["step"]
-            under_way = batches_under_way(config, task, found, state)
+            under_way = batches_under_way(config, trainer, found, state)
             keep_reference(out, trainer, resumed=True)
             log.begin(trainer, f"the weights of {found}", step, config.demos)
         else:
             signalled = supervised_start(config, task, trainer, log, stop, out)
             if signalled:
-                return 128 + signalled
+                return leave_run(trainer, 128 + signalled, out)
+        make = ApartQueue if is_apart else RolloutQueue
+        queue = make(config, task, trainer, step, under_way)
         trainer.push_weights()
 
         # A curve needs a start: what is solved before the first step, on the prompts of all later
         # evaluations. Line 0 of metrics.jsonl has it.
         log.table(Log.COLUMNS, config.steps, step)
         if step == 0:
-            log.before(evaluate(config, task, generator)[0])
-        queue = RolloutQueue(config, task, trainer, step, under_way)
+            log.before(queue.evaluate()[0])
 
         # A signal is only looked at between steps, by all ranks together: they save the same step.
         while step < config.steps:
@@ -3260,20 +3292,29 @@ def run(config, task, trainer, out) -> int:
             last = step == config.steps
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
+                log.settle()
                 saved = save(config, trainer, out, step, under_way=queue.stored())
                 require_saved(saved or not last, out)
             if signalled and not last:
                 log.say_interrupted(signalled, saved, f"{step} steps")
-                return 128 + signalled
+                return leave_run(trainer, 128 + signalled, out)
 
-        if solved is None:  # resumed at its last step
-            solved, _ = evaluate(config, task, generator)
+        if solved is None:  # resumed at its last step, or still being evaluated
+            solved, _ = queue.evaluate()
         if config.router_bias_rate:
             log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
-        else:
-            export(config, task, generator, out, log)
-    log.end(solved)
-    return 0
+        elif not is_apart:
+            export(config, task, trainer.generator, out, log)
+        log.end(solved)
+        return leave_run(trainer, 0, out, export=not config.router_bias_rate)
+
+
+def leave_run(trainer, code, out, export=False) -> int:
+    """The exit code of the run; generators on ranks of their own are told that it is over.
+    export: whether they write OUT/hf."""
+    if isinstance(trainer, ApartTrainer):
+        trainer.dismiss(code, out, export)
+    return code
 
 
 def supervised_start(config, task, trainer, log, stop, out) -> int:
@@ -3516,11 +3557,14 @@ class Log:
         count = sum(p.numel() for p in trainer.generator.parameters())
         if demo_start < c.demos:
             origin += f", first {c.demos - demo_start} supervised steps"
-        plan = c.plan or f"d{dist.get_world_size()}"
+        world = dist.get_world_size()
+        plan = c.plan or f"d{world}"
+        if apart(c):
+            world = parallel.Allocation.parse(plan).world
         dtype = f"{c.dtype}, computes in {products(c)}" if is_mixed(c) else c.dtype
         self.say(f"{c.task}: {count:,} parameters, {origin}")
         self.say(f"from step {start} of {c.steps}: {c.prompts} groups of {c.group} a step, "
-                 f"{dist.get_world_size()} rank(s), plan {plan}, {c.data_parallel}, "
+                 f"{world} rank(s), plan {plan}, {c.data_parallel}, "
                  f"{trainer.device.type}, {dtype}")  # fmt: skip
         self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
                  f"{self.out} goes on")  # fmt: skip
@@ -3644,9 +3688,9 @@ class Log:
         sampled_at = step - c.staleness
         behind = sampled_at >= 0 and c.save_every > 0 and sampled_at % c.save_every == 0
         behind = behind or step == 0 or sampled_at == self.start
-        evaluates = step + 1 == c.steps or (step + 1) % c.eval_every == 0
         groups = rollouts.keys()
-        if c.log_rollouts == "none" or not (c.log_rollouts == "all" or behind or evaluates):
+        wanted = c.log_rollouts == "all" or behind or evaluates(c, step)
+        if c.log_rollouts == "none" or not wanted:
             return
         if c.log_rollouts == "some" and not behind:
             groups = groups & {chosen[0] if chosen else 0}
@@ -3665,6 +3709,9 @@ class Log:
                     for number, trajectory in enumerate(together[group])
                 ]
                 self.write("rollouts.jsonl", *lines)
+
+    def settle(self):
+        """Nothing of a step that is done is still to be written."""
 
     def end(self, solved):
         if not self.on:
@@ -5215,7 +5262,7 @@ def state_before(files, task, step, say) -> Before:
         state = trainer.load_checkpoint(path)
         if state["step"] != start:
             raise ValueError(f"{path.name} is of another step")
-        under_way = batches_under_way(config, task, path, state)
+        under_way = batches_under_way(config, trainer, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
         for n in range(config.demos):
@@ -5996,7 +6043,7 @@ def groups_as_json(groups) -> list:
     return found
 
 
-def batches_under_way(config, task, path, state) -> list:
+def batches_under_way(config, trainer, path, state) -> list:
     """(number, Batch) of the batches that the checkpoint `path` holds; this rank has its groups.
 
     state: the JSON of the checkpoint. ValueError for anything but the batches that belong there.
@@ -6014,7 +6061,7 @@ def batches_under_way(config, task, path, state) -> list:
             for group, rows in entry["groups"]:
                 if len(rows) != config.group:
                     raise ValueError(f"group {group} has {len(rows)} rollouts")
-                made = [trajectory_of(task, group, row) for row in rows]
+                made = [trajectory_of(trainer.generator, group, row) for row in rows]
                 if group % dist.get_world_size() == dist.get_rank():
                     rollouts[group] = made
             numbers = {group for group, _ in entry["groups"]}
@@ -6028,12 +6075,12 @@ def batches_under_way(config, task, path, state) -> list:
     return found
 
 
-def trajectory_of(task, group, row) -> Trajectory:
-    """A rollout of `groups_as_json`; ValueError for one that could not be trained on."""
+def trajectory_of(model, group, row) -> Trajectory:
+    """A rollout of `groups_as_json`; ValueError for one that the model could not train on."""
     # What stands in a file is looked at before a model, an index or a sum meets it.
     tokens, mask, logprobs, reward, truncated, path, turn_rewards = row
-    if not all(type(token) is int and 0 <= token < task.vocab_size for token in tokens):
-        raise ValueError(f"group {group} has tokens that the task has not")
+    if not all(type(t) is int and 0 <= t < model.config.vocab_size for t in tokens):
+        raise ValueError(f"group {group} has tokens that the model has not")
     mask = np.array(mask, dtype=bool)
     logprobs = np.array(logprobs, dtype=np.float64)
     if mask.shape != (len(tokens) - 1,) or logprobs.shape != mask.shape:
@@ -6043,7 +6090,294 @@ def trajectory_of(task, group, row) -> Trajectory:
     return Trajectory(group, tokens, mask, logprobs, reward, truncated, path, turn_rewards)
 
 
-# N. Commands: the run's directory, main -------------------------------------------------------
+# N. Generators on ranks of their own: --plan A+B ----------------------------------------------
+# The first ranks of a run generate, by plan A, and the others train, by plan B, both at the same
+# time. They make the run of appendix M. Who gives all ranks one plan can skip it.
+
+# The trainer has the loop, the log and the checkpoints. Behind each push it gives the generators an
+# order, which batches to sample with these weights and whether to evaluate them; they send answers.
+#
+#     trainer    push 0            train batch 0    push 1      train batch 1    push 2   ..
+#     generator          batches 0 1                      batch 2     evaluation       batch 3
+#
+# (K = 1, an evaluation behind each step.) Batches and evaluations go through torchrun's store as
+# JSON, a key for each group of answers; weights by broadcast. See "Two sides" in parallel.py.
+
+
+def apart(config) -> bool:
+    """Whether the generators have ranks of their own."""
+    return "+" in config.plan
+
+
+@contextlib.contextmanager
+def joined(config):
+    """Join the other ranks: yields this rank's device and, of a run with A+B, its Side."""
+    how = dict(timeout=config.timeout, threads=config.threads)
+    if not apart(config):
+        yield connect(config.device, **how), None
+        return
+
+    # The two plans say how many ranks each side has. An error on one side ends the other.
+    generator, trainer = plans_of(config)
+    sizes = {parallel.GENERATOR: generator.world, parallel.TRAINER: trainer.world}
+    side = parallel.connect_side(config.device, sizes, **how)
+    with side.leaving_word():
+        yield side.device, side
+        side.finish()
+
+
+class ApartTrainer(Trainer):
+    """A Trainer whose generator is on other ranks: a push is an order to them.
+
+    generator: on the meta device, for its names, shapes and dtype.
+    """
+
+    def __init__(self, side, config, model, *, generator, reference=None):
+        super().__init__(config, model, reference=reference)
+        self.generator = generator
+        self.side = side
+        self.sender = parallel.WeightSender(side, self.model, self.optimizer, generator)
+        self.queue = None  # the ApartQueue of the run
+
+    def push_weights(self) -> int:
+        """Send the weights, one tensor at a time, in the generator's dtype; the version."""
+        self.sender.send(self.queue.next_order())
+        return self.policy_version
+
+    def dismiss(self, code, out, export):
+        """The last order: the run is over. export: whether the generator writes OUT/hf."""
+        self.sender.send({"code": code, "out": out, "export": export}, weights=False)
+
+
+class ApartQueue(RolloutQueue):
+    """`RolloutQueue` on the trainer's ranks: orders batches, and waits for them."""
+
+    def __init__(self, config, task, trainer, start=0, under_way=()):
+        super().__init__(config, task, trainer, start, under_way)
+        self.side = trainer.side
+        self.pushes = start  # steps whose weights were pushed before
+        self.start = start
+        self.trained = start  # batches that were taken
+        trainer.queue = self
+
+    def next_order(self) -> dict:
+        """What the generators do with the weights that are sent now."""
+        # The same batches that `RolloutQueue.take` samples in the step that follows.
+        step = self.pushes
+        self.pushes += 1
+        numbers = []
+        if step < self.config.steps:
+            numbers = list(range(self.next, step + self.config.staleness + 1))
+            self.next += len(numbers)
+
+        # Before step 0, and where a line has an evaluation. A run that is resumed at its last step
+        # has none to come, and asks for the last one again.
+        due = step == 0 or step == self.config.steps
+        if step > self.start:
+            due = due or evaluates(self.config, step - 1)
+        version = self.trainer.policy_version
+        return {"step": step, "version": version, "sample": numbers, "evaluate": due}
+
+    def take(self, step) -> Batch:
+        self.fetch(step)
+        self.trained = step + 1
+        return self.waiting.pop(step)
+
+    def fetch(self, number):
+        """Wait for a batch. Each rank reads the groups that are its own, as everywhere."""
+        if number in self.waiting:
+            return
+        side = self.side
+        name = f"batch/{number}"
+        head = side.read(name)
+        rollouts = {}
+        for group in head["groups"]:
+            if group % side.sizes[side.name] == side.rank:
+                rows = side.read(f"{name}/group/{group}")
+                side.delete(f"{name}/group/{group}")
+                model = self.trainer.generator
+                rollouts[group] = [trajectory_of(model, group, row) for row in rows]
+        batch = Batch(rollouts, head["chosen"], head["sampled_by"], head["metrics"])
+        self.waiting[number] = batch
+
+        # The last to have read it deletes it.
+        if side.store.add(f"{name}/readers", 1) == side.sizes[side.name]:
+            side.delete(name)
+            side.store.delete_key(f"{name}/readers")
+
+    def evaluate(self):
+        """The evaluation comes later, see `LateLog`."""
+        return None, None
+
+    def stored(self) -> list:
+        # What one process has sampled by now is on its way.
+        for number in range(self.trained, self.trained + self.config.staleness):
+            self.fetch(number)
+        return super().stored()
+
+
+class LateLog(Log):
+    """A Log whose evaluations come from other ranks: a line is written when it is whole, and so are
+    those behind it, in their order."""
+
+    def __init__(self, config, out, task, trainer):
+        super().__init__(config, out, task)
+        self.side = trainer.side
+        self.model = trainer.generator
+        self.waiting = []  # (step, metrics) of lines that are not written
+        self.expected = -1  # the last step count whose evaluation a line waits for
+        self.solved = None
+
+    def before(self, solved):
+        """Comes with the line of step 0."""
+
+    def step(self, step, metrics):
+        if "eval/solved" in metrics:
+            self.expected = step + 1
+        elif step == 0:
+            self.expected = 0
+        self.waiting.append((step, metrics))
+        self.write_whole_lines()
+
+    def write_whole_lines(self):
+        """Write every line up to the first whose evaluation has not come."""
+        # A line waits for the evaluation of the weights behind its step, line 0 also for that of
+        # the weights before it. They come in this order.
+        while self.on and self.waiting:
+            step, metrics = self.waiting[0]
+            last = step + 1 if "eval/solved" in metrics else 0
+            if (step == 0 or last > 0) and self.evaluated() < last:
+                return
+            self.waiting.pop(0)
+            if step == 0:
+                super().before(self.evaluation(0)[0])
+            if last > 0:
+                self.solved, seconds, shown = self.evaluation(last)
+                late = {"eval/solved": self.solved, "seconds/eval": seconds}
+                metrics = metrics | late
+                super().sample(step, shown)
+            super().step(step, metrics)
+
+    def evaluated(self) -> int:
+        """Of how many steps the newest evaluation is; -1 before the first."""
+        found = self.side.store.check(["evaluated"])
+        return int(self.side.store.get("evaluated")) if found else -1
+
+    def evaluation(self, count):
+        """(solved, seconds, a trajectory or None) of the weights that so many steps have made."""
+        found = self.side.read(f"evaluation/{count}")
+        self.side.delete(f"evaluation/{count}")
+        shown = None
+        if found["shown"]:
+            ((group, (row,)),) = found["shown"]
+            shown = trajectory_of(self.model, group, row)
+        return found["solved"], found["seconds"], shown
+
+    def settle(self):
+        """Wait until the line of every step that is done is written. All trainer ranks come here,
+        for those that have nothing to write would wait in a collective, and for too long."""
+        self.side.wait(lambda: self.evaluated() >= self.expected)
+        self.write_whole_lines()
+
+    def end(self, solved):
+        # A run that was resumed at its last step has no line to come.
+        self.expected = self.config.steps
+        self.settle()
+        if self.on and self.solved is None:
+            self.solved, _, _ = self.evaluation(self.config.steps)
+        super().end(self.solved)
+
+
+class StopOnBothSides(Stop):
+    """A Stop that hears of signals that the ranks of the other side have seen."""
+
+    def __init__(self, side):
+        super().__init__()
+        self.side = side
+        side.stop = self
+
+    def agreed(self, device) -> int:
+        self.number = self.number or self.side.signal()
+        return super().agreed(device)
+
+
+def build_generator(config, task, device):
+    """The generator of a rank that trains nothing; its weights come with the first push."""
+    shape = shape_of(config, task)
+    require_room(config, task, shape.max_position_embeddings)
+    generator = empty_model(config, shape, of_sampler(config)).requires_grad_(False)
+
+    # Its plan is that of its side, and only this rank's part is ever allocated.
+    plan = generator_plan(config)
+    plan.require_fits(world=dist.get_world_size(), config=shape)
+    if plan.tp > 1 or plan.ep > 1:
+        grid = Grid.make(plan, torch.device(device).type)
+        parallel.split_for_decoding(generator, plan, device_mesh=grid)
+    parallel.share_or_allocate(None, generator, device)
+    return generator
+
+
+class Sampler(NamedTuple):
+    """What `RolloutQueue` needs of a Trainer, on ranks that only generate."""
+
+    generator: Transformer
+    policy_version: int
+
+
+def generate_apart(config, task, device, side) -> int:
+    """The run of a rank that generates: it serves until it is dismissed. Returns the exit code."""
+    # The same model, task and checks as the trainer's. The directory of the run is the trainer's.
+    generator = build_generator(config, task, device)
+    receiver = parallel.WeightReceiver(side, generator)
+    StopOnBothSides(side)  # a signal is told to the trainer, which ends the run
+    queue = RolloutQueue(config, task, Sampler(generator, 0))
+    step = 0
+    side.where = lambda: f"generating behind step {step}"
+    side.advice = "go on with --resume, and the run's --out"
+    with parallel.naming_lost_ranks(side.where, side.advice):
+        order = receiver.next()
+        while "code" not in order:
+            # First what the trainer may be waiting for, then what only its log waits for.
+            step = order["step"]
+            queue.trainer = Sampler(generator, order["version"])
+            for number in order["sample"]:
+                send_batch(side, number, queue.sample(number))
+            if order["evaluate"]:
+                send_evaluation(side, step, queue)
+            order = receiver.next()
+
+        if order["export"]:
+            out = order["out"]
+            log = Log(dataclasses.replace(config, tensorboard=False), out, task)
+            export(config, task, generator, out, log)
+    return order["code"]
+
+
+def send_batch(side, number, batch):
+    """Leave a batch in the store. Collective over the generators, each with its own groups."""
+    numbers = [None] * side.sizes[side.name]
+    dist.all_gather_object(numbers, list(batch.rollouts))
+    for group, rows in groups_as_json(batch.rollouts):
+        side.post(f"batch/{number}/group/{group}", rows)
+    if side.rank == 0:
+        groups = sorted(group for part in numbers for group in part)
+        head = {"groups": groups, "chosen": batch.chosen, "sampled_by": batch.sampled_by}
+        side.post(f"batch/{number}", head | {"metrics": batch.metrics})
+
+
+def send_evaluation(side, step, queue):
+    """Evaluate the weights that `step` steps have made, and leave the figures in the store."""
+    seconds = {}
+    with timed(seconds, "eval"):
+        solved, shown = queue.evaluate()
+    if side.rank == 0:
+        shown = groups_as_json({shown.group: [shown]}) if shown else None
+        found = {"solved": solved, "seconds": seconds["seconds/eval"], "shown": shown}
+        side.post(f"evaluation/{step}", found)
+        side.store.set("evaluated", str(step))
+
+
+# O. Commands: the run's directory, main -------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. To run the file
 # nothing of it has to be read.
 
@@ -6197,10 +6531,10 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        device = connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = train(config, device)
-        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
-            dist.barrier()
+        with joined(config) as (device, side):
+            code = train(config, device, side)
+            with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+                dist.barrier()
     except (ValueError, ImportError, OSError, FloatingPointError) as error:
         if isinstance(error, TaskError) and error.__cause__ is not None:
             traceback.print_exception(error.__cause__)

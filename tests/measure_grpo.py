@@ -4,15 +4,20 @@ check: whole steps against `step_by_hand`, the gradient's invariances, and the m
 every tree mode and every family of models against one process that trains without trees, in
 float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
 critic. Cells that say `mixed` compute in float32, with masters in float64, against the same float64
-process: what they may be off is what float32 products are.
+process: what they may be off is what float32 products are. Whole runs with generators on ranks of
+their own are held against one process too.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
 """
 
 import argparse
+import copy
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
+import socket
 import statistics
 import tempfile
 import time
@@ -27,11 +32,11 @@ import models
 import ring_attention as ring
 import train_grpo
 from parallel import (
-    Plan, clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
+    clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, groups_again,
-    make_task, prepare, rollout_line, step_by_hand, update,
+    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, generator_plan,
+    groups_again, make_task, plans_of, prepare, rollout_line, step_by_hand, update,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -216,7 +221,7 @@ def three_steps(config, family, batch):
     return found, parameters | persistent_buffers(trainer.model)
 
 
-def apart(found, truth):
+def tensors_apart(found, truth):
     """The largest difference over all tensors that are here, relative to the largest entry."""
     worst = max((found[name] - truth[name]).abs().max().item() for name in found)
     return worst / max(x.abs().max().item() for x in truth.values())
@@ -225,10 +230,10 @@ def apart(found, truth):
 def errors(found, truth):
     """The worst of loss, gradients, norm and parameters."""
     (steps, parameters), (true_steps, true_parameters) = found, truth
-    worst = [apart(parameters, true_parameters)]
+    worst = [tensors_apart(parameters, true_parameters)]
     for step, truth in zip(steps, true_steps, strict=True):
         loss, grads, norm = zip(step, truth, strict=True)
-        worst += [abs(a - b) / abs(b) for a, b in (loss, norm)] + [apart(*grads)]
+        worst += [abs(a - b) / abs(b) for a, b in (loss, norm)] + [tensors_apart(*grads)]
     return max(worst)
 
 
@@ -241,7 +246,11 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            Plan.parse(config.plan).require_fits(world=world, config=model_of(family).config)
+            fits = dict(world=world, config=model_of(family).config)
+            _, trainer = plans_of(config)
+            trainer.require_fits(**fits)
+            if "|" in config.plan:
+                generator_plan(config).require_fits(**fits)
     except ValueError:
         return True
     return False
@@ -326,13 +335,176 @@ def matrix(cells):
     return found
 
 
+GENERATORS = {  # name -> ranks, --plan; the policy's plan does not matter to what is sampled
+    "t2|d2": (2, {}),
+    "d2|t2": (2, {}),
+    "t2|d2 fsdp": (2, dict(data_parallel="fsdp")),
+    "t2|p2": (2, {}),
+    "d2e2|t2": (2, {}),
+    "t2e2|d2": (2, {}),
+    "(attn:t2|ffn:t2)|d2": (2, {}),
+    "d2t2|d4 fsdp": (4, dict(data_parallel="fsdp")),
+    "d4|p2t2": (4, {}),
+    "d2t2e4|d2c2": (4, {}),
+    "(attn:d2t2|ffn:e2t2)|d4": (4, {}),
+}
+
+
+HOT = 4.0  # a temperature at which every token of these models has a chance
+
+
+def some_generators() -> list:
+    """(name, family) of some generators, which show each letter and each family."""
+    return [
+        ("t2|d2", "gemma3_text"), ("t2|d2 fsdp", "qwen2"), ("d2|t2", "qwen3"),
+        ("d2e2|t2", "qwen3_moe"), ("t2e2|d2", "balanced moe"), ("d2t2e4|d2c2", "qwen3_moe"),
+    ]  # fmt: skip
+
+
+def sampled(config, family):
+    """{group: [(tokens, log-probs)]} of this rank, after a push of the weights of one step."""
+    model = model_of(family)
+    generator = copy.deepcopy(model).requires_grad_(False).to("meta")
+    trainer = Trainer(config, model, generator=generator)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.mul_(1.25)  # for every plan alike, and it is no copy of the first weights any more
+    trainer.push_weights()
+    mine, _, _ = collect(config, make_task(config), trainer.generator, 0)
+    return {n: [(t.tokens, t.sampler_logprobs) for t in group] for n, group in mine.items()}
+
+
+def run_generators(world, cells, truths):
+    """{(name, family): the largest difference of a log-prob, infinite if a token differs, or
+    "refused"} on this rank."""
+    found = {}
+    for name, family in cells:
+        of_name, more = GENERATORS[name]
+        if of_name != world:
+            continue
+        config = setting(plan=name.split()[0], temperature=HOT, **more)
+        if refused(config, family, world):
+            found[name, family] = "refused"
+            continue
+        worst = 0.0
+        for group, rollouts in sampled(config, family).items():
+            for (tokens, logprobs), (true_tokens, true) in zip(
+                rollouts, truths[family][group], strict=True
+            ):
+                if tokens != true_tokens or not np.isfinite(logprobs).all():
+                    worst = math.inf
+                    continue
+                worst = max(worst, float(np.abs(logprobs - true).max()))
+        found[name, family] = worst
+    return found
+
+
+def sampled_by_one(families):
+    return {family: sampled(setting(temperature=HOT).check(), family) for family in families}
+
+
+def of_generators(cells):
+    """{(name, family): the worst rank's error, or "refused"}."""
+    families = sorted({family for _, family in cells})
+    (truths,) = ring.launch(1, sampled_by_one, families)
+    found = {}
+    for world in sorted({GENERATORS[name][0] for name, _ in cells}):
+        parts = ring.launch(world, run_generators, world, cells, truths)
+        for cell, first in parts[0].items():
+            found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
+    return found
+
+
+def print_generators(every) -> dict:
+    """A row for each generator's plan; returns what `of_generators` has found."""
+    found = of_generators(
+        [*itertools.product(GENERATORS, FAMILIES)] if every else some_generators())
+    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
+          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
+    for name in GENERATORS:
+        shown = [found.get((name, family), "") for family in FAMILIES]
+        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+        if any(x != "" for x in shown):
+            print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
+    return found
+
+
+# Whole runs whose generators have ranks of their own: plan -> ranks, more flags, of every check.
+APART = {
+    "d1+d1": (2, "", True),
+    "d2+d1": (3, "", False),
+    "t2+d1": (3, "", False),
+    "d1+d2": (3, "--data-parallel fsdp", False),
+    "d1+t2": (3, "", False),
+    "d1+c2": (3, "", False),
+    "d1+p2": (3, "", False),
+    "d2+t2c2": (6, "", False),
+}
+RUN_BOUND = 1e-8  # of every metric
+RUN = "--size 3 --turns 3 --layers 4 --hidden 16 --heads 4 --prompts 5 --group 8 --dtype float64 "
+RUN += "--lr 0.005 --lr-warmup 0 --lr-decay constant --eval-every 2 --device cpu --overwrite"
+
+
+def whole_run(port, flags):
+    """A run in processes of `launch`, which then have the process groups of the run alone."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    config = train_grpo.parse_config(flags.split()).check()
+    with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
+        return train_grpo.train(config, device, side)
+
+
+def metrics_of_run(folder, world, flags):
+    """The lines of metrics.jsonl of a run, without what cannot be equal in two of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ring.launch(world, whole_run, port, f"{flags} --out {folder}/run")
+    with open(f"{folder}/run/metrics.jsonl") as file:
+        lines = [json.loads(line) for line in file]
+    other = "seconds/", "memory/", "logprob_gap/"
+    return [{k: x for k, x in line.items() if not k.startswith(other)} for line in lines]
+
+
+def runs_apart(every=False) -> dict:
+    """{row: the worst metric} of runs A+B against one process with the same --staleness."""
+    rows = {}
+    steps = 20 if every else 3
+    with tempfile.TemporaryDirectory() as folder:
+        for K in (0, 1, 2):
+            flags = f"{RUN} --staleness {K} --steps {steps}"
+            truth = metrics_of_run(folder, 1, flags)
+            for plan, (world, more, always) in APART.items():
+                if always or every:
+                    found = metrics_of_run(folder, world, f"{flags} --plan {plan} {more}")
+                    name = f"{steps} steps of {plan}, staleness {K}"
+                    rows[name] = worst_metric(found, truth)
+    return rows
+
+
+def worst_metric(found, truth) -> float:
+    """The largest difference of any metric of any step, relative to 1 or more."""
+    worst = []
+    for line, true in zip(found, truth, strict=True):
+        assert line.keys() == true.keys()
+        worst += [abs(line[name] - x) / max(1.0, abs(x)) for name, x in true.items()]
+    return max(worst)
+
+
 def check(every=False) -> bool:
     """Print the rows and the matrix, of some cells or of every one; whether all are in bounds."""
     mixed = all_cells(tuple(MIXED)) if every else mixed_cells()
     found = matrix((all_cells() if every else some_cells()) + mixed)
+    apart = runs_apart(every)
     rows = invariances()
     for name, error in rows.items():
         print(f"{name:48} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
+    print(f"generators on ranks of their own against one process: the worst metric; {RUN_BOUND}")
+    for name, error in apart.items():
+        print(f"{name:48} {error:.1e}  {'ok' if error <= RUN_BOUND else 'FAILED'}")
     print("against one process without trees: the worst of loss, gradients, clip norm, and of the "
           f"parameters after 3 steps; bound {BOUND}")  # fmt: skip
     if not every:
@@ -346,15 +518,21 @@ def check(every=False) -> bool:
             texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
             if any(shown):
                 print(f"{name:22}{tree:12}" + "".join(f"{text:>13}" for text in texts))
+    generators = print_generators(every)
+    sampled_apart = [x for x in generators.values() if not isinstance(x, str)]
     shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
     within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
-    ok = max(rows.values()) <= 1e-12 and within
+    ok = max(*rows.values(), *sampled_apart) <= 1e-12 and within
+    ok = ok and all(error <= RUN_BOUND for error in apart.values())
     lower = [found[cell] for cell in shares if cell[0] in MIXED]
     numbers = [found[cell] for cell in shares if cell[0] not in MIXED]
+    refusals = [x for x in (*found.values(), *generators.values()) if isinstance(x, str)]
     print(f"{len(numbers)} cells, worst {max(numbers):.1e}; mixed {len(lower)}, worst "
-          f"{max(lower):.1e}; refused: {len(found) - len(shares)}")  # fmt: skip
-    worst = max(*rows.values(), *numbers)
+          f"{max(lower):.1e}; generators {len(sampled_apart)}, worst {max(sampled_apart):.1e}; "
+          f"refused: {len(refusals)}")  # fmt: skip
+    worst = max(*rows.values(), *numbers, *sampled_apart)
     line = {"check": "train_grpo", "ok": ok, "cells": len(shares), "max_error": worst}
+    line["generators"] = len(sampled_apart)
     print(json.dumps(line | {"mixed_error": max(lower)}))
     return ok
 

@@ -281,7 +281,7 @@ def _case(name):
 
 # plan -------------------------------------------------------------------------------------------
 
-# Two published shapes, so that the commands of RESULTS.md need no download; else --model gives a
+# Published shapes, so that the commands of RESULTS.md need no download; else --model gives a
 # file.
 PUBLISHED = {
     "qwen3-8b": dict(
@@ -293,6 +293,12 @@ PUBLISHED = {
         model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
         num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-235b-a22b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+        num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
@@ -674,12 +680,16 @@ def _describe(plan):
 
 
 def _table(config, options):
-    """A row for each plan and mode, as Markdown; GiB are 2^30 bytes, GB 10^9."""
+    """A row for each plan and mode, as Markdown; GiB are 2^30 bytes, GB 10^9.
+
+    What is above 100 % of 80 GB does not train there, whatever the allocator does.
+    """
     print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
-    held = "weights + gradients + moments", "activations", "buffers", "generator", "GiB in all"
+    held = ["weights + gradients + moments", "activations", "buffers", "generator"]
+    held += ["GiB in all", "of 80 GB"]
     print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
           *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
-    print("|---" * 15 + "|")
+    print("|---" * 16 + "|")
     for plans, generator, plan in plans_in(options.plan):
         name = "|".join(map(str, plans))
         for mode in options.mode:
@@ -698,6 +708,7 @@ def _row(name, generator, plan, config, step, size):
     start = max(parts["weights"] + parts["generator"], first.filled())
     gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
     gib[:3] = [" + ".join(gib[:3])]
+    gib.insert(-1, f"{sum(parts.values()) / 80e9:.0%}")
     sent = [*sends(plan, config, step).values(), first.pushed(sampler, size)]
     gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
     text = name.replace("|", "\\|")

@@ -244,10 +244,16 @@ def run_generate(generate):
 
 
 def run_TokenTrie(TokenTrie):
-    """The tokens of the tree are the prefixes that occur, in the order of a dictionary."""
+    """The tokens of the tree are the prefixes that occur, each fork's largest branch first."""
     sequences = [[5, 6, 7], [5, 6, 8], [5, 9], [5, 6, 7], [5], [2]]
     trie = TokenTrie(sequences)
-    prefixes = sorted({tuple(x[: n + 1]) for x in sequences for n in range(len(x))})
+    occur = {tuple(x[: n + 1]) for x in sequences for n in range(len(x))}
+
+    def size(prefix):
+        return sum(x[: len(prefix)] == prefix for x in occur)
+
+    # A branch comes by how much is below each of its tokens, and equal ones by their tokens.
+    prefixes = sorted(occur, key=lambda x: [(-size(x[: n + 1]), x[n]) for n in range(len(x))])
     assert trie.tokens.tolist() == [x[-1] for x in prefixes]
     assert trie.positions.tolist() == [len(x) - 1 for x in prefixes]
     assert trie.parent.tolist() == [prefixes.index(x[:-1]) if x[1:] else -1 for x in prefixes]

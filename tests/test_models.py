@@ -11,6 +11,7 @@ import parallel
 from models import (
     FULL,
     KVCache,
+    PlainStep,
     Row,
     Transformer,
     extend,
@@ -404,9 +405,11 @@ def test_generate_feeds_queued_tokens_and_samples_the_rest():
 @pytest.mark.quick
 def test_generate_computes_equal_prompts_once(monkeypatch):
     model, fed = model_of(), []
-    original = Transformer.hidden
+    original, original_step = Transformer.hidden, PlainStep.__call__
     monkeypatch.setattr(Transformer, "hidden", lambda self, tokens, **k: (
         fed.append(tuple(tokens.shape)), original(self, tokens, **k))[1])  # fmt: skip
+    monkeypatch.setattr(PlainStep, "__call__", lambda self, cache, tokens: (
+        fed.append(tuple(tokens.shape)), original_step(self, cache, tokens))[1])  # fmt: skip
     rows = [Row(p, np.linspace(0, 0.9, 4)) for p in ([3, 4, 5], [3, 4, 5], [7], [3, 4, 5])]
     done = generate(model, rows, max_new_tokens=4, temperature=1.0)
     assert fed == [(2, 3), (4, 1), (4, 1), (4, 1)] and all(row.truncated for row in done)

@@ -591,7 +591,7 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
     "flags, text",
     [
         ("--plan d2d2", "expected one of t p c e, each once; came 'd2'"),
-        ("--plan sglang:d1+archon:d1", "generator and trainer share all ranks"),
+        ("--plan sglang:d1+archon:d1", "on 1 ranks of their own are 2 ranks, but there are 1"),
         ("--plan d2|t2", "t2 is for p * d * c * t = 2 ranks, but there are 1"),
         ("--plan d1|d2", "need one world: d1 has 1 ranks, d2 has 2 ranks"),
         ("--plan d1|d1|d1", "A|B has two plans, the generator's and the trainer's"),

@@ -1,0 +1,194 @@
+"""Who works and who waits, with generators on ranks of their own.
+
+    python tests/measure_apart.py trace [--staleness 1]   # a picture of five steps of d1+d1
+    python tests/measure_apart.py race [--rounds 5]       # wall time: staleness 1, 0, and d2
+
+Two processes of one thread. The settings are such that sampling a batch and training on it cost
+about the same, of which `race` prints both. `trace` writes down when each process begins and ends
+what it does; clocks are those of one machine.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import ring_attention  # noqa: E402
+import train_grpo  # noqa: E402
+from parallel import Side  # noqa: E402
+
+WIDTH = 96  # columns of the picture
+FLAGS = "--device cpu --eval-every 2 --eval-prompts 70 --lr-warmup 0 --prompts 16 --minibatches 1 "
+FLAGS += "--entropy-coef 0.02 --log-rollouts none --save-every 0 --hidden 128 --overwrite"
+
+# What is watched: function, the letter in the picture, and the words of its legend.
+WATCHED = {
+    "collect": ("s", "samples a batch"),
+    "evaluate": ("e", "evaluates"),
+    "prepare": ("T", "trains"),
+    "update": ("T", "trains"),
+    "ApartTrainer.push_weights": ("p", "sends weights"),
+    "Side.wait": (".", "waits"),
+}
+
+
+def watch(events, began):
+    """Let the functions of WATCHED write down when they begin and end."""
+    for path, (letter, _) in WATCHED.items():
+        owner_name, _, name = path.rpartition(".")
+        owner = Side if owner_name == "Side" else train_grpo
+        owner = getattr(train_grpo, owner_name) if owner_name == "ApartTrainer" else owner
+        original = getattr(owner, name)
+
+        def watched(*args, original=original, letter=letter, **how):
+            start = time.time()
+            try:
+                return original(*args, **how)
+            finally:
+                events.append((letter, start - began, time.time() - began))
+
+        setattr(owner, name, watched)
+
+
+def one_rank(port, flags, began):
+    """A process of a run: which side it was on, what it did and when. began: None: not watched."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    events = []
+    if began is not None:
+        watch(events, began)
+    config = train_grpo.parse_config(flags.split()).check()
+    with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
+        train_grpo.train(config, device, side)
+    return side.name if side else "", events
+
+
+def run(folder, flags, began=None):
+    """A run on two ranks: what `one_rank` returned of each, and the lines of metrics.jsonl."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{FLAGS} --out {folder}/run {flags}"
+    ranks = ring_attention.launch(2, one_rank, port, flags, began)
+    with open(f"{folder}/run/metrics.jsonl") as file:
+        return ranks, [json.loads(line) for line in file]
+
+
+def picture(events, first, last, width=WIDTH) -> str:
+    """A line of letters: what a process did in each of `width` equal parts of first .. last."""
+    # What was done for longest in a part stands there. Waiting inside of something else, as a push
+    # does for a generator that is not ready, is waiting.
+    step = (last - first) / width
+    line = ""
+    for n in range(width):
+        start = first + n * step
+        spent = {" ": 1e-9}
+        waited = 0.0
+        for letter, begin, end in events:
+            inside = max(0.0, min(end, start + step) - max(begin, start))
+            if letter == ".":
+                waited += inside
+            else:
+                spent[letter] = spent.get(letter, 0.0) + inside
+        most = max(spent, key=spent.get)
+        line += "." if waited > step / 2 else most
+    return line
+
+
+def trace(staleness, steps=5, flags="") -> str:
+    """The picture of so many steps in the middle of a run of d1+d1."""
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--plan d1+d1 --staleness {staleness} --steps {steps + 6} {flags}"
+        ranks, lines = run(folder, flags, began)
+    by_side = dict(ranks)
+    sides = {name: by_side[name] for name in sorted(by_side)}
+
+    # The picture begins where the trainer begins the third step, and ends `steps` later. A push is
+    # inside an update, so it is drawn over it; the first is the one before step 0.
+    pushes = sorted(end for letter, _, end in sides["trainer"] if letter == "p")
+    first = pushes[3]
+    last = pushes[3 + steps]
+    text = f"d1+d1 --staleness {staleness}: {steps} steps in {last - first:.2f} seconds\n"
+    for name, events in sides.items():
+        over = [event for event in events if event[0] != "T"]
+        under = [event for event in events if event[0] == "T"]
+        shown = ""
+        for a, b in zip(picture(over, first, last), picture(under, first, last), strict=True):
+            shown += b if a == " " else a
+        text += f"{name:10}{shown}\n"
+    ends = ""
+    marks = {round((end - first) / (last - first) * WIDTH) for end in pushes if first < end < last}
+    for n in range(WIDTH):
+        ends += "|" if n in marks else " "
+    text += f"{'':10}{ends.rstrip()}\n"
+    legend = ", ".join(dict.fromkeys(f"{letter} {words}" for letter, words in WATCHED.values()))
+    return text + f"{'':10}{legend}; | a push has ended"
+
+
+RACERS = {  # name -> flags
+    "d1+d1 --staleness 1": "--plan d1+d1 --staleness 1",
+    "d1+d1 --staleness 0": "--plan d1+d1 --staleness 0",
+    "d2 --staleness 0": "--plan d2",
+}
+
+
+def race(rounds, steps, flags="") -> dict:
+    """Seconds of a step of each racer, a list of one for each round; in alternating order."""
+    found = {name: [] for name in RACERS}
+    costs = []
+    for n in range(rounds):
+        for name in list(RACERS)[:: 1 if n % 2 else -1]:
+            with tempfile.TemporaryDirectory() as folder:
+                more = f"{RACERS[name]} --steps {steps} --eval-every 1000000 {flags}"
+                _, lines = run(folder, more)
+            # The first steps warm up, and behind the last one there is an evaluation.
+            middle = lines[2:-1]
+            found[name].append(statistics.fmean(line["seconds/total"] for line in middle))
+            if name.endswith("+d1 --staleness 0"):
+                pairs = [(x["seconds/rollout"], x["seconds/train"]) for x in middle]
+                costs.append([statistics.fmean(x) for x in zip(*pairs, strict=True)])
+    sampled, trained = (statistics.median(x) for x in zip(*costs, strict=True))
+    print(f"sampling a batch {sampled:.3f} s, training on it {trained:.3f} s, by one rank")
+    return found
+
+
+def main(argv) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("trace", "race"))
+    parser.add_argument("--staleness", type=int, default=None, help="of the trace; default: 0, 1")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--more", default="", help="more flags of the runs")
+    options = parser.parse_args(argv)
+    if options.what == "trace":
+        for K in (0, 1) if options.staleness is None else (options.staleness,):
+            print(trace(K, flags=options.more), flush=True)
+        return 0
+
+    found = race(options.rounds, options.steps, options.more)
+    base = found["d1+d1 --staleness 0"]
+    for name, seconds in found.items():
+        gains = sorted(b / a for a, b in zip(seconds, base, strict=True))
+        middle = statistics.median(gains)
+        print(f"{name:22} {statistics.median(seconds):.3f} s a step, {middle:.2f} times as fast "
+              f"({gains[0]:.2f} - {gains[-1]:.2f}) as d1+d1 with 0")  # fmt: skip
+    print(json.dumps({"race": {name: statistics.median(x) for name, x in found.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,356 @@
+"""`--plan A+B`: generators on ranks of their own make the run of one process, and end with it.
+
+The truth is one process with the same --staleness, which tests/test_staleness.py holds against the
+schedule. Here the two sides work at the same time, and every metric must come out the same.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conftest import shortened
+from test_audit import audited
+from test_faults import torchruns, wait_for, workers
+from test_plan_run import SHAPE, mixture  # noqa: F401, a fixture
+from test_ranks import largest_difference, learns_something, read_metrics, trained
+from test_run import TINY, _main, begin, cli, contents, end, good, same_run, wait_for_steps
+
+import parallel
+import train_grpo
+from parallel import checkpoints
+from train_grpo import parse_config
+
+FLAGS = f"{SHAPE} --out run --eval-every 2 --timeout 20"
+
+
+# The run of one process ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """flags -> the metrics of one process."""
+    made = {}
+
+    def run(flags):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("one")
+            made[flags] = trained(folder, 1, flags.replace("--out run", ""))
+            assert learns_something(made[flags])
+        return made[flags]
+
+    return run
+
+
+PLANS = {
+    "d1+d1": (2, ""),
+    "d2+d1": (3, ""),
+    "d1+d2": (3, ""),
+    "d2+d2": (4, "--data-parallel zero1"),
+    "d1+fsdp": (3, "--plan d1+d2 --data-parallel fsdp"),
+    "d1+t2": (3, ""),
+    "d1+c2": (3, "--cp-method ulysses"),
+    "d1+p2": (3, "--pp-schedule zbv"),
+    "d2+d1t2": (4, "--tree sparse"),
+    "t2+d1": (3, ""),
+    "t2+d2": (4, "--data-parallel fsdp"),
+    "vllm:d1+archon:d2": (3, "--tree dta --max-tokens 9"),
+}  # fmt: skip
+SHORT = [("d1+d1", 0), ("d1+d1", 1), ("d1+d1", 2), ("t2+d1", 1)]
+EVERY = [pytest.param(*case, 3) for case in SHORT]
+EVERY += [pytest.param(name, K, 20, marks=pytest.mark.slow) for name in PLANS for K in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("name, K, steps", EVERY)
+def test_two_sides_make_the_run_of_one_process(one_process, tmp_path, name, K, steps):
+    world, more = PLANS[name]
+    plan = "" if "--plan" in more else f"--plan {name}"
+    flags = f"{FLAGS} --staleness {K} --steps {steps}"
+    out, _ = good(tmp_path, f"{flags} {plan} {more}", world)
+    found = read_metrics(tmp_path / "run")
+    assert largest_difference(found, one_process(flags)) < 1e-8
+    assert [line["policy/age_max"] for line in found] == [min(s, K) for s in range(steps)]
+    assert not checkpoints(tmp_path / "run", "tmp") and (tmp_path / "run" / "hf").exists()
+
+
+OPTIONS = {
+    "a critic": "--advantage gae",
+    "KL in the reward": "--kl-coef 0.1 --kl-in reward --clip-low 0.9 --clip-high 9",
+    "decoupled": "--proximal --importance-cap 2",
+    "demonstrations": "--task lookup --size 2 --demos 2 --kl-coef 0.1",
+    "dynamic sampling, forks": (
+        "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
+    "more trainers than groups": "--prompts 2 --plan d1+d3",
+    "sampled in bfloat16": "--generator-dtype bfloat16",
+    "masters": "--compute-dtype float32 --generator-dtype float64",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", shortened(OPTIONS, "demonstrations"))
+def test_options_make_the_run_of_one_process_too(tmp_path, name):
+    world = 4 if "d1+d3" in OPTIONS[name] else 2
+    flags = f"{FLAGS} --staleness 1 --steps 3 {OPTIONS[name]}"
+    plan = "" if "--plan" in flags else "--plan d1+d1"
+    alone = flags.replace("--plan d1+d3", "")
+    for folder, count, more in (("a", world, f"{flags} {plan}"), ("b", 1, alone)):
+        (tmp_path / folder).mkdir()
+        good(tmp_path / folder, more, count)
+    runs = [tmp_path / folder / "run" for folder in "ab"]
+    if name != "sampled in bfloat16":
+        assert largest_difference(*map(read_metrics, runs)) < 1e-8
+    else:  # rounding to bfloat16 may turn a bit of the weights around
+        assert largest_difference(*map(read_metrics, runs)) < 1e-4
+    texts = [[json.loads(x)["text"] for x in (run / "samples.jsonl").open()] for run in runs]
+    assert texts[0] == texts[1] and texts[0]
+    lines = [(run / "rollouts.jsonl").read_text().splitlines() for run in runs]
+    tokens = [[json.loads(line)["tokens"] for line in of_run] for of_run in lines]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("K, world, plan", [
+    (0, 3, "d1+d2e2"), (2, 3, "d1+d2e2 --router-bias-rate 0.05"), (1, 3, "d2e2+d1"),
+    (1, 4, "t2e2+d1p2")])  # fmt: skip
+def test_experts_are_trained_apart(mixture, tmp_path, K, world, plan):  # noqa: F811
+    shape = SHAPE.replace("--layers 4 --hidden 16 --heads 4", f"--model {mixture}")
+    flags = f"{shape} --out run --eval-every 2 --staleness {K} --steps 4 --balance-coef 0.1"
+    alone = plan.partition(" ")[2]
+    for folder, count, more in (("a", world, f"--plan {plan}"), ("b", 1, alone)):
+        (tmp_path / folder).mkdir()
+        good(tmp_path / folder, f"{flags} {more}", count)
+    runs = [read_metrics(tmp_path / folder / "run") for folder in "ab"]
+    assert largest_difference(*runs) < 1e-8
+
+
+# Stopped, resumed, audited ---------------------------------------------------------------------
+
+
+def test_a_run_goes_on_apart_and_together(one_process, tmp_path):
+    """2 steps apart, 2 in one process, 2 apart under another plan: the batches go along."""
+    flags = f"{FLAGS} --staleness 2"
+    good(tmp_path, f"{flags} --plan d1+d1 --steps 2", 2)
+    good(tmp_path, "--resume --out run --steps 4 --plan d1")
+    good(tmp_path, "--resume --out run --steps 6 --plan d1+t2", 3)
+    found = read_metrics(tmp_path / "run")
+    assert largest_difference(found, one_process(f"{flags} --steps 6")) < 1e-8
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_signal_to_either_side_saves_and_ends_both(tmp_path, victim):
+    flags = f"{TINY} --out run --dtype float64 --staleness 1 --timeout 20 --steps"
+    processes, log = begin(tmp_path, f"{flags} 100000 --plan d1+d1", world=2)
+    wait_for_steps(tmp_path / "run", 3)
+    os.kill(processes[victim].pid, signal.SIGTERM)
+    codes, out, err = end(processes, log, seconds=60)
+    assert codes == [143, 143], err
+    done = int(re.search(r"SIGTERM: saved after (\d+) steps", out[1])[1])
+    assert len(read_metrics(tmp_path / "run")) == done
+    good(tmp_path, f"--resume --out run --steps {done + 2}", 2)
+    (tmp_path / "b").mkdir()
+    good(tmp_path / "b", f"{flags} {done + 2}")
+    runs = [read_metrics(folder / "run") for folder in (tmp_path, tmp_path / "b")]
+    for line in (*runs[0], *runs[1]):
+        line.pop("eval/solved", None)  # an interrupted run may evaluate at its own last step
+    assert largest_difference(*runs) < 1e-8
+
+
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    """Both sides die in a step; from the checkpoint on it is the same run, and so is the audit."""
+    flags = f"{TINY} --out run --save-every 2 --staleness 1 --steps 6 --plan d1+d1 --timeout 20"
+    codes, _, _ = cli(tmp_path, f"{flags} --timeout 5", 2, die=("train_grpo.train_step", 4))
+    assert codes[1] == -signal.SIGKILL and codes[0] == 2
+    good(tmp_path, "--resume --out run --timeout 20", 2)
+    (tmp_path / "b").mkdir()
+    good(tmp_path / "b", flags, 2)
+    same_run(tmp_path / "run", tmp_path / "b" / "run")
+
+
+def test_the_audit_takes_a_run_of_two_sides(tmp_path, process_group):
+    flags = f"{TINY} --out run --save-every 1 --keep 9 --staleness 2 --log-rollouts all --steps 5"
+    good(tmp_path, f"{flags} --plan d1+d2 --timeout 20", 3)
+    before = contents(tmp_path / "run")
+    for step in (0, 3, 4):
+        report = audited(tmp_path / "run", step)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+    assert contents(tmp_path / "run") == before
+
+
+# Lost ranks, errors ----------------------------------------------------------------------------
+
+
+def _hosted(rank, world, port, cwd, log, flags, store_port):
+    """As under torchrun, whose own process has the store."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    _main(rank, world, store_port, cwd, log, flags, None)
+
+
+LOST = [  # plan, ranks, victim, what is sent, and what the others say
+    ("d1+d1", 2, 0, signal.SIGKILL, "generator rank 0 (rank 0 of the run) is gone"),
+    ("d1+d1", 2, 1, signal.SIGKILL, "trainer rank 0 (rank 1 of the run) is gone"),
+    ("d1+d1", 2, 0, signal.SIGSTOP, "generator rank 0 (rank 0 of the run) is gone or silent"),
+    ("d2+d1", 3, 1, signal.SIGKILL, "generator rank 1 (rank 1 of the run) is gone"),
+    ("d1+d2", 3, 2, signal.SIGKILL, "trainer rank 1 (rank 2 of the run) is gone"),
+]
+SOME_LOST = [pytest.param(*case, marks=[pytest.mark.slow] * (n in (2, 3)))
+             for n, case in enumerate(LOST)]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan, world, victim, number, text", SOME_LOST)
+def test_losing_a_rank_ends_the_run_in_time_and_says_which(
+    tmp_path, plan, world, victim, number, text
+):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    flags = f"{TINY} --out run --staleness 1 --steps 100000 --plan {plan} --timeout 3"
+    processes, log = begin(tmp_path, flags, world, die=store.port, main=_hosted)
+    wait_for_steps(tmp_path / "run", 3)
+    os.kill(processes[victim].pid, number)
+    lost = time.monotonic()
+    others = [process for n, process in enumerate(processes) if n != victim]
+    for process in others:
+        process.join(30)
+    assert time.monotonic() - lost < 15
+    processes[victim].kill()
+    codes, _, err = end(processes, log, seconds=10)
+    assert [code for n, code in enumerate(codes) if n != victim] == [2] * (world - 1)
+    of_other_side = err[-1] if victim < int(plan[1]) else err[0]
+    assert text in of_other_side and "go on with --resume" in of_other_side
+
+
+def test_losing_the_rank_with_the_store_ends_the_run_too(tmp_path):
+    """Without torchrun the store is in rank 0 of the run."""
+    flags = f"{TINY} --out run --staleness 1 --steps 100000 --plan d1+d1 --timeout 3"
+    processes, log = begin(tmp_path, flags, 2)
+    wait_for_steps(tmp_path / "run", 3)
+    processes[0].kill()
+    codes, _, err = end(processes, log, seconds=30)
+    assert codes == [-signal.SIGKILL, 2]
+    assert re.search(r"rank 1: error: step \d+: .*(store|another rank).* is gone", err[1])
+
+
+@pytest.mark.slow  # torchrun itself
+@pytest.mark.parametrize("machines, victim", [(1, 0), (1, 1), (2, 1)])
+def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path, machines, victim):
+    """The ranks that start again find the store of those before them, and nothing in it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = f"{TINY} --out run --save-every 2 --dtype float64 --staleness 1 --steps 60"
+    apart = f"{flags} --plan d1+d1 --timeout 20 --resume-or-start"
+    started = torchruns(tmp_path, machines, port, apart)
+    wait_for(tmp_path, 7, None)
+    pids = sorted(pid for torchrun in started for pid in workers(torchrun))
+    os.kill(pids[victim], signal.SIGKILL)
+    codes = [torchrun.wait(300) for torchrun in started]
+    logs = [path.read_text() for path in sorted(tmp_path.glob("log-*"))]
+    assert codes == [0] * machines, "\n".join(logs)
+    assert sum(text.count("rank(s), plan") for text in logs) >= 2, "it was never started again"
+    (tmp_path / "b").mkdir()
+    good(tmp_path / "b", flags)
+    runs = [read_metrics(folder / "run") for folder in (tmp_path, tmp_path / "b")]
+    assert largest_difference(*runs) < 1e-8
+
+
+BROKEN = """
+from train_grpo import Guess
+class Mine(Guess):
+    def reply(self, state, answer):
+        state, reply, reward = super().reply(state, answer)
+        return state, reply, float("nan")
+"""
+
+
+def test_an_error_of_one_side_is_the_error_of_both(tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    codes, _, err = cli(tmp_path, f"{TINY} --steps 3 --plan d1+d1 --task mine.py:Mine", 2)
+    assert codes == [2, 2]
+    assert all("error: Mine gave reward nan" in text for text in err)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes").touch()
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --plan d1+d1", 2)
+    assert codes == [2, 2]
+    assert all("error: run holds files that are no run" in text for text in err)
+
+
+@pytest.mark.parametrize("flags, text", [
+    ("--plan d1+d1+d1", "A+B has two plans, the generator's and the trainer's"),
+    ("--plan d1|d1+d1", "A+B has two plans, the generator's and the trainer's"),
+    ("--plan p2+d1", "a generator has d, t and e, and no p"),
+])  # fmt: skip
+def test_other_plans_are_refused(flags, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_config(flags.split()).check()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_number_of_ranks_is_refused_by_all(tmp_path, world):
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --plan d1+d1", world)
+    assert codes == [2] * world
+    assert all(f"are 2 ranks, but there are {world}" in text for text in err)
+    assert not (tmp_path / "run").exists()
+
+
+# Messages, and who waits -----------------------------------------------------------------------
+
+
+def test_long_messages_go_in_pieces_and_leave_nothing():
+    """The store refuses a value of more than 8 MiB."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    sizes = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
+    sides = [parallel.Side(name, 0, sizes, store, 10) for name in sizes]
+    value = {"text": "é" * (5 << 20), "number": 0.1}
+    sides[0].post("long", value)
+    assert sides[1].read("long") == value
+    before = {key for key in store.list_keys() if key.startswith("long")}
+    assert len(before) > 2
+    sides[1].delete("long")
+    assert not {key for key in store.list_keys() if key.startswith("long")}
+    for side in sides:
+        side.leaving.set()
+
+
+def test_nothing_is_left_in_the_store(tmp_path):
+    """Batches, orders, weights and evaluations are deleted once they are read."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    flags = f"{TINY} --out run --staleness 1 --steps 6 --plan d2+d1 --timeout 20"
+    processes, log = begin(tmp_path, flags, 3, die=store.port, main=_hosted)
+    codes, _, err = end(processes, log)
+    assert codes == [0, 0, 0], err
+    names = [key.split("/", 1)[1] for key in store.list_keys() if "/" in key]
+    left = [name for name in names if re.match(r"(batch|order|ready|evaluation)/", name)]
+    # The batch past the last step was sampled and is in the checkpoint; the last order is kept.
+    assert {name.split("/")[0] for name in left} <= {"order", "ready"}, left
+    assert len(left) < 12, left
+
+
+def _both_slow(rank, world, port, cwd, log, flags, die):
+    """Sampling and training of a batch take a fifth of a second, of sleep."""
+    for name in ("collect", "prepare"):
+        original = getattr(train_grpo, name)
+
+        def slowed(*args, original=original, **how):
+            time.sleep(0.2)
+            return original(*args, **how)
+
+        setattr(train_grpo, name, slowed)
+    _main(rank, world, port, cwd, log, flags, die)
+
+
+@pytest.mark.parametrize("K", [0, 1])
+def test_both_sides_work_at_the_same_time(tmp_path, K):
+    """With K = 1 a step takes as long as one side needs, with K = 0 as long as both."""
+    flags = f"{TINY} --out run --staleness {K} --steps 8 --eval-every 100 --plan d1+d1"
+    codes, _, err = end(*begin(tmp_path, flags, 2, main=_both_slow))
+    assert codes == [0, 0], err
+    lines = [json.loads(line) for line in Path(tmp_path / "run" / "metrics.jsonl").open()]
+    seconds = sorted(line["seconds/total"] for line in lines[2:])[2]
+    waits = [sorted(line[f"seconds/{name}"] for line in lines[2:])[2]
+             for name in ("wait_rollout", "wait_train")]  # fmt: skip
+    if K == 0:
+        assert seconds > 0.4 and min(waits) > 0.2
+    else:
+        assert seconds < 0.35 and max(waits) < 0.1
