@@ -3783,17 +3783,21 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
 
 
 def _relative(a, b):
-    """|a - b| / |b|, infinite for a NaN."""
-    error = ((a.double() - b.double()).norm() / b.double().norm()).item()
+    """|a - b| / |b|, infinite for a NaN. a may be on another device."""
+    error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
     return error if error == error else math.inf
 
 
-def _worst_gradient(model, got, want):
-    """The largest relative error of a parameter's gradient, under one random upstream gradient."""
+def _worst_gradient(mine, got, model, want):
+    """The largest relative error of a parameter's gradient, under one random upstream gradient.
+
+    got was computed with the model `mine`, want with `model`, which has the same weights.
+    """
     upstream = torch.randn_like(want)
-    parameters = list(model.parameters())
-    grads = [torch.autograd.grad((x * upstream).sum(), parameters, retain_graph=True)
-             for x in (got, want)]  # fmt: skip
+    grads = [
+        torch.autograd.grad((x * upstream.to(x)).sum(), list(m.parameters()), retain_graph=True)
+        for m, x in ((mine, got), (model, want))
+    ]
     return max(map(_relative, *grads))
 
 
@@ -3829,32 +3833,39 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _path_errors(model, frequencies=defined_frequencies):
-    """(path, error) of one model: values, gradients, packing, the cache, log-probs."""
+def _path_errors(model, frequencies=defined_frequencies, mine=None):
+    """(path, error) of one model: values, gradients, packing, the cache, log-probs.
+
+    mine: the same model on another device, which is then held against the definition on the CPU.
+    """
+    if mine is None:
+        mine = model
+    device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([definition(model, d, frequencies) for d in documents])
-    alone = torch.cat([model(d[None])[0] for d in documents])
+    alone = torch.cat([mine(d[None].to(device))[0] for d in documents])
     yield "one at a time", _relative(alone, truth)
-    yield "gradient, worst parameter", _worst_gradient(model, alone, truth)
+    yield "gradient, worst parameter", _worst_gradient(mine, alone, model, truth)
 
     # Two rows of two documents, one PAD before each.
     with torch.no_grad():
         tokens = torch.cat([F.pad(d, (1, 0)) for d in documents]).view(2, 15)
         positions = torch.cat([torch.arange(-1, len(d)) for d in documents]).view(2, 15)
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
-        packed = model(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
-        yield "packed, PAD anywhere", _relative(packed[ids >= 0], truth)
-        yield "cache, ragged rows", _relative(*_logits_by_cache(model, documents, truth))
+        tokens, positions, there = (x.to(device) for x in (tokens, positions, ids))
+        packed = mine(tokens, positions=positions, attention=packed_attention(doc_ids=there))
+        yield "packed, PAD anywhere", _relative(packed.cpu()[ids >= 0], truth)
+        yield "cache, ragged rows", _relative(*_logits_by_cache(mine, documents, truth))
 
     # (8) and (9) from the definition's logits, with torch's own softmax.
     logp = (truth / 0.7).log_softmax(-1)
     targets = torch.randint(model.config.vocab_size, (len(truth),))
-    hidden = torch.cat([model.hidden(d[None])[0] for d in documents])
+    hidden = torch.cat([mine.hidden(d[None].to(device))[0] for d in documents])
     options = dict(temperature=0.7, softcap=model.config.final_logit_softcapping, chunk=5)
-    got = torch.stack(token_logprobs(hidden, model.head_weight, targets, **options))
+    got = torch.stack(token_logprobs(hidden, mine.head_weight, targets.to(device), **options))
     want = torch.stack([logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
     yield "log-probs and entropy in chunks", _relative(got, want)
-    yield "gradient in chunks, worst parameter", _worst_gradient(model, got, want)
+    yield "gradient in chunks, worst parameter", _worst_gradient(mine, got, model, want)
 
 
 def _logits_by_cache(model, documents, truth):
@@ -3875,17 +3886,18 @@ def _logits_by_cache(model, documents, truth):
         # Rows at their end leave the cache, and the others are fed one token more.
         cache.select(keep)
         rows = [(d, z, n + 1) for d, z, n in (rows[b] for b in keep)]
-        logits = extend(model, cache, torch.stack([d[n - 1 : n] for d, _, n in rows]))
+        tokens = torch.stack([d[n - 1 : n] for d, _, n in rows])
+        logits = extend(model, cache, tokens.to(logits.device))
 
 
 # N. main --------------------------------------------------------------------------------------
 # For the command line: which command is here, which in tests/measure_models.py, the exit code.
 # Skip it unless a command does not start.
 
-def _measuring_file():
-    """tests/measure_models.py; ImportError where it, or a file that it needs, is missing."""
+def _measuring_file(name="measure_models"):
+    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_models")
+    return __import__(name)
 
 
 def main(argv) -> int:
@@ -3912,17 +3924,20 @@ def _run_command(argv) -> int:
 
     # The other commands are long, need what only tests need, and are imported when asked for.
     inspects = argv[:1] == ["inspect"] and len(argv) == 2
-    if inspects or argv[:1] in (["bench"], ["control"]):
+    if inspects or argv[:1] in (["bench"], ["control"]) or argv[:2] == ["check", "--device"]:
         try:
+            if argv[0] == "check":
+                return _measuring_file("measure_gpu").check("models", argv[1:])
             return _measuring_file().main(argv)
         except ModuleNotFoundError as missing:
-            print(f"{argv[0]} needs tests/measure_models.py: {missing}", file=sys.stderr)
+            print(f"{argv[0]} needs the tests beside this file: {missing}", file=sys.stderr)
         except ValueError as error:
             if not inspects:
                 raise
             print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
             return 1
-    print("usage: python models.py check | inspect DIR | bench | control", file=sys.stderr)
+    usage = "usage: python models.py check [--device cuda] | inspect DIR | bench | control"
+    print(usage, file=sys.stderr)
     return 2
 
 

@@ -4243,19 +4243,23 @@ def check() -> bool:
     return ok
 
 
-def _measuring_file():
-    """tests/measure_parallel.py; ImportError where it, or a file that it needs, is missing."""
+def _measuring_file(name="measure_parallel"):
+    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_parallel")
+    return __import__(name)
 
 
 def main(argv) -> int:
     """check is here; plan and bench are in tests/measure_parallel.py. The exit code."""
     if argv == ["check"]:
         return 0 if check() else 1
+
+    # The rest is long, needs what only tests need, and is imported when asked for.
+    if argv[:2] == ["check", "--device"]:
+        return _measuring_file("measure_gpu").check("parallel", argv[1:])
     if argv and argv[0] in ("plan", "bench"):
         return _measuring_file().main(argv)
-    print("usage: python parallel.py check | plan STRING | bench", file=sys.stderr)
+    print("usage: python parallel.py check [--device cuda] | plan STRING | bench", file=sys.stderr)
     return 2
 
 

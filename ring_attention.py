@@ -2389,10 +2389,10 @@ def by_way(group, error):
     return {f"{m[:4]} {layout[:3]}": error(method=m, layout=layout) for m, layout in ways}
 
 
-def _measuring_file():
-    """tests/measure_ring.py; ImportError where it, or a file that it needs, is missing."""
+def _measuring_file(name="measure_ring"):
+    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_ring")
+    return __import__(name)
 
 
 def rows_of_rank(tokens, device):
@@ -2473,11 +2473,14 @@ def main(argv):
         return check()
 
     # Those who measure have the tests beside this file; who copied it alone has not.
-    if argv and argv[0] in ("bench", "memory", "longest", "stress"):
+    measures = argv[:1] in (["bench"], ["memory"], ["longest"], ["stress"])
+    if measures or argv[:2] == ["check", "--device"]:
         try:
+            if argv[0] == "check":
+                return _measuring_file("measure_gpu").check("ring_attention", argv[1:])
             return _measuring_file().main(argv)
         except ImportError as missing:
-            print(f"{argv[0]} needs tests/measure_ring.py: {missing}", file=sys.stderr)
+            print(f"{argv[0]} needs the tests beside this file: {missing}", file=sys.stderr)
             return 2
     print(__doc__)
     return 2

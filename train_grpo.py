@@ -6504,12 +6504,12 @@ def prepare_out(config, stack) -> str:
     return str(out)
 
 
-def _measuring_file():
+def _measuring_file(name="measure_grpo"):
     """tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    if not importlib.util.find_spec("measure_grpo"):
-        raise ImportError("check and bench need tests/measure_grpo.py in this file's folder")
-    return __import__("measure_grpo")
+    if not importlib.util.find_spec(name):
+        raise ImportError(f"check and bench need tests/{name}.py in this file's folder")
+    return __import__(name)
 
 
 def main(argv) -> int:
@@ -6525,6 +6525,8 @@ def main(argv) -> int:
         commands = dict(audit=audit, eval=evaluation, chat=chat, export=export_command)
         if argv and argv[0] in commands:
             return models.quietly(commands[argv[0]], argv[1:])
+        if argv[:2] == ["check", "--device"]:
+            return _measuring_file("measure_gpu").check("train_grpo", argv[1:])
         if argv in (["check"], ["check", "--all"]) or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
 

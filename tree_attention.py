@@ -1798,7 +1798,7 @@ def _outcome(model, way, *given, **options):
     model.zero_grad()
     loss, logprobs, *_ = way(model, *given, temperature=0.7, **options)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    return [torch.as_tensor(loss), *logprobs, *grads]
+    return [x.cpu() for x in (torch.as_tensor(loss), *logprobs, *grads)]
 
 
 def _one_graph(model, trie, loss_fn, *, temperature):
@@ -1809,18 +1809,21 @@ def _one_graph(model, trie, loss_fn, *, temperature):
     return loss.detach(), [score[0].detach() for score in scores]
 
 
-def _tree_rows(model, cases):
+def _tree_rows(model, cases, mine=None):
     """(row, {column: the largest relative error of loss, log-probs and every gradient}).
 
     Columns: one graph; block sizes, each the worse of with and without recomputation.
+    mine: the same model on another device, which is then held against the definition on the CPU.
     """
+    if mine is None:
+        mine = model
     for name, sequences in cases.items():
         sequences = [torch.tensor(x) for x in sequences]
         trie = TokenTrie(sequences)
         truth = _outcome(model, definition, sequences, example_loss)
 
         def error(way, trie=trie, truth=truth, **options):
-            found = _outcome(model, way, trie, example_loss, **options)
+            found = _outcome(mine, way, trie, example_loss, **options)
             return max(ring.relative(a, b) for a, b in zip(found, truth, strict=True))
 
         # Blocks of 1 token cut every segment and every fork; "path" holds the longest path.
@@ -1832,9 +1835,9 @@ def _tree_rows(model, cases):
 
         # That gradients are right does not show that a token was computed once; this does.
         if isinstance(model, TinyModel):
-            model.forwarded = 0
-            tree_backward(model, trie, example_loss, max_tokens=2)
-            line["twice"] = abs(model.forwarded - len(trie))
+            mine.forwarded = 0
+            tree_backward(mine, trie, example_loss, max_tokens=2)
+            line["twice"] = abs(mine.forwarded - len(trie))
         yield name, line
 
 
@@ -1865,10 +1868,10 @@ def check() -> int:
 # Skip it if you import the file.
 
 
-def _measuring_file():
-    """tests/measure_tree.py; ImportError where it, or a file that it needs, is missing."""
+def _measuring_file(name="measure_tree"):
+    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-    return __import__("measure_tree")
+    return __import__(name)
 
 
 def main(argv) -> int:
@@ -1877,11 +1880,13 @@ def main(argv) -> int:
         return check()
 
     # Those who measure have the tests beside this file; who copied it alone has not.
-    if argv[:1] in (["bench"], ["plan"]):
+    if argv[:1] in (["bench"], ["plan"]) or argv[:2] == ["check", "--device"]:
         try:
+            if argv[0] == "check":
+                return _measuring_file("measure_gpu").check("tree_attention", argv[1:])
             return _measuring_file().main(argv)
         except ImportError as missing:
-            print(f"{argv[0]} needs tests/measure_tree.py: {missing}", file=sys.stderr)
+            print(f"{argv[0]} needs the tests beside this file: {missing}", file=sys.stderr)
             return 2
     print(__doc__)
     return 2

@@ -30,12 +30,14 @@ record() {
 if [ "$size" = full ]; then
     ring="--tokens 4096 16384 65536 --repeats 10"
     tree="--large --scale 8 --repeats 5"
+    check=""
     step="4096 + 8 x 1024, 0.6B"
     steps=5
     generation="--size large --repeats 5"
 else
     ring="--tokens 16 --repeats 1"
     tree="--scale 0.02 --repeats 1"
+    check="--few"
     step="toy"
     steps=1
     generation="--size toy --repeats 1"
@@ -49,6 +51,16 @@ case $name in
         "$python" "$here/tests/measure_gpu.py" results $(names) \
             --out "$out" --device "$device" --size "$size" ;;
 
+    check-models) #: every path of a model, in float64, against the definition on the CPU
+        record "$python" "$here/models.py" check --device "$device" $check ;;
+    check-ring) #: every mask, kernel and dtype of attention, on one rank, against the definition
+        record "$python" "$here/ring_attention.py" check --device "$device" $check ;;
+    check-tree) #: every shape of tree and size of block against each sequence by itself
+        record "$python" "$here/tree_attention.py" check --device "$device" $check ;;
+    check-parallel) #: ddp, zero1, fsdp, offloading, recomputation on one rank against the model
+        record "$python" "$here/parallel.py" check --device "$device" $check ;;
+    check-grpo) #: steps against steps by hand, trees and families, whole runs against the CPU's
+        record "$python" "$here/train_grpo.py" check --device "$device" $check ;;
     ring) #: the kernel of one block of the ring against SDPA and flash, bfloat16, causal
         record "$python" "$here/ring_attention.py" bench --device "$device" $ring ;;
     tree-star) #: a 0.6B model on a prompt of 4096 and 8 answers of 1024, as a tree and flat

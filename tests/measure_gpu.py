@@ -1,7 +1,8 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
     python tests/measure_gpu.py record NAME -- COMMAND ..    runs a command and keeps its rows
-    python tests/measure_gpu.py results                      the GPU section of tests/RESULTS.md
+    python tests/measure_gpu.py results NAME ..              the GPU section of tests/RESULTS.md
+    python FILE check --device cuda [--few]                  each of the five files, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
 code, all that was printed, and as `result` the last line of it, which every measurement of this
@@ -16,11 +17,13 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
@@ -216,6 +219,190 @@ def write_results(page, target, records, names) -> None:
         raise ValueError(f"{page} has no lines {BEGIN} and {END}")
     new = f"{before}{begin}\n{section(records, names)}\n\n{end}{after}"
     target.write_text(new, encoding="utf-8")
+
+
+# check ------------------------------------------------------------------------------------------
+#
+# What one device can show of each file. The slow definition is computed on the CPU, in float64, and
+# the file's own paths on the device, in float64 too: a wrong formula shows as 1e-2, another order
+# of sums as 1e-15. With one GPU there is one rank, and so of messages only that NCCL is there.
+
+
+def model_rows(device, few):
+    """(row, error, bound) of models.py: every path of every family, and what is sampled."""
+    import measure_models
+
+    import models
+
+    torch.manual_seed(0)
+    cases = {name: models.CASES[name] for name in (("qwen3",) if few else models.CASES)}
+    for name, (model_type, changes) in cases.items():
+        model = models.tiny_model(model_type, **changes)
+        there = models.tiny_model(model_type, **changes).to(device)
+        for path, error in models._path_errors(model, mine=there):
+            yield f"{name}: {path}", error, 1e-12
+    for name in () if few else measure_models.CASES:
+        for path, error in measure_models.rope_errors(name, device):
+            yield f"{name}: {path}", error, 1e-12
+    for path, error, bound in measure_models.expert_errors(device):
+        yield f"experts: {path}", error, bound
+
+    # The draws are arguments, so a device samples the tokens that the CPU samples.
+    for temperature in (0.0, 1.0):
+        model = models.tiny_model("qwen3", max_position_embeddings=64)
+        prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
+        options = dict(max_new_tokens=20, temperature=temperature, seed=3)
+        want = models.generate(model, prompts, **options)
+        got = models.generate(model.to(device), prompts, **options)
+        wrong = sum(a.tokens != b.tokens for a, b in zip(got, want, strict=True))
+        yield f"sampled at temperature {temperature:g}: other rows than the CPU's", wrong, 0
+        errors = [abs(a - b) for x, y in zip(got, want, strict=True)
+                  for a, b in zip(x.logprobs, y.logprobs, strict=True)]  # fmt: skip
+        yield f"sampled at temperature {temperature:g}: log-probs", max(errors), 1e-12
+
+
+def ring_rows_of_check(device, few):
+    """(row, error, bound) of ring_attention.py on one rank: every mask, way and dtype."""
+    import ring_attention as ring
+
+    ring_attention_rows = ring.rows_of_rank(8 if few else 23, device)
+    for name, row, bound, columns in ring_attention_rows:
+        for column, error in columns.items():
+            yield f"{name}: {row}, {column}", error, bound
+
+
+def tree_rows_of_check(device, few):
+    """(row, error, bound) of tree_attention.py: every shape of tree, every size of block."""
+    import measure_tree
+    import tree_attention as tree
+
+    forests = tree.forests()
+    if few:
+        forests = {name: forests[name] for name in ("prefixes", "star")}
+    there = tree.TinyModel().to(device)
+    tables = {"by max_tokens": dict(tree._tree_rows(tree.TinyModel(), forests, there))}
+    if not few:
+        tables["families"] = measure_tree.family_rows(device)
+    for rows in tables.values():
+        for row, line in rows.items():
+            for column, error in line.items():
+                yield f"{row}, {column}", error, 1e-10
+
+
+def parallel_rows(device, few):
+    """(row, error, bound) of parallel.py: one rank, in every mode, against the model itself."""
+    import measure_parallel
+
+    modes = {"ddp": {}, "zero1": dict(mode="zero1")}
+    if device != OTHER:
+        modes |= {"fsdp": dict(mode="fsdp"), "fsdp offload": dict(mode="fsdp", offload=True)}
+        modes |= {"activations again": dict(ac="full"), "some of them again": dict(ac="op")}
+    for kind in ("dense",) if few else ("dense", "tied", "bias", "moe"):
+        truth = measure_parallel.truth_of(kind, 3)
+        for mode, options in modes.items():
+            worst = measure_parallel.compare(0, "d1", kind, options, truth=truth, device=device)
+            yield f"{kind}, {mode}", max(worst), 1e-10
+
+
+def grpo_rows(device, few):
+    """(row, error, bound) of train_grpo.py: steps by hand, trees and families, whole runs."""
+    import measure_grpo
+
+    steps = measure_grpo.STEPS
+    if few:
+        steps = {name: steps[name] for name in ("per_branch, CISPO, TIS",)}
+    for name, error in measure_grpo.invariances(device, steps).items():
+        yield name, error, 1e-12
+
+    # The matrix of one rank: every family with every kind of tree, the truth on the CPU.
+    families = ("qwen3",) if few else tuple(measure_grpo.FAMILIES)
+    truths, batch = measure_grpo.truths(families)
+    for plan, tree, family in measure_grpo.all_cells(("d1",), families=families):
+        config = measure_grpo.cell_setting((plan, tree, family))
+        if not measure_grpo.refused(config, family, 1):
+            found = measure_grpo.three_steps(config, family, batch, device)
+            yield f"{family}, {tree}", measure_grpo.errors(found, truths[family]), 1e-10
+
+
+def run_rows(device, few):
+    """(row, error, bound): the metrics of whole runs on the device against those on the CPU.
+
+    Every token is a draw, so this says that the same tokens were drawn in every step.
+    """
+    ways = {"flat": "", "sparse": " --tree sparse", "fsdp": " --data-parallel fsdp",
+            "fsdp offload": " --data-parallel fsdp --offload"}  # fmt: skip
+    if few:
+        ways = {"flat": ""}
+    small = "--dtype float64 --steps 6 --hidden 32 --layers 2 --prompts 7 --group 8"
+    small += " --eval-prompts 7"
+    with tempfile.TemporaryDirectory() as folder:
+        truth = metrics_of_run(f"{small} --device cpu --out {folder}/cpu")
+        for name, flags in ways.items():
+            out = f"{folder}/{name.replace(' ', '-')}"
+            found = metrics_of_run(f"{small}{flags} --device {device} --out {out}")
+            errors = [
+                abs(a[key] - b[key]) / max(1.0, abs(b[key]))
+                for a, b in zip(found, truth, strict=True)
+                for key in a.keys() & b.keys()
+                if isinstance(b[key], (int, float)) and not key.startswith(UNEQUAL)
+            ]
+            yield f"6 steps, {name}", max(errors), 1e-8
+
+
+UNEQUAL = "seconds/", "memory/", "tree/"  # metrics that two runs, or flat and tree, have not alike
+
+
+def metrics_of_run(flags) -> list:
+    """The lines of metrics.jsonl of a run in a process of its own."""
+    words = flags.split()
+    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"the run {flags} failed: {done.stderr[-2000:]}")
+    lines = (Path(words[-1]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+OTHER = "other"  # the device of tests/other_device.py: no FSDP, and no checkpointing by torch
+CHECKS = {
+    "models": (model_rows,), "ring_attention": (ring_rows_of_check,), "parallel": (parallel_rows,),
+    "tree_attention": (tree_rows_of_check,), "train_grpo": (grpo_rows, run_rows),
+}  # fmt: skip
+
+
+def check(file, argv) -> int:
+    """`python FILE check --device D`: every error beside its bound; 1 if one is over, 2 if D is
+    not there. few: some of the rows, to see that the command runs."""
+    parser = argparse.ArgumentParser(f"{file}.py check")
+    parser.add_argument("--device", choices=DEVICES, required=True)
+    parser.add_argument("--few", action="store_true", help="some of the rows")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
+        return 2
+    import parallel
+
+    # One rank, with the backend that the device has among several.
+    where = parallel.connect(options.device, timeout=600)
+    rows = rows_of_check(file, where, options.few)
+    dist.destroy_process_group()
+    return 0 if show_rows(file, options.device, rows) else 1
+
+
+def rows_of_check(file, device, few) -> list:
+    return [row for part in CHECKS[file] for row in part(device, few)]
+
+
+def show_rows(file, device, rows) -> bool:
+    """Print the table and, for a program, its last line; whether every row is in its bound."""
+    print(f"{file}.py on {device} against the CPU, float64 where no other dtype is said")
+    good = [error <= bound for _, error, bound in rows]  # a NaN is in no bound
+    for (name, error, bound), ok in zip(rows, good, strict=True):
+        print(f"{name:64} {error:8.1e}  {'ok' if ok else f'FAILED, above {bound:.3g}'}")
+    exact = [error for _, error, bound in rows if bound <= 1e-10]
+    told = dict(check=file, device=device, ok=all(good), rows=len(rows), max_error=max(exact))
+    print(json.dumps(told))
+    return all(good)
 
 
 # main -------------------------------------------------------------------------------------------

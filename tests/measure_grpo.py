@@ -46,10 +46,10 @@ SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, fork
 BOUND = 1e-10
 
 
-def rollouts(config):
+def rollouts(config, device="cpu"):
     """Trajectories of one step, with an old policy and advantages of their own; forks share."""
     task = make_task(config)
-    model, generator, _ = build(config, task, "cpu")
+    model, generator, _ = build(config, task, device)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     mine, kept, _ = collect(config, task, generator, 0)
@@ -82,8 +82,11 @@ STEPS = {  # settings that between them reach every line of `definition` and of 
 }  # fmt: skip
 
 
-def step_error(**changes) -> float:
-    """The second step of a run against `step_by_hand`: the worst of metrics and parameters."""
+def step_error(device="cpu", **changes) -> float:
+    """The second step of a run against `step_by_hand`: the worst of metrics and parameters.
+
+    The run's step is done on the device, the step by hand on the CPU.
+    """
     config = Config(**SMALL | dict(lr=0.01, lr_warmup=0) | changes).check()
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +94,7 @@ def step_error(**changes) -> float:
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
             models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
             config = dataclasses.replace(config, model=folder)
-        model, generator, reference = build(config, task, "cpu")
+        model, generator, reference = build(config, task, device)
     trainer = Trainer(config, model, generator=generator, reference=reference)
     if reference is not None:
         copy_weights(model, reference)
@@ -106,23 +109,28 @@ def step_error(**changes) -> float:
         found |= prepare(config, trainer, [rollouts[n] for n in chosen])
         found |= update(config, trainer, rollouts, chosen, step, counts["sampled_by"])
     groups = groups_again(config, task, step, lines)
+    state = state.cpu()
+    frozen = None if frozen is None else frozen.cpu()
+    moments = {name: [count, m.cpu(), v.cpu()] for name, (count, m, v) in moments.items()}
     truth = step_by_hand(config, groups, state, moments, step, reference=frozen, **counts)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     assert missing <= not_by_hand, missing
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = dict(state.named_parameters())
-    worst += [(p - hand[name]).abs().max().item() for name, p in model.named_parameters()]
+    worst += [(p.cpu() - hand[name]).abs().max().item() for name, p in model.named_parameters()]
     votes = persistent_buffers(state)
-    worst += [(x - votes[name]).abs().max() for name, x in persistent_buffers(model).items()]
+    for name, x in persistent_buffers(model).items():
+        worst.append((x.cpu() - votes[name]).abs().max().item())
     return float(max(worst))
 
 
-def invariances():
+def invariances(device="cpu", steps=STEPS):
     """{row: error}: steps against the step by hand, the gradient however the batch is cut."""
-    connect("cpu")
+    if not dist.is_initialized():
+        connect(device)
     config = Config(**SMALL).check()
-    trainer, batch = rollouts(config)
+    trainer, batch = rollouts(config, device)
     Z, model = denominator(batch, config), trainer.model
 
     def gradient(batch, **changes):
@@ -130,10 +138,10 @@ def invariances():
         model.zero_grad()
         loss = trainer.forward_backward(batch, Z)["loss/token_mean"]
         loss = torch.tensor([loss], dtype=torch.float64)
-        return torch.cat([loss, *(p.grad.flatten() for p in model.parameters())])
+        return torch.cat([loss, *(p.grad.flatten().cpu() for p in model.parameters())])
 
     whole = gradient(batch)
-    rows = {f"a step by hand: {name}": step_error(**how) for name, how in STEPS.items()}
+    rows = {f"a step by hand: {name}": step_error(device, **how) for name, how in steps.items()}
     for name, other in {
         "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
         "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
@@ -197,9 +205,9 @@ def model_of(family):
     return model
 
 
-def three_steps(config, family, batch):
+def three_steps(config, family, batch, device="cpu"):
     """[(loss, gradients, norm)] of three steps on this rank's share, and the parameters then."""
-    trainer, found, seen = Trainer(config, model_of(family)), [], {}
+    trainer, found, seen = Trainer(config, model_of(family).to(device)), [], {}
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
     def watched(model, most):
@@ -223,7 +231,7 @@ def three_steps(config, family, batch):
 
 def tensors_apart(found, truth):
     """The largest difference over all tensors that are here, relative to the largest entry."""
-    worst = max((found[name] - truth[name]).abs().max().item() for name in found)
+    worst = max((found[name].cpu() - truth[name]).abs().max().item() for name in found)
     return worst / max(x.abs().max().item() for x in truth.values())
 
 

@@ -66,17 +66,19 @@ def rows(cases, transformers):
     return found + [*transformers_errors((cases or models.CASES) | mine if transformers else {})]
 
 
-def rope_errors(name):
+def rope_errors(name, device="cpu"):
     """(path, error) of one of CASES against `models.definition`."""
     model_type, changes = CASES[name]
     model = tiny_model(model_type, **changes)
-    errors = models._path_errors(model, defined_frequencies)
+    there = tiny_model(model_type, **changes).to(device)
+    errors = models._path_errors(model, defined_frequencies, there)
     if name != "qwen3 dynamic":
         return [*errors]
     # it depends on the call's longest row: neither packed nor in pieces
     long = torch.randint(model.config.vocab_size, (50,))
     truth = models.definition(model, long, defined_frequencies)
-    return [*islice(errors, 2), ("beyond its length", relative(model(long[None])[0], truth))]
+    logits = there(long[None].to(device))[0]
+    return [*islice(errors, 2), ("beyond its length", relative(logits, truth))]
 
 
 def defined_frequencies(rope, D, length, longest):
@@ -108,17 +110,18 @@ def defined_frequencies(rope, D, length, longest):
     return out, models._yarn_attention_factor(rope) if kind == "yarn" else 1.0
 
 
-def expert_errors():
+def expert_errors(device="cpu"):
     """(path, error, bound): the grouped product, the balance loss, the action expert."""
     counts = torch.tensor([3, 0, 5, 4])
     x, weight = torch.randn(12, 16), torch.randn(4, 8, 16)
     truth = grouped_linear(x.double(), weight.double(), counts)
-    error = relative(grouped_linear(x, weight, counts), truth)
+    error = relative(grouped_linear(x.to(device), weight.to(device), counts.to(device)), truth)
     yield "grouped product against float64's loop", error, 1e-6
     p, sequences = torch.rand(9, 6, dtype=torch.float64), [[0, 1, 2, 5], [0, 1, 6, 7, 8]]
     chosen = p.topk(2, -1).indices
     owner = torch.cat([torch.full((len(s),), n) for n, s in enumerate(sequences)])
-    got = Balance(owner, torch.tensor(sum(sequences, [])), coef=0.3)(p, chosen, layer=0)
+    balance = Balance(owner.to(device), torch.tensor(sum(sequences, [])).to(device), coef=0.3)
+    got = balance(p.to(device), chosen.to(device), layer=0).cpu()
     want = 0.3 * sum(
         6 / (2 * len(s) ** 2) * sum(p[t, e] for t in s for u in s for e in chosen[u])
         for s in sequences
@@ -129,10 +132,14 @@ def expert_errors():
     expert = ActionExpert(small, action_dim=3, state_dim=2).double().init_weights(2)
     tokens, tau = torch.randint(53, (2, 6)), torch.rand(2).double()
     actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
+    want = joint(model, expert, tokens, actions, tau, state)
+    model, expert, tokens, actions, tau, state = (
+        x.to(device) for x in (model, expert, tokens, actions, tau, state)
+    )
     prefix = Prefix(block_attention(torch.zeros_like(tokens)))
     model.hidden(tokens, attention=prefix.record)
-    got = expert(actions, tau, prefix, positions_B1=torch.full((2, 1), 6), state=state)
-    want = joint(model, expert, tokens, actions, tau, state)
+    start = torch.full((2, 1), 6, device=device)
+    got = expert(actions, tau, prefix, positions_B1=start, state=state)
     yield "action expert, two streams as one", relative(got, want), 1e-12
 
 

@@ -75,13 +75,13 @@ def build(kind, dtype, **changes):
     return model
 
 
-def train(model, rows, take, weights, attention, positions):
+def train(model, rows, take, weights, attention, positions, device="cpu"):
     """Loss of some rows' tokens `take`, and its gradient; divided by the whole batch's count."""
     tokens, _, _ = batch()
-    targets = tokens.roll(-1, 1)[rows][:, take].flatten()
-    hidden = model.hidden(
-        tokens[rows][:, take], positions=positions[rows][:, take], attention=attention
-    )
+    targets = tokens.roll(-1, 1)[rows][:, take].flatten().to(device)
+    mine = tokens[rows][:, take].to(device)
+    places = positions[rows][:, take].to(device)
+    hidden = model.hidden(mine, positions=places, attention=attention)
     logprobs, entropy = model.logprobs(hidden.flatten(0, 1), targets, temperature=0.7)
     w = weights[rows][:, take].flatten().to(logprobs)
     loss = -(w * logprobs + 0.1 * w.abs() * entropy).sum() / (ROWS * LENGTH)
@@ -151,13 +151,22 @@ def truth_of(kind, steps, dtype=torch.float64, empty=""):
 
 def off(found, truth, scale):
     """The largest error over all entries of all tensors, relative to the largest entry at all."""
-    return max((found[name] - truth[name]).abs().max().item() for name in found) / scale
+    return max((found[name].cpu() - truth[name]).abs().max().item() for name in found) / scale
 
 
-def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None):
+def kind_of_group(device):
+    """The kind of device whose backend carries messages: tests have one that is only a name."""
+    kind = torch.device(device).type
+    return kind if kind in ("cpu", "cuda") else "cpu"
+
+
+def compare(
+    rank, text, kind, options, steps=3, dtype=torch.float64, truth=None, device="cpu"
+):  # fmt: skip
     """This rank's worst errors: loss, gradients, clip norm, parameters after `steps` steps.
 
     truth: what `truth_of` gives for this plan, where the ranks need not all find it out again.
+    device: of the plan without c and p; the truth is found on the CPU.
     """
     options = dict(options)
     method, empty = options.pop("method", "ring"), options.pop("empty", False)
@@ -166,7 +175,7 @@ def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None)
     if empty:
         weights = weights_without(plan)
     truth, parameters = truth or one_process(kind, dtype, weights, steps)
-    grid = Grid.make(plan, shard=hsdp)
+    grid = Grid.make(plan, kind_of_group(device), shard=hsdp)
     cp = grid.context
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, some=None):
@@ -178,7 +187,7 @@ def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None)
     def of_row(r):
         return functools.partial(attention, some=r[None])
 
-    model = build(kind, dtype)
+    model = build(kind, dtype).to(device)
     names = [name for name, _ in model.named_parameters()]
     model = parallelize(model, plan, device_mesh=grid, attention=attention, **options)
     held = [name for name, _ in model.named_parameters()]
@@ -190,6 +199,8 @@ def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None)
     worst = [0.0] * 4
     for loss, grads, norm in truth:
         run, kind = (train, None) if plan.pp == 1 else (train_pipeline, of_row)
+        if device != "cpu":
+            run = functools.partial(train, device=device)
         mine = run(model, rows, take, weights, kind, document_positions(documents)).double()
         total = mine / plan.tp  # the ranks of a tensor group have the same loss
         dist.all_reduce(total)
@@ -197,6 +208,7 @@ def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None)
         found = {name: full(p.grad).clone() for name, p in model.named_parameters()}
         clip = clip_grad_norm(model, 1.0)
         scale = max(g.abs().max() for g in grads.values()).item()
+        total, clip = total.cpu(), clip.cpu()
         errors = abs(total - loss) / abs(loss), off(found, grads, scale), abs(clip - norm) / norm
         worst[:3] = [max(a, float(b)) for a, b in zip(worst, errors, strict=False)]
         optimizer.step()

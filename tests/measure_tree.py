@@ -30,11 +30,12 @@ from tree_attention import (
 )
 
 
-def family_rows():
+def family_rows(device="cpu"):
     """{family of models.py: the worst of each column of check} over a few trees."""
     few, found = {name: forests()[name] for name in ("prefixes", "binary", "forest")}, {}
     for kind in models.TINY:
-        lines = [line for _, line in _tree_rows(models.tiny_model(kind), few)]
+        there = models.tiny_model(kind).to(device)
+        lines = [line for _, line in _tree_rows(models.tiny_model(kind), few, there)]
         found[kind] = {column: max(line[column] for line in lines) for column in lines[0]}
     return found
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_parallel import Rank, Step
+from test_faults import kill
+from test_faults import run as run_with_faults
 from test_plan_run import SHAPE as FLAGS
 from test_plan_run import mixture  # noqa: F401, a fixture
 from test_ranks import (
@@ -303,6 +305,8 @@ def _truths(rank):
 
 FSDP = dict(data_parallel="fsdp")
 ZERO1 = dict(data_parallel="zero1")
+MIXED = dict(compute_dtype="float32")
+WIDE = dict(generator_dtype="float64")
 # name -> ranks, --plan, family, more settings, what of the generator is in the policy's memory
 PUSHES = {
     "d2|d2": (2, "d2|d2", "qwen3", {}, "all"),
@@ -316,6 +320,11 @@ PUSHES = {
     "t2|p2 tied": (2, "t2|p2", "gemma3_text", dict(pp_schedule="zbv"), "none"),
     "d2|p2 bfloat16": (2, "d2|p2", "qwen3", dict(generator_dtype="bfloat16"), "none"),
     "d2e2|d2e2": (2, "d2e2|d2e2", "qwen3_moe", ZERO1, "all"),
+    "d2|d2 mixed": (2, "d2|d2", "qwen3", MIXED, "all"),
+    "t2|d2 mixed zero1": (2, "t2|d2", "qwen3", MIXED | ZERO1, "norms"),
+    "t2|d2 mixed fsdp": (2, "t2|d2", "qwen3", MIXED | FSDP, "none"),
+    "d2|d2 mixed, masters": (2, "d2|d2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
+    "t2|p2 mixed, masters": (2, "t2|p2", "qwen3", MIXED | ZERO1 | WIDE, "none"),
     "t2e2|d2e2": (2, "t2e2|d2e2", "qwen3_moe", {}, "experts"),
     "d2e2|p2": (2, "d2e2|p2", "qwen3_moe", {}, "none"),
     "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
@@ -337,7 +346,7 @@ def _pushed(rank, name):
     _, plan, family, more, _ = PUSHES[name]
     shape = wide() if family == "wide" else shape_of(family)
     config = Config(**dict(dtype="float64", plan=plan, seed=3) | more).check()
-    dtype = getattr(torch, config.generator_dtype or "float64")
+    dtype = getattr(torch, config.generator_dtype or config.compute_dtype or "float64")
 
     with LiveBytes() as counted:
         with torch.device("meta"):
@@ -349,8 +358,11 @@ def _pushed(rank, name):
 
     truth = models.Transformer(shape).double().init_weights(3)
     found = [_equal(trainer.generator, truth, dtype)]
+    masters = []
+    if parallel.has_masters(trainer.optimizer):
+        masters = [*trainer.optimizer.mine.values()]
     with torch.no_grad():
-        for p in [*truth.parameters(), *trainer.model.parameters()]:
+        for p in [*truth.parameters(), *trainer.model.parameters(), *masters]:
             local(p).mul_(-3)
     with _bytes_that_come() as came:
         trainer.push_weights()
@@ -362,7 +374,7 @@ def _pushed(rank, name):
         if path in policy and local(q).is_set_to(local(policy[path].detach()))
     }
     parts = {local(p) for part in parts_of(trainer.model) for p in part.parameters()}
-    own = sum(p.numel() * 8 for p in parts)
+    own = sum(p.numel() * p.element_size() for p in [*parts, *masters])
     generators = sum(
         local(q).numel() * q.element_size() for path, q in tensors_of(trainer.generator).items()
         if path not in shared)  # fmt: skip
@@ -401,8 +413,9 @@ def _equal(generator, truth, dtype):
 def told_by_plan(name):
     """(bytes of the generator besides the policy, bytes that come in) of each rank, by formulas."""
     world, text, family, more, _ = PUSHES[name]
-    size = 2 if "generator_dtype" in more else 8
-    step = Step(mode=more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8)
+    compute = 4 if "compute_dtype" in more else 0
+    size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
+    step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
     ((generator, trainer),) = Allocation.parse(text).groups
     config = wide() if family == "wide" else shape_of(family)
     sampler = Rank(generator, config, step)
@@ -437,7 +450,7 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
             assert (generators, came) == told[rank]
         assert shared == expected
         assert own + generators <= most <= 1.1 * (own + generators + 2 * largest)
-        if sharing == "none" and ("t2" in name or "t4" in name):
+        if sharing == "none" and "mixed" not in name and ("t2" in name or "t4" in name):
             assert most < 1.5 * whole, "neither is a whole model here"
 
 
@@ -542,3 +555,13 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
     flags = f"{FLAGS} --steps 1 --plan t2|d2"
     for text in ranks(tmp_path, 2, _unwritable, flags, tmp_path / "run"):
         assert "hf not written" in text and "no space left" in text
+
+
+@pytest.mark.parametrize("where", shortened(
+    ["train_grpo.SharedTask.ask", "models.gather_logits"], "train_grpo.SharedTask.ask"
+))  # fmt: skip
+def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
+    fault = (1, where, 5, kill)
+    codes, _, err = run_with_faults(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", fault)
+    assert codes == [2, -9]
+    assert "another rank is gone" in err[0] and "go on with --resume --out run" in err[0]

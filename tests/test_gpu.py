@@ -3,15 +3,18 @@
 import contextlib
 import importlib
 import json
+import math
 import os
 import shlex
 import subprocess
 import sys
 
 import measure_gpu
+import other_device
 import pytest
-from conftest import ROOT
-from test_ranks import join, start
+import torch
+from conftest import ROOT, shortened
+from test_ranks import join, ranks, start
 
 SCRIPT = ROOT / "tests" / "gpu.sh"
 
@@ -32,7 +35,7 @@ def listed():
 
 
 NAMES = listed()
-COSTLY = ()  # whose toy takes more than a few seconds
+COSTLY = "check-ring", "check-grpo"  # whose toys take more than a few seconds
 
 
 def asked(name, folder, **environment):
@@ -94,6 +97,61 @@ def test_each_command_runs(name, tmp_path):
     text = measure_gpu.section({name: kept}, NAMES)
     assert f"`{name}`" in text.split("Not run:")[0] or f"gpu.sh {name}`" in text
     assert "nan" not in text and "inf" not in text and "Failed" not in text
+
+
+# A device that is none ------------------------------------------------------------------------
+
+
+def _on_another_device(rank, file):
+    measure_gpu.CHECKS["train_grpo"] = (measure_gpu.grpo_rows,)  # whole runs need a real one
+    with other_device.present():
+        return measure_gpu.rows_of_check(file, other_device.NAME, few=True)
+
+
+@pytest.mark.parametrize("file", shortened(measure_gpu.CHECKS, "parallel"))
+def test_each_check_runs_on_a_device_that_is_not_the_cpu(file, tmp_path):
+    """Where a tensor is made or moved wrongly on a GPU, it is so on this device, and an error."""
+    (rows,) = ranks(tmp_path, 1, _on_another_device, file)
+    assert len(rows) > 1 and all(error <= bound for _, error, bound in rows), rows
+
+
+def _mistakes(rank):
+    found = []
+    with other_device.present():
+        there = torch.ones(2, 3, device="other")
+        for mistake in (
+            lambda: there + torch.ones(2, 3),
+            lambda: there.numpy(),
+            lambda: torch.randn(2, device="other", generator=torch.Generator()),
+        ):
+            try:
+                mistake()
+            except (RuntimeError, TypeError) as error:
+                found.append(f"{error}")
+        right = (there * 2 + there.sum())[[0]]
+    return found, right.device.type, right.tolist()
+
+
+@pytest.mark.quick
+def test_the_other_device_is_as_strict_as_cuda(tmp_path):
+    ((found, device, numbers),) = ranks(tmp_path, 1, _mistakes)
+    expected = "tensors of the CPU, [[2, 3]]", "numpy", "a generator of the CPU"
+    assert [text in error for text, error in zip(expected, found, strict=True)] == [True] * 3
+    assert (device, numbers) == ("other", [[8.0, 8.0, 8.0]])
+
+
+@pytest.mark.quick
+def test_a_check_on_a_device_shows_what_is_wrong(capsys):
+    """A row over its bound, a NaN, a device that is not there."""
+    rows = [("right", 1e-15, 1e-12), ("in bfloat16", 1e-3, 2e-3)]
+    assert measure_gpu.show_rows("models", "cpu", rows)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["max_error"] == 1e-15
+    for wrong in (1e-3, math.nan):
+        assert not measure_gpu.show_rows("models", "cpu", [*rows, ("wrong", wrong, 1e-12)])
+        assert "FAILED, above 1e-12" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert measure_gpu.check("models", ["--device", "cuda"]) == 2
+        assert "no CUDA device here" in capsys.readouterr().err
 
 
 @pytest.mark.quick
