@@ -72,6 +72,11 @@ case $name in
             --shape "$step" --peak-tflops "${PEAK:-989}" ;;
     generation) #: generation and training of the 0.6B model against transformers
         record "$python" "$here/models.py" bench --device "$device" $generation ;;
+    memory-0.6b) #: peaks of three steps of a 0.6B model in mixed precision, beside the plan's
+        record "$python" "$here/tests/measure_gpu.py" memory 0.6b \
+            --device "$device" --size "$size" ;;
+    memory-8b) #: the same of an 8B model, with weights, gradients and moments on the host
+        record "$python" "$here/tests/measure_gpu.py" memory 8b --device "$device" --size "$size" ;;
 
     *)
         echo "error: no command is called $name; sh tests/gpu.sh lists them" >&2

@@ -2,6 +2,7 @@
 
     python tests/measure_gpu.py record NAME -- COMMAND ..    runs a command and keeps its rows
     python tests/measure_gpu.py results NAME ..              the GPU section of tests/RESULTS.md
+    python tests/measure_gpu.py memory 0.6b | 8b             peaks of steps beside the plan's
     python FILE check --device cuda [--few]                  each of the five files, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
@@ -167,8 +168,18 @@ def generation_rows(kept) -> list:
     return table(("work", "tokens/s", "times transformers"), rows)
 
 
+def memory_rows(kept) -> list:
+    rows = []
+    for row in kept["result"]["rows"]:
+        gib = [f"{row[name] / 2**30:.3g}" for name in ("train", "plan", "rollout")]
+        rows.append((row["model"], row["flags"], *gib, f"{row['train'] / row['plan']:.0%}"))
+    header = "model", "flags", "training's peak, GiB", "as planned", "rollouts' peak", "of the plan"
+    return table(header, rows)
+
+
 TABLES = {  # how gpu.sh's names begin -> what is shown of their records
     "ring": ring_rows, "tree": tree_rows, "step": step_rows, "generation": generation_rows,
+    "memory": memory_rows,
 }  # fmt: skip
 
 
@@ -405,6 +416,152 @@ def show_rows(file, device, rows) -> bool:
     return all(good)
 
 
+# memory -----------------------------------------------------------------------------------------
+
+
+class Peak:
+    """Most bytes of tensors at once: on CUDA the allocator's, elsewhere of those made inside."""
+
+    def __init__(self, device):
+        from measure_memory import LiveBytes
+
+        self.cuda = device == "cuda"
+        self.live = LiveBytes()
+
+    def __enter__(self):
+        if not self.cuda:
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *given):
+        if not self.cuda:
+            self.live.__exit__(*given)
+
+    def forget(self):
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.live.peak = self.live.now
+
+    @property
+    def bytes(self):
+        return torch.cuda.max_memory_allocated() if self.cuda else self.live.peak
+
+
+def host_bytes() -> int:
+    """The machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_case(name, size):
+    """(configuration, settings): a model of a released shape, and how it trains on one device.
+
+    A step has a prompt with 8 answers, 2048 tokens each, in micro-batches of two. The 0.6B trains
+    with everything on the device. Of 8B parameters the weights, gradients and moments alone are
+    122 GiB in float32, which `plan` says and no card of 80 GB has: they stay on the host
+    (`--offload`), and the device has the generator, two layers and the activations.
+    """
+    from measure_parallel import PUBLISHED
+
+    import models
+
+    settings = dict(
+        dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
+        prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6, threads=os.cpu_count(),
+    )  # fmt: skip
+    if name == "8b":
+        settings |= dict(data_parallel="fsdp", offload=True)
+    if size == "toy":
+        settings |= dict(size=24, max_new_tokens=8, micro_tokens=64, threads=1)
+        return models.ModelConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+            tie_word_embeddings=name == "0.6b",
+        ), settings  # fmt: skip
+    settings |= dict(size=1792, max_new_tokens=256, micro_tokens=4096)
+    if name == "0.6b":
+        from measure_models import QWEN3_06B
+
+        return models.ModelConfig(**QWEN3_06B), settings
+    return models.ModelConfig.from_hf(PUBLISHED["qwen3-8b"]), settings
+
+
+def planned(shape, settings) -> dict:
+    """Bytes by what they are for, as `python parallel.py plan d1` has them."""
+    import measure_parallel
+
+    import parallel
+
+    plan = parallel.Plan.parse("d1")
+    tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
+    step = measure_parallel.Step(
+        mode=settings.get("data_parallel", "ddp"), tokens=tokens,
+        micros=tokens // settings["micro_tokens"], size=4 if settings["dtype"] == "float32" else 2,
+        ac=settings["ac"], compute=2 if settings["compute_dtype"] else 0,
+    )  # fmt: skip
+    rank = measure_parallel.Rank(plan, shape, step)
+    sampler = measure_parallel.Rank(plan, shape, step._replace(tokens=0))
+    parts = measure_parallel.memory(plan, shape, step)
+    return parts | dict(generator=rank.generator(sampler, 2))
+
+
+ON_THE_HOST = "weights", "gradients", "moments"  # with --offload
+
+
+def memory(name, device, size, steps=3) -> int:
+    """Peaks of three training steps of a random model, beside what `plan` says of them."""
+    import measure_grpo
+
+    import parallel
+    import train_grpo
+
+    shape, settings = memory_case(name, size)
+    parts = planned(shape, settings)
+    host = sum(parts[part] for part in ON_THE_HOST)
+    if settings.get("offload") and host * 1.3 > host_bytes():
+        print(f"float32 masters, gradients and moments are {host / 2**30:.0f} GiB, which is too "
+              f"much for a host of {host_bytes() / 2**30:.0f} GiB: all in bfloat16")  # fmt: skip
+        settings |= dict(dtype="bfloat16", compute_dtype="")
+        parts = planned(shape, settings)
+    if settings.get("offload") and device == "cuda":
+        parts = {part: count for part, count in parts.items() if part not in ON_THE_HOST}
+    config = train_grpo.Config(**settings, device=device).check()
+    print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
+
+    # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
+    where = parallel.connect(device, threads=config.threads)
+    task = measure_grpo.Work(config, shape.vocab_size)
+    train_grpo.own_shape = lambda config, task: shape
+    peaks = dict(rollout=0, train=0)
+    with Peak(device) as peak:
+        model, generator, _ = train_grpo.build(config, task, where)
+        trainer = train_grpo.Trainer(config, model, generator=generator)
+        del model, generator
+        for step in range(steps):
+            peak.forget()
+            clock = measure_grpo.Clock(device)
+            batch = measure_grpo.rolled_out(config, task, trainer, clock, step)
+            peaks["rollout"] = max(peaks["rollout"], peak.bytes)
+
+            peak.forget()
+            loss = trainer.forward_backward(batch, train_grpo.denominator(batch, config))
+            trainer.optim_step(config.lr)
+            peaks["train"] = max(peaks["train"], peak.bytes)
+            print(f"step {step}: loss {loss['loss/token_mean']:.3g}, rollouts at most "
+                  f"{peaks['rollout'] / 2**30:.3g} GiB, training {peaks['train'] / 2**30:.3g}",
+                  flush=True)  # fmt: skip
+
+    told = sum(parts.values())
+    print(f"training is {peaks['train'] / told:.0%} of the {told / 2**30:.3g} GiB that plan says")
+    names = "dtype", "compute_dtype", "data_parallel", "offload", "ac"
+    flags = " ".join(f"--{key.replace('_', '-')} {settings[key]}" for key in names if
+                     settings.get(key)).replace("--offload True", "--offload")  # fmt: skip
+    row = dict(model=name, flags=f"`{flags}`", plan=told, parts=parts) | peaks
+    print(json.dumps({"bench": "memory", "device": device, "rows": [row]}))
+    dist.destroy_process_group()
+    return 0
+
+
 # main -------------------------------------------------------------------------------------------
 
 
@@ -415,8 +572,10 @@ def main(argv) -> int:
         command = argv[at + 1 :]
         argv = argv[:at]
     parser = argparse.ArgumentParser("measure_gpu.py")
-    parser.add_argument("what", choices=("record", "results"))
-    parser.add_argument("names", nargs="+", help="record's name; of results, all that there are")
+    parser.add_argument("what", choices=("record", "results", "memory"))
+    parser.add_argument(
+        "names", nargs="+", help="record's name; of results, all that there are; 0.6b or 8b"
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--device", choices=DEVICES, default="cuda")
     parser.add_argument("--size", choices=SIZES, default="full")
@@ -425,6 +584,12 @@ def main(argv) -> int:
     try:
         if options.what == "record":
             return record(options.names[0], command, out, device, size)
+        if options.what == "memory":
+            if options.names[0] not in ("0.6b", "8b"):
+                raise ValueError(f"memory is of 0.6b or 8b; came {options.names[0]}")
+            if device == "cuda" and not torch.cuda.is_available():
+                raise ValueError("--device cuda: torch sees no CUDA device here")
+            return memory(options.names[0], device, size)
 
         # Only whole figures of a GPU go into the repository's page; others into a copy of it.
         page = ROOT / "tests" / "RESULTS.md"
@@ -438,4 +603,5 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     sys.exit(main(sys.argv[1:]))

@@ -35,7 +35,8 @@ def listed():
 
 
 NAMES = listed()
-COSTLY = "check-ring", "check-grpo"  # whose toys take more than a few seconds
+# Whose toys take more than a few seconds, or do what another's does.
+COSTLY = "check-models", "check-ring", "check-grpo", "tree-chain", "memory-0.6b"
 
 
 def asked(name, folder, **environment):
@@ -97,6 +98,17 @@ def test_each_command_runs(name, tmp_path):
     text = measure_gpu.section({name: kept}, NAMES)
     assert f"`{name}`" in text.split("Not run:")[0] or f"gpu.sh {name}`" in text
     assert "nan" not in text and "inf" not in text and "Failed" not in text
+
+
+@pytest.mark.quick
+def test_what_memory_trains_fits_on_80_gb_by_the_plan():
+    """And the 8B model does not without --offload, which is why it is there."""
+    for name, on_the_host in (("0.6b", ()), ("8b", measure_gpu.ON_THE_HOST)):
+        shape, settings = measure_gpu.memory_case(name, "full")
+        parts = measure_gpu.planned(shape, settings)
+        here = sum(x for part, x in parts.items() if part not in on_the_host)
+        assert 5e9 < here < 70e9
+        assert settings.get("offload", False) == (sum(parts.values()) > 80e9)
 
 
 # A device that is none ------------------------------------------------------------------------
