@@ -3919,9 +3919,9 @@ class Side:
         try:
             yield
         except BaseException as error:
-            kind = next((name for name, one in self.REFUSALS.items() if type(error) is one), "")
+            kind = type(error).__name__
             if isinstance(error, ValueError):
-                kind = "ValueError"
+                kind = "ValueError"  # a task's, say, which has a name of its own
             text = str(error).partition("; this rank leaves")[0] or type(error).__name__
             word = {"side": self.name, "rank": self.rank, "kind": kind, "text": text[:2000]}
             # The first word stays: what ended because of it would say less.

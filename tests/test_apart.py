@@ -12,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+import measure_apart
 import pytest
 import torch.distributed as dist
 from conftest import shortened
@@ -138,6 +139,11 @@ def test_a_run_goes_on_apart_and_together(one_process, tmp_path):
     good(tmp_path, "--resume --out run --steps 6 --plan d1+t2", 3)
     found = read_metrics(tmp_path / "run")
     assert largest_difference(found, one_process(f"{flags} --steps 6")) < 1e-8
+
+    # At its last step there is nothing to do but to say what is solved.
+    _, out, _ = cli(tmp_path, "--resume --out run --plan d1+d1", 2)
+    assert f"eval/solved {found[-1]['eval/solved']:.3f}" in out[1]
+    assert read_metrics(tmp_path / "run") == found
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -354,3 +360,28 @@ def test_both_sides_work_at_the_same_time(tmp_path, K):
         assert seconds > 0.4 and min(waits) > 0.2
     else:
         assert seconds < 0.35 and max(waits) < 0.1
+
+
+def test_a_picture_says_what_was_done_for_longest():
+    events = [("T", 0.0, 4.0), ("p", 3.0, 4.0), (".", 3.0, 3.9), ("s", 5.0, 5.6)]
+    assert measure_apart.picture(events, 0.0, 8.0, width=8) == "TTT. s  "
+    assert measure_apart.picture(events[:2], 0.0, 4.0, width=2) == "TT"
+
+
+@pytest.mark.slow  # the only test that looks at times on a shared machine without sleeps in between
+def test_the_trace_shows_both_sides_at_work():
+    """With K = 0 nobody samples while somebody trains, with K = 1 it is so most of the time."""
+    both = {}
+    for K in (0, 1):
+        generator, trainer = measure_apart.trace(K).splitlines()[1:3]
+        assert generator.startswith("generator") and trainer.startswith("trainer")
+        pairs = list(zip(generator[10:], trainer[10:]))
+        both[K] = pairs.count(("s", "T")) / max(1, len([a for a, _ in pairs if a == "s"]))
+    assert both[0] < 0.15 and both[1] > 0.5
+
+
+@pytest.mark.slow
+def test_the_race_is_run(capsys):
+    assert measure_apart.main(["race", "--rounds", "1", "--steps", "5"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(last["race"]) == set(measure_apart.RACERS) and min(last["race"].values()) > 0

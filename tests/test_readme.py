@@ -64,8 +64,8 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     "python -m pytest tests/test_faults.py": "\npython -m pytest\n",
     "python -m pytest tests/test_audit.py -m slow -s -k made_in_any_way": "\npython -m pytest\n",
     "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
-    "python -m pytest tests/test_precision.py -s -k autocast": "\npython -m pytest\n",
     "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
+    "python -m pytest tests/test_precision.py -s -k autocast": "\npython -m pytest\n",
     "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
     "pip install trl": "\ntrl>=",
 }
@@ -92,6 +92,9 @@ TABLE = {
     "python train_grpo.py --compute-dtype bfloat16": TINY,
     "python train_grpo.py --tree sparse": TINY,
     "python train_grpo.py --staleness 1": TINY,
+    "python tests/measure_apart.py trace": "tests/test_apart.py::"
+    "test_the_trace_shows_both_sides_at_work",
+    "python tests/measure_apart.py race --rounds 9": "tests/test_apart.py::test_the_race_is_run",
     f"{TRAIN} --plan d1+d1 --staleness 1": TINY,
     "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
