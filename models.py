@@ -774,7 +774,8 @@ class KVCache:
     `share(rows)` makes several rows of each prompt, whose keys full layers go on to hold once.
     """
 
-    def __init__(self, rows: int, device=None):
+    def __init__(self, rows: int, device=None, slack=0):
+        self.slack = slack  # of how many tokens sliding layers can `advance` back
         self.lengths = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
         self.layers = {}  # layer -> k and v (2, B, G, C, D)
         self.counts_B = None  # real tokens a row in this call, for sliding layers; None: all
@@ -807,11 +808,10 @@ class KVCache:
             return self.prompts.attention(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
         return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
 
-    def advance(self, counts_B=None, /, *, steps=1):
-        """Row b now holds counts_B[b] tokens more, by default `steps`; the next go behind them."""
-        self.lengths = self.lengths.plus(counts_B, steps)
-        shared = self.stored_lengths.plus(counts_B, steps) if self.prompts else None
-        self.stored_lengths = shared or self.lengths
+    def advance(self, more_B=None, /, *, S=1):
+        """Row b now holds more_B[b] tokens more, or fewer; by default S more."""
+        self.lengths = self.lengths.plus(more_B, S)
+        self.stored_lengths = self.stored_lengths.plus(more_B, S) if self.prompts else self.lengths
 
     def select(self, rows, /):
         """Keep rows (int64 list or tensor), in that order, repeats allowed."""
@@ -842,7 +842,7 @@ def extend(model, cache, tokens_BS, /, counts=None):
     # Every layer reads the same lengths; they move on only when all layers have written.
     cache.counts_B = counts
     x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
-    cache.advance(counts, steps=S)
+    cache.advance(counts, S=S)
     if counts is None:
         return model.logits(x_BSM[:, -1])
     return model.logits(x_BSM[torch.arange(len(counts), device=counts.device), counts - 1])
@@ -855,15 +855,18 @@ def extend(model, cache, tokens_BS, /, counts=None):
 # Skip it if you only train on sequences that somebody else has made. min-p: arXiv:2407.01082.
 
 @torch.no_grad()
-def prefill(model, prompts, /):
-    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each."""
+def prefill(model, prompts, /, *, slack=0):
+    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each.
+
+    slack: how many tokens a row will ever be asked to give back, see `KVCache.advance`.
+    """
     require_prompts(prompts, model.config.vocab_size)
     # One right-padded forward. Prompts of equal length have no padding and need no counts.
     device = model.head_weight.device
     lengths = [len(prompt) for prompt in prompts]
     counts = torch.tensor(lengths, device=device) if len(set(lengths)) > 1 else None
     tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    cache = KVCache(len(prompts), device=device)
+    cache = KVCache(len(prompts), device=device, slack=slack)
     return cache, extend(model, cache, tokens_BS.to(device), counts)
 
 
@@ -916,7 +919,7 @@ def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=Non
 @torch.inference_mode()
 def generate(
     model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
-    end=(), ending=None, after=None, seed=None,
+    end=(), ending=None, after=None, seed=None, look_every=None,
 ):  # fmt: skip
     """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
 
@@ -924,12 +927,15 @@ def generate(
     max_new_tokens: a row with so many tokens behind its prompt ends, with `truncated` set.
     temperature, top_k, top_p, min_p: those of `sample`. 0 is greedy and needs no draws.
     end: the stop tokens. A sampled one calls `after`.
-    ending: called with the rows that a step has ended, all at once, before `after` is called with
-        each: a task that lives elsewhere is asked once.
+    ending: called with the rows that have ended since it was called last, all at once, before
+        `after` is called with each: a task that lives elsewhere is asked once.
     after: after(row) -> the rows that go on in its place. None, the default, ends it; itself with
         tokens in its queue is the next turn of a conversation; several are a fork. With `after`,
-        rows are returned in the order in which they end.
+        rows are returned by their number of new tokens, and forks of one row in their order.
     seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    look_every: so many tokens of each row are drawn before Python looks at them; what a row drew
+        behind its end is dropped. It changes no result. Default: 1, and 8 on a GPU, which would
+        have to wait for each look.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -948,7 +954,8 @@ def generate(
     if longest + max_new_tokens > room:
         raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
                          f"the model's {room} positions; shorten one of them")  # fmt: skip
-    cache, logits_BV = prefill(model, prompts)
+    look_every = checked_look_every(look_every, model)
+    cache, logits_BV = prefill(model, prompts, slack=look_every - 1)
 
     # From prompts to rows: [a, a, b] has the prompts [a, b] and prompt_of_row [0, 0, 1].
     number = {prompt: n for n, prompt in enumerate(prompts)}
@@ -964,48 +971,119 @@ def generate(
     else:
         step = extend_one_token(model)
 
+    # The place of a row among all: its number, and at each end of a turn that of the fork.
+    places = [(n,) for n in range(len(rows))]
     done = []
     while rows:
-        uniform_B = None
-        if temperature > 0:
-            draws = [row.draws[row.new] for row in rows]
-            uniform_B = torch.tensor(draws, dtype=torch.float64, device=logits_BV.device)
-        drawn = sample(logits_BV, uniform_B, **options)
+        # The model goes on by what it draws, a few tokens ahead of Python.
+        ahead = min(look_every, max_new_tokens - min(row.new for row in rows))
+        drawn = draw_ahead(step, cache, logits_BV, rows, ahead, max_new_tokens, options)
 
-        # Each row takes its token.
+        # Each row takes its tokens, up to the end of its turn or its limit.
         ended = set()
-        for b, (row, *token) in enumerate(zip(rows, *(x.tolist() for x in drawn))):
-            if row.append(*token) and token[0] in end:
-                ended.add(b)
+        taken = []
+        for b, row in enumerate(rows):
+            count = 0
+            while count < ahead and row.new < max_new_tokens and b not in ended:
+                token, logprob, full_logprob = drawn[count][b]
+                if row.append(int(token), logprob, full_logprob) and token in end:
+                    ended.add(b)
+                count += 1
+            taken.append(count)
         if ending and ended:
             ending([rows[b] for b in sorted(ended)])
 
-        # What goes on may be nothing, the row itself, or several forks; places says from which row
+        # What goes on may be nothing, the row itself, or several forks; origin says from which row
         # of the batch each of them comes.
         going = []
-        places = []
+        origin = []
+        places_going = []
         for b, row in enumerate(rows):
             followers = [row]
             if b in ended:
                 followers = after(row) if after else []
                 require_queues(followers, model.config.vocab_size)
             if not followers:
-                done.append(row)
-            for follower in followers:
+                done.append((row.new, places[b], row))
+            for n, follower in enumerate(followers):
+                place = (*places[b], n) if b in ended else places[b]
                 follower.truncated = follower.new >= max_new_tokens
-            done += [x for x in followers if x.truncated]
-            not_ended = [x for x in followers if not x.truncated]
-            going += not_ended
-            places += [b] * len(not_ended)
+                if follower.truncated:
+                    done.append((follower.new, place, follower))
+                else:
+                    going.append(follower)
+                    origin.append(b)
+                    places_going.append(place)
 
-        # Ended rows leave the batch, forks get a row each, and the rest needs no copy.
+        # The cache holds all tokens of a row but the last, and no dropped ones. Ended rows leave
+        # the batch, forks get a row each, and the rest needs no copy.
         if going:
-            if places != list(range(len(rows))):
-                cache.select(places)
+            dropped = [count - ahead for count in taken]
+            if any(dropped):
+                cache.advance(torch.tensor(dropped, device=logits_BV.device))
+            if origin != list(range(len(rows))):
+                cache.select(origin)
             last_B1 = torch.tensor([[row.tokens[-1]] for row in going], device=logits_BV.device)
             logits_BV = step(cache, last_B1)
         rows = going
-    return done if after else given
+        places = places_going
+    if not after:
+        return given
+    return [row for _, _, row in sorted(done, key=lambda entry: entry[:2])]
+
+
+def checked_look_every(look_every, model):
+    """`look_every` of `generate`, or what it is by default."""
+    if look_every is not None and look_every < 1:
+        raise ValueError(f"look_every must be at least 1, got {look_every}")
+
+    # Frequencies of dynamic RoPE depend on the longest row, and a row that is ahead of Python may
+    # be longer than it will be: here the look is at each token.
+    ropes = getattr(model.config, "rope_parameters", {}).values()
+    if any(rope["rope_type"] == "dynamic" for rope in ropes):
+        return 1
+    if look_every is None:
+        look_every = 1 if model.head_weight.device.type == "cpu" else 8
+    return look_every
+
+
+def draw_ahead(step, cache, logits_BV, rows, ahead, max_new_tokens, options):
+    """What each row draws next, `ahead` times: lists of (token, log-prob, full log-prob), a row
+    each. The cache then holds ahead - 1 tokens more.
+
+    step: the model's, see `generate`. logits_BV: after the rows' last tokens.
+    max_new_tokens, options: what `generate` was given, and those of `sample`.
+    """
+    # Each row's draws, as far ahead. Behind its limit it has none, and what it draws is dropped.
+    device = logits_BV.device
+    uniform_nB = [None] * ahead
+    if options["temperature"] > 0:
+        table = []
+        for row in rows:
+            own = min(ahead, max_new_tokens - row.new)
+            table.append([row.draws[row.new + n] for n in range(own)] + [0.0] * (ahead - own))
+        uniform_nB = torch.tensor(table, dtype=torch.float64, device=device).T
+
+    # A queued token takes the place of the drawn one; -1 where none is queued.
+    queued_nB = None
+    if ahead > 1 and any(row.queue for row in rows):
+        table = []
+        for row in rows:
+            own = list(row.queue)[:ahead]
+            table.append(own + [-1] * (ahead - len(own)))
+        queued_nB = torch.tensor(table, device=device).T
+
+    # No number goes to Python before the last token is drawn, and then all of them in one go.
+    drawn = []
+    for n in range(ahead):
+        if n > 0:
+            logits_BV = step(cache, token_B[:, None])
+        found = sample(logits_BV, uniform_nB[n], **options)
+        drawn.append(torch.stack([x.double() for x in found], -1))
+        token_B = found.tokens
+        if queued_nB is not None:
+            token_B = torch.where(queued_nB[n] < 0, token_B, queued_nB[n])
+    return torch.stack(drawn).tolist()
 
 
 def extend_one_token(model):
@@ -2348,16 +2426,27 @@ def sliding_cache_attention(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window,
 
         window 4, 6 tokens so far     slot       0  1  2  3
                                       position   4  5  2  3      the next token, 6, replaces 2
+
+    A cache with slack has so many slots more. Tokens that a row gives back have then replaced none
+    that it still sees.
     """
     S = q_BHSD.shape[2]
     if S > 1:
         return _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
 
-    # One new token: once it is written, all that the ring holds is in its window, and the order of
-    # keys is nothing to a softmax. Only slots that a short row has not reached are hidden.
-    room = min(cache.lengths.longest + 1, window)
+    # One new token: once it is written, all that a ring without slack holds is in its window, and
+    # the order of keys is nothing to a softmax. Only slots that a short row has not reached are
+    # hidden. With slack, so is what is older than the window, or was given back: the new token, at
+    # `last`, is as many tokens behind a slot's token as it has slots before it.
+    lengths = cache.lengths
+    ring = window + cache.slack
+    room = min(lengths.longest + 1, ring)
     k_BGCD, v_BGCD = _write_in_window(cache, layer, k_BGSD, v_BGSD, window)[:, :, :, :room]
-    mask_B1SC = None if cache.lengths.even else keys_up_to(cache.lengths, 1, room)
+    mask_B1SC = None
+    if not lengths.even or room > window:
+        last_B1 = lengths.of_B[:, None]
+        behind_BC = (last_B1 - torch.arange(room, device=q_BHSD.device)) % ring
+        mask_B1SC = ((behind_BC < window) & (behind_BC <= last_B1))[:, None, None]
     return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
 
 
@@ -2367,10 +2456,11 @@ def _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
     # Which position stands in each slot of the ring: with window 4 and last position 5, slots
     # 0 1 2 3 are (5 - slot) % 4 = 1 0 3 2 behind it, so they hold 4 5 2 3; less than 0 is nothing.
     lengths = cache.lengths
-    room = min(lengths.longest, window)
+    ring = window + cache.slack
+    room = min(lengths.longest, ring)
     slot_C = torch.arange(room, device=q_BHSD.device)
     last_B1 = lengths.of_B[:, None] - 1
-    old_BC = last_B1 - (last_B1 - slot_C) % window
+    old_BC = last_B1 - (last_B1 - slot_C) % ring
 
     # Then the mask is by positions, as in (2).
     query_BS = lengths.of_B[:, None] + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
@@ -2389,25 +2479,31 @@ def _write_in_window(cache, layer, k_BGSD, v_BGSD, window):
     B, _, S, _ = k_BGSD.shape
     lengths = cache.lengths
     cache.sliding.add(layer)
-    need = min(lengths.longest + S, window)
+    ring = window + cache.slack
+    need = min(lengths.longest + S, ring)
     new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, need, most=window)
+    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, need, most=ring)
 
     # Rows of one length whose new tokens do not wrap around are one slice.
-    if lengths.even and (S == 1 or need < window):
-        slot = lengths.longest % window
+    if lengths.even and (S == 1 or need < ring):
+        slot = lengths.longest % ring
         all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
+        return all_2BGCD
+
+    # One new token in each row: all are written, and no mask has to be read from the device.
+    position_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
+    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
+    ring_BC2GD = all_2BGCD.permute(1, 3, 0, 2, 4)
+    new_BS2GD = new_2BGSD.permute(1, 3, 0, 2, 4)
+    if S == 1 and cache.counts_B is None:
+        ring_BC2GD[row_BS, position_BS % ring] = new_BS2GD
         return all_2BGCD
 
     # Of each row's new tokens only the last `window` real ones: padding and older ones would
     # land on slots that hold what is still seen.
-    slot_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
-    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
     end_B = lengths.of_B + (S if cache.counts_B is None else cache.counts_B)
-    keep_BS = (slot_BS < end_B[:, None]) & (slot_BS >= end_B[:, None] - window)
-    ring_BC2GD = all_2BGCD.permute(1, 3, 0, 2, 4)
-    new_BS2GD = new_2BGSD.permute(1, 3, 0, 2, 4)
-    ring_BC2GD[row_BS[keep_BS], slot_BS[keep_BS] % window] = new_BS2GD[keep_BS]
+    keep_BS = (position_BS < end_B[:, None]) & (position_BS >= end_B[:, None] - window)
+    ring_BC2GD[row_BS[keep_BS], position_BS[keep_BS] % ring] = new_BS2GD[keep_BS]
     return all_2BGCD
 
 
@@ -3650,15 +3746,16 @@ class PlainStep:
         if layer.qkv_bias_N is not None:
             qkv_BN = qkv_BN + layer.qkv_bias_N
 
-        # The heads of q, k and v lie behind each other; q and k are normalised and turned in one.
+        # The heads of q, k and v lie behind each other, Y in all. The X of q and k are normalised
+        # and turned together.
         H = self.heads
         G = self.key_heads
-        qkv_B1XD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
-        qk_B1XD = qkv_B1XD[:, :, : H + G]
+        qkv_B1YD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
+        qk_B1XD = qkv_B1YD[:, :, : H + G]
         if layer.qk_norm is not None:
             qk_B1XD = normalised(qk_B1XD, layer.qk_norm)
         q_BH1D, k_BG1D = rotate(qk_B1XD, *rope).transpose(1, 2).split([H, G], 1)
-        v_BG1D = qkv_B1XD[:, :, H + G :].transpose(1, 2)
+        v_BG1D = qkv_B1YD[:, :, H + G :].transpose(1, 2)
 
         out_BH1D = cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options)
         out_BM = out_BH1D.flatten(1) @ layer.o_NM

@@ -573,6 +573,13 @@ class Rank:
             return self.step.size, self.step.mode == "zero1"
         return self.step.product, False
 
+    def filled(self):
+        """Bytes of the weights when they are read or drawn."""
+        shapes = self.shapes
+        if self.step.mode == "fsdp":
+            return sum(self.shard(name) for name in shapes) * self.step.size
+        return sum(math.prod(shape) for shape in shapes.values()) * self.step.size
+
     def shares(self, name, generator, size):
         """Whether a parameter of the generator, another Rank, is in the policy's own memory."""
         alike = self.cuts(name) == generator.cuts(name) and size == self.step.product
@@ -708,7 +715,9 @@ def _row(name, generator, plan, config, step, size):
     first = Rank(plan, config, step)
     sampler = Rank(generator, config, step._replace(tokens=0))
     parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
-    start = next(iter(parts.values())) + parts["generator"]  # weights: only its part of them
+    # At start this rank has its part of the weights, and then of the generator. In mixed precision
+    # the weights are filled in before they are rounded, and before zero1 shares out the masters.
+    start = max(parts["weights"] + parts["generator"], first.filled())
     gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
     gib[:3] = [" + ".join(gib[:3])]
     gib.insert(-1, f"{sum(parts.values()) / 80e9:.0%}")

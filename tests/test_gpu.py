@@ -100,6 +100,13 @@ def test_each_command_runs(name, tmp_path):
     assert "nan" not in text and "inf" not in text and "Failed" not in text
 
 
+@pytest.mark.slow
+def test_whole_runs_on_a_device_are_the_cpus():
+    """All ways of them, at least from one process to the next."""
+    rows = list(measure_gpu.run_rows("cpu", few=False))
+    assert len(rows) == 4 and all(error <= bound for _, error, bound in rows), rows
+
+
 @pytest.mark.quick
 def test_what_memory_trains_fits_on_80_gb_by_the_plan():
     """And the 8B model does not without --offload, which is why it is there."""

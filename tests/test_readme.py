@@ -89,6 +89,7 @@ TABLE = {
     f"{TRAIN} --plan t2": TINY,
     f'{TRAIN} --plan "d2|t2"': TINY,
     f'{TRAIN} --plan "t2|d2" --data-parallel fsdp': TINY,
+    "python train_grpo.py --compute-dtype bfloat16": TINY,
     "python train_grpo.py --tree sparse": TINY,
     "python train_grpo.py --staleness 1": TINY,
     "python tests/measure_apart.py trace": "tests/test_apart.py::"
@@ -100,6 +101,7 @@ TABLE = {
     "python train_grpo.py --advantage gae": TINY,
     "python train_grpo.py bench": BENCH,
     "sh tests/gpu.sh": f"{GPU}the_list_names_each_command",
+    "python models.py check --device cuda": f"{GPU}the_list_names_each_command",
     "sh tests/gpu.sh results": f"{GPU}results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), f"{GPU}each_command_runs"),
     "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
