@@ -457,6 +457,7 @@ def whole_run(port, flags):
     """A run in processes of `launch`, which then have the process groups of the run alone."""
     rank = dist.get_rank()
     world = dist.get_world_size()
+    dist.barrier()  # the other ranks may still be connecting
     dist.destroy_process_group()
     os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")

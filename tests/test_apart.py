@@ -198,7 +198,7 @@ def _hosted(rank, world, port, cwd, log, flags, store_port):
 LOST = [  # plan, ranks, victim, what is sent, and what the others say
     ("d1+d1", 2, 0, signal.SIGKILL, "generator rank 0 (rank 0 of the run) is gone"),
     ("d1+d1", 2, 1, signal.SIGKILL, "trainer rank 0 (rank 1 of the run) is gone"),
-    ("d1+d1", 2, 0, signal.SIGSTOP, "generator rank 0 (rank 0 of the run) is gone or silent"),
+    ("d1+d1", 2, 0, signal.SIGSTOP, "generator rank 0 (rank 0 of the run) is gone"),
     ("d2+d1", 3, 1, signal.SIGKILL, "generator rank 1 (rank 1 of the run) is gone"),
     ("d1+d2", 3, 2, signal.SIGKILL, "trainer rank 1 (rank 2 of the run) is gone"),
 ]
