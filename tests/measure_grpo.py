@@ -423,10 +423,8 @@ def of_generators(cells):
     return found
 
 
-def print_generators(every) -> dict:
-    """A row for each generator's plan; returns what `of_generators` has found."""
-    found = of_generators(
-        [*itertools.product(GENERATORS, FAMILIES)] if every else some_generators())
+def print_generators(found) -> None:
+    """A row for each generator's plan, of what `of_generators` has found."""
     print("what a generator samples under --plan generator|trainer, behind a push: one process's "
           "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
     for name in GENERATORS:
@@ -434,7 +432,6 @@ def print_generators(every) -> dict:
         texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
         if any(x != "" for x in shown):
             print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
-    return found
 
 
 # Whole runs whose generators have ranks of their own: plan -> ranks, more flags, of every check.
@@ -507,7 +504,11 @@ def check(every=False) -> bool:
     """Print the rows and the matrix, of some cells or of every one; whether all are in bounds."""
     mixed = all_cells(tuple(MIXED)) if every else mixed_cells()
     found = matrix((all_cells() if every else some_cells()) + mixed)
+    every_generator = [*itertools.product(GENERATORS, FAMILIES)]
+    generators = of_generators(every_generator if every else some_generators())
     apart = runs_apart(every)
+
+    # Last, because it makes a process group here, and the others begin processes of their own.
     rows = invariances()
     for name, error in rows.items():
         print(f"{name:48} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
@@ -527,7 +528,7 @@ def check(every=False) -> bool:
             texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
             if any(shown):
                 print(f"{name:22}{tree:12}" + "".join(f"{text:>13}" for text in texts))
-    generators = print_generators(every)
+    print_generators(generators)
     sampled_apart = [x for x in generators.values() if not isinstance(x, str)]
     shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
     within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
