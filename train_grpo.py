@@ -3285,8 +3285,8 @@ def run(config, task, trainer, out) -> int:
             signalled = supervised_start(config, task, trainer, log, stop, out)
             if signalled:
                 return leave_run(trainer, 128 + signalled, out)
-        # The first push: a generator has no weights of its own. On other ranks it is the first order
-        # too, so the queue must know by then which batches are under way.
+        # The first push: a generator has no weights of its own. On other ranks it is the first
+        # order too, so the queue must know by then which batches are under way.
         make = ApartQueue if is_apart else RolloutQueue
         queue = make(config, task, trainer, step, under_way)
         trainer.push_weights()
