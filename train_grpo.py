@@ -1534,6 +1534,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     measured: the sums of `grpo_loss`, one dict for each of this rank's micro-batches. tree_tokens:
     those that this rank has run, where a tree makes them fewer.
     """
+    # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
     totals_K = torch.zeros(len(SUMS), dtype=torch.float64, device=trainer.device)
     maxima_K = totals_K.new_zeros(len(MAXIMA))
     for sums in measured:
@@ -1549,6 +1550,7 @@ def metrics_of_all_ranks(trainer, measured, batch, tree_tokens=0) -> dict:
     dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
     *totals, tree_tokens, flat_tokens = summed([*numbers, flat_tokens], trainer.device)
 
+    # A metric that this run does not have is left out of its lines, not written as 0.
     totals = dict(zip(SUMS + MAXIMA, totals + maxima_K.tolist()))
     metrics = loss_metrics(totals)
     if trainer.reference is None:
@@ -1912,6 +1914,8 @@ def scores_by_trees(trainer, model, batch) -> list:
     if isinstance(model, parallel.Pipeline):
         sequences = [t.tokens for t in batch]
         return tree_batches(trainer, model).forward(sequences, [t.mask for t in batch])
+    # Scores come back a row for each sequence of a tree, padded to the longest. A filler stands for
+    # a rank without sequences, and has none.
     found = []
     for micro in batches_of_trees(trainer, model, batch):
         columns = score_tree(trainer, model, micro, prefix_tree(micro))
@@ -2911,6 +2915,7 @@ class SharedTask:
         parts, _ = gather_replica(self.generator, [(answers, text)])
         if problem is not None:
             raise problem
+        # Every rank has every answer now. A state is the task's own business and stays where it is.
         self.heard = {}
         for answers, text in parts:
             if text:
@@ -2989,6 +2994,7 @@ def evaluate(config, task, generator):
 def demonstrations(task, starts, key, max_new_tokens=4096):
     """Valid play by `task.demo`, one trajectory a start; the mask is where `demo` spoke. A play
     ends at the turn that reaches max_new_tokens."""
+    # What `demo` draws depends on the key and the group alone, so any number of ranks plays alike.
     trajectories = []
     for group, state, prompt in starts:
         rng = np.random.default_rng([*key, group])
@@ -3185,6 +3191,8 @@ def train(config, device, side=None) -> int:
         raise ValueError(f"{type(task).__name__} has no demonstrations; use --demos 0")
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
+    # What only the task, a package or the model can tell is asked before anything is written, alike
+    # on all ranks.
     if side is not None and side.name == parallel.GENERATOR:
         return generate_apart(config, task, device, side)
     model, generator, reference = build(config, task, device)
@@ -3250,6 +3258,8 @@ def require_room(config, task, positions):
 
 def run(config, task, trainer, out) -> int:
     """`train`, from the moment that the directory `out` is this run's."""
+    # Where the generators have ranks of their own, lines wait for their evaluations, and a signal
+    # may come to either side. All that follows is the same.
     is_apart = apart(config)
     if is_apart:
         log = LateLog(config, out, task, trainer)
@@ -3275,6 +3285,8 @@ def run(config, task, trainer, out) -> int:
             signalled = supervised_start(config, task, trainer, log, stop, out)
             if signalled:
                 return leave_run(trainer, 128 + signalled, out)
+        # The first push: a generator has no weights of its own. On other ranks it is the first
+        # order too, so the queue must know by then which batches are under way.
         make = ApartQueue if is_apart else RolloutQueue
         queue = make(config, task, trainer, step, under_way)
         trainer.push_weights()
@@ -3292,6 +3304,7 @@ def run(config, task, trainer, out) -> int:
             last = step == config.steps
             signalled = stop.agreed(trainer.device)
             if last or signalled or (config.save_every and step % config.save_every == 0):
+                # A resumed run cuts its files behind the checkpoint: by then each line is there.
                 log.settle()
                 saved = save(config, trainer, out, step, under_way=queue.stored())
                 require_saved(saved or not last, out)
@@ -6053,9 +6066,12 @@ def batches_under_way(config, trainer, path, state) -> list:
     expected = list(range(step, step + config.staleness)) if step else []
     found = []
     try:
+        # A checkpoint of another staleness, or one that somebody has edited, is named as such.
         stored = state.get("under_way", [])
         if [entry["batch"] for entry in stored] != expected:
             raise ValueError(f"not those of {expected}")
+        # Each rank looks at all of it, so that all refuse alike, and keeps the groups that it would
+        # have sampled: the run may go on on another number of ranks.
         for entry in stored:
             rollouts = {}
             for group, rows in entry["groups"]:
@@ -6187,6 +6203,8 @@ class ApartQueue(RolloutQueue):
         """Wait for a batch. Each rank reads the groups that are its own, as everywhere."""
         if number in self.waiting:
             return
+        # The head says which groups there are. `read` waits for each of them: those of another
+        # generator may come a moment later.
         side = self.side
         name = f"batch/{number}"
         head = side.read(name)
@@ -6346,6 +6364,7 @@ def generate_apart(config, task, device, side) -> int:
                 send_evaluation(side, step, queue)
             order = receiver.next()
 
+        # The weights of the last push are those of the last step, so the generators write OUT/hf.
         if order["export"]:
             out = order["out"]
             log = Log(dataclasses.replace(config, tensorboard=False), out, task)
@@ -6355,6 +6374,8 @@ def generate_apart(config, task, device, side) -> int:
 
 def send_batch(side, number, batch):
     """Leave a batch in the store. Collective over the generators, each with its own groups."""
+    # A key for each group, so that a trainer rank reads only what is its own; and the head, from
+    # which it learns which groups there are.
     numbers = [None] * side.sizes[side.name]
     dist.all_gather_object(numbers, list(batch.rollouts))
     for group, rows in groups_as_json(batch.rollouts):
