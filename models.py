@@ -1194,7 +1194,8 @@ def invert_by_blocks(p_BV, uniform_B):
     """`invert_distribution`: first over blocks of 128 tokens, then inside one."""
     # A running sum is slow, as each term waits for the one before it; the sums of the blocks are
     # not, and only one block in a thousand needs its running sum.
-    p_BV = F.pad(p_BV, (0, -p_BV.shape[1] % 128))
+    V = p_BV.shape[1]
+    p_BV = F.pad(p_BV, (0, -V % 128))
     blocks_Bnv = p_BV.unflatten(-1, (-1, 128))
     sums_Bn = blocks_Bnv.sum(-1, dtype=torch.float64)
     ends_Bn = sums_Bn.cumsum(-1)
@@ -1205,7 +1206,8 @@ def invert_by_blocks(p_BV, uniform_B):
     left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - sums_Bn.gather(-1, block_B1))
     inside_Bv = blocks_Bnv.take_along_dim(block_B1[:, :, None], 1)[:, 0]
     inside_Bv = inside_Bv.cumsum(-1, dtype=torch.float64)
-    return block_B1 * 128 + first_beyond(inside_Bv, left_B1.clamp(min=0))
+    token_B1 = block_B1 * 128 + first_beyond(inside_Bv, left_B1.clamp(min=0))
+    return token_B1.clamp(max=V - 1)  # behind it is padding, where only a NaN can lead
 
 
 def first_beyond(ends_Bn, at_B1):
@@ -1214,7 +1216,10 @@ def first_beyond(ends_Bn, at_B1):
     # carried `at` up to the total, which nothing exceeds: then it is the last such place.
     total_B1 = ends_Bn[:, -1:]
     below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    return torch.searchsorted(ends_Bn, at_B1.minimum(below_B1), right=True)
+    place_B1 = torch.searchsorted(ends_Bn, at_B1.minimum(below_B1), right=True)
+
+    # Nothing exceeds a NaN either. Any token will do: its log-prob is NaN, which the caller sees.
+    return place_B1.clamp(max=ends_Bn.shape[1] - 1)
 
 
 # B. Guards -----------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Decoding: a step without modules is `extend`'s, for every family that has one and every cache."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -359,3 +360,12 @@ def test_a_generator_split_by_t_may_look_less_often(tmp_path):
         assert rows == truth
         for some, true in zip(logprobs, true_logprobs, strict=True):
             assert (torch.tensor(some) - torch.tensor(true)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("vocab", [11, 300, 40001])
+def test_a_row_of_nan_draws_a_token_whose_logprob_is_nan(vocab):
+    logits = torch.randn(2, vocab)
+    logits[1] = math.nan
+    drawn = models.sample(logits, torch.tensor([0.5, 0.999], dtype=torch.float64), temperature=1.0)
+    assert 0 <= drawn.tokens.min() and drawn.tokens.max() < vocab
+    assert drawn.logprobs.isfinite().tolist() == [True, False]
