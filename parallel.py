@@ -3988,7 +3988,8 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
     if world != sum(sizes.values()):
         raise ValueError(
             f"generators on {sizes[GENERATOR]} and trainers on {sizes[TRAINER]} ranks of their own "
-            f"are {sum(sizes.values())} ranks, but there are {world}: start so many, by torchrun")
+            f"are {sum(sizes.values())} ranks, but there are {world}: start so many, by torchrun, "
+            f"or change --plan ('' for none)")
     torch.set_num_threads(threads)
     device = own_device(device)
     patience = datetime.timedelta(seconds=timeout)

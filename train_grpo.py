@@ -65,7 +65,7 @@ value/loss, balance and grad_norm are plain means over a step's updates (see `up
     value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
     ratio/clipped_fraction       of sampled tokens; mean of updates, as is the next
     ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
-    logprob_gap/max, /mean       |trainer - sampler| over the first minibatch, before any update
+    logprob_gap/max, /mean       |trainer - sampler|, first minibatch; with --staleness K of K steps
     logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
     balance/loss, experts/load_max   (8); an expert's tokens / their mean, at most: layers, updates
     grad_norm                    before clipping, global, mean of updates; lr  that the step used
@@ -592,8 +592,8 @@ def update(config, trainer, rollouts, chosen, step, sampled_by):
             warn_if_skipped(step, updates[-1])
 
     # The next rollouts are drawn with the new weights: on-policy but for minibatches and staleness.
-    # Each update's metrics count once in the mean, whatever its Z. logprob_gap is the first one's,
-    # which alone had the weights that sampled. Both are in `mean_metrics`; tokens are summed here.
+    # Each update's metrics count once in the mean, whatever its Z. logprob_gap is the first one's:
+    # the others' weights have moved on. Both are in `mean_metrics`; tokens are summed here.
     trainer.push_weights()
     return mean_metrics(updates, step) | {
         "tokens/trained": sum(metrics["tokens/trained"] for metrics in updates),
@@ -1098,7 +1098,8 @@ class Config:
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
         sides = parallel.Allocation.parse(self.plan or "d1").groups
         yield len(sides) > 2 or (len(sides) == 2 and sum(map(len, sides)) > 2), (
-            f"--plan {self.plan}: A+B has two plans, the generator's and the trainer's")
+            f"--plan {self.plan}: A+B has two plans, the generator's and the trainer's, and "
+            f"neither has a |")
         yield len(sides[0]) > 2, (
             f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
         plan = sides[-1][-1]
@@ -1263,7 +1264,11 @@ def resumed_config(path, given) -> Config:
         if name not in free and value != stored[name]
     ]
     if changed:
-        raise ValueError(f"--resume cannot change {', '.join(changed)}; start a new run instead")
+        why = ""
+        if "steps" not in free and "steps" in given and given["steps"] != stored["steps"]:
+            why = f"; with --lr-decay {stored['lr_decay']} every rate depends on the last step"
+        raise ValueError(
+            f"--resume cannot change {', '.join(changed)}{why}; start a new run instead")
     return Config(**(stored | given))
 
 
@@ -3192,18 +3197,13 @@ def train(config, device, side=None) -> int:
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
     # What only the task, a package or the model can tell is asked before anything is written, alike
-    # on all ranks.
+    # on all ranks; under A+B both sides ask about both plans.
+    require_plans(config, shape_of(config, task), side)
     if side is not None and side.name == parallel.GENERATOR:
         return generate_apart(config, task, device, side)
     model, generator, reference = build(config, task, device)
     tell_of_router_loss(config, model)
     require_room(config, task, model.config.max_position_embeddings)
-    if config.plan:
-        ulysses = config.cp_method == "ulysses"
-        fits = dict(world=dist.get_world_size(), config=model.config)
-        plans_of(config)[1].require_fits(**fits, ulysses=ulysses)
-        if side is None:
-            generator_plan(config).require_fits(**fits)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
@@ -3214,6 +3214,23 @@ def train(config, device, side=None) -> int:
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
+
+
+def require_plans(config, shape, side):
+    """ValueError for a plan that does not fit the model's shape, or the number of ranks.
+
+    side: as in `train`. Each side has a world of its own; A|B have one.
+    """
+    if not config.plan:
+        return
+    generator, trainer = plans_of(config)
+    worlds = dict.fromkeys((parallel.GENERATOR, parallel.TRAINER), dist.get_world_size())
+    if side is not None:
+        worlds = side.sizes
+    ulysses = config.cp_method == "ulysses"
+    trainer.require_fits(world=worlds[parallel.TRAINER], config=shape, ulysses=ulysses)
+    generator = generator or generator_plan(config)
+    generator.require_fits(world=worlds[parallel.GENERATOR], config=shape)
 
 
 def require_experts(config, shape):
@@ -5069,8 +5086,8 @@ def expert_metrics(config, updates) -> dict:
 # The run's tokens, its weights before the step and its settings go in. Everything else comes out
 # again, twice: in float64, to be compared with what the run wrote down, and in the run's precision,
 # to know how much of a difference rounding can explain. A recorded number and the one by hand may
-# be apart by TIMES the distance of these two and a unit in the last place; behind steps that had
-# to be done again on the way, LATER times as far.
+# be apart by TIMES the distance of these two and a unit in the last place; behind n steps that had
+# to be done again on the way, LATER and 2 n times as far, since each adds to what it has found.
 TIMES = 8
 LATER = 10
 
@@ -5188,8 +5205,8 @@ class RunFiles:
         self.checkpoints = {int(path.name[5:]): path for path in parallel.checkpoints(self.path)}
 
     def chosen_step(self, step) -> int:
-        """The step to audit: the one that was asked for, or the one behind the newest checkpoint
-        that has a line."""
+        """The step to audit: the one that was asked for, or the last one that a checkpoint's
+        weights have sampled; 0 where there is none."""
         if not self.metrics:
             raise ValueError("metrics.jsonl holds no whole line")
 
@@ -5291,7 +5308,7 @@ def state_before(files, task, step, say) -> Before:
     # rollouts. In float32 rounding draws another token sooner or later, and then it does not.
     if step > start:
         say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
-            f"for which {LATER} times as much is allowed")  # fmt: skip
+            f"for which {LATER + 2 * again} times as much is allowed")  # fmt: skip
     queue = RolloutQueue(config, task, trainer, start, under_way, last=step)
     for n in range(start, step):
         if n == sampled_at:
@@ -5609,7 +5626,8 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     """Do a step of a run again by hand, and compare; ValueError if that cannot be.
 
     run           its directory
-    step, group   None: the step behind the newest checkpoint; the first group that it learns from
+    step, group   None: the last step that a checkpoint's weights have sampled, or 0; the first
+                  group that it learns from
     task, reward  the run's FILE.py:Class and FILE.py:function, if it had them
     """
     # The state before the step, and the line to be held against it.
@@ -5620,7 +5638,10 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     task = make_task(config)
     intro = []
     trainer, again, sampler, sampled_by, queue = state_before(files, task, step, intro.append)
-    rounding = Rounding.of(products(config), TIMES * LATER if again else TIMES)
+    times = TIMES
+    if again:
+        times *= LATER + 2 * again
+    rounding = Rounding.of(products(config), times)
     text = f"by hand in float64; rounding is told by {str(rounding.dtype)[6:]}"
     if rounding.scale != 1:
         text += f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
@@ -5782,7 +5803,7 @@ def audit(argv) -> int:
     """0: every number is within what rounding allows. 1: one is not. 2 (raised): no audit."""
     parser = argparse.ArgumentParser("train_grpo.py audit", allow_abbrev=False)
     parser.add_argument("run", help="directory of a run; nothing is written there")
-    parser.add_argument("--step", type=int, help="[the one behind the newest checkpoint]")
+    parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
     parser.add_argument("--group", type=int, help="spell this group out, by models.definition")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")

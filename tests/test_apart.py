@@ -301,6 +301,18 @@ def test_another_number_of_ranks_is_refused_by_all(tmp_path, world):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("plan", ["t3+d1", "d1+t3"])
+def test_a_plan_that_does_not_fit_the_model_leaves_what_is_there(tmp_path, plan):
+    """Of either side: refused by all ranks before --overwrite deletes the run that is there."""
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "run" / name).write_text("{}")
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --overwrite --steps 3 --plan {plan}", 4)
+    assert codes == [2] * 4
+    assert all("plan t3: t = 3 must divide" in text for text in err)
+    assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["config.json", "metrics.jsonl"]
+
+
 # Messages, and who waits -----------------------------------------------------------------------
 
 
