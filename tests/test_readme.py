@@ -94,7 +94,8 @@ TABLE = {
     "python train_grpo.py --staleness 1": TINY,
     "python tests/measure_apart.py trace": "tests/test_apart.py::"
     "test_the_trace_shows_both_sides_at_work",
-    "python tests/measure_apart.py race --rounds 9": "tests/test_apart.py::test_the_race_is_run",
+    'python tests/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
+        "tests/test_apart.py::test_the_race_is_run",
     f"{TRAIN} --plan d1+d1 --staleness 1": TINY,
     "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
     "python train_grpo.py --tree dta --max-tokens 2048": TINY,
