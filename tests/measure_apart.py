@@ -11,7 +11,6 @@ what it does; clocks are those of one machine.
 import argparse
 import contextlib
 import json
-import os
 import socket
 import statistics
 import sys
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import ring_attention  # noqa: E402
 import train_grpo  # noqa: E402
+from measure_grpo import leave_launch  # noqa: E402
 from parallel import Side  # noqa: E402
 
 WIDTH = 96  # columns of the picture
@@ -60,14 +60,7 @@ def watch(events, began):
 
 def one_rank(port, flags, began):
     """A process of a run: which side it was on, what it did and when. began: None: not watched."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    dist.barrier()  # the other ranks may still be connecting
-    dist.destroy_process_group()
-    os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+    leave_launch(port)
     events = []
     if began is not None:
         watch(events, began)

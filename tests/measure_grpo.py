@@ -450,14 +450,19 @@ RUN = "--size 3 --turns 3 --layers 4 --hidden 16 --heads 4 --prompts 5 --group 8
 RUN += "--lr 0.005 --lr-warmup 0 --lr-decay constant --eval-every 2 --device cpu --overwrite"
 
 
-def whole_run(port, flags):
-    """A run in processes of `launch`, which then have the process groups of the run alone."""
+def leave_launch(port):
+    """Leave the group of `launch`, and be the same rank of a run that is about to begin."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     dist.barrier()  # the other ranks may still be connecting
     dist.destroy_process_group()
     os.environ |= dict(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{world}")
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
+
+
+def whole_run(port, flags):
+    """A run in processes of `launch`, which then have the process groups of the run alone."""
+    leave_launch(port)
     config = train_grpo.parse_config(flags.split()).check()
     with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
         return train_grpo.train(config, device, side)
