@@ -3223,6 +3223,9 @@ def require_plans(config, shape, side):
     """
     if not config.plan:
         return
+
+    # A side that asked about its own plan alone would learn too late that the other one refuses:
+    # the trainer would have claimed the directory by then, and --overwrite deletes what is there.
     generator, trainer = plans_of(config)
     worlds = dict.fromkeys((parallel.GENERATOR, parallel.TRAINER), dist.get_world_size())
     if side is not None:
