@@ -86,6 +86,7 @@ import pickletools
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -2297,24 +2298,47 @@ class Stop:
     """SIGTERM or Ctrl-C (SIGINT) asks for an end; `agreed` ends all ranks at the same step.
 
     Nothing is saved from inside a handler: a collective there would hang. A second Ctrl-C ends this
-    process at once. torchrun repeats the terminal's Ctrl-C to its ranks, so a signal within a
-    second of the first is the same key press.
+    process at once, also while it waits for another rank. torchrun repeats the terminal's Ctrl-C to
+    its ranks, so a signal within a second of the first is the same key press.
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
+    MEANT = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self):
         self.number = 0  # of the first signal seen
         self.seen_at = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._remember)
 
-    def _remember(self, number, frame):
+        # Python runs a handler between two steps of its own, and a rank that waits in a collective
+        # makes none, perhaps for minutes: by then two signals have become one. But their numbers
+        # are also written to a socket, at once, whatever the process is doing. A thread reads them.
+        self.read_end, self.write_end = socket.socketpair()
+        self.write_end.setblocking(False)  # `set_wakeup_fd` asks for this
+        threading.Thread(target=self._listen, daemon=True).start()
+        signal.set_wakeup_fd(self.write_end.fileno())
+        for number in self.MEANT:
+            signal.signal(number, lambda number, frame: None)
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _listen(self):
+        while True:
+            for number in self.read_end.recv(64):
+                if number in self.MEANT:
+                    self._remember(number)
+
+    def _remember(self, number):
         if not self.number:
             self.number = number
             self.seen_at = time.monotonic()
         elif number == signal.SIGINT and time.monotonic() > self.seen_at + self.SAME_KEY_PRESS:
             os._exit(128 + number)
+
+    @classmethod
+    def _forget(cls):
+        """A process that a task's reward forks dies of these signals, and does not tell the run."""
+        signal.set_wakeup_fd(-1)
+        for number in cls.MEANT:
+            signal.signal(number, signal.SIG_DFL)
 
     def agreed(self, device) -> int:
         """The signal that any rank has seen, the same on all ranks; 0 if none has. Collective."""

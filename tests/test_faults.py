@@ -573,13 +573,39 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, truth, world):
     hang = [(world - 1, STEP, 2, sleep, 100)]
     processes, log = begin(tmp_path, "--resume --out run --timeout 200", world, hang, _faulty)
     is_there(tmp_path / "late")
+    time.sleep(1)  # by now the other rank is inside a collective, where Python runs no handler
     for process in processes:
         os.kill(process.pid, signal.SIGINT)
     time.sleep(1.2)  # longer than a key press that torchrun repeats
     for process in processes:
         os.kill(process.pid, signal.SIGINT)
+        process.join(MARGIN)  # by its own signal, and not because the other rank is gone
     codes, _, err = end(processes, log, seconds=MARGIN)
     assert codes == [130] * world and "Traceback" not in "".join(err)
+
+
+def test_a_process_that_a_reward_forks_ends_by_its_own_signals():
+    program = """
+import os, signal, sys, time
+import parallel
+stop = parallel.Stop()
+child = os.fork()
+if not child:
+    print("forked", flush=True)
+    time.sleep(60)
+time.sleep(1)
+os.kill(child, signal.SIGTERM)
+ended_by = os.waitpid(child, 0)[1]
+time.sleep(0.2)
+print(ended_by, stop.number)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.2)
+print(stop.number)
+"""
+    there = Path(SCRIPT).parent
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=there, text=True, capture_output=True)
+    assert done.stdout.split() == ["forked", "15", "0", "15"], done.stdout + done.stderr
 
 
 def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
