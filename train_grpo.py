@@ -6339,7 +6339,9 @@ class StopOnBothSides(Stop):
         side.stop = self
 
     def agreed(self, device) -> int:
-        self.number = self.number or self.side.signal()
+        heard = self.side.signal()
+        if heard:  # a 0 must not be written over a signal that has come meanwhile
+            self.number = heard
         return super().agreed(device)
 
 
