@@ -465,14 +465,14 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
-        out_1HnD, lse_1Hn = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
+        so_far = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
 
         # A softmax over two sets of keys is the mean of the softmaxes over each, weighted by how
         # much of the total each holds, which is what the log-sum-exp says.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            of_stack = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
-            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *of_stack)
+            so_far = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel, so_far)
+        out_1HnD, lse_1Hn = so_far
 
         # The stack's keys are not saved. When the backward comes they will lie there still: until
         # then the walk writes only to the depths of this block and to greater ones.
@@ -493,10 +493,8 @@ class _BlockAttention(torch.autograd.Function):
         # above, this block has one part and other blocks have more: the stack holds the sum.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(
-                dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack, kernel
-            )
-            dq_1HnD += dq_above_1HnD
+            above = dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack
+            dq_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(*above, kernel, dq_1HnD)
             stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
 
         # Every block below that has a backward is through with it, so for our piece the sum is

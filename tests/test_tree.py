@@ -210,7 +210,7 @@ def test_tree_attention_is_dense_attention_over_ancestors(
     found, true = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
     assert relative(out, truth) < 1e-14
     assert max(relative(a, b) for a, b in zip(found, true, strict=True)) < 1e-13
-    assert relative(torch.zeros_like(found[1]), true[1]) == 1  # a zero gradient would not pass
+    assert relative(torch.zeros_like(found[1]), true[1]) > 0.9  # a zero gradient would not pass
 
 
 @pytest.mark.parametrize("short", [0, 48])
