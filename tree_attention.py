@@ -252,9 +252,9 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
 
     Returns (1, H, N, D) in q's dtype.
     """
-    # With paths of a few tokens each, tiles of queries and keys would be nearly empty.
-    if backend is None and _gathering_pays(k, trie):
-        return _gathered_attention(q, k, v, trie, scale, window, softcap)
+    # Where all paths are short, tiles of queries and keys would be many and nearly empty.
+    if backend is None and _chunks_pay(q, k, v, trie, softcap):
+        return _chunked_attention(q, k, v, trie, scale, window)
 
     # A segment against itself is a causal triangle of contiguous rows, and everything below a
     # segment sees all of it: a full rectangle. The mask's bounds find both, and torch's fused
@@ -493,10 +493,8 @@ class _BlockAttention(torch.autograd.Function):
         # above, this block has one part and other blocks have more: the stack holds the sum.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(
-                dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack, kernel
-            )
-            dq_1HnD += dq_above_1HnD
+            above = dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack
+            dq_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(*above, kernel, dq_1HnD)
             stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
 
         # Every block below that has a backward is through with it, so for our piece the sum is
@@ -1303,75 +1301,124 @@ def block_masks(trie, block, window):
 
 
 # 11. Short paths -----------------------------------------------------------------------------
-# For speed on a CPU: trees whose paths have a few tokens each would leave tiles nearly empty.
+# For speed on a CPU: trees of short paths would be very many tiles of few pairs each.
 # Skip it; the result is that of the mask in section 3.
 
-SHORT = 48  # tokens of the longest path
-GATHERED = 2**24  # numbers gathered, of keys and of values
+SHORT = 192  # tokens of the longest path
+GATHERED = 2**22  # numbers gathered for a layer, of keys and as many of values
 
 
-def _gathering_pays(k_1GND, trie):
+class Chunks(NamedTuple):
+    """The packed tree as U chunks of W tokens, and the Y keys that each chunk looks at.
+
+    What stands for no key of a chunk, and for the tokens that fill up the last one, has a number
+    from N on.
+    """
+
+    queries_UW: np.ndarray
+    keys_UY: np.ndarray
+    index_I: torch.Tensor  # keys_UY, flat, with the last token in place of what is no key
+
+
+def _chunk_length(trie):
+    """Tokens of a chunk. Long paths above it pay for themselves by more rows that see them."""
     longest = int(trie.positions.max()) + 1 if len(trie) else 0
-    numbers = len(trie) * longest * k_1GND.shape[1] * k_1GND.shape[3]
-    return k_1GND.device.type == "cpu" and 0 < longest <= SHORT and numbers <= GATHERED
+    return 32 if longest <= 64 else 64
 
 
-def _ancestors(trie):
-    """(N, L) int64, the token at each depth of each token's path, and (N, L) bool: which exist.
+def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
+    """Whether `_chunked_attention` is possible, and faster than tiles."""
+    if softcap is not None or q_1HND.device.type != "cpu" or not len(trie):
+        return False
+    longest = int(trie.positions.max()) + 1
+    length = _chunk_length(trie)
+    numbers = -(-len(trie) // length) * (length + longest) * k_1GND.shape[1] * k_1GND.shape[3]
+    if longest > SHORT or numbers > GATHERED:
+        return False
 
-    Where a path is shorter than L, the token itself stands.
-    """
-    # In preorder, the ancestor of token t at depth d is the last token of depth d up to t:
+    # NUMERICS: a masked pair has the weight 0, and 0 times NaN or inf is NaN: it would reach other
+    # paths of the chunk. Tiles know of that; norms below 1e18 exclude it. Pinned by
+    # tests/test_tree.py::test_a_token_that_is_not_finite_reaches_its_own_paths_only.
+    wide = torch.promote_types(q_1HND.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(x, dtype=wide) for x in (q_1HND, k_1GND, v_1GND)]
+    return bool(torch.stack(norms).max() < 1e18)
+
+
+def _chunks(trie):
+    """The `Chunks` of a tree."""
+    # A token's ancestors lie in its own chunk, or they are ancestors of the chunk's first token: a
+    # subtree is a stretch of indices, so one that begins before the chunk and holds the token holds
+    # the first token too. So a chunk's keys are the path above its first token, and the chunk.
     #
-    #     5 6 7 / 5 6 8 / 5 9      token 0    0 . .           token 3    0 1 3
-    #                              token 1    0 1 .           token 4    0 4 .
-    #                              token 2    0 1 2
-    depth_N = trie.positions
-    index_N = torch.arange(len(trie))
-    latest_NL = torch.full((len(trie), int(depth_N.max()) + 1), -1)
-    latest_NL[index_N, depth_N] = index_N
-    latest_NL = latest_NL.cummax(0).values
+    #     5 6 7 / 5 6 8 / 5 9     index    0 1 2 3 4    queries  0 1 2    keys  . . 0 1 2
+    #                             token    5 6 7 8 9             3 4 .          0 1 3 4 .
+    #                             depth    0 1 2 2 1
+    N = len(trie)
+    count = -(-N // _chunk_length(trie))
+    queries_UW = np.arange(count * -(-N // count)).reshape(count, -1)
+    first_U1 = queries_UW[:, :1].clip(max=N - 1)
+    depth_N = trie.positions.numpy()
+    index_N = np.arange(N)
+    is_above_UN = (index_N < first_U1) & (trie.subtree_end.numpy() > first_U1)
+    chunk_J, ancestor_J = is_above_UN.nonzero()
+    above_UA = np.full((count, int(depth_N[first_U1].max())), queries_UW.size)
+    above_UA[chunk_J, depth_N[ancestor_J]] = ancestor_J
+    keys_UY = np.concatenate([above_UA, queries_UW], 1)
+    return Chunks(queries_UW, keys_UY, torch.from_numpy(keys_UY.clip(max=N - 1)).flatten())
 
-    # At depths that a token's own path does not reach stands what other paths had there.
-    exists_NL = torch.arange(latest_NL.shape[1]) <= depth_N[:, None]
-    return torch.where(exists_NL, latest_NL, index_N[:, None]), exists_NL
 
-
-def _gathered_attention(q_1HND, k_1GND, v_1GND, trie, scale, window, softcap):
-    """(1) as it reads: the keys of each token's path are gathered, the gradient is autograd's.
-
-    The arguments are those of `tree_attention`. A CPU then multiplies a few full matrices.
-    """
-    H, N, D = q_1HND.shape[1:]
-    G = k_1GND.shape[1]
-    if "ancestors" not in trie.cache:
-        trie.cache["ancestors"] = _ancestors(trie)
-    above_NL, seen_NL = trie.cache["ancestors"]
-    above_NL = above_NL.to(q_1HND.device)
-    seen_NL = seen_NL.to(q_1HND.device)
+def _chunk_bias(trie, chunks, window, dtype):
+    """(1) inside the chunks, (U, 1, W, Y): 0 where a query sees a key, -inf elsewhere."""
+    # What fills up the last chunk is a path of one token each, and what stands for no key comes
+    # after every query, so that the rule of (1) holds for all: j <= i < end_j.
+    i_UW1 = chunks.queries_UW[:, :, None]
+    j_U1Y = chunks.keys_UY[:, None]
+    beyond = np.arange(len(trie), chunks.queries_UW.size + 1)
+    end = np.append(trie.subtree_end.numpy(), beyond + 1)
+    sees_UWY = (j_U1Y <= i_UW1) & (i_UW1 < end[j_U1Y])  # (1)
     if window is not None:
-        depth_L = torch.arange(seen_NL.shape[1], device=seen_NL.device)
-        seen_NL = seen_NL & (trie.positions.to(depth_L.device)[:, None] - depth_L < window)
+        depth = np.append(trie.positions.numpy(), 0 * beyond)
+        sees_UWY &= depth[i_UW1] - depth[j_U1Y] < window
+    bias_UWY = torch.zeros(sees_UWY.shape, dtype=dtype)
+    return bias_UWY.masked_fill_(torch.from_numpy(~sees_UWY), -math.inf)[:, None]
 
+
+def _chunked_attention(q_1HND, k_1GND, v_1GND, trie, scale, window):
+    """Attention by (1) of short paths, all chunks in one call; the gradient is autograd's.
+
+    The arguments are those of `tree_attention`.
+    """
     # NUMERICS: scores, their softmax and sums in float32 or better, as in the tiles. Pinned by
     # tests/test_tree.py::test_tree_attention_in_low_precision_is_within_twice_plain_torch.
-    wide = torch.promote_types(q_1HND.dtype, torch.float32)
+    dtype = q_1HND.dtype
+    wide = torch.promote_types(dtype, torch.float32)
 
+    # Which keys a chunk looks at, and which of them each query sees, are found once for all layers.
+    N = len(trie)
+    if "chunks" not in trie.cache:
+        trie.cache["chunks"] = _chunks(trie)
+    chunks = trie.cache["chunks"]
+    if ("bias", window, wide) not in trie.cache:
+        trie.cache["bias", window, wide] = _chunk_bias(trie, chunks, window, wide)
+    bias_U1WY = trie.cache["bias", window, wide]
+
+    # Queries lie as the chunks want them, but for the end. Keys are copied: to those of a chunk the
+    # path above it is added, which for short paths is little.
     def gathered(x_1GND):
-        x_NGD = x_1GND[0].transpose(0, 1)
-        x_NLGD = x_NGD.index_select(0, above_NL.flatten()).unflatten(0, above_NL.shape)
-        return x_NLGD.transpose(1, 2).to(wide)
+        x_NGD = x_1GND[0].transpose(0, 1).to(wide)
+        x_UYGD = x_NGD.index_select(0, chunks.index_I).unflatten(0, chunks.keys_UY.shape)
+        return x_UYGD.transpose(1, 2)
 
-    # h = H / G query heads share a key head.
-    q_NGhD = q_1HND[0].transpose(0, 1).reshape(N, G, H // G, D).to(wide)
-    k_NGLD = gathered(k_1GND)
-    v_NGLD = gathered(v_1GND)
-    score_NGhL = q_NGhD @ k_NGLD.mT * (D**-0.5 if scale is None else scale)
-    if softcap is not None:
-        score_NGhL = softcap * torch.tanh(score_NGhL / softcap)
-    score_NGhL = score_NGhL.masked_fill(~seen_NL[:, None, None], -math.inf)  # (1)
-    out_NGhD = score_NGhL.softmax(-1) @ v_NGLD
-    return out_NGhD.reshape(N, H, D).transpose(0, 1)[None].to(q_1HND.dtype)
+    q_NHD = q_1HND[0].transpose(0, 1).to(wide)
+    missing = chunks.queries_UW.size - N
+    if missing:
+        q_NHD = nn.functional.pad(q_NHD, (0, 0, 0, 0, 0, missing))
+    q_UHWD = q_NHD.unflatten(0, chunks.queries_UW.shape).transpose(1, 2)
+    out_UHWD = nn.functional.scaled_dot_product_attention(
+        q_UHWD, gathered(k_1GND), gathered(v_1GND), bias_U1WY, scale=scale, enable_gqa=True
+    )
+    out_NHD = out_UHWD.transpose(1, 2).flatten(0, 1)[:N]
+    return out_NHD.transpose(0, 1)[None].to(dtype)
 
 
 # 12. The routers' balance loss on a tree -----------------------------------------------------

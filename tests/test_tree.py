@@ -192,7 +192,7 @@ MORE_SEEDS = [
 def test_tree_attention_is_dense_attention_over_ancestors(
     monkeypatch, seed, short, window, softcap
 ):
-    monkeypatch.setattr(tree, "SHORT", short)  # 0: in tiles; 48: with gathered keys
+    monkeypatch.setattr(tree, "SHORT", short)  # 0: in tiles; 48: in chunks
     sequences = random_forest(seed, count=40, longest=30)
     trie, nodes = TokenTrie(sequences), brute_force(sequences)
     sees = torch.tensor([[q[: len(k)] == k for k in nodes] for q in nodes])
@@ -210,7 +210,7 @@ def test_tree_attention_is_dense_attention_over_ancestors(
     found, true = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
     assert relative(out, truth) < 1e-14
     assert max(relative(a, b) for a, b in zip(found, true, strict=True)) < 1e-13
-    assert relative(torch.zeros_like(found[1]), true[1]) == 1  # a zero gradient would not pass
+    assert relative(torch.zeros_like(found[1]), true[1]) > 0.9  # a zero gradient would not pass
 
 
 @pytest.mark.parametrize("short", [0, 48])
@@ -232,6 +232,23 @@ def test_tree_attention_in_low_precision_is_within_twice_plain_torch(monkeypatch
     ours = run(lambda *x: tree.tree_attention(*x, trie), *drawn)
     for a, b, c in zip(ours, plain, truth, strict=True):
         assert relative(a, c) <= 2 * relative(b, c) + 1e-9
+
+
+@pytest.mark.parametrize("short", [0, 48])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_token_that_is_not_finite_reaches_its_own_paths_only(monkeypatch, bad, short):
+    monkeypatch.setattr(tree, "SHORT", short)
+    trie = TokenTrie([[1, 2, 3, 4], [1, 2, 5, 6], [1, 7, 8]])
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, len(trie), 8, generator=gen)
+    clean = tree.tree_attention(q, k, v, trie)
+    spoilt = int(trie.path(1)[2])  # token 5: itself and 6 see it
+    for x in (k, v):
+        x[0, :, spoilt] = bad
+    found = tree.tree_attention(q, k, v, trie)
+    sees = trie.mask().dense()[0, 0, :, spoilt]
+    assert sees.sum() == 2 and not torch.allclose(found[:, :, sees], clean[:, :, sees])
+    assert relative(found[:, :, ~sees], clean[:, :, ~sees]) < 1e-6
 
 
 def test_every_pair_of_a_token_and_an_ancestor_is_computed_once():
@@ -447,7 +464,7 @@ def test_masks_that_do_not_fit_are_refused():
 
 def test_a_block_without_a_choice_of_kernel_takes_the_one_that_is_asked_for(monkeypatch):
     trie, calls = TokenTrie(random_forest(0)), []
-    monkeypatch.setattr(tree, "_gathered_attention", lambda *given: calls.append(given))
+    monkeypatch.setattr(tree, "_chunked_attention", lambda *given: calls.append(given))
     q, k, v = torch.randn(3, 1, 2, len(trie), 8)
     tree.tree_attention(q, k, v, trie, backend="math")
     assert not calls
