@@ -332,13 +332,12 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
     mask: a Mask of q queries and k keys, or None where everything is seen. kernel: a Kernel.
     before: this pair of the same queries over other keys, to merge these keys into, in place.
     """
-    # Every row begins as one that has seen nothing, which is (4), and neutral under `merge`.
+    # Every row begins as one that has seen nothing, which is (4), and neutral under `merge`; Parts
+    # (appendix C) writes that down only for rows that no tile has come to by the end.
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    if before is None:
-        out_BHqD = q_BHqD.new_zeros(q_BHqD.shape, dtype=wide)
-        lse_BHq = q_BHqD.new_full(q_BHqD.shape[:3], -math.inf, dtype=wide)
-    else:
-        out_BHqD, lse_BHq = before
+    out_before, lse_before = before or (None, None)
+    out = Parts(q_BHqD, wide, 0.0, out_before)
+    lse = Parts(q_BHqD[..., 0], wide, -math.inf, lse_before)
 
     # The mask cuts itself into boxes: rows = (batch rows, all heads, queries) are indices into q,
     # columns = (batch rows, all heads, keys) into k and v. A box in which nobody sees anything is
@@ -346,8 +345,6 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
     # triangle, comes without a bool tensor (visible is None), as flash kernels like it.
     given = q_BHqD, k_BGkD, v_BGkD
     (q, k, v), all_finite, tiles = cut_into_tiles("forward", kernel, mask, *given)
-    begun_Bq = np.full((len(q), q.shape[2]), before is not None)
-
     for rows, columns, visible, causal, tile_kernel in tiles:
         # Attention of these rows over these columns alone, by the formulas or by torch's kernel.
         # Both give the same pair, so what follows need not know which it was.
@@ -360,18 +357,17 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
             )
 
         # Tiles of the same rows hold other keys, so they merge. For the first tile of its rows
-        # there is nothing to merge with yet, and it is the result so far. begun_Bq says which rows
-        # have had their first tile. It has no heads, so the middle index of `rows` is left out.
-        begun_rows = rows[0], rows[2]
-        if begun_Bq[begun_rows].any():
-            part_out, part_lse = merge(out_BHqD[rows], lse_BHq[rows], part_out, part_lse)  # (5)
-        out_BHqD[rows] = part_out
-        lse_BHq[rows] = part_lse
-        begun_Bq[begun_rows] = True
-    return out_BHqD, lse_BHq
+        # there is nothing to merge with yet, and it is the result so far.
+        if out.begun(rows):
+            part_out, part_lse = merge(out.at(rows), lse.at(rows), part_out, part_lse)  # (5)
+        out.put(rows, part_out)
+        lse.put(rows, part_lse)
+    return out.whole(), lse.whole()
 
 
-def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BHq, mask, kernel, /):
+def backward_tiles(
+    dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BHq, mask, kernel, before=None, /
+):
     """(6), tile by tile: dq_BHqD, dk_BGkD, dv_BGkD in float32 or better.
 
     dout_BHqD: the gradient that arrives for out.
@@ -379,6 +375,7 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     out_BHqD, lse_BHq: of these queries over all keys, wherever those are.
     dlse_BHq: the gradient that arrives for lse; None for zero.
     mask, kernel: as in `forward_tiles`.
+    before: dq_BHqD of the same queries over other keys, to add these keys' part to, in place.
     """
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
 
@@ -403,9 +400,9 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
     # step holds the scores of one tile at a time and never those of all.
     given = q_BHqD, k_BGkD, v_BGkD, out_BHqD, dout_BHqD
     (q, k, v, out, dout), all_finite, tiles = cut_into_tiles("backward", kernel, mask, *given)
-    dq_BHqD = torch.zeros_like(q, dtype=wide)
-    dk_BGkD = torch.zeros_like(k, dtype=wide)
-    dv_BGkD = torch.zeros_like(v, dtype=wide)
+    dq = Parts(q, wide, 0.0, before)
+    dk = Parts(k, wide, 0.0)
+    dv = Parts(v, wide, 0.0)
 
     # The gradients are plain sums over tiles. Nothing is merged here: the weights are in P already.
     for rows, columns, visible, causal, tile_kernel in tiles:
@@ -419,10 +416,10 @@ def backward_tiles(dout_BHqD, q_BHqD, k_BGkD, v_BGkD, out_BHqD, lse_BHq, dlse_BH
             part_dq, part_dk, part_dv = fused_tile_backward(
                 *block, lse_BHq[rows], visible, causal, tile_kernel.scale
             )
-        dq_BHqD[rows] += part_dq
-        dk_BGkD[columns] += part_dk
-        dv_BGkD[columns] += part_dv
-    return dq_BHqD, dk_BGkD, dv_BGkD
+        dq.add(rows, part_dq)
+        dk.add(columns, part_dk)
+        dv.add(columns, part_dv)
+    return dq.whole(), dk.whole(), dv.whole()
 
 
 class _Attend(torch.autograd.Function):
@@ -631,6 +628,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     # together with its gradient instead, each hop would have to compute first and send then, and
     # nothing would overlap.
     block_2BgmD = torch.stack((k_BgkD, v_BgkD))
+    dout_BhqD = laid_for_kernel(dout_BhqD, kernel)  # once, and not at each hop
     dq_BhqD = own_2BgkD = None  # both begin at hop 0
     sum_2BgpD = None  # when a hop begins: the sum for the block that lay here at the hop before
 
@@ -662,14 +660,14 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
         under_way = route.post(messages)
 
         # Meanwhile this rank's part for the block that lies here. out and lse are the global ones,
-        # so the part is final: it is only added, never weighted as in the forward.
+        # so the parts are final: those of dq are added up here, never weighted as in the forward.
         sum_2BgpD = None
         if route.is_needed(block, hop):
             saved = dout_BhqD, q_BhqD, *block_2BgmD, out, lse, dlse
-            part_dq, part_dk, part_dv = backward_tiles(*saved, route.mask_of(block), kernel)
+            mask = route.mask_of(block)
+            dq_BhqD, part_dk, part_dv = backward_tiles(*saved, mask, kernel, dq_BhqD)
             sum_2BgpD = torch.stack((part_dk, part_dv))
-            probe.look(hop + 1, "dq, dk or dv", part_dq, sum_2BgpD)
-            dq_BhqD = part_dq if hop == 0 else dq_BhqD.add_(part_dq)
+            probe.look(hop + 1, "dq, dk or dv", dq_BhqD, sum_2BgpD)
         if hop == 0:
             own_2BgkD = sum_2BgpD
 
@@ -680,9 +678,9 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
         # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
         if incoming_2BgpD is not None:
-            sum_2BgpD = incoming_2BgpD if sum_2BgpD is None else sum_2BgpD + incoming_2BgpD
+            sum_2BgpD = incoming_2BgpD if sum_2BgpD is None else sum_2BgpD.add_(incoming_2BgpD)
         if returned_2BgkD is not None:
-            own_2BgkD = own_2BgkD + returned_2BgkD
+            own_2BgkD.add_(returned_2BgkD)
         block_2BgmD = next_2BgnD
 
     dk_BgkD, dv_BgkD = own_2BgkD
@@ -1528,23 +1526,23 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
 
     # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN, inf, or numbers of which a
     # product overflows, only tiles that use `matmul_of_seen` are right. Norms below 1e18 exclude
-    # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Pinned by
+    # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Where no tile has a
+    # masked pair, there is nothing to look for. Pinned by
     # tests/test_attend.py::test_huge_finite_numbers_in_a_pad_token_reach_no_row.
+    boxes = boxes_of(direction, kernel, mask, q)
     wide = torch.float32 if tensors[0].dtype == torch.float16 else None
-    all_finite = all(bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors)
+    all_finite = all(kind == FULL for *_, kind in boxes) or all(
+        bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors
+    )
     if not all_finite:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
-    sizes = TILES["math" if kernel.backend == "math" else q.device.type]
-
-    # torch's CPU kernel copies a tile of dout whose heads lie outside of its tokens. So they are
-    # laid inside once, for all tiles.
-    if direction == "backward" and kernel.backend == "fused" and q.device.type == "cpu":
-        tensors[-1] = tensors[-1].transpose(1, 2).contiguous().transpose(1, 2)
-    square = getattr(sizes, direction)
+        boxes = boxes_of(direction, kernel, mask, q)
+    if direction == "backward":
+        tensors[-1] = laid_for_kernel(tensors[-1], kernel)
 
     def tiles():
-        for batch, queries, keys, kind in mask.regions(sizes.tile, sizes.join, square):
+        for batch, queries, keys, kind in boxes:
             visible = None
             tile_kernel = kernel
 
@@ -1559,6 +1557,77 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
             yield rows, columns, visible, kind == CAUSAL, tile_kernel
 
     return tensors, all_finite, tiles()
+
+
+def boxes_of(direction, kernel, mask, q):
+    """The boxes of a mask, of the size that is fastest for this kernel on this device."""
+    sizes = TILES["math" if kernel.backend == "math" else q.device.type]
+    return mask.regions(sizes.tile, sizes.join, getattr(sizes, direction))
+
+
+def laid_for_kernel(dout_BHqD, kernel):
+    """dout with the heads of a token side by side, where torch's CPU kernel is to read it.
+
+    The kernel copies a tile of any other dout, so it is copied once for all tiles.
+    """
+    if kernel.backend == "math" or dout_BHqD.device.type != "cpu":
+        return dout_BHqD
+    return dout_BHqD.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class Parts:
+    """A tensor (B, heads, tokens, ..) that tiles put together, each at its index.
+
+    like: a tensor of its shape and device.
+    empty: what tokens hold that no tile has come to. It is not written beforehand: a pass over all
+        tokens, nearly always for nothing, would cost as much as adding a tile's part.
+    before: the tensor so far, which is gone on with; None: nothing has come to any token.
+    """
+
+    def __init__(self, like, dtype, empty, before=None):
+        # The heads of a token lie side by side, as torch's kernels give a part, and as a model's
+        # next product reads the whole without a copy.
+        b, h, s, *rest = like.shape
+        self.tensor = before
+        if before is None:
+            sizes = b, s, h, *rest
+            self.tensor = torch.empty(sizes, dtype=dtype, device=like.device).transpose(1, 2)
+        self.empty = empty
+        self.begun_Bs = np.full((b, s), before is not None)
+
+    def begun(self, index) -> bool:
+        """Whether a part has come to any of these tokens. index: slices of B, heads, tokens."""
+        return bool(self.begun_Bs[index[0], index[2]].any())
+
+    def at(self, index):
+        """What has come to these tokens so far, a view."""
+        here = self.tensor[index]
+        missing_bs = ~self.begun_Bs[index[0], index[2]]
+        if missing_bs.any():
+            missing = torch.from_numpy(missing_bs).to(here.device)
+            missing = missing.reshape(len(missing), 1, -1, *[1] * (here.ndim - 3))
+            here.masked_fill_(missing, self.empty)
+        return here
+
+    def put(self, index, part):
+        """These tokens are the part from now on. A part of all tokens is not even copied."""
+        if part.shape == self.tensor.shape:
+            self.tensor = part.to(self.tensor.dtype)
+        else:
+            self.tensor[index] = part
+        self.begun_Bs[index[0], index[2]] = True
+
+    def add(self, index, part):
+        """The part is added to what has come to these tokens so far."""
+        if self.begun(index):
+            self.at(index).add_(part)
+            self.begun_Bs[index[0], index[2]] = True
+        else:
+            self.put(index, part)
+
+    def whole(self):
+        """All tokens, in the end."""
+        return self.at((ALL, ALL, ALL))
 
 
 @functools.lru_cache(maxsize=64)

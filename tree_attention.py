@@ -465,14 +465,14 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
-        out_1HnD, lse_1Hn = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
+        so_far = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
 
         # A softmax over two sets of keys is the mean of the softmaxes over each, weighted by how
         # much of the total each holds, which is what the log-sum-exp says.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            of_stack = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel)
-            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, *of_stack)
+            so_far = ring.forward_tiles(q_1HnD, *kv_21GpD, masks.stack, kernel, so_far)
+        out_1HnD, lse_1Hn = so_far
 
         # The stack's keys are not saved. When the backward comes they will lie there still: until
         # then the walk writes only to the depths of this block and to greater ones.
@@ -493,10 +493,8 @@ class _BlockAttention(torch.autograd.Function):
         # above, this block has one part and other blocks have more: the stack holds the sum.
         if block.depth:
             kv_21GpD = stack.kv[layer][:, :, :, masks.first : block.depth]
-            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(
-                dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack, kernel
-            )
-            dq_1HnD += dq_above_1HnD
+            above = dout_1HnD, q_1HnD, *kv_21GpD, out_1HnD, lse_1Hn, None, masks.stack
+            dq_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(*above, kernel, dq_1HnD)
             stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
 
         # Every block below that has a backward is through with it, so for our piece the sum is
@@ -537,17 +535,16 @@ class _Engine:
     (3); dscores_CN is (5). The arguments are those of `tree_backward`.
     """
 
-    def __init__(self, model, trie, *, max_tokens=None, temperature=1.0, aux_coef=0.0,
-                 lockstep=None, masks=None, batched=False, check_finite=True):  # fmt: skip
+    def __init__(self, model, trie, *, max_tokens=None, recompute=None, temperature=1.0, masks=None,
+                 aux_coef=0.0, lockstep=None, batched=False, check_finite=True):  # fmt: skip
         self.model = model
         self.trie = trie
+        self.recompute = recompute  # None: as False, but each block of `plan` is a call by itself
         self.temperature = temperature
         self.lockstep = lockstep
         self.batched = batched
         self.check_finite = check_finite
-        self.blocks = plan(trie, max_tokens)
-        if lockstep is not None:
-            self.blocks = overlay(self.blocks, lockstep)
+        self.blocks = blocks_to_walk(trie, max_tokens, recompute, lockstep)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's block, also
         # where token t itself lies in a block below.
@@ -564,10 +561,8 @@ class _Engine:
         self.ending_in = _grouped(block_of[trie.ends.numpy()], len(self.blocks))
 
         # The way down goes from a block to its children, in the order of `plan`.
-        parents = np.array([block.parent for block in self.blocks], np.int64)
-        blocks_by_parent = _grouped(parents + 1, len(self.blocks) + 1)
-        self.roots = blocks_by_parent[0]  # those with parent -1
-        self.children = blocks_by_parent[1:]
+        self.roots, self.children = children_of_blocks(self.blocks)
+        self.runs = runs_of_blocks(self.blocks, self.children, recompute, lockstep)
 
         # NUMERICS: losses and the sums (5) are in the model's dtype, float32 at least. Pinned by
         # tests/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
@@ -586,7 +581,7 @@ class _Engine:
         self.balance = TreeBalance(trie, self.blocks, self.ending_in, aux_coef, self.device)
         self.takes_balance = "balance" in inspect.signature(model.hidden).parameters
 
-    def run(self, loss_fn=None, recompute=False):
+    def run(self, loss_fn=None):
         """Without loss_fn: forward only, under no_grad, and no memory for any gradient."""
         if loss_fn is not None:
             self.dscores_CN = torch.zeros_like(self.scores_CN)
@@ -594,21 +589,25 @@ class _Engine:
         # Each block is met twice: on the way down (forward) and on the way up (backward), when all
         # that was put on the list after it is done. A list does not recurse, however deep the tree.
         todo = [("down", b, None) for b in reversed(self.roots.tolist())]
+        ahead = set()  # blocks that the walk need not run forward when it comes down to them
         while todo:
             way, b, forwarded = todo.pop()
             if way == "up":
                 if forwarded is None:
-                    forwarded = self.forward(b)  # again, and now with a graph
+                    forwarded = self.forward([b])  # again, and now with a graph
                 self.backward(b, forwarded)
                 continue
 
             # With recompute, a block that others hang from keeps no graph while they run, only its
-            # keys and values on the stack. A block with none below goes backward next: it keeps it.
+            # keys and values on the stack, and a run of such blocks is one call. A block with none
+            # below goes backward next: it keeps its graph.
             children = self.children[b].tolist()
-            keep = loss_fn is not None and not (recompute and children)
-            with torch.set_grad_enabled(keep):
-                forwarded = self.forward(b)
-            self.record(b, forwarded)
+            keep = loss_fn is not None and not (self.recompute and children)
+            if b not in ahead:
+                with torch.set_grad_enabled(keep):
+                    forwarded = self.forward(self.runs[b])
+                self.record(self.runs[b], forwarded)
+                ahead.update(self.runs[b])
 
             # The sequences that end here have all their scores now. No block of their paths has
             # gone backward yet, so their part of (5) comes in time.
@@ -617,12 +616,12 @@ class _Engine:
                 todo.append(("up", b, forwarded if keep else None))
             todo += [("down", child, None) for child in reversed(children)]
 
-    def forward(self, b):
-        """Runs the model on a block, with an attention that knows the stack; scores its edges."""
-        block = self.blocks[b]
+    def forward(self, run):
+        """Calls the model for a run of blocks, with an attention that knows the stack; scores."""
+        block = joined([self.blocks[b] for b in run])
         if not len(block.tokens):
             return _stand_in(self.model, self.device)  # a block that only other ranks have
-        routing = self.balance.routing(b)
+        routing = self.balance.routing(block)
         guard = _LayerGuard(self.model)
         masks = {}  # window -> masks: layers with one window share them, and the tiles found
 
@@ -647,7 +646,7 @@ class _Engine:
         guard.leave()
         self.balance.require_router(routing)
 
-        edges_e = self.edges[b]
+        edges_e = torch.cat([self.edges[b] for b in run])
         scores = ()  # a block of leaves has no edge to score
         if len(edges_e):
             scores = _score_edges(
@@ -661,12 +660,12 @@ class _Engine:
         begins_at_states = (block.piece and not scores) or self.lockstep is not None
         return _Forwarded(scores, routing, hidden_1nM if begins_at_states else None)
 
-    def record(self, b, forwarded):
-        """Writes a block's scores where the losses of all sequences through it will find them."""
-        edges_e = self.edges[b].to(self.device)
+    def record(self, run, forwarded):
+        """Writes scores where the losses of all sequences through these blocks will find them."""
+        edges_e = torch.cat([self.edges[b] for b in run]).to(self.device)
         for row_N, score_e in zip(self.scores_CN, forwarded.scores, strict=False):
             row_N[edges_e] = score_e.detach().to(row_N.dtype)
-        self.balance.count(b, forwarded.routing)
+        self.balance.count(run, forwarded.routing)
 
     def finish_sequences(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
@@ -812,9 +811,8 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         it, and a value is of the state of token s - 1. It is called once for each i, also where
         L_i = 1, as soon as the path is done. It may return no gradient, and may not use what an
         earlier call got.
-    max_tokens: of a block. None: the whole tree is one block.
-    recompute: keep the keys and values of the blocks above, not their graphs, and run these blocks
-        forward twice.
+    max_tokens: of a block, None: no limit. Without recompute an only child joins the block above.
+    recompute: keep keys and values of the blocks above, but no graph, and run them forward twice.
     temperature: that of (3).
     aux_coef: coef of (7).
     masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; the
@@ -833,14 +831,14 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     parameters = _trainable(model)
     if lockstep is not None and check_finite:
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
-    engine = _Engine(model, trie, max_tokens=max_tokens, temperature=temperature, masks=masks,
-                     aux_coef=aux_coef, lockstep=lockstep, batched=batched,
-                     check_finite=check_finite)  # fmt: skip
+    engine = _Engine(model, trie, max_tokens=max_tokens, recompute=bool(recompute),
+                     temperature=temperature, masks=masks, aux_coef=aux_coef, lockstep=lockstep,
+                     batched=batched, check_finite=check_finite)  # fmt: skip
 
     # A loss may fail in the middle of the walk, when some blocks have gone backward already. Then
     # .grad must be as it was, or the caller's next step would take half a gradient.
     with _all_or_nothing(parameters), torch.enable_grad():
-        engine.run(loss_fn, recompute)
+        engine.run(loss_fn)
 
     loss = torch.as_tensor(engine.loss, dtype=engine.scores_CN.dtype)
     logprobs = [engine.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
@@ -1474,17 +1472,36 @@ class TreeBalance:
         self.counts_above = {}  # (block, layer) -> n (E,) of the path to the end of its piece
         self.factors = {}  # (block, layer) -> (n, E), each at the token where its sequence ends
 
-    def routing(self, b):
-        """The `balance` argument of the model's hidden() for one block."""
-        ends = block_ends(self.trie, self.blocks[b])
+    def routing(self, block):
+        """The `balance` argument of the model's hidden() for one `Block`."""
+        ends = block_ends(self.trie, block)
         return Routing(torch.from_numpy(ends).to(self.device))
 
     def require_router(self, routing):
         if self.coef and not routing.scores:
             raise ValueError(f"aux_coef={self.coef}, but the model has no router; leave it 0")
 
-    def count(self, b, routing):
-        """On the way down: n of (7) for the sequences that end here, and for the blocks below."""
+    def count(self, run, routing):
+        """On the way down: n of (7) for the sequences that end here, and for the blocks below.
+
+        run: the blocks whose tokens were routed in one call, from the top.
+        """
+        if len(run) == 1:
+            self._count_block(run[0], routing)
+            return
+
+        # What hangs beside a piece lies behind the pieces below it, so each block picks its rows.
+        together = joined([self.blocks[b] for b in run])
+        for b in run:
+            rows_n = np.searchsorted(together.tokens, self.blocks[b].tokens)
+            rows_n = torch.from_numpy(rows_n).to(self.device)
+            of_block = self.routing(self.blocks[b])
+            of_block.experts_per_token = routing.experts_per_token
+            for layer, chosen_nE in routing.chosen.items():
+                of_block.chosen[layer] = chosen_nE[rows_n]
+            self._count_block(b, of_block)
+
+    def _count_block(self, b, routing):
         if not routing.chosen:
             return
 
@@ -1637,7 +1654,102 @@ def _stand_in(model, device):
     return _Forwarded((), Routing(None), hidden_11M)
 
 
-# 14. Dealing sequences out to ranks ----------------------------------------------------------
+# 14. Which blocks one forward computes --------------------------------------------------------
+# For section 6: fewer and larger calls of the model, where that costs no memory.
+# Skip it, and take it that each block of `plan` is a call of its own.
+
+# MEMORY: at most so many blocks are one forward without a graph. It frees a layer's states before
+# the next layer runs, where a graph holds those of all layers: four blocks need less than the graph
+# of one. Pinned by tests/test_tree_blocks.py::test_larger_calls_hold_no_more.
+RUN = 4
+
+
+def joined(blocks):
+    """One block of several, of which each hangs from the one before it."""
+    if len(blocks) == 1:
+        return blocks[0]
+
+    # A piece goes on with the next index where the piece above it ends. So the pieces are one
+    # stretch of a path, and what hangs beside it has larger indices. If no block hangs from the
+    # last one, none of it goes onto the stack.
+    tokens = np.sort(np.concatenate([block.tokens for block in blocks]))
+    piece = 0
+    if blocks[-1].piece:
+        piece = sum(block.piece for block in blocks)
+    return Block(tokens, piece, blocks[0].parent, blocks[0].depth)
+
+
+def children_of_blocks(blocks):
+    """The blocks with the parent -1, and the children of each block, in the order of `plan`."""
+    parents = np.array([block.parent for block in blocks], np.int64)
+    blocks_by_parent = _grouped(parents + 1, len(blocks) + 1)
+    return blocks_by_parent[0], blocks_by_parent[1:]
+
+
+def join_only_children(blocks):
+    """The blocks of `plan`, but one that alone hangs from another has joined that one.
+
+    It is for a walk that keeps the graphs of the blocks above. Nothing goes backward between the
+    forwards of two such blocks, nor forward between their backwards. So both graphs are held at
+    once, and a cut between them saves nothing.
+    """
+    _, children = children_of_blocks(blocks)
+
+    # Each block is listed after its parent, so it is known which group that one is in.
+    groups = []
+    group_of = []
+    for block in blocks:
+        if block.parent >= 0 and len(children[block.parent]) == 1:
+            group_of.append(group_of[block.parent])
+            groups[group_of[-1]].append(block)
+        else:
+            group_of.append(len(groups))
+            groups.append([block])
+
+    merged = []
+    for group in groups:
+        block = joined(group)
+        if block.parent >= 0:
+            block = block._replace(parent=group_of[block.parent])
+        merged.append(block)
+    return merged
+
+
+def blocks_to_walk(trie, max_tokens, recompute, lockstep):
+    """The engine's blocks: those of `plan`, joined where that is free; the ranks' alike.
+
+    The arguments are those of `_Engine`.
+    """
+    blocks = plan(trie, max_tokens)
+    if recompute is False:
+        blocks = join_only_children(blocks)
+    if lockstep is not None:
+        blocks = overlay(blocks, lockstep)
+    return blocks
+
+
+def runs_of_blocks(blocks, children, recompute, lockstep):
+    """For each block, which blocks its first forward computes in one call, from the top.
+
+    children: of each block, in the order of the walk. recompute, lockstep: of `_Engine`.
+    """
+    runs = [[b] for b in range(len(blocks))]
+    if not recompute or lockstep is not None:
+        return runs
+
+    # From a block that others hang from, down to those that the walk comes to first. A block
+    # without a piece may come before: it puts nothing on the stack. The first one with a piece is
+    # that of the largest branch, whose indices go on where the piece above it ends.
+    for run in runs:
+        while blocks[run[-1]].piece and len(run) < RUN:
+            inner = [child for child in children[run[-1]].tolist() if blocks[child].piece]
+            if not inner:
+                break
+            run.append(inner[0])
+    return runs
+
+
+# 15. Dealing sequences out to ranks ----------------------------------------------------------
 # For data-parallel training: who trains on which sequences, so that prefixes stay together.
 # Skip it on one rank, and if your own sampler deals out groups.
 
@@ -1755,7 +1867,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
 
 
-# 15. check: every gradient against the definition --------------------------------------------
+# 16. check: every gradient against the definition --------------------------------------------
 # For auditors: a small model, every shape of tree that could go wrong, and a table of errors.
 # Skip it to use the file; run it after every change.
 
@@ -1935,7 +2047,7 @@ def check() -> int:
     return int(worst > 1e-10)
 
 
-# 16. main ------------------------------------------------------------------------------------
+# 17. main ------------------------------------------------------------------------------------
 # For the command line: check is above; bench and plan are in tests/measure_tree.py.
 # Skip it if you import the file.
 

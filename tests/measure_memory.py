@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tree_attention import TokenTrie, _Engine, _is_critic, plan, require_tree_model
+from tree_attention import TokenTrie, _Engine, _is_critic, blocks_to_walk, require_tree_model
 
 
 class LiveBytes(TorchDispatchMode):
@@ -75,7 +75,7 @@ def predict_memory(model, trie, *, max_tokens=None, recompute=False) -> Memory:
     require_tree_model(model, trie)
     small = _probe(model, 64)
     large = _probe(model, 128)
-    blocks = plan(trie, max_tokens)
+    blocks = blocks_to_walk(trie, max_tokens, bool(recompute), None)
     inner = {block.parent for block in blocks}
 
     # Down the tree of blocks: the graphs above a block are held while it runs, unless recomputed.
@@ -112,7 +112,7 @@ def _probe(model, n):
             p.grad = torch.zeros_like(p)
         engine.dscores_CN = torch.zeros_like(engine.scores_CN)
         with torch.enable_grad(), LiveBytes() as live:
-            forwarded = engine.forward(0)
+            forwarded = engine.forward([0])
             graph = live.now
             engine.backward(0, forwarded)
             extra = live.peak - graph

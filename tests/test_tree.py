@@ -210,7 +210,7 @@ def test_tree_attention_is_dense_attention_over_ancestors(
     found, true = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, truth))
     assert relative(out, truth) < 1e-14
     assert max(relative(a, b) for a, b in zip(found, true, strict=True)) < 1e-13
-    assert relative(torch.zeros_like(found[1]), true[1]) == 1  # a zero gradient would not pass
+    assert relative(torch.zeros_like(found[1]), true[1]) > 0.9  # a zero gradient would not pass
 
 
 @pytest.mark.parametrize("short", [0, 48])
@@ -780,7 +780,8 @@ def test_memory_is_what_was_predicted(recompute, sizes):
             model.zero_grad()
             told, found = predict_memory(model, trie, **options), peak(model, trie, **options)
             assert 0.97 < sum(told) / found < 1.15, (name, size)
-            assert (told.stack > 0) == any(block.piece for block in plan(trie, size))
+            walked = tree.blocks_to_walk(trie, size, recompute, None)
+            assert (told.stack > 0) == any(block.piece for block in walked)
     again = predict_memory(model, trie, **options)  # as `peak` left them: .grad is there
     assert again.activations - told.activations == sum(p.nbytes for p in model.parameters())
     with torch.no_grad():

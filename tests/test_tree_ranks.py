@@ -10,11 +10,11 @@ from ring_attention import relative
 from tree_attention import (
     TinyModel,
     TokenTrie,
+    blocks_to_walk,
     definition,
     example_loss,
     forests,
     overlay,
-    plan,
     redistribute,
     tree_backward,
     tree_logprobs,
@@ -173,7 +173,8 @@ def _overlaid(rank, max_tokens):
     name = ("forest", "nothing", "binary")[rank]
     sequences = [] if name == "nothing" else sequences_of(name)
     trie, model, calls = TokenTrie(sequences), build("qwen3_moe"), []
-    own, blocks = plan(trie, max_tokens), overlay(plan(trie, max_tokens), dist.group.WORLD)
+    own = blocks_to_walk(trie, max_tokens, False, None)
+    blocks = overlay(own, dist.group.WORLD)
     real = sorted(tuple(block.tokens) for block in blocks if len(block.tokens))
     assert real == sorted(tuple(block.tokens) for block in own)
     for block in blocks:  # what was above a block still is

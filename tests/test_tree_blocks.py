@@ -1,0 +1,171 @@
+"""Which blocks of a tree one forward computes: only children, runs, and what they hold."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from test_tree import error, gradients, peak, random_forest, small_model, stars
+
+import models
+import tree_attention as tree
+from tree_attention import TokenTrie, example_loss, plan, tree_backward, tree_scores
+
+SIZES = 1, 2, 3, 7, 13, 40
+
+
+def held_tokens(blocks):
+    """The most tokens of blocks that lie one below the other: whose graphs are held at once."""
+    held = []
+    for block in blocks:
+        above = held[block.parent] if block.parent >= 0 else 0
+        held.append(above + len(block.tokens))
+    return max(held)
+
+
+def calls_of(model, run):
+    """How many tokens each of the model's calls has had, in run()."""
+    calls = []
+    hidden = model.hidden
+
+    def counted(tokens, /, *, positions, attention):
+        calls.append((tokens.shape[1], torch.is_grad_enabled()))
+        return hidden(tokens, positions=positions, attention=attention)
+
+    model.hidden = counted
+    try:
+        run()
+    finally:
+        model.hidden = hidden
+    return calls
+
+
+def chain(length=40):
+    """A conversation that is trained on at each turn: one path."""
+    return TokenTrie([np.arange(n) % 11 for n in range(5, length + 1, 5)])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(20))
+def test_joined_blocks_are_a_cut_of_the_same_tree_that_holds_no_more(seed):
+    trie = TokenTrie(random_forest(seed, count=25, longest=14))
+    for size in SIZES:
+        before = plan(trie, size)
+        blocks = tree.join_only_children(before)
+        assert sorted(sum((b.tokens.tolist() for b in blocks), [])) == list(range(len(trie)))
+        assert held_tokens(blocks) == held_tokens(before)
+
+        # Nobody is an only child any more, and those that were left alone are as they were.
+        _, children = tree.children_of_blocks(blocks)
+        assert all(len(below) != 1 for below in children)
+        whole = {tuple(block.tokens): block for block in blocks}
+        for block in before:
+            if tuple(block.tokens) in whole:
+                assert whole[tuple(block.tokens)].depth == block.depth
+
+        # Each sees the rest of its paths on the stack, and its piece lies first in it.
+        for b, block in enumerate(blocks):
+            above, at = [], block
+            while at.parent >= 0:
+                assert at.parent < b
+                at = blocks[at.parent]
+                above = [*at.tokens[: at.piece], *above]
+            assert trie.positions[above].tolist() == list(range(block.depth))
+            own = set(block.tokens.tolist())
+            for token in own:
+                parent = int(trie.parent[token])
+                assert parent in own or parent == (above[-1] if above else -1)
+
+
+@pytest.mark.quick
+def test_a_path_is_one_call_where_its_graphs_are_kept():
+    model = models.tiny_model("qwen3")
+    for size in (None, 10, 3):
+        options = dict(max_tokens=size)
+        calls = calls_of(
+            model, lambda o=options: tree_backward(model, chain(), example_loss, **o)
+        )
+        assert calls == [(40, True)]
+
+    # A scoring pass has no graph: there a block is all that bounds what a call holds.
+    with torch.no_grad():
+        calls = calls_of(model, lambda: tree_scores(model, chain(), max_tokens=10))
+    assert calls == [(10, False)] * 4
+
+
+@pytest.mark.quick
+def test_blocks_without_a_graph_are_one_call_and_no_token_is_forwarded_more_often():
+    model = models.tiny_model("qwen3")
+
+    def calls(trie, size):
+        options = dict(max_tokens=size, recompute=True)
+        return calls_of(model, lambda: tree_backward(model, trie, example_loss, **options))
+
+    # Four blocks: three at once without a graph, then each with its own, from the last one up.
+    assert calls(chain(), 10) == [(30, False)] + [(10, True)] * 4
+
+    # Ten blocks: of the nine with others below, four and four and one.
+    assert calls(chain(), 4) == [(16, False)] * 2 + [(4, False)] + [(4, True)] * 10
+    assert tree.RUN == 4
+
+    # A fork ends no run: it goes on along the branch that the walk comes to first.
+    fork = TokenTrie([np.arange(30) % 11, np.append(np.arange(10), [5] * 12)])
+    lengths = [len(block.tokens) for block in plan(fork, 10)]
+    assert lengths == [10, 10, 10, 10, 2]
+    assert calls(fork, 10) == [
+        (20, False), (10, True), (10, True),  # the long branch: two of its blocks, its leaf, back
+        (10, False), (2, True), (10, True),  # the other branch
+        (10, True),  # what both hang from
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text"])
+def test_runs_change_no_gradient_no_score_and_no_count(kind, monkeypatch):
+    """Long paths in small blocks, with a router or with windows, and masks that want few scores."""
+    model = models.tiny_model(kind)
+    aux = dict(aux_coef=0.3) if kind == "qwen3_moe" else {}
+    sequences = [x.tolist() * 2 for x in random_forest(3, count=9, longest=12)]
+    trie = TokenTrie(sequences)
+    masks = [torch.arange(len(x) - 1) % 3 == 0 for x in sequences]
+
+    def run(**options):
+        return tree_backward(model, trie, example_loss, masks=masks, **aux, **options)
+
+    truth, told = gradients(model, run)
+    for size in (2, 5):
+        options = dict(max_tokens=size, recompute=True)
+        runs = tree._Engine(model, trie, max_tokens=size, recompute=True).runs
+        assert max(map(len, runs)) == tree.RUN  # there is something to see
+        found, result = gradients(model, lambda: run(**options))  # noqa: B023
+        assert max(tree.ring.relative(a, b) for a, b in zip(found, truth, strict=True)) < 1e-10
+        for a, b in zip(result.logprobs, told.logprobs, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12)
+        assert (result.router_counts or {}).keys() == (told.router_counts or {}).keys()
+        for layer, count in (told.router_counts or {}).items():
+            assert torch.equal(result.router_counts[layer], count)
+
+    # The check sees a run that goes wrong: without the keys of what is above it.
+    put = tree.Stack.put
+    monkeypatch.setattr(tree.Stack, "put", lambda self, layer, depth, k, v, piece: put(
+        self, layer, depth, k.flip(2), v, piece))  # fmt: skip
+    assert error(model, lambda: run(**options), truth) > 1e-3
+
+
+def test_larger_calls_hold_no_more(monkeypatch):
+    """MEMORY: at the peak as many bytes as with a call for each block, on paths and on a star."""
+    model = small_model()
+    trees = {
+        "path": TokenTrie([np.arange(n) % 53 for n in range(60, 481, 60)]),
+        "star": stars(range(12)),
+    }
+    cases = list(itertools.product(trees, (False, True)))
+    with_larger = [
+        peak(model, trees[name], max_tokens=60, recompute=recompute) for name, recompute in cases
+    ]
+    monkeypatch.setattr(tree, "join_only_children", lambda blocks: blocks)
+    monkeypatch.setattr(tree, "RUN", 1)
+    for (name, recompute), larger in zip(cases, with_larger, strict=True):
+        single = peak(model, trees[name], max_tokens=60, recompute=recompute)
+        assert larger < 1.02 * single, (name, recompute)
+    whole = peak(model, trees["path"], max_tokens=480)
+    assert whole > 2.5 * peak(model, trees["path"], max_tokens=60, recompute=True)
