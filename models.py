@@ -268,12 +268,12 @@ class RMSNorm(nn.Module):
         if not self.offset:
             # In mixed precision states are wider than weights; what is normalised meets a matrix.
             weight = self.weight.to(x.dtype)
-            return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
+            return rms_norm(x, weight, self.eps).to(self.weight.dtype)  # (4)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
         # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
+        return rms_norm(x.to(wide), weight, self.eps).to(self.weight.dtype)
 
 
 def rope_frequencies(rope, head_dim, /, *, length, longest):
@@ -3889,7 +3889,55 @@ def transposed(weights, /):
     return torch.cat(weights).detach().T.contiguous()
 
 
-# M. check -------------------------------------------------------------------------------------
+# M. A norm in few passes -----------------------------------------------------------------------
+# For speed on a CPU: torch has no kernel for (4) there, and autograd would read each of its steps.
+# Skip it if you take it that the gradient is that of `F.rms_norm`.
+
+def rms_norm(x, weight, eps, /):
+    """(4) over the last dimension, in the dtype of x, which the weight has too."""
+    # NUMERICS: bf16 and fp16 are torch's, which computes in float32 and rounds once. Pinned by
+    # tests/test_models.py::test_rms_norm_accumulates_in_float32.
+    has_kernel = x.device.type != "cpu" or torch.compiler.is_compiling()
+    if has_kernel or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return NormInFewPasses.apply(x, weight, eps)
+
+
+class NormInFewPasses(torch.autograd.Function):
+    """y = w r x with r = 1 / sqrt(mean(x^2) + eps), a number a row. Only x and r are kept.
+
+    As dr/dx = -r^3 x / M, the gradient is
+
+        dx = r w dy - x r^3 / M sum(w x dy)  over the row,      dw = sum r x dy  over all rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
+            raise NotImplementedError("a norm has no second derivative here: no create_graph=True")
+
+        # One tensor of x's size serves all: memory that is new costs as much as what is written.
+        # The norms of a large model are small beside its products; those of a small one are not.
+        x, weight, r = ctx.saved_tensors
+        both = dy * x
+        slope = (both @ weight)[..., None].mul_(r.pow(3)).div_(-x.shape[-1])
+
+        # NUMERICS: a sum over thousands of rows by torch.sum, which adds pairwise; a product with r
+        # would be 10 times less exact. Pinned by
+        # tests/test_models.py::test_the_norm_on_a_cpu_has_the_gradient_of_torchs.
+        dweight = both.mul_(r).flatten(0, -2).sum(0)
+        dx = torch.mul(dy, weight, out=both).mul_(r).addcmul_(x, slope)
+        return dx, dweight, None
+
+
+# N. check -------------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the definition.
 # Skip it unless a row fails, or you add a path. Tests use `tiny` and `tiny_model` too.
 
@@ -4050,7 +4098,7 @@ def _logits_by_cache(model, documents, truth):
         logits = extend(model, cache, tokens.to(logits.device))
 
 
-# N. main --------------------------------------------------------------------------------------
+# O. main --------------------------------------------------------------------------------------
 # For the command line: which command is here, which in tests/measure_models.py, the exit code.
 # Skip it unless a command does not start.
 

@@ -88,7 +88,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 
 import ring_attention as ring
@@ -143,21 +142,26 @@ class TokenTrie:
         parent (N,)        index of the token before, -1 for a first one
         ends (R,)          index of each sequence's last token     lengths (R,)   L_i
 
+        paths              the paths of all sequences, end to end: that of i begins at begins[i]
+
     Of a fork's branches the largest comes first. order: the sequences' numbers as their paths end.
     shared (R,), numpy: the first tokens that each of them has in common with the one before it.
 
-    A ValueError names the sequence that is no sequence of tokens. The cost is a sort, O(total
-    tokens) in numpy, and a Python loop over sequences, not over tokens.
+    A ValueError names the sequence that is no sequence of tokens. The cost is two sorts, O(total
+    tokens) in numpy, and short Python loops over sequences, not over tokens.
     """
 
     def __init__(self, sequences):
-        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
+        arrays = _arrays_of_ids(sequences)
         lengths = np.array([len(x) for x in arrays], np.int64)
+        begins = lengths.cumsum() - lengths
+        joined = np.concatenate([*arrays, np.zeros(0, np.int64)])
 
         # Sort the sequences like the words of a dictionary: those that begin alike become
         # neighbours. As bytes, the most significant first, ids >= 0 sort alike, and much faster.
-        keys = [x.astype(">i8").tobytes() for x in arrays]
-        self.order = sorted(range(len(arrays)), key=keys.__getitem__)
+        words = joined.astype(">i8").tobytes()
+        keys = [words[8 * a : 8 * (a + n)] for a, n in zip(begins.tolist(), lengths.tolist())]
+        order = sorted(range(len(arrays)), key=keys.__getitem__)
 
         # In this order a sequence shares with its neighbour all that it shares with any sequence
         # before it. What it does not share are new tokens, and the new tokens of one sequence
@@ -166,50 +170,46 @@ class TokenTrie:
         #     sorted     5 6 7    5 6 8    5 9
         #     shared       0        2       1
         #     new        5 6 7        8      9       the tree's tokens: 5 6 7 8 9
-        ordered = [arrays[i] for i in self.order]
-        self.shared = np.zeros(len(arrays), np.int64)
-        for k in range(1, len(arrays)):
-            self.shared[k] = _common_prefix(ordered[k - 1], ordered[k])
+        shared = _common_prefixes(joined, begins[order], lengths[order])
 
         # Branches may change places as a whole. The largest one of a fork comes first.
-        self.order, self.shared = _largest_branches_first(self.order, lengths, self.shared)
-        new = lengths[self.order] - self.shared
-        starts = np.cumsum(new) - new
-        N = int(new.sum())
+        self.order, self.shared = _largest_branches_first(order, lengths, shared)
 
-        # Values to start from: each token's parent is the one before it, each subtree ends with the
-        # tree. The loop corrects the first token of each branch, and the ends.
-        tokens = np.empty(N, np.int64)
-        positions = np.empty(N, np.int64)
-        parent = np.arange(N) - 1
-        subtree_end = np.full(N, N)
-        ends = np.empty(len(arrays), np.int64)
+        # All paths end to end, in this order: J pairs of a sequence and one of its tokens. place_J
+        # says where the pair's token stands in `joined`.
+        count = lengths[self.order]
+        row_J = np.repeat(np.arange(len(arrays)), count)
+        depth_J = _runs(np.zeros_like(count), count)
+        place_J = begins[self.order][row_J] + depth_J
+        is_new_J = depth_J >= self.shared[row_J]
 
-        # path[d] is the tree's index of the current sequence's token at depth d. The next sequence
-        # overwrites the part that it does not share.
-        path = np.zeros(lengths.max(initial=0), np.int64)
-        self._paths = [None] * len(arrays)
-        length_before = 0
-        for i, common, start in zip(self.order, self.shared.tolist(), starts.tolist(), strict=True):
-            length = len(arrays[i])
+        # A new token has the next index of the tree. One that is shared is the token that the path
+        # before has at this depth, so in the order of depths it is the last one that was new:
+        #
+        #     paths    5 6 7   5 6 8   5 9      by depth    5 5 5   6 6 9   7 8
+        #     new      x x x   . . x   . x      new         x . .   x . x   x x
+        #     index    0 1 2   0 1 3   0 4      index       0 0 0   1 1 4   2 3
+        by_depth = np.argsort(depth_J, kind="stable")
+        last_new_J = np.maximum.accumulate(np.where(is_new_J[by_depth], np.arange(len(row_J)), 0))
+        path_J = np.empty_like(depth_J)
+        path_J[by_depth] = (is_new_J.cumsum() - 1)[by_depth][last_new_J]
 
-            # At depth `common` this path leaves that of the sequence before. Nothing more will hang
-            # from what that one has below there: those subtrees end here.
-            #
-            #     from 5 6 7 to 5 6 8:  end of 7 = 3        from 5 6 8 to 5 9:  end of 6 and 8 = 4
-            subtree_end[path[common:length_before]] = start
+        # A token's parent stands before it on its path. last_row is the last path that holds the
+        # token, and its subtree ends where the new tokens of the next path begin.
+        new = np.flatnonzero(is_new_J)
+        tokens = joined[place_J[new]]
+        positions = depth_J[new]
+        parent = np.where(positions > 0, path_J[new - 1], -1)
+        last_row = np.zeros(len(new), np.int64)
+        last_row[path_J] = row_J  # rows ascend, and the last one stays
+        subtree_end = np.append(0, (count - self.shared).cumsum())[last_row + 1]
 
-            # New tokens take the next indices. The first of them hangs from the last shared one.
-            tokens[start : start + length - common] = arrays[i][common:]
-            positions[start : start + length - common] = np.arange(common, length)
-            path[common:length] = np.arange(start, start + length - common)
-            if common < length:  # a duplicate has no new token whose parent could be set
-                parent[start] = path[common - 1] if common else -1
-
-            self._paths[i] = _int64(path[:length].copy())
-            ends[i] = path[length - 1]
-            length_before = length
-
+        # The paths again in input order, end to end as `joined` is.
+        paths = np.empty_like(joined)
+        paths[place_J] = path_J
+        ends = paths[begins + lengths - 1]
+        self.paths = _int64(paths)
+        self.begins = _int64(begins)
         self.tokens = _int64(tokens)
         self.positions = _int64(positions)
         self.subtree_end = _int64(subtree_end)
@@ -223,7 +223,7 @@ class TokenTrie:
 
     def path(self, i):
         """(L_i,) int64: the tokens of sequence i, so that tokens[path(i)] is the sequence."""
-        return self._paths[i]
+        return self.paths[self.begins[i] :][: self.lengths[i]]
 
     def mask(self, window=None):
         """(1) as a `ring_attention.Mask`; a window counts in depth, not in places of the order."""
@@ -905,17 +905,21 @@ def require_tree_model(model, trie, /):
         raise ValueError(f"sequence {i} has {longest} tokens, the model's limit is {limit}; cut it")
 
 
-def _token_ids(i, sequence):
-    """Sequence i as an int64 array; ValueError if it is none."""
-    # Ids beyond 2^63, which only uint64 holds, come out of the cast negative and are refused below.
-    array = sequence.detach().cpu().numpy() if torch.is_tensor(sequence) else np.asarray(sequence)
-    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
-        raise ValueError(f"sequence {i} must be 1-D integers, 1 token or more; came {array.dtype} "
-                         f"{array.shape}; leave empty sequences out")
-    array = array.astype(np.int64)
-    if array.min() < 0:
-        raise ValueError(f"sequence {i} has the token id {array.min()}; ids are 0 to 2^63 - 1")
-    return array
+def _arrays_of_ids(sequences):
+    """Each sequence as an int64 array of its own; ValueError if one is none."""
+    arrays = []
+    for i, x in enumerate(sequences):
+        array = x.detach().cpu().numpy() if torch.is_tensor(x) else np.asarray(x)
+        if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+            raise ValueError(f"sequence {i} must be 1-D integers, 1 token or more; came "
+                             f"{array.dtype} {array.shape}; leave empty sequences out")
+        arrays.append(array.astype(np.int64))
+
+    # Ids beyond 2^63, which only uint64 holds, come out of the cast negative and are refused too.
+    if arrays and np.concatenate(arrays).min() < 0:
+        i = next(i for i, array in enumerate(arrays) if array.min() < 0)
+        raise ValueError(f"sequence {i} has the token id {arrays[i].min()}; ids are 0 to 2^63 - 1")
+    return arrays
 
 
 class _LayerGuard:
@@ -1055,11 +1059,26 @@ def _int64(x):
     return torch.from_numpy(np.asarray(x, np.int64))
 
 
-def _common_prefix(a, b):
-    """Length of the longest common prefix."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
+def _runs(first, lengths):
+    """Runs of integers, end to end: 3 4 5 and 7 8 for first 3 7 and lengths 3 2."""
+    before = lengths.cumsum() - lengths
+    return np.repeat(first - before, lengths) + np.arange(lengths.sum())
+
+
+def _common_prefixes(joined, begins, lengths):
+    """(R,) how many tokens each sequence has in common with the one before it, the first with none.
+
+    joined: the tokens of all, in which sequence k has `lengths[k]` from begins[k] on.
+    """
+    # Neighbours are compared as far as the shorter one goes. Of the places where two differ the
+    # first counts: written last, it stays.
+    compared = np.minimum(lengths[1:], lengths[:-1])
+    row = np.repeat(np.arange(len(compared)), compared)
+    column = _runs(np.zeros_like(compared), compared)
+    differ = np.flatnonzero(joined[begins[:-1][row] + column] != joined[begins[1:][row] + column])
+    common = compared.copy()
+    common[row[differ][::-1]] = column[differ][::-1]
+    return np.append(np.zeros(min(len(lengths), 1), np.int64), common)
 
 
 def _largest_branches_first(order, lengths, shared):
@@ -1194,13 +1213,14 @@ def _wanted_edges(trie, masks):
         raise ValueError(f"{len(masks)} masks for {len(trie.lengths)} sequences; one for each")
 
     # Item s of a mask is about token s + 1, as item s of the log-probs is: edge path[s + 1].
+    arrays = [np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool) for mask in masks]
+    targets = (trie.lengths - 1).numpy()
+    for i, (array, count) in enumerate(zip(arrays, targets.tolist(), strict=True)):
+        if array.shape != (count,):
+            raise ValueError(f"mask {i} has shape {array.shape}; its sequence wants ({count},)")
+    edges = trie.paths.numpy()[_runs(trie.begins.numpy() + 1, targets)]
     wanted = np.full(len(trie), False)
-    for i, mask in enumerate(masks):
-        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
-        path = trie.path(i)[1:].numpy()
-        if mask.shape != path.shape:
-            raise ValueError(f"mask {i} has shape {mask.shape}; its sequence wants ({len(path)},)")
-        wanted[path[mask]] = True
+    wanted[edges[np.concatenate([*arrays, np.zeros(0, bool)])]] = True
     return wanted
 
 
@@ -1216,9 +1236,12 @@ def _padded_paths(trie, sequences, device):
     """The edges of some sequences, (R, T), padded with 0, and (R, T) bool: which are no padding."""
     #     sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9      [[1, 2],     [[x, x],
     #                                                         [4, 0]]      [x, .]]
-    edges_RT = pad_sequence([trie.path(i)[1:] for i in sequences], batch_first=True)
-    inside_RT = torch.arange(edges_RT.shape[1]) < trie.lengths[list(sequences)][:, None] - 1
-    return edges_RT.to(device), inside_RT.to(device)
+    rows = list(sequences)
+    targets = trie.lengths[rows].numpy() - 1
+    inside_RT = np.arange(targets.max()) < targets[:, None]
+    edges_RT = np.zeros(inside_RT.shape, np.int64)
+    edges_RT[inside_RT] = trie.paths.numpy()[_runs(trie.begins[rows].numpy() + 1, targets)]
+    return torch.from_numpy(edges_RT).to(device), torch.from_numpy(inside_RT).to(device)
 
 
 def _scores_by_sequence(trie, columns, padded):
@@ -1910,7 +1933,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     arrays = []
     items = []
     try:
-        arrays = [_token_ids(i, x) for i, x in enumerate(sequences)]
+        arrays = _arrays_of_ids(sequences)
         items = tree_map(lambda x: x.cpu() if torch.is_tensor(x) else x, list(data))
         if len(arrays) != len(items):
             raise ValueError(f"{len(arrays)} sequences, but data for {len(items)}; one for each")

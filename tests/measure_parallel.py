@@ -511,14 +511,16 @@ class Rank:
         return waiting * len(self.layers) * self.states / self.plan.tp + self.layer()
 
     def layer(self):
-        """Bytes that torch on a CPU keeps of a layer for its backward: input and product of four
-        norms in float32 or better; what the matrices read, whole where t gathers it; q, k, v,
-        attention's output; gate, up, activation and product of an MLP, and of a row for an expert
-        what goes in and comes out."""
+        """Bytes that a CPU keeps of a layer for its backward: the input of four norms in float32 or
+        better, and of a norm in less, which is torch's, the product too; what the matrices read,
+        whole where t gathers it; q, k, v, attention's output; gate, up, activation and product of
+        an MLP, and of a row for an expert what goes in and comes out."""
         config, t, w = self.config, self.plan.tp, self.step.product
         M, D, K = config.hidden_size, config.head_dim, config.num_experts_per_tok
         H, G = config.num_attention_heads, config.num_key_value_heads
-        norms = (4 * M + 2 * (H + G) * D) / t * max(self.wide, self.step.size)
+        kept = {True: 1, False: 2}  # tensors of a norm, by whether it computes in float32 or more
+        norms = kept[self.step.size >= 4] * 2 * M + kept[w >= 4] * (H + G) * D
+        norms = norms / t * max(self.wide, self.step.size)
         rest = M + (2 * H + 2 * G) * D / t
         if self.sparse:
             inner = config.moe_intermediate_size / self.plan.etp

@@ -488,6 +488,34 @@ def test_rms_norm_accumulates_in_float32():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("shape", [(1, 3000, 4, 24), (2, 700, 96), (5, 1)])
+def test_the_norm_on_a_cpu_has_the_gradient_of_torchs(shape):
+    gen = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=gen) for s in (shape, shape[-1:], shape)]
+
+    def run(norm, dtype):
+        x, weight, dy = (t.to(dtype) for t in given)
+        x.requires_grad_(), weight.requires_grad_()
+        y = norm(x, weight)
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), dy)]
+
+    def ours(x, weight):
+        return models.rms_norm(x, weight, 1e-3)
+
+    def theirs(x, weight):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-3)
+
+    truth = run(theirs, torch.float64)
+    for a, b in zip(run(ours, torch.float64), truth, strict=True):
+        assert relative(a, b) < 1e-14 < relative(0 * b, b)
+    pairs = zip(run(ours, torch.float32), run(theirs, torch.float32), truth, strict=True)
+    assert all(relative(a, c) <= 2 * relative(b, c) for a, b, c in pairs)
+    weight = torch.ones(4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(ours(torch.ones(2, 4), weight).sum(), weight, create_graph=True)
+
+
+@pytest.mark.quick
 def test_bf16_model_keeps_float32_rope_angles():
     positions = torch.tensor([[257, 100_003]])
     rope = {"rope_type": "default", "rope_theta": 1e4}
