@@ -670,38 +670,30 @@ class _Engine:
 
     def finish_sequences(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
-        # One call of the loss for each sequence, or one for all, which costs less Python.
-        ending = self.ending_in[b].tolist()
-        calls = [[i] for i in ending]
-        if self.batched and ending:
-            calls = [ending]
+        # One call of the loss for each sequence, or one for a list of all, which costs less Python.
+        calls = self.ending_in[b].tolist()
+        if self.batched and calls:
+            calls = [calls]
 
-        results = [self._call_loss(sequences, loss_fn) for sequences in calls]
+        results = [self._call_loss(called_for, loss_fn) for called_for in calls]
         if self.check_finite and calls:
-            _require_finite(calls, results, self.batched)
+            _require_finite(calls, results)
         for loss, _ in results:
             self.loss = self.loss + loss  # (4)
 
-    def _call_loss(self, sequences, loss_fn):
+    def _call_loss(self, called_for, loss_fn):
         """One call of the loss: its value, detached, and whether it and its gradient are finite."""
         # The scores along each path, in order, gathered from wherever their blocks wrote them; 0
         # behind a path's end. Two sequences through token t both read scores_CN[:, t]. In the tree
         # at the top 5 6 8 has the path 0 1 3 and the edges 1 3: entries 0 and 1 of what f_i gets.
-        edges_RT, inside_RT = _padded_paths(self.trie, sequences, self.device)
+        paths = PathEdges(self.trie, called_for, self.device)
 
         # They are leaves of a graph of their own. The loss's backward ends here, before any block's
         # graph: a block must be gone through once, not once for every sequence that shares it.
-        leaves = []
-        for row_N in self.scores_CN:
-            leaf_RT = row_N[edges_RT].masked_fill(~inside_RT, 0.0)
-            leaves.append(leaf_RT.requires_grad_())
-
+        leaves = [paths.gather(row_N).requires_grad_() for row_N in self.scores_CN]
         with torch.enable_grad():
-            if self.batched:
-                loss = loss_fn(sequences, *leaves)
-            else:
-                loss = loss_fn(sequences[0], *(leaf_RT[0] for leaf_RT in leaves))
-            loss = _one_number(loss, self.scores_CN, sequences, self.batched)
+            loss = loss_fn(called_for, *leaves)
+            loss = _one_number(loss, self.scores_CN, called_for)
             if loss.requires_grad:
                 loss.backward()
 
@@ -710,11 +702,10 @@ class _Engine:
         # that would send the head's backward through the whole vocabulary a second time.
         loss = loss.detach().to(self.scores_CN)
         finite = [loss.isfinite()]
-        edges = edges_RT[inside_RT]
-        for c, leaf_RT in enumerate(leaves):
-            if leaf_RT.grad is not None:
-                dscores = leaf_RT.grad[inside_RT]
-                self.dscores_CN[c].index_add_(0, edges, dscores)  # (5)
+        for c, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                dscores = paths.inside(leaf.grad)
+                self.dscores_CN[c].index_add_(0, paths.edges, dscores)  # (5)
                 self.is_used[c] = True
                 finite.append(dscores.isfinite().all())
         return loss, torch.stack(finite).all()
@@ -973,28 +964,29 @@ def _all_or_nothing(parameters):
                 p.grad = old if new is None else old.add_(new)
 
 
-def _one_number(loss, like, sequences, batched):
+def _one_number(loss, like, called_for):
     """What loss_fn returned, as a tensor (); ValueError if it is a vector."""
     if not torch.is_tensor(loss):
         return like.new_tensor(loss)
     if loss.dim():
-        called_for = sequences if batched else sequences[0]
         raise ValueError("loss_fn must return one number a call, of shape (); for "
                          f"sequence {called_for} came {[*loss.shape]}; sum or average it")
     return loss
 
 
-def _require_finite(calls, results, batched):
+def _require_finite(calls, results):
     """NonFiniteLoss if one of a block's losses, or its gradient, is not finite.
 
-    calls: the sequences of each call of the loss. results: what `_Engine._call_loss` gave for it.
+    calls: what the loss was called for, a sequence or a list. results: of `_Engine._call_loss`.
     """
     # One look at all losses of the block: on a GPU each look waits for the device.
     losses, finite = zip(*results, strict=True)
     if torch.stack(finite).all():
         return
     k = finite.index(False)
-    sequence = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
+    sequence = f"sequence {calls[k]}"
+    if isinstance(calls[k], list):
+        sequence = f"sequences {calls[k]}"
     reason = ", its gradient is not finite" if losses[k].isfinite() else ""
     raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
 
@@ -1242,6 +1234,34 @@ def _padded_paths(trie, sequences, device):
     edges_RT = np.zeros(inside_RT.shape, np.int64)
     edges_RT[inside_RT] = trie.paths.numpy()[_runs(trie.begins[rows].numpy() + 1, targets)]
     return torch.from_numpy(edges_RT).to(device), torch.from_numpy(inside_RT).to(device)
+
+
+class PathEdges:
+    """The edges of one path, or of several: what a loss is called with is gathered from there.
+
+    called_for: a sequence, whose edges are (T,), or a list, with (R, T), padded. edges: all, flat.
+    """
+
+    def __init__(self, trie, called_for, device):
+        # One path by itself needs neither padding nor to leave it out again.
+        self.inside_RT = None
+        if isinstance(called_for, list):
+            self.shaped, self.inside_RT = _padded_paths(trie, called_for, device)
+            self.edges = self.shaped[self.inside_RT]
+        else:
+            self.shaped = self.edges = trie.path(called_for)[1:].to(device)
+
+    def gather(self, score_N):
+        """A score along the path, (T,), or along each, (R, T), 0 behind its end."""
+        if self.inside_RT is None:
+            return score_N[self.shaped]
+        return score_N[self.shaped].masked_fill(~self.inside_RT, 0.0)
+
+    def inside(self, x):
+        """The entries of a tensor like that of `gather` that belong to `edges`."""
+        if self.inside_RT is None:
+            return x
+        return x[self.inside_RT]
 
 
 def _scores_by_sequence(trie, columns, padded):
