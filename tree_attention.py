@@ -633,7 +633,8 @@ class _Engine:
                 masks[window] = block_masks(self.trie, block, window)
             self.stack.put(layer, block.depth, k, v, block.piece)
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
-            return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
+            given = self.stack, layer, block, masks[window], kernel
+            return which_attention(q, k, v, masks[window], kernel).apply(q, k, v, *given)
 
         # Positions are depths, so that a piece's keys are right for every block below.
         tokens_n = torch.from_numpy(block.tokens)
@@ -1284,6 +1285,7 @@ class BlockMasks(NamedTuple):
     inside: ring.Mask  # of the block itself
     stack: ring.Mask | None  # of the stack from depth `first` on; None: all of it
     first: int
+    is_path: bool  # whether the block is a stretch of one path, without a window
 
 
 def block_ends(trie, block):
@@ -1297,9 +1299,12 @@ def block_ends(trie, block):
 
 def block_masks(trie, block, window):
     """(1) for the tokens of a block, against themselves and against the stack above them."""
-    if len(block.tokens) == len(trie):
-        return BlockMasks(trie.mask(window), None, 0)
+    # In preorder the next index, one deeper, is a child.
     positions = trie.positions.numpy()[block.tokens]
+    goes_on = (np.diff(block.tokens) == 1) & (np.diff(positions) == 1)
+    is_path = window is None and bool(goes_on.all())
+    if len(block.tokens) == len(trie):
+        return BlockMasks(trie.mask(window), None, 0, is_path)
     ends = block_ends(trie, block)
     inside = ring.Mask.tree(ends, positions, window)
 
@@ -1307,7 +1312,7 @@ def block_masks(trie, block, window):
     # where a window hides its upper part.
     p = block.depth
     if window is None or not p:
-        return BlockMasks(inside, None, 0)
+        return BlockMasks(inside, None, 0, is_path)
 
     # Leave out what no token of the block sees, but keep one key, so that no call is empty. Then
     # the rest of the stack and the block are one tree, a path with the block behind it, and the
@@ -1320,7 +1325,7 @@ def block_masks(trie, block, window):
     ends = np.concatenate([np.full(seen, seen + n), seen + ends])
     depths = np.concatenate([np.arange(first, p), positions])
     both = ring.Mask.tree(ends, depths, window)
-    return BlockMasks(inside, both.slice(slice(seen, None), slice(seen)), first)
+    return BlockMasks(inside, both.slice(slice(seen, None), slice(seen)), first, is_path)
 
 
 # 11. Short paths -----------------------------------------------------------------------------
@@ -1751,7 +1756,94 @@ def runs_of_blocks(blocks, children, recompute, lockstep):
     return runs
 
 
-# 15. Dealing sequences out to ranks ----------------------------------------------------------
+# 15. Blocks that are stretches of a path ------------------------------------------------------
+# For speed on a CPU: a path in small blocks, where asking for tiles takes a third of attention.
+# Skip it; the result is that of `_BlockAttention`.
+
+# Causal squares of that many tokens and more have a faster backward in tiles, see `ring.TILES`.
+ONE_SQUARE = 512
+
+
+def which_attention(q_1HnD, k_1GnD, v_1GnD, masks, kernel):
+    """The autograd Function that computes a block's attention; the arguments are those of both."""
+    # torch's CPU kernel takes keys and values as they are if they are of one dtype, no narrower
+    # than the sums, and lie token by token.
+    if not masks.is_path or kernel.backend != "fused" or q_1HnD.device.type != "cpu":
+        return _BlockAttention
+    given = q_1HnD, k_1GnD, v_1GnD
+    if {x.dtype for x in given} not in ({torch.float32}, {torch.float64}):
+        return _BlockAttention
+    if any(x.stride(-1) != 1 for x in given) or not all(is_tame(x) for x in given):
+        return _BlockAttention
+    return _PathAttention
+
+
+def is_tame(x):
+    """Whether no entry is NaN or inf, nor so large that a product with another could be."""
+    # NUMERICS: the kernel multiplies what is above the diagonal by 0, which would bring a NaN into
+    # rows that do not see it. Tiles know of that. Pinned by
+    # tests/test_tree_blocks.py::test_a_token_that_is_not_finite_reaches_no_token_above_it.
+    return bool(torch.linalg.vector_norm(x) < 1e18)
+
+
+class _PathAttention(_BlockAttention):
+    """`_BlockAttention` of a stretch of one path: a causal square and, above it, the whole stack.
+
+    What tiles would have to be asked for is known here: one call of the kernel is for the block's
+    own keys, one for those of the stack, and no row has seen nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
+        out_1HnD, lse_1Hn = ring.fused_tile_forward(
+            q_1HnD, k_1GnD, v_1GnD, None, True, kernel.scale
+        )
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, : block.depth]
+            above_1HnD, above_1Hn = ring.fused_tile_forward(
+                q_1HnD, *kv_21GpD, None, False, kernel.scale
+            )
+
+            # The mean of both, weighted by what each holds of the softmax's total.
+            total_1Hn = torch.logaddexp(lse_1Hn, above_1Hn)
+            own_1Hn1 = torch.exp(lse_1Hn - total_1Hn)[..., None]
+            other_1Hn1 = torch.exp(above_1Hn - total_1Hn)[..., None]
+            out_1HnD = out_1HnD.mul_(own_1Hn1).addcmul_(above_1HnD, other_1Hn1)
+            lse_1Hn = total_1Hn
+        ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
+        ctx.setting = stack, layer, block, masks, kernel
+        return out_1HnD
+
+    @staticmethod
+    def backward(ctx, dout_1HnD):
+        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
+        stack, layer, block, _, kernel = ctx.setting
+        if q_1HnD.shape[2] >= ONE_SQUARE or not is_tame(dout_1HnD):
+            return _BlockAttention.backward(ctx, dout_1HnD)
+
+        # As there: the gradients of the two parts add up, those of the keys above on the stack.
+        dout_1HnD = ring.laid_for_kernel(dout_1HnD, kernel)
+        of_rows = out_1HnD, lse_1Hn, None
+        dq_1HnD, dk_1GnD, dv_1GnD = ring.fused_tile_backward(
+            dout_1HnD, q_1HnD, k_1GnD, v_1GnD, *of_rows, True, kernel.scale
+        )
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, : block.depth]
+            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.fused_tile_backward(
+                dout_1HnD, q_1HnD, *kv_21GpD, *of_rows, False, kernel.scale
+            )
+            dq_1HnD.add_(dq_above_1HnD)
+            stack.add(layer, 0, dk_1GpD, dv_1GpD)  # (6), for the tokens above
+
+        below_21GmD = stack.take(layer, block.depth, block.piece)
+        if below_21GmD is not None:
+            m = below_21GmD.shape[3]
+            dk_1GnD[:, :, :m] += below_21GmD[0]  # (6), from all blocks below
+            dv_1GnD[:, :, :m] += below_21GmD[1]
+        return dq_1HnD, dk_1GnD, dv_1GnD, None, None, None, None, None
+
+
+# 16. Dealing sequences out to ranks ----------------------------------------------------------
 # For data-parallel training: who trains on which sequences, so that prefixes stay together.
 # Skip it on one rank, and if your own sampler deals out groups.
 
@@ -1869,7 +1961,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
 
 
-# 16. check: every gradient against the definition --------------------------------------------
+# 17. check: every gradient against the definition --------------------------------------------
 # For auditors: a small model, every shape of tree that could go wrong, and a table of errors.
 # Skip it to use the file; run it after every change.
 
@@ -2049,7 +2141,7 @@ def check() -> int:
     return int(worst > 1e-10)
 
 
-# 17. main ------------------------------------------------------------------------------------
+# 18. main ------------------------------------------------------------------------------------
 # For the command line: check is above; bench and plan are in tests/measure_tree.py.
 # Skip it if you import the file.
 
