@@ -1369,9 +1369,11 @@ class Chunks(NamedTuple):
 
 
 def _chunk_length(trie):
-    """Tokens of a chunk. Long paths above it pay for themselves by more rows that see them."""
-    longest = int(trie.positions.max()) + 1 if len(trie) else 0
-    return 32 if longest <= 64 else 64
+    """Tokens of a chunk: the longer the path above it can be, the more rows are to share it."""
+    longest = int(trie.positions.max()) + 1
+    if longest <= 24:
+        return 16
+    return 32 if longest <= 112 else 64
 
 
 def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
