@@ -60,6 +60,8 @@ and takes from it what the blocks below have added for its own piece.
     | blocks, recompute | N + N', N                | the graph of this block; stack               |
 
 N' counts the tokens of the blocks that others hang from; the stack is K, V, dK, dV of one path.
+Where graphs are held, a block that alone hangs from another is one call with it, since a cut there
+would free nothing. With recompute the first forwards of four blocks of a path are one call.
 Attention has sum_t (depth_t + 1) pairs, where the flat batch has sum_i L_i (L_i + 1) / 2.
 
 How it deviates. Prefix Grouper shares one prefix; here it is any tree. Tree Training packs a tree
@@ -803,8 +805,10 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         it, and a value is of the state of token s - 1. It is called once for each i, also where
         L_i = 1, as soon as the path is done. It may return no gradient, and may not use what an
         earlier call got.
-    max_tokens: of a block, None: no limit. Without recompute an only child joins the block above.
-    recompute: keep keys and values of the blocks above, but no graph, and run them forward twice.
+    max_tokens: of a block. None: the whole tree is one block. Without recompute a block that alone
+        hangs from another joins it: both graphs would be held all the same.
+    recompute: keep the keys and values of the blocks above, not their graphs, and run these blocks
+        forward twice.
     temperature: that of (3).
     aux_coef: coef of (7).
     masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; the
