@@ -3908,7 +3908,7 @@ class NormInFewPasses(torch.autograd.Function):
 
     As dr/dx = -r^3 x / M, the gradient is
 
-        dx = r w dy - x r^3 / M sum(w x dy)  over the row,      dw = sum r x dy  over all rows.
+        dx = r (w dy - x r / M sum(w x r dy))  over the row,      dw = sum x r dy  over all rows.
     """
 
     @staticmethod
@@ -3924,16 +3924,15 @@ class NormInFewPasses(torch.autograd.Function):
             raise NotImplementedError("a norm has no second derivative here: no create_graph=True")
 
         # One tensor of x's size serves all: memory that is new costs as much as what is written.
-        # The norms of a large model are small beside its products; those of a small one are not.
         x, weight, r = ctx.saved_tensors
-        both = dy * x
-        slope = (both @ weight)[..., None].mul_(r.pow(3)).div_(-x.shape[-1])
+        both = (dy * x).mul_(r)
 
         # NUMERICS: a sum over thousands of rows by torch.sum, which adds pairwise; a product with r
         # would be 10 times less exact. Pinned by
         # tests/test_models.py::test_the_norm_on_a_cpu_has_the_gradient_of_torchs.
-        dweight = both.mul_(r).flatten(0, -2).sum(0)
-        dx = torch.mul(dy, weight, out=both).mul_(r).addcmul_(x, slope)
+        dweight = both.flatten(0, -2).sum(0)
+        slope = (both @ weight)[..., None].mul_(r)
+        dx = torch.mul(dy, weight, out=both).addcmul_(x, slope, value=-1 / x.shape[-1]).mul_(r)
         return dx, dweight, None
 
 

@@ -1031,7 +1031,12 @@ class Mask:
         """
         key = ("regions", tile, join, square)
         if key not in self.cache:
-            self.cache[key] = find_boxes(self, tile, join, square)
+            if 0 < square < ANY:
+                # Forward and backward want squares of two lengths: one search serves both.
+                whole = self.regions(tile, join)
+                self.cache[key] = with_squares_cut(whole, square, tile * join)
+            else:
+                self.cache[key] = find_boxes(self, tile, join, square)
         return self.cache[key]
 
     def digest(self):
@@ -1223,9 +1228,8 @@ def find_boxes(mask, tile, join, square):
 
     Edges stand where the structure changes (a document, block, chunk, fork) and at most `tile`
     apart, so that most boxes are FULL or CAUSAL. CAUSAL neighbours along the diagonal become one
-    square with what lies below them, and `halves` cuts it until its CAUSAL boxes are at most
-    `square` long. Of the rest, up to `join` neighbours of one kind become one box along the keys,
-    and up to `join` FULL ones along the queries.
+    square with what lies below them, if `square` is not 0. Of the rest, up to `join` neighbours of
+    one kind become one box along the keys, and up to `join` FULL ones along the queries.
     """
     # Batch rows that are equal and lie side by side share their boxes, and so their kernel calls.
     boxes = []
@@ -1274,7 +1278,7 @@ def boxes_of_one(mask, tile, join, square):
         kinds[tiles.rows, tiles.keys] = EMPTY
         rows = slice(row_edges[tiles.rows.start], row_edges[tiles.rows.stop])
         keys = slice(key_edges[tiles.keys.start], key_edges[tiles.keys.stop])
-        boxes += halves(rows, keys, square, tile * join)
+        boxes.append([rows, keys, CAUSAL])
 
     # The rest goes strip by strip, from the top. A prompt of 4 tokens with answers of 4 and 8 makes
     # the squares of tokens 0-7 and 8-15, and below the first of them remains:
@@ -1367,6 +1371,17 @@ def causal_squares(mask, row_edges, key_edges):
         if computable(tile):
             squares.append(tile)
     return squares
+
+
+def with_squares_cut(boxes, square, full):
+    """Boxes of `find_boxes` whose CAUSAL ones are cut by `halves`."""
+    cut = []
+    for batch, rows, keys, kind in boxes:
+        parts = [[rows, keys, kind]]
+        if kind == CAUSAL:
+            parts = halves(rows, keys, square, full)
+        cut += [(batch, *part) for part in parts]
+    return cut
 
 
 def halves(rows, keys, square, full=ANY):

@@ -1451,9 +1451,9 @@ def adamw(config, model, plan):
 
 def padded(vectors, like):
     """Ragged numpy vectors -> one (B, T) tensor of `like`'s dtype and device, zero where short."""
-    out_BT = np.zeros((len(vectors), max(map(len, vectors))))
-    for b, vector in enumerate(vectors):
-        out_BT[b, : len(vector)] = vector
+    lengths_B = np.array([len(vector) for vector in vectors])
+    out_BT = np.zeros((len(vectors), lengths_B.max()))
+    out_BT[np.arange(out_BT.shape[1]) < lengths_B[:, None]] = np.concatenate(vectors)
     return torch.from_numpy(out_BT).to(like)
 
 
@@ -1751,8 +1751,11 @@ def batches_of_trees(trainer, model, batch) -> list:
     """Cut a batch into lists of trajectories, each for one tree, as many as other ranks need."""
     if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
         return [batch or [FILLER]]
+    # A batch that fits into one tree even without sharing is not compared.
     lengths = [len(t.tokens) for t in batch]
-    shared = shared_with_previous(batch)
+    shared = None
+    if sum(lengths) > trainer.config.micro_tokens:
+        shared = shared_with_previous(batch)
     cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
 

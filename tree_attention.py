@@ -633,7 +633,8 @@ class _Engine:
                 masks[window] = block_masks(self.trie, block, window)
             self.stack.put(layer, block.depth, k, v, block.piece)
             kernel = ring.Kernel(ring.choose_backend(q, softcap=softcap), float(scale), softcap)
-            return _BlockAttention.apply(q, k, v, self.stack, layer, block, masks[window], kernel)
+            given = self.stack, layer, block, masks[window], kernel
+            return which_attention(q, k, v, masks[window], kernel).apply(q, k, v, *given)
 
         # Positions are depths, so that a piece's keys are right for every block below.
         tokens_n = torch.from_numpy(block.tokens)
@@ -669,38 +670,30 @@ class _Engine:
 
     def finish_sequences(self, b, loss_fn):
         """(4) and (5) of the sequences that end in this block."""
-        # One call of the loss for each sequence, or one for all, which costs less Python.
-        ending = self.ending_in[b].tolist()
-        calls = [[i] for i in ending]
-        if self.batched and ending:
-            calls = [ending]
+        # One call of the loss for each sequence, or one for a list of all, which costs less Python.
+        calls = self.ending_in[b].tolist()
+        if self.batched and calls:
+            calls = [calls]
 
-        results = [self._call_loss(sequences, loss_fn) for sequences in calls]
+        results = [self._call_loss(called_for, loss_fn) for called_for in calls]
         if self.check_finite and calls:
-            _require_finite(calls, results, self.batched)
+            _require_finite(calls, results)
         for loss, _ in results:
             self.loss = self.loss + loss  # (4)
 
-    def _call_loss(self, sequences, loss_fn):
+    def _call_loss(self, called_for, loss_fn):
         """One call of the loss: its value, detached, and whether it and its gradient are finite."""
         # The scores along each path, in order, gathered from wherever their blocks wrote them; 0
         # behind a path's end. Two sequences through token t both read scores_CN[:, t]. In the tree
         # at the top 5 6 8 has the path 0 1 3 and the edges 1 3: entries 0 and 1 of what f_i gets.
-        edges_RT, inside_RT = _padded_paths(self.trie, sequences, self.device)
+        paths = PathEdges(self.trie, called_for, self.device)
 
         # They are leaves of a graph of their own. The loss's backward ends here, before any block's
         # graph: a block must be gone through once, not once for every sequence that shares it.
-        leaves = []
-        for row_N in self.scores_CN:
-            leaf_RT = row_N[edges_RT].masked_fill(~inside_RT, 0.0)
-            leaves.append(leaf_RT.requires_grad_())
-
+        leaves = [paths.gather(row_N).requires_grad_() for row_N in self.scores_CN]
         with torch.enable_grad():
-            if self.batched:
-                loss = loss_fn(sequences, *leaves)
-            else:
-                loss = loss_fn(sequences[0], *(leaf_RT[0] for leaf_RT in leaves))
-            loss = _one_number(loss, self.scores_CN, sequences, self.batched)
+            loss = loss_fn(called_for, *leaves)
+            loss = _one_number(loss, self.scores_CN, called_for)
             if loss.requires_grad:
                 loss.backward()
 
@@ -709,11 +702,10 @@ class _Engine:
         # that would send the head's backward through the whole vocabulary a second time.
         loss = loss.detach().to(self.scores_CN)
         finite = [loss.isfinite()]
-        edges = edges_RT[inside_RT]
-        for c, leaf_RT in enumerate(leaves):
-            if leaf_RT.grad is not None:
-                dscores = leaf_RT.grad[inside_RT]
-                self.dscores_CN[c].index_add_(0, edges, dscores)  # (5)
+        for c, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                dscores = paths.inside(leaf.grad)
+                self.dscores_CN[c].index_add_(0, paths.edges, dscores)  # (5)
                 self.is_used[c] = True
                 finite.append(dscores.isfinite().all())
         return loss, torch.stack(finite).all()
@@ -972,28 +964,29 @@ def _all_or_nothing(parameters):
                 p.grad = old if new is None else old.add_(new)
 
 
-def _one_number(loss, like, sequences, batched):
+def _one_number(loss, like, called_for):
     """What loss_fn returned, as a tensor (); ValueError if it is a vector."""
     if not torch.is_tensor(loss):
         return like.new_tensor(loss)
     if loss.dim():
-        called_for = sequences if batched else sequences[0]
         raise ValueError("loss_fn must return one number a call, of shape (); for "
                          f"sequence {called_for} came {[*loss.shape]}; sum or average it")
     return loss
 
 
-def _require_finite(calls, results, batched):
+def _require_finite(calls, results):
     """NonFiniteLoss if one of a block's losses, or its gradient, is not finite.
 
-    calls: the sequences of each call of the loss. results: what `_Engine._call_loss` gave for it.
+    calls: what the loss was called for, a sequence or a list. results: of `_Engine._call_loss`.
     """
     # One look at all losses of the block: on a GPU each look waits for the device.
     losses, finite = zip(*results, strict=True)
     if torch.stack(finite).all():
         return
     k = finite.index(False)
-    sequence = f"sequences {calls[k]}" if batched else f"sequence {calls[k][0]}"
+    sequence = f"sequence {calls[k]}"
+    if isinstance(calls[k], list):
+        sequence = f"sequences {calls[k]}"
     reason = ", its gradient is not finite" if losses[k].isfinite() else ""
     raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
 
@@ -1243,6 +1236,34 @@ def _padded_paths(trie, sequences, device):
     return torch.from_numpy(edges_RT).to(device), torch.from_numpy(inside_RT).to(device)
 
 
+class PathEdges:
+    """The edges of one path, or of several: what a loss is called with is gathered from there.
+
+    called_for: a sequence, whose edges are (T,), or a list, with (R, T), padded. edges: all, flat.
+    """
+
+    def __init__(self, trie, called_for, device):
+        # One path by itself needs neither padding nor to leave it out again.
+        self.inside_RT = None
+        if isinstance(called_for, list):
+            self.shaped, self.inside_RT = _padded_paths(trie, called_for, device)
+            self.edges = self.shaped[self.inside_RT]
+        else:
+            self.shaped = self.edges = trie.path(called_for)[1:].to(device)
+
+    def gather(self, score_N):
+        """A score along the path, (T,), or along each, (R, T), 0 behind its end."""
+        if self.inside_RT is None:
+            return score_N[self.shaped]
+        return score_N[self.shaped].masked_fill(~self.inside_RT, 0.0)
+
+    def inside(self, x):
+        """The entries of a tensor like that of `gather` that belong to `edges`."""
+        if self.inside_RT is None:
+            return x
+        return x[self.inside_RT]
+
+
 def _scores_by_sequence(trie, columns, padded):
     """What `tree_scores` returns, from each score of every edge, (N,) each; differentiable."""
     if not len(trie):
@@ -1284,6 +1305,7 @@ class BlockMasks(NamedTuple):
     inside: ring.Mask  # of the block itself
     stack: ring.Mask | None  # of the stack from depth `first` on; None: all of it
     first: int
+    is_path: bool  # whether the block is a stretch of one path, without a window
 
 
 def block_ends(trie, block):
@@ -1297,9 +1319,12 @@ def block_ends(trie, block):
 
 def block_masks(trie, block, window):
     """(1) for the tokens of a block, against themselves and against the stack above them."""
-    if len(block.tokens) == len(trie):
-        return BlockMasks(trie.mask(window), None, 0)
+    # In preorder the next index, one deeper, is a child.
     positions = trie.positions.numpy()[block.tokens]
+    goes_on = (np.diff(block.tokens) == 1) & (np.diff(positions) == 1)
+    is_path = window is None and bool(goes_on.all())
+    if len(block.tokens) == len(trie):
+        return BlockMasks(trie.mask(window), None, 0, is_path)
     ends = block_ends(trie, block)
     inside = ring.Mask.tree(ends, positions, window)
 
@@ -1307,7 +1332,7 @@ def block_masks(trie, block, window):
     # where a window hides its upper part.
     p = block.depth
     if window is None or not p:
-        return BlockMasks(inside, None, 0)
+        return BlockMasks(inside, None, 0, is_path)
 
     # Leave out what no token of the block sees, but keep one key, so that no call is empty. Then
     # the rest of the stack and the block are one tree, a path with the block behind it, and the
@@ -1320,7 +1345,7 @@ def block_masks(trie, block, window):
     ends = np.concatenate([np.full(seen, seen + n), seen + ends])
     depths = np.concatenate([np.arange(first, p), positions])
     both = ring.Mask.tree(ends, depths, window)
-    return BlockMasks(inside, both.slice(slice(seen, None), slice(seen)), first)
+    return BlockMasks(inside, both.slice(slice(seen, None), slice(seen)), first, is_path)
 
 
 # 11. Short paths -----------------------------------------------------------------------------
@@ -1344,9 +1369,11 @@ class Chunks(NamedTuple):
 
 
 def _chunk_length(trie):
-    """Tokens of a chunk. Long paths above it pay for themselves by more rows that see them."""
-    longest = int(trie.positions.max()) + 1 if len(trie) else 0
-    return 32 if longest <= 64 else 64
+    """Tokens of a chunk: the longer the path above it can be, the more rows are to share it."""
+    longest = int(trie.positions.max()) + 1
+    if longest <= 24:
+        return 16
+    return 32 if longest <= 112 else 64
 
 
 def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
@@ -1749,7 +1776,93 @@ def runs_of_blocks(blocks, children, recompute, lockstep):
     return runs
 
 
-# 15. Dealing sequences out to ranks ----------------------------------------------------------
+# 15. Blocks that are stretches of a path ------------------------------------------------------
+# For speed on a CPU: a path in small blocks, where asking for tiles takes a third of attention.
+# Skip it; the result is that of `_BlockAttention`.
+
+# Causal squares of that many tokens and more have a faster backward in tiles, see `ring.TILES`.
+ONE_SQUARE = 512
+
+
+def which_attention(q_1HnD, k_1GnD, v_1GnD, masks, kernel):
+    """The autograd Function that computes a block's attention; the arguments are those of both."""
+    # torch's CPU kernel takes keys and values as they are if they are of one dtype, no narrower
+    # than the sums, and lie token by token.
+    if not masks.is_path or kernel.backend != "fused" or q_1HnD.device.type != "cpu":
+        return _BlockAttention
+    given = q_1HnD, k_1GnD, v_1GnD
+    if {x.dtype for x in given} not in ({torch.float32}, {torch.float64}):
+        return _BlockAttention
+    if any(x.stride(-1) != 1 for x in given) or not all(is_tame(x) for x in given):
+        return _BlockAttention
+    return _PathAttention
+
+
+def is_tame(x):
+    """Whether no entry is NaN or inf, nor so large that a product with another could be."""
+    # NUMERICS: the kernel multiplies what is above the diagonal by 0, which would bring a NaN into
+    # rows that do not see it. Tiles know of that. Pinned by
+    # tests/test_tree_blocks.py::test_a_token_that_is_not_finite_reaches_no_token_above_it.
+    return bool(torch.linalg.vector_norm(x) < 1e18)
+
+
+class _PathAttention(_BlockAttention):
+    """`_BlockAttention` of a stretch of one path: a causal square and, above it, the whole stack.
+
+    What tiles would have to be asked for is known here: one call of the kernel is for the block's
+    own keys, one for those of the stack, and no row has seen nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
+        out_1HnD, lse_1Hn = ring.fused_tile_forward(
+            q_1HnD, k_1GnD, v_1GnD, None, True, kernel.scale
+        )
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, : block.depth]
+            above_1HnD, above_1Hn = ring.fused_tile_forward(
+                q_1HnD, *kv_21GpD, None, False, kernel.scale
+            )
+
+            # The mean of both, weighted by what each holds of the softmax's total.
+            total_1Hn = torch.logaddexp(lse_1Hn, above_1Hn)
+            own_1Hn1 = torch.exp(lse_1Hn - total_1Hn)[..., None]
+            other_1Hn1 = torch.exp(above_1Hn - total_1Hn)[..., None]
+            out_1HnD = out_1HnD.mul_(own_1Hn1).addcmul_(above_1HnD, other_1Hn1)
+            lse_1Hn = total_1Hn
+        ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
+        ctx.setting = stack, layer, block, masks, kernel
+        return out_1HnD
+
+    @staticmethod
+    def backward(ctx, dout_1HnD):
+        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
+        stack, layer, block, _, kernel = ctx.setting
+        if q_1HnD.shape[2] >= ONE_SQUARE or not is_tame(dout_1HnD):
+            return _BlockAttention.backward(ctx, dout_1HnD)
+
+        # As there: the gradients of the two parts add up, those of the keys above on the stack.
+        of_rows = out_1HnD, lse_1Hn, None
+        dq_1HnD, dk_1GnD, dv_1GnD = ring.fused_tile_backward(
+            dout_1HnD, q_1HnD, k_1GnD, v_1GnD, *of_rows, True, kernel.scale
+        )
+        if block.depth:
+            kv_21GpD = stack.kv[layer][:, :, :, : block.depth]
+            dq_above_1HnD, dk_1GpD, dv_1GpD = ring.fused_tile_backward(
+                dout_1HnD, q_1HnD, *kv_21GpD, *of_rows, False, kernel.scale
+            )
+            dq_1HnD.add_(dq_above_1HnD)
+            stack.add(layer, 0, dk_1GpD, dv_1GpD)  # (6), for the tokens above
+
+        below_21GmD = stack.take(layer, block.depth, block.piece)
+        if below_21GmD is not None:
+            m = below_21GmD.shape[3]
+            dk_1GnD[:, :, :m] += below_21GmD[0]  # (6), from all blocks below
+            dv_1GnD[:, :, :m] += below_21GmD[1]
+        return dq_1HnD, dk_1GnD, dv_1GnD, None, None, None, None, None
+
+
+# 16. Dealing sequences out to ranks ----------------------------------------------------------
 # For data-parallel training: who trains on which sequences, so that prefixes stay together.
 # Skip it on one rank, and if your own sampler deals out groups.
 
@@ -1867,7 +1980,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
     return [torch.from_numpy(x) for x, _ in share], [item for _, item in share]
 
 
-# 16. check: every gradient against the definition --------------------------------------------
+# 17. check: every gradient against the definition --------------------------------------------
 # For auditors: a small model, every shape of tree that could go wrong, and a table of errors.
 # Skip it to use the file; run it after every change.
 
@@ -2047,7 +2160,7 @@ def check() -> int:
     return int(worst > 1e-10)
 
 
-# 17. main ------------------------------------------------------------------------------------
+# 18. main ------------------------------------------------------------------------------------
 # For the command line: check is above; bench and plan are in tests/measure_tree.py.
 # Skip it if you import the file.
 

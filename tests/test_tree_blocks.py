@@ -169,3 +169,114 @@ def test_larger_calls_hold_no_more(monkeypatch):
         assert larger < 1.02 * single, (name, recompute)
     whole = peak(model, trees["path"], max_tokens=480)
     assert whole > 2.5 * peak(model, trees["path"], max_tokens=60, recompute=True)
+
+
+# Stretches of a path ---------------------------------------------------------------------------
+
+
+def path_block(dtype=torch.float64):
+    """A block of 24 tokens under 40 others, 16 of it for the stack: q, k, v, its masks, a stack."""
+    trie = TokenTrie([np.arange(n) % 7 for n in range(8, 89, 8)])
+    block = tree.Block(np.arange(40, 64), 16, 0, 40)
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(heads, tokens):
+        laid = torch.randn(1, tokens, heads, 8, generator=generator, dtype=dtype)
+        return laid.transpose(1, 2)
+
+    stack = tree.Stack(56)
+    stack.put(0, 0, draw(2, 40), draw(2, 40), 40)
+    stack.add(0, 40, draw(2, 12), draw(2, 12))  # blocks below have added for 12 of the 16
+    given = [x.requires_grad_() for x in (draw(4, 24), draw(2, 24), draw(2, 24))]
+    return given, draw(4, 24), stack, block, tree.block_masks(trie, block, None)
+
+
+def outcome(function, dtype=torch.float64, spoil=None):
+    """Output, gradients, and the gradient on the stack; and which Function it was."""
+    given, dout, stack, block, masks = path_block(dtype)
+    if spoil is not None:
+        spoil(given, dout)
+    kernel = tree.ring.Kernel("fused", 0.3)
+    chosen = function or tree.which_attention(*given, masks, kernel)
+    out = chosen.apply(*given, stack, 0, block, masks, kernel)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in given), stack.grads[0]], chosen
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("one_square", [1, 512])
+def test_a_stretch_of_a_path_is_what_tiles_make_of_it(monkeypatch, one_square):
+    """In float64, with and without the backward of its own."""
+    monkeypatch.setattr(tree, "ONE_SQUARE", one_square)
+    truth, _ = outcome(tree._BlockAttention)
+    found, chosen = outcome(None)
+    assert chosen is tree._PathAttention
+    assert all(tree.ring.relative(a, b) < 1e-13 for a, b in zip(found, truth, strict=True))
+    assert not any((x == 0).all() for x in found)
+
+    # Against nothing but the definition: 24 queries at depth 40 see 41 keys, 42, and so on.
+    (q, k, v), dout, stack, _, _ = path_block()
+    keys = torch.cat([stack.kv[0][0][:, :, :40], k], 2)
+    values = torch.cat([stack.kv[0][1][:, :, :40], v], 2)
+    visible = torch.ones(24, 64, dtype=torch.bool).tril(40)
+    out, _ = tree.ring.definition(q, keys, values, visible[None, None], scale=0.3)
+    out.backward(dout)
+    assert tree.ring.relative(found[0], out.detach()) < 1e-13
+    assert tree.ring.relative(found[1], q.grad) < 1e-12
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e300])
+def test_a_token_that_is_not_finite_reaches_no_token_above_it(bad):
+    """As with tiles: in a key, in a value, or in the gradient that arrives."""
+    clean, _ = outcome(None)
+    for x in (1, 2):
+        found, chosen = outcome(None, spoil=lambda given, _, x=x: given[x].data[0, :, 9].fill_(bad))
+        assert chosen is tree._BlockAttention
+        assert tree.ring.relative(found[0][:, :, :9], clean[0][:, :, :9]) < 1e-12
+
+    # What arrives for token 9 goes to the keys that it sees, 0 to 9 of the block.
+    found, chosen = outcome(None, spoil=lambda _, dout: dout[0, :, 9].fill_(bad))
+    assert chosen is tree._PathAttention
+    for x in (2, 3):
+        assert tree.ring.relative(found[x][:, :, 16:], clean[x][:, :, 16:]) < 1e-12
+
+
+@pytest.mark.quick
+def test_other_blocks_and_dtypes_are_left_to_tiles():
+    def chosen(given=None, window=None, backend="fused", tokens=None):
+        block = tree.Block(np.arange(8, 16) if tokens is None else np.array(tokens), 0, -1, 8)
+        trie = TokenTrie([list(range(16)), [*range(12), 20]])
+        masks = tree.block_masks(trie, block, window)
+        given = given or [torch.randn(1, 2, 8, 4) for _ in range(3)]
+        return tree.which_attention(*given, masks, tree.ring.Kernel(backend, 1.0))
+
+    assert chosen() is tree._PathAttention
+    x = torch.randn(1, 2, 8, 4)
+    tiles = [
+        chosen(window=4),
+        chosen(backend="math"),  # a softcap
+        chosen(tokens=[8, 9, 10, 11, 12, 16]),  # a branch hangs beside it
+        chosen([x.bfloat16()] * 3),
+        chosen([x.half()] * 3),
+        chosen([x, x.double(), x]),
+        chosen([x, x, torch.randn(1, 2, 4, 8).mT]),
+    ]
+    assert tiles == [tree._BlockAttention] * len(tiles)
+
+
+@pytest.mark.quick
+def test_a_path_in_blocks_makes_two_kernel_calls_a_block_and_layer(monkeypatch):
+    calls = {"forward": [], "backward": []}
+    for name, function in (("forward", "fused_tile_forward"), ("backward", "fused_tile_backward")):
+        real = getattr(tree.ring, function)
+        monkeypatch.setattr(
+            tree.ring, function, lambda *x, r=real, n=name: calls[n].append(1) or r(*x)
+        )
+    model = models.tiny_model("qwen3")
+    layers = model.config.num_hidden_layers
+    tree_backward(model, chain(), example_loss, max_tokens=10, recompute=True)
+
+    # Forward: the run and the first block have nothing above them, three blocks have.
+    assert len(calls["forward"]) == layers * (1 + 1 + 2 * 3)
+    assert len(calls["backward"]) == layers * (1 + 2 * 3)
