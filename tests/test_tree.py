@@ -251,6 +251,25 @@ def test_a_token_that_is_not_finite_reaches_its_own_paths_only(monkeypatch, bad,
     assert relative(found[:, :, ~sees], clean[:, :, ~sees]) < 1e-6
 
 
+def test_chunks_and_what_they_see_are_found_once_for_all_layers(monkeypatch):
+    names = "_chunks", "_chunk_bias", "_chunked_attention"
+    model, trie = models.tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
+    made = []
+    for name in names:
+        function = getattr(tree, name)
+
+        def counted(*given, function=function, name=name):
+            made.append(name)
+            return function(*given)
+
+        monkeypatch.setattr(tree, name, counted)
+    sum(scores[0].sum() for scores in tree.tree_scores(model, trie)).backward()
+    assert [made.count(name) for name in names] == [1, 1, 3]
+    monkeypatch.setattr(tree, "SHORT", 1)  # paths of 2 tokens are long now
+    tree.tree_scores(model, trie)
+    assert made.count("_chunked_attention") == 3
+
+
 def test_every_pair_of_a_token_and_an_ancestor_is_computed_once():
     trie = TokenTrie(random_forest(2, count=60, longest=40))
     dense, times = trie.mask().dense()[0, 0], torch.zeros(len(trie), len(trie), dtype=int)
