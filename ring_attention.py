@@ -628,7 +628,6 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, route, kern
     # together with its gradient instead, each hop would have to compute first and send then, and
     # nothing would overlap.
     block_2BgmD = torch.stack((k_BgkD, v_BgkD))
-    dout_BhqD = laid_for_kernel(dout_BhqD, kernel)  # once, and not at each hop
     dq_BhqD = own_2BgkD = None  # both begin at hop 0
     sum_2BgpD = None  # when a hop begins: the sum for the block that lay here at the hop before
 
@@ -1034,7 +1033,8 @@ class Mask:
         if key not in self.cache:
             if 0 < square < ANY:
                 # Forward and backward want squares of two lengths: one search serves both.
-                self.cache[key] = with_squares_cut(self.regions(tile, join), square)
+                whole = self.regions(tile, join)
+                self.cache[key] = with_squares_cut(whole, square, tile * join)
             else:
                 self.cache[key] = find_boxes(self, tile, join, square)
         return self.cache[key]
@@ -1373,17 +1373,21 @@ def causal_squares(mask, row_edges, key_edges):
     return squares
 
 
-def with_squares_cut(boxes, square):
-    """Boxes of `find_boxes` whose CAUSAL ones are at most `square` long, by `halves`."""
+def with_squares_cut(boxes, square, full):
+    """Boxes of `find_boxes` whose CAUSAL ones are cut by `halves`."""
     cut = []
     for batch, rows, keys, kind in boxes:
-        parts = halves(rows, keys, square) if kind == CAUSAL else [[rows, keys, kind]]
+        parts = [[rows, keys, kind]]
+        if kind == CAUSAL:
+            parts = halves(rows, keys, square, full)
         cut += [(batch, *part) for part in parts]
     return cut
 
 
-def halves(rows, keys, square):
-    """[[queries, keys, kind]] of a causal square, no CAUSAL box of it longer than `square`.
+def halves(rows, keys, square, full=ANY):
+    """[[queries, keys, kind]] of a causal square.
+
+    square, full: how many queries a CAUSAL box and a FULL box may have.
 
     The lower half of the rows sees the upper half of the keys wholly. The rest is two squares:
 
@@ -1401,9 +1405,11 @@ def halves(rows, keys, square):
     upper_keys = slice(keys.start, keys.start + length // 2)
     lower_rows = slice(upper_rows.stop, rows.stop)
     lower_keys = slice(upper_keys.stop, keys.stop)
-    below = [[lower_rows, upper_keys, FULL]]
-    upper = halves(upper_rows, upper_keys, square)
-    return upper + below + halves(lower_rows, lower_keys, square)
+    below = []
+    for start in range(lower_rows.start, lower_rows.stop, full):
+        below.append([slice(start, min(start + full, lower_rows.stop)), upper_keys, FULL])
+    upper = halves(upper_rows, upper_keys, square, full)
+    return upper + below + halves(lower_rows, lower_keys, square, full)
 
 
 def structure_edges(mask, tile):
@@ -1550,8 +1556,6 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
         boxes = boxes_of(direction, kernel, mask, q)
-    if direction == "backward":
-        tensors[-1] = laid_for_kernel(tensors[-1], kernel)
 
     def tiles():
         for batch, queries, keys, kind in boxes:
@@ -1575,16 +1579,6 @@ def boxes_of(direction, kernel, mask, q):
     """The boxes of a mask, of the size that is fastest for this kernel on this device."""
     sizes = TILES["math" if kernel.backend == "math" else q.device.type]
     return mask.regions(sizes.tile, sizes.join, getattr(sizes, direction))
-
-
-def laid_for_kernel(dout_BHqD, kernel):
-    """dout with the heads of a token side by side, where torch's CPU kernel is to read it.
-
-    The kernel copies a tile of any other dout, so it is copied once for all tiles.
-    """
-    if kernel.backend == "math" or dout_BHqD.device.type != "cpu":
-        return dout_BHqD
-    return dout_BHqD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class Parts:

@@ -1846,7 +1846,6 @@ class _PathAttention(_BlockAttention):
             return _BlockAttention.backward(ctx, dout_1HnD)
 
         # As there: the gradients of the two parts add up, those of the keys above on the stack.
-        dout_1HnD = ring.laid_for_kernel(dout_1HnD, kernel)
         of_rows = out_1HnD, lse_1Hn, None
         dq_1HnD, dk_1GnD, dv_1GnD = ring.fused_tile_backward(
             dout_1HnD, q_1HnD, k_1GnD, v_1GnD, *of_rows, True, kernel.scale
