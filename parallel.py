@@ -86,7 +86,6 @@ import pickletools
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -2311,18 +2310,18 @@ class Stop:
 
         # Python runs a handler between two steps of its own, and a rank that waits in a collective
         # makes none, perhaps for minutes: by then two signals have become one. But their numbers
-        # are also written to a socket, at once, whatever the process is doing. A thread reads them.
-        self.read_end, self.write_end = socket.socketpair()
-        self.write_end.setblocking(False)  # `set_wakeup_fd` asks for this
+        # are also written to a pipe, at once, whatever the process is doing. A thread reads them.
+        self.read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)  # `set_wakeup_fd` asks for this
         threading.Thread(target=self._listen, daemon=True).start()
-        signal.set_wakeup_fd(self.write_end.fileno())
+        signal.set_wakeup_fd(write_end)
         for number in self.MEANT:
             signal.signal(number, lambda number, frame: None)
         os.register_at_fork(after_in_child=self._forget)
 
     def _listen(self):
         while True:
-            for number in self.read_end.recv(64):
+            for number in os.read(self.read_end, 64):
                 if number in self.MEANT:
                     self._remember(number)
 
