@@ -1410,13 +1410,16 @@ def _chunks(trie):
     N = len(trie)
     count = -(-N // _chunk_length(trie))
     queries_UW = np.arange(count * -(-N // count)).reshape(count, -1)
-    first_U1 = queries_UW[:, :1].clip(max=N - 1)
-    depth_N = trie.positions.numpy()
-    index_N = np.arange(N)
-    is_above_UN = (index_N < first_U1) & (trie.subtree_end.numpy() > first_U1)
-    chunk_J, ancestor_J = is_above_UN.nonzero()
-    above_UA = np.full((count, int(depth_N[first_U1].max())), queries_UW.size)
-    above_UA[chunk_J, depth_N[ancestor_J]] = ancestor_J
+    first_U = queries_UW[:, 0].clip(max=N - 1)
+    depth_U = trie.positions.numpy()[first_U]
+
+    # The path above a token is the beginning of the first sequence's that has the token.
+    new = (trie.lengths.numpy()[trie.order] - trie.shared).cumsum()
+    sequence_U = np.asarray(trie.order)[np.searchsorted(new, first_U, side="right")]
+    chunk_J = np.repeat(np.arange(count), depth_U)
+    depth_J = _runs(np.zeros_like(depth_U), depth_U)
+    above_UA = np.full((count, int(depth_U.max())), queries_UW.size)
+    above_UA[chunk_J, depth_J] = trie.paths.numpy()[_runs(trie.begins.numpy()[sequence_U], depth_U)]
     keys_UY = np.concatenate([above_UA, queries_UW], 1)
     return Chunks(queries_UW, keys_UY, torch.from_numpy(keys_UY.clip(max=N - 1)).flatten())
 
