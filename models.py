@@ -3719,14 +3719,14 @@ class PlainLayer(NamedTuple):
 
     kind: str
     options: dict  # of the cache's attention: layer, scale, window
-    least: torch.Tensor  # of the norm before attention, whose weight is in qkv_MN
+    norm: PlainNorm
     qkv_MN: torch.Tensor
     qkv_bias_N: torch.Tensor | None
     qk_norm: PlainNorm | None
     o_NM: torch.Tensor
     o_bias_M: torch.Tensor | None
     attention_norm: PlainNorm | None  # norm' of (2)
-    ffn_least: torch.Tensor  # of the norm before the ffn, whose weight is in gate_up_MN
+    ffn_norm: PlainNorm
     gate_up_MN: torch.Tensor
     act: Callable
     down_NM: torch.Tensor
@@ -3736,9 +3736,8 @@ class PlainLayer(NamedTuple):
 class PlainStep:
     """`extend` by one token a row, spelled out over copies of a model's weights.
 
-    In the copies q, k and v are one matrix, and so are gate and up, multiplied by the weight of the
-    norm before them. They are transposed: a product of a few rows with an (in, out) matrix takes
-    half as long as with Hugging Face's (out, in).
+    In the copies q, k and v are one matrix, and so are gate and up. They are transposed: a product
+    of a few rows with an (in, out) matrix takes half as long as with Hugging Face's (out, in).
     """
 
     def __init__(self, model):
@@ -3754,9 +3753,8 @@ class PlainStep:
         self.angles = {}  # those of the positions from `first` on: layer type -> cos, sin
         self.first = None
         self.layers = [plain_layer(layer) for layer in model.model.layers]
-        norm = plain_norm(model.model.norm)
-        self.least = norm.least
-        self.head_MV = transposed([model.head_weight], norm)
+        self.norm = plain_norm(model.model.norm)
+        self.head_MV = model.head_weight.T.contiguous()
         self.softcap = config.final_logit_softcapping
 
     @torch.no_grad()
@@ -3770,19 +3768,23 @@ class PlainStep:
 
         cache.counts_B = None
         for layer in self.layers:
-            h_BN = self.attended(unit_length(x_BM, layer.least), layer, ropes[layer.kind], cache)
-            x_BM = added(x_BM, h_BN, layer.o_NM, layer.o_bias_M, layer.attention_norm)  # (2)
+            h_BM = self.attended(normalised(x_BM, layer.norm), layer, ropes[layer.kind], cache)
+            if layer.attention_norm is not None:
+                h_BM = normalised(h_BM, layer.attention_norm)
+            x_BM = x_BM + h_BM  # (2)
 
             # Gate and up stand side by side; the activation's result is nobody else's, so that it
             # may be overwritten.
-            h_BN = unit_length(x_BM, layer.ffn_least) @ layer.gate_up_MN
+            h_BN = normalised(x_BM, layer.ffn_norm) @ layer.gate_up_MN
             gate_BI, up_BI = h_BN.chunk(2, -1)
-            h_BI = layer.act(gate_BI).mul_(up_BI)
-            x_BM = added(x_BM, h_BI, layer.down_NM, None, layer.after_ffn_norm)  # (3)
+            h_BM = layer.act(gate_BI).mul_(up_BI) @ layer.down_NM
+            if layer.after_ffn_norm is not None:
+                h_BM = normalised(h_BM, layer.after_ffn_norm)
+            x_BM = x_BM + h_BM  # (3)
         cache.advance()
 
         # The head is the largest matrix of a small model, and gains most from its copy.
-        z_BV = unit_length(x_BM, self.least) @ self.head_MV  # (7)
+        z_BV = normalised(x_BM, self.norm) @ self.head_MV  # (7)
         if self.softcap:
             z_BV = self.softcap * torch.tanh(z_BV / self.softcap)
         return z_BV
@@ -3802,7 +3804,7 @@ class PlainStep:
                 for kind, (cos, sin) in self.angles.items()}  # fmt: skip
 
     def attended(self, x_BM, layer, rope, cache, /):
-        """`Attention.forward` of one token a row, up to what o is multiplied with."""
+        """`Attention.forward` of one token a row."""
         qkv_BN = x_BM @ layer.qkv_MN
         if layer.qkv_bias_N is not None:
             qkv_BN = qkv_BN + layer.qkv_bias_N
@@ -3818,31 +3820,19 @@ class PlainStep:
         q_BH1D, k_BG1D = rotate(qk_B1XD, *rope).transpose(1, 2).split([H, G], 1)
         v_BG1D = qkv_B1YD[:, :, H + G :].transpose(1, 2)
 
-        return cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options).flatten(1)
-
-
-def unit_length(x, least, /):
-    """x / hypot(|x|, sqrt(M eps)) over the last dimension: (4) but for its factor w sqrt(M)."""
-    # NUMERICS: both kernels add squares in x's own float32 or float64; the results differ by what
-    # rounding makes of another order. Pinned by tests/test_decoding.py::test_a_step_is_extend.
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)
+        out_BH1D = cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options)
+        out_BM = out_BH1D.flatten(1) @ layer.o_NM
+        if layer.o_bias_M is not None:
+            out_BM = out_BM + layer.o_bias_M
+        return out_BM
 
 
 def normalised(x, norm, /):
-    """(4) over the last dimension."""
-    return unit_length(x, norm.least).mul_(norm.weight)  # (4)
-
-
-def added(x_BM, h_BN, matrix_NM, bias_M, norm, /):
-    """x + norm'(h W + b) of (2) and (3), in one call where there is neither norm' nor b."""
-    if bias_M is None and norm is None:
-        return torch.addmm(x_BM, h_BN, matrix_NM)
-    h_BM = h_BN @ matrix_NM
-    if bias_M is not None:
-        h_BM = h_BM + bias_M
-    if norm is not None:
-        h_BM = normalised(h_BM, norm)
-    return x_BM + h_BM
+    """(4) over the last dimension, as w sqrt(M) x / hypot(|x|, sqrt(M eps)): fewer calls."""
+    # NUMERICS: both kernels add squares in x's own float32 or float64; the results differ by what
+    # rounding makes of another order. Pinned by tests/test_decoding.py::test_a_step_is_extend.
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / torch.hypot(length, norm.least)).mul_(norm.weight)  # (4)
 
 
 def plain_norm(norm, /) -> PlainNorm:
@@ -3874,37 +3864,29 @@ def plain_layer(layer, /) -> PlainLayer:
         ffn_norm = layer.pre_feedforward_layernorm
         after_ffn_norm = plain_norm(layer.post_feedforward_layernorm)
 
-    # Matrices that are applied to the same states become one, with those states' norm in it.
+    # Matrices that are applied to the same states become one.
     qkv = attn.q_proj, attn.k_proj, attn.v_proj
-    norm = plain_norm(layer.input_layernorm)
-    ffn_norm = plain_norm(ffn_norm)
     return PlainLayer(
         kind=attn.kind,
         options=dict(layer=attn.layer, scale=attn.scale, window=attn.window),
-        least=norm.least,
-        qkv_MN=transposed([part.weight for part in qkv], norm),
+        norm=plain_norm(layer.input_layernorm),
+        qkv_MN=transposed([part.weight for part in qkv]),
         qkv_bias_N=None if qkv[0].bias is None else torch.cat([part.bias for part in qkv]),
         qk_norm=qk_norm,
         o_NM=transposed([attn.o_proj.weight]),
         o_bias_M=attn.o_proj.bias,
         attention_norm=attention_norm,
-        ffn_least=ffn_norm.least,
-        gate_up_MN=transposed([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight], ffn_norm),
+        ffn_norm=plain_norm(ffn_norm),
+        gate_up_MN=transposed([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
         act=layer.mlp.act,
         down_NM=transposed([layer.mlp.down_proj.weight]),
         after_ffn_norm=after_ffn_norm,
     )
 
 
-def transposed(weights, norm=None, /):
-    """(out, in) matrices below each other as one (in, out) matrix, a copy.
-
-    norm: a PlainNorm of what the matrix is multiplied with, whose factor its rows take along.
-    """
-    matrix = torch.cat(weights).detach().T.contiguous()
-    if norm is not None:
-        matrix.mul_(norm.weight[:, None])
-    return matrix
+def transposed(weights, /):
+    """(out, in) matrices below each other as one (in, out) matrix, a copy."""
+    return torch.cat(weights).detach().T.contiguous()
 
 
 # M. A norm in few passes -----------------------------------------------------------------------
