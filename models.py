@@ -3908,15 +3908,19 @@ def transposed(weights, norm=None, /):
 
 
 # M. A norm in few passes -----------------------------------------------------------------------
-# For speed on a CPU: torch has no kernel for (4) there, and autograd would read each of its steps.
+# For speed on a CPU: `F.rms_norm` is several operations there, and each reads and writes all rows.
 # Skip it if you take it that the gradient is that of `F.rms_norm`.
 
 def rms_norm(x, weight, eps, /):
-    """(4) over the last dimension, in the dtype of x, which the weight has too."""
+    """(4) over the last dimension, in the dtype of x, which the weight has too. On a CPU it has no
+    second derivative."""
+    # On CUDA torch has one kernel for it, and in a graph that is compiled there will be one.
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.rms_norm(x, weight.shape, weight, eps)
+
     # NUMERICS: bf16 and fp16 are torch's, which computes in float32 and rounds once. Pinned by
     # tests/test_models.py::test_rms_norm_accumulates_in_float32.
-    has_kernel = x.device.type != "cpu" or torch.compiler.is_compiling()
-    if has_kernel or x.dtype not in (torch.float32, torch.float64):
+    if x.dtype not in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     return NormInFewPasses.apply(x, weight, eps)
 
@@ -3941,16 +3945,16 @@ class NormInFewPasses(torch.autograd.Function):
         if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
             raise NotImplementedError("a norm has no second derivative here: no create_graph=True")
 
-        # One tensor of x's size serves all: memory that is new costs as much as what is written.
+        # x r dy is overwritten by dx in the end: memory that is new costs as much as a pass.
         x, weight, r = ctx.saved_tensors
-        both = (dy * x).mul_(r)
+        product = (dy * x).mul_(r)
 
         # NUMERICS: a sum over thousands of rows by torch.sum, which adds pairwise; a product with r
         # would be 10 times less exact. Pinned by
         # tests/test_models.py::test_the_norm_on_a_cpu_has_the_gradient_of_torchs.
-        dweight = both.flatten(0, -2).sum(0)
-        slope = (both @ weight)[..., None].mul_(r)
-        dx = torch.mul(dy, weight, out=both).addcmul_(x, slope, value=-1 / x.shape[-1]).mul_(r)
+        dweight = product.reshape(-1, len(weight)).sum(0)
+        slope = (product @ weight)[..., None].mul_(r)
+        dx = torch.mul(dy, weight, out=product).addcmul_(x, slope, value=-1 / len(weight)).mul_(r)
         return dx, dweight, None
 
 

@@ -2298,11 +2298,12 @@ class Stop:
 
     Nothing is saved from inside a handler: a collective there would hang. A second Ctrl-C ends this
     process at once, also while it waits for another rank. torchrun repeats the terminal's Ctrl-C to
-    its ranks, so a signal within a second of the first is the same key press.
+    its ranks, so a signal within a second of the first is the same key press. One a process: the
+    handlers and the thread that listens stay as long as it lives.
     """
 
     SAME_KEY_PRESS = 1.0  # seconds
-    MEANT = (signal.SIGTERM, signal.SIGINT)
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self):
         self.number = 0  # of the first signal seen
@@ -2315,14 +2316,14 @@ class Stop:
         os.set_blocking(write_end, False)  # `set_wakeup_fd` asks for this
         threading.Thread(target=self._listen, daemon=True).start()
         signal.set_wakeup_fd(write_end)
-        for number in self.MEANT:
+        for number in self.SIGNALS:
             signal.signal(number, lambda number, frame: None)
         os.register_at_fork(after_in_child=self._forget)
 
     def _listen(self):
         while True:
             for number in os.read(self.read_end, 64):
-                if number in self.MEANT:
+                if number in self.SIGNALS:
                     self._remember(number)
 
     def _remember(self, number):
@@ -2336,7 +2337,7 @@ class Stop:
     def _forget(cls):
         """A process that a task's reward forks dies of these signals, and does not tell the run."""
         signal.set_wakeup_fd(-1)
-        for number in cls.MEANT:
+        for number in cls.SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
     def agreed(self, device) -> int:

@@ -263,8 +263,8 @@ def tile_forward(q_bHiD, k_bGjD, v_bGjD, visible, kernel, all_finite):
     k_bGjD, v_bGjD: its keys and values.
     visible: as in `tile_scores`.
     kernel: a Kernel, of which scale and softcap are used.
-    all_finite: True if no NaN, inf or overflow can come, so that a plain matrix product is right
-        for masked keys too.
+    all_finite: True if no NaN, inf or overflow can come, or nothing is masked, so that a plain
+        matrix product is right.
     """
     s_bGrj, visible_bGrj = tile_scores(q_bHiD, k_bGjD, visible, kernel)
     lse_bGr = torch.logsumexp(s_bGrj, -1)
@@ -326,18 +326,21 @@ def tile_backward(
     return dq_bGrD.reshape(q_bHiD.shape), dk_bGjD, dv_bGjD
 
 
-def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
+def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, more=False, /):
     """(3) and (4), tile by tile, outside autograd: out_BHqD and lse_BHq in float32 or better.
 
     mask: a Mask of q queries and k keys, or None where everything is seen. kernel: a Kernel.
-    before: this pair of the same queries over other keys, to merge these keys into, in place.
+    before: this pair of the same queries over other keys, to merge these keys into; it is used up.
+    more: whether the result will be such a `before`.
     """
-    # Every row begins as one that has seen nothing, which is (4), and neutral under `merge`; Parts
-    # (appendix C) writes that down only for rows that no tile has come to by the end.
+    # A row that no tile has come to has out 0 and lse -inf, which is (4) and neutral under `merge`:
+    # Parts (appendix C) writes that where it is needed.
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
-    out_before, lse_before = before or (None, None)
-    out = Parts(q_BHqD, wide, 0.0, out_before)
-    lse = Parts(q_BHqD[..., 0], wide, -math.inf, lse_before)
+    out_before = lse_before = None
+    if before is not None:
+        out_before, lse_before = before
+    out = Parts(q_BHqD, wide, 0.0, out_before, more)
+    lse = Parts(q_BHqD[..., 0], wide, -math.inf, lse_before, more)
 
     # The mask cuts itself into boxes: rows = (batch rows, all heads, queries) are indices into q,
     # columns = (batch rows, all heads, keys) into k and v. A box in which nobody sees anything is
@@ -358,7 +361,7 @@ def forward_tiles(q_BHqD, k_BGkD, v_BGkD, mask, kernel, before=None, /):
 
         # Tiles of the same rows hold other keys, so they merge. For the first tile of its rows
         # there is nothing to merge with yet, and it is the result so far.
-        if out.begun(rows):
+        if out.has_any(rows):
             part_out, part_lse = merge(out.at(rows), lse.at(rows), part_out, part_lse)  # (5)
         out.put(rows, part_out)
         lse.put(rows, part_lse)
@@ -375,7 +378,7 @@ def backward_tiles(
     out_BHqD, lse_BHq: of these queries over all keys, wherever those are.
     dlse_BHq: the gradient that arrives for lse; None for zero.
     mask, kernel: as in `forward_tiles`.
-    before: dq_BHqD of the same queries over other keys, to add these keys' part to, in place.
+    before: dq_BHqD of the same queries over other keys, to add these keys' part to; it is used up.
     """
     wide = torch.promote_types(q_BHqD.dtype, torch.float32)
 
@@ -594,7 +597,8 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, route, kernel, probe, /):
         # blocks come in another order than its neighbour's: (5) allows that.
         block = route.block_at(hop)
         if route.is_needed(block, hop):
-            so_far = forward_tiles(q_BhqD, *block_2BgmD, route.mask_of(block), kernel, so_far)
+            given = q_BhqD, *block_2BgmD, route.mask_of(block), kernel
+            so_far = forward_tiles(*given, so_far, hop + 1 < route.hops)
             probe.look(hop + 1, "out", so_far[0])
 
         # Only now must the next block be here, and only now may the old one be overwritten.
@@ -1544,14 +1548,17 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
 
     # NUMERICS: torch's kernels multiply what is masked by 0. Beside NaN, inf, or numbers of which a
     # product overflows, only tiles that use `matmul_of_seen` are right. Norms below 1e18 exclude
-    # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Where no tile has a
-    # masked pair, there is nothing to look for. Pinned by
+    # all three (Cauchy-Schwarz); a larger one costs time and nothing else. Pinned by
     # tests/test_attend.py::test_huge_finite_numbers_in_a_pad_token_reach_no_row.
+    # Where no tile has a masked pair, scores alone matter: the lse of a row of which all are -inf
+    # is 0 by the kernel. Pinned by tests/test_attend.py::test_a_row_of_minus_inf_has_no_mass.
     boxes = boxes_of(direction, kernel, mask, q)
-    wide = torch.float32 if tensors[0].dtype == torch.float16 else None
-    all_finite = all(kind == FULL for *_, kind in boxes) or all(
-        bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18) for x in tensors
-    )
+    looked_at = tensors
+    if all(kind == FULL for *_, kind in boxes):
+        looked_at = tensors[:2]
+    wide = torch.float32 if q.dtype == torch.float16 else None
+    norms = (torch.linalg.vector_norm(x, dtype=wide) for x in looked_at)
+    all_finite = all(bool(norm < 1e18) for norm in norms)
     if not all_finite:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
@@ -1588,52 +1595,75 @@ class Parts:
     empty: what tokens hold that no tile has come to. It is not written beforehand: a pass over all
         tokens, nearly always for nothing, would cost as much as adding a tile's part.
     before: the tensor so far, which is gone on with; None: nothing has come to any token.
+    more: whether the result will be the `before` of another.
     """
 
-    def __init__(self, like, dtype, empty, before=None):
-        # The heads of a token lie side by side, as torch's kernels give a part, and as a model's
-        # next product reads the whole without a copy.
-        b, h, s, *rest = like.shape
-        self.tensor = before
-        if before is None:
-            sizes = b, s, h, *rest
-            self.tensor = torch.empty(sizes, dtype=dtype, device=like.device).transpose(1, 2)
+    def __init__(self, like, dtype, empty, before=None, more=False):
+        self.like = like
+        self.dtype = dtype
         self.empty = empty
-        self.begun_Bs = np.full((b, s), before is not None)
+        self.more = more
+        self.tensor = before
+        self.is_ours = True
+        self.begun_Bs = np.full((like.shape[0], like.shape[2]), before is not None)
 
-    def begun(self, index) -> bool:
+    def has_any(self, index) -> bool:
         """Whether a part has come to any of these tokens. index: slices of B, heads, tokens."""
         return bool(self.begun_Bs[index[0], index[2]].any())
 
-    def at(self, index):
-        """What has come to these tokens so far, a view."""
-        here = self.tensor[index]
+    def writable(self):
+        """The tensor, made where there is none, and copied where it is not ours to change."""
+        # The heads of a token lie side by side, as torch's kernels give a part, and as a model's
+        # next product reads the whole without a copy.
+        if self.tensor is None:
+            b, h, s, *rest = self.like.shape
+            tensor = torch.empty((b, s, h, *rest), dtype=self.dtype, device=self.like.device)
+            self.tensor = tensor.transpose(1, 2)
+        elif not self.is_ours:
+            self.tensor = self.tensor.clone()
+        self.is_ours = True
+        return self.tensor
+
+    def fill(self, index):
+        """Writes `empty` to those of these tokens that no part has come to."""
         missing_bs = ~self.begun_Bs[index[0], index[2]]
-        if missing_bs.any():
+        if self.tensor is None or missing_bs.any():
+            here = self.writable()[index]
             missing = torch.from_numpy(missing_bs).to(here.device)
             missing = missing.reshape(len(missing), 1, -1, *[1] * (here.ndim - 3))
             here.masked_fill_(missing, self.empty)
-        return here
 
-    def put(self, index, part):
-        """These tokens are the part from now on. A part of all tokens is not even copied."""
-        if part.shape == self.tensor.shape:
-            self.tensor = part.to(self.tensor.dtype)
+    def at(self, index):
+        """What has come to these tokens so far."""
+        self.fill(index)
+        return self.tensor[index]
+
+    def put(self, index, part, *, ours=False):
+        """These tokens are the part from now on. A part of all tokens is not even copied.
+
+        ours: whether such a part may be changed later. What a kernel gave in the forward may not:
+            under selective checkpointing autograd keeps it.
+        """
+        if part.shape == self.like.shape and (ours or not self.more):
+            self.tensor = part.to(self.dtype)
+            self.is_ours = ours
         else:
-            self.tensor[index] = part
+            self.writable()[index] = part
         self.begun_Bs[index[0], index[2]] = True
 
     def add(self, index, part):
-        """The part is added to what has come to these tokens so far."""
-        if self.begun(index):
-            self.at(index).add_(part)
-            self.begun_Bs[index[0], index[2]] = True
-        else:
-            self.put(index, part)
+        """The part, a kernel's in the backward, is added to what has come to these tokens."""
+        if not self.has_any(index):
+            self.put(index, part, ours=True)
+            return
+        self.fill(index)
+        self.writable()[index].add_(part)
+        self.begun_Bs[index[0], index[2]] = True
 
     def whole(self):
         """All tokens, in the end."""
-        return self.at((ALL, ALL, ALL))
+        self.fill((ALL, ALL, ALL))
+        return self.tensor
 
 
 @functools.lru_cache(maxsize=64)

@@ -1751,10 +1751,12 @@ def batches_of_trees(trainer, model, batch) -> list:
     """Cut a batch into lists of trajectories, each for one tree, as many as other ranks need."""
     if trainer.config.tree == "dta":  # its blocks are cut by --max-tokens
         return [batch or [FILLER]]
-    # A batch that fits into one tree even without sharing is not compared.
+    # A batch that fits into one tree even without sharing is not compared. (A pipeline cuts its
+    # batches smaller, however much room there is.)
     lengths = [len(t.tokens) for t in batch]
+    is_pipelined = trainer.plan is not None and trainer.plan.pp > 1
     shared = None
-    if sum(lengths) > trainer.config.micro_tokens:
+    if is_pipelined or sum(lengths) > trainer.config.micro_tokens:
         shared = shared_with_previous(batch)
     cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
@@ -6343,8 +6345,8 @@ class StopOnBothSides(Stop):
 
     def agreed(self, device) -> int:
         heard = self.side.signal()
-        if heard:  # a 0 must not be written over a signal that has come meanwhile
-            self.number = heard
+        if heard and not self.number:  # it counts as this side's first one
+            self._remember(heard)
         return super().agreed(device)
 
 

@@ -467,7 +467,8 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_1HnD, k_1GnD, v_1GnD, stack, layer, block, masks, kernel):
-        so_far = ring.forward_tiles(q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel)
+        own = q_1HnD, k_1GnD, v_1GnD, masks.inside, kernel
+        so_far = ring.forward_tiles(*own, None, block.depth > 0)
 
         # A softmax over two sets of keys is the mean of the softmaxes over each, weighted by how
         # much of the total each holds, which is what the log-sum-exp says.

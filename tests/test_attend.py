@@ -1,9 +1,11 @@
 """attend and merge on one device: exact, clean beside NaN, within SDPA's own error."""
 
+import functools
 import math
 
 import pytest
 import torch
+import torch.utils.checkpoint as ckpt
 from conftest import shortened
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -358,6 +360,51 @@ def test_huge_finite_numbers_in_a_pad_token_reach_no_row(which, backend):
     dq, dk, dv = torch.autograd.grad(out, tensors, 8 * dout)
     found = out, dq, dk / 64, dv / 8
     assert max(relative(a.detach(), b.double()) for a, b in zip(found, want, strict=True)) < 1e-5
+
+
+class _TwoHops(torch.autograd.Function):
+    """The forward of rank 0 in a zigzag ring of 2; its backward only asks for what was saved."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        kernel = ra.Kernel("fused", 8**-0.5)
+        mine, other = (ra.indices(512, rank, 2).numpy() for rank in (0, 1))
+        causal = ra.Mask.causal(512)
+        hops = [causal.slice(mine, block) for block in (mine, other)]
+        so_far = ra.forward_tiles(q, k, v, hops[0], kernel, None, True)
+        out, lse = ra.forward_tiles(q, k, v, hops[1], kernel, so_far)
+        ctx.save_for_backward(q, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, out, _ = ctx.saved_tensors
+        return (dout * out).to(q.dtype), None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_selective_checkpointing_keeps_is_not_changed(dtype):
+    """Hop 0 gives the kernel's own tensors, of all rows, and hop 1 writes to half of them."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    contexts = functools.partial(ckpt.create_selective_checkpoint_contexts, [flash])
+    q, k, v = (torch.randn(1, 2, 256, 8, dtype=dtype) for _ in range(3))
+    q.requires_grad_()
+    options = dict(use_reentrant=False, context_fn=contexts)
+    kept = torch.autograd.grad(ckpt.checkpoint(_TwoHops.apply, q, k, v, **options).sum(), q)
+    assert torch.equal(kept[0], torch.autograd.grad(_TwoHops.apply(q, k, v).sum(), q)[0])
+
+
+def test_a_row_of_minus_inf_has_no_mass():
+    """All its scores overflow downwards in one set of keys: the other set alone is the result."""
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    q = q.abs() * 1e10
+    k[:, :, :3] = -1e30
+    k[:, :, 3:] *= 1e-10  # so that their lse is small, and a mass of exp(0) would count
+    truth, _ = attend(q, k[:, :, 3:], v[:, :, 3:])
+    kernel = ra.Kernel("fused", 8**-0.5)
+    so_far = ra.forward_tiles(q, k[:, :, 3:], v[:, :, 3:], None, kernel, None, True)
+    out, lse = ra.forward_tiles(q, k[:, :, :3], v[:, :, :3], None, kernel, so_far)
+    assert torch.equal(out, truth) and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
