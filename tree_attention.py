@@ -1363,13 +1363,14 @@ def block_masks(trie, block, window):
 # For speed on a CPU: trees of short paths would be very many tiles of few pairs each.
 # Skip it; the result is that of the mask in section 3.
 
-# Milliseconds, forward and backward, one thread: above the line a step of train_grpo.py's bench,
-# below it attention alone, 4 query and 2 key heads of 32. The longest paths decide, as one sees.
+# Chunks or tiles, and which chunks, in milliseconds of one thread: the first two rows are a step of
+# train_grpo.py's bench, the others attention alone, forward and backward, with 4 query and 2 key
+# heads of 32. The length of the longest path decides.
 #
 #     tree                     tokens   longest path   chunks of 16     32     64   tiles
 #     guess branching             463             17           30.3   31.3   31.9    45.2
 #     guess                      3326             17            151    147    152     286
-#     --------------------------------------------------------------------------------
+#
 #     8 of 16 + 16 x 32          3169             48           14.8   13.1   13.8    32.0
 #     binary, 7 x 16             2032            112           13.0    9.7   10.1    30.0
 #     4 of 64 + 8 x 64           1768            128           13.9   10.8    9.4    15.8
