@@ -203,7 +203,7 @@ class TokenTrie:
         positions = depth_J[new]
         parent = np.where(positions > 0, path_J[new - 1], -1)
         last_row = np.zeros(len(new), np.int64)
-        last_row[path_J] = row_J  # rows ascend, and the last one stays
+        np.maximum.at(last_row, path_J, row_J)  # of all its rows the last
         subtree_end = np.append(0, (count - self.shared).cumsum())[last_row + 1]
 
         # The paths again in input order, end to end as `joined` is.
@@ -486,8 +486,12 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout_1HnD):
-        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
-        stack, layer, block, masks, kernel = ctx.setting
+        return _BlockAttention.gradients(dout_1HnD, ctx.saved_tensors, *ctx.setting)
+
+    @staticmethod
+    def gradients(dout_1HnD, saved, stack, layer, block, masks, kernel):
+        # What `forward` has saved comes as it was read: a checkpoint lets it be read only once.
+        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = saved
         dq_1HnD, dk_1GnD, dv_1GnD = ring.backward_tiles(
             dout_1HnD, q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn, None, masks.inside, kernel
         )
@@ -535,19 +539,20 @@ class _Engine:
 
     Block 0 has to wait: only when the walk comes back up have all sequences that share its tokens
     had their losses, so that (5) and (6) are complete for it. scores_CN[c, t] is score c of edge t,
-    (3); dscores_CN is (5). The arguments are those of `tree_backward`.
+    (3); dscores_CN is (5). as_planned: of `blocks_to_walk`; the rest is as in `tree_backward`.
     """
 
-    def __init__(self, model, trie, *, max_tokens=None, recompute=None, temperature=1.0, masks=None,
-                 aux_coef=0.0, lockstep=None, batched=False, check_finite=True):  # fmt: skip
+    def __init__(self, model, trie, *, max_tokens=None, recompute=False, as_planned=True,
+                 temperature=1.0, masks=None, aux_coef=0.0, lockstep=None, batched=False,
+                 check_finite=True):  # fmt: skip
         self.model = model
         self.trie = trie
-        self.recompute = recompute  # None: as False, but each block of `plan` is a call by itself
+        self.recompute = recompute
         self.temperature = temperature
         self.lockstep = lockstep
         self.batched = batched
         self.check_finite = check_finite
-        self.blocks = blocks_to_walk(trie, max_tokens, recompute, lockstep)
+        self.blocks = blocks_to_walk(trie, max_tokens, as_planned, lockstep)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's block, also
         # where token t itself lies in a block below.
@@ -828,7 +833,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     parameters = _trainable(model)
     if lockstep is not None and check_finite:
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
-    engine = _Engine(model, trie, max_tokens=max_tokens, recompute=bool(recompute),
+    engine = _Engine(model, trie, max_tokens=max_tokens, recompute=recompute, as_planned=recompute,
                      temperature=temperature, masks=masks, aux_coef=aux_coef, lockstep=lockstep,
                      batched=batched, check_finite=check_finite)  # fmt: skip
 
@@ -1067,14 +1072,15 @@ def _common_prefixes(joined, begins, lengths):
 
     joined: the tokens of all, in which sequence k has `lengths[k]` from begins[k] on.
     """
-    # Neighbours are compared as far as the shorter one goes. Of the places where two differ the
-    # first counts: written last, it stays.
+    # Neighbours are compared as far as the shorter one goes, and of the places where two differ the
+    # first counts. Two that differ nowhere have all in common that was compared.
     compared = np.minimum(lengths[1:], lengths[:-1])
     row = np.repeat(np.arange(len(compared)), compared)
     column = _runs(np.zeros_like(compared), compared)
     differ = np.flatnonzero(joined[begins[:-1][row] + column] != joined[begins[1:][row] + column])
     common = compared.copy()
-    common[row[differ][::-1]] = column[differ][::-1]
+    differing_rows, first = np.unique(row[differ], return_index=True)
+    common[differing_rows] = column[differ][first]
     return np.append(np.zeros(min(len(lengths), 1), np.int64), common)
 
 
@@ -1248,19 +1254,19 @@ class PathEdges:
     """
 
     def __init__(self, trie, called_for, device):
-        # One path by itself needs neither padding nor to leave it out again.
-        self.inside_RT = None
         if isinstance(called_for, list):
-            self.shaped, self.inside_RT = _padded_paths(trie, called_for, device)
-            self.edges = self.shaped[self.inside_RT]
+            self.padded_edges, self.inside_RT = _padded_paths(trie, called_for, device)
+            self.edges = self.padded_edges[self.inside_RT]
         else:
-            self.shaped = self.edges = trie.path(called_for)[1:].to(device)
+            # One path by itself needs neither padding nor to leave it out again.
+            self.inside_RT = None
+            self.edges = trie.path(called_for)[1:].to(device)
 
     def gather(self, score_N):
         """A score along the path, (T,), or along each, (R, T), 0 behind its end."""
         if self.inside_RT is None:
-            return score_N[self.shaped]
-        return score_N[self.shaped].masked_fill(~self.inside_RT, 0.0)
+            return score_N[self.edges]
+        return score_N[self.padded_edges].masked_fill(~self.inside_RT, 0.0)
 
     def inside(self, x):
         """The entries of a tensor like that of `gather` that belong to `edges`."""
@@ -1357,8 +1363,22 @@ def block_masks(trie, block, window):
 # For speed on a CPU: trees of short paths would be very many tiles of few pairs each.
 # Skip it; the result is that of the mask in section 3.
 
-SHORT = 192  # tokens of the longest path
-GATHERED = 2**22  # numbers gathered for a layer, of keys and as many of values
+# Chunks or tiles, and which chunks, in milliseconds of one thread: the first two rows are a step of
+# train_grpo.py's bench, the others attention alone, forward and backward, with 4 query and 2 key
+# heads of 32. The length of the longest path decides.
+#
+#     tree                     tokens   longest path   chunks of 16     32     64   tiles
+#     guess branching             463             17           30.3   31.3   31.9    45.2
+#     guess                      3326             17            151    147    152     286
+#
+#     8 of 16 + 16 x 32          3169             48           14.8   13.1   13.8    32.0
+#     binary, 7 x 16             2032            112           13.0    9.7   10.1    30.0
+#     4 of 64 + 8 x 64           1768            128           13.9   10.8    9.4    15.8
+#     2 of 128 + 8 x 64          1040            189           10.1    8.1    7.6     9.7
+#     256 + 8 x 64                621            313            8.9    6.7    6.1     6.6
+
+SHORT = 192  # tokens of the longest path; beyond it little is gained
+GATHERED = 2**22  # numbers gathered for a layer, of keys and as many of values: a bound on memory
 
 
 class Chunks(NamedTuple):
@@ -1374,11 +1394,16 @@ class Chunks(NamedTuple):
 
 
 def _chunk_length(trie):
-    """Tokens of a chunk: the longer the path above it can be, the more rows are to share it."""
+    """Tokens of a chunk: the longer the path above it can be, the more rows are to share it.
+
+    The limits follow the table above.
+    """
     longest = int(trie.positions.max()) + 1
     if longest <= 24:
         return 16
-    return 32 if longest <= 112 else 64
+    if longest <= 112:
+        return 32
+    return 64
 
 
 def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
@@ -1392,11 +1417,9 @@ def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
         return False
 
     # NUMERICS: a masked pair has the weight 0, and 0 times NaN or inf is NaN: it would reach other
-    # paths of the chunk. Tiles know of that; norms below 1e18 exclude it. Pinned by
+    # paths of the chunk. Tiles know of that. Pinned by
     # tests/test_tree.py::test_a_token_that_is_not_finite_reaches_its_own_paths_only.
-    wide = torch.promote_types(q_1HND.dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(x, dtype=wide) for x in (q_1HND, k_1GND, v_1GND)]
-    return bool(torch.stack(norms).max() < 1e18)
+    return all(is_tame(x) for x in (q_1HND, k_1GND, v_1GND))
 
 
 def _chunks(trie):
@@ -1435,14 +1458,15 @@ def _chunk_bias(trie, chunks, window, dtype):
     end = np.append(trie.subtree_end.numpy(), beyond + 1)
     sees_UWY = (j_U1Y <= i_UW1) & (i_UW1 < end[j_U1Y])  # (1)
     if window is not None:
-        depth = np.append(trie.positions.numpy(), 0 * beyond)
+        depth = np.append(trie.positions.numpy(), np.zeros_like(beyond))
         sees_UWY &= depth[i_UW1] - depth[j_U1Y] < window
     bias_UWY = torch.zeros(sees_UWY.shape, dtype=dtype)
     return bias_UWY.masked_fill_(torch.from_numpy(~sees_UWY), -math.inf)[:, None]
 
 
 def _chunked_attention(q_1HND, k_1GND, v_1GND, trie, scale, window):
-    """Attention by (1) of short paths, all chunks in one call; the gradient is autograd's.
+    """Attention by (1) of short paths, all chunks in one call; the gradient is autograd's, but see
+    `_TilesWhereNotTame`.
 
     The arguments are those of `tree_attention`.
     """
@@ -1472,11 +1496,55 @@ def _chunked_attention(q_1HND, k_1GND, v_1GND, trie, scale, window):
     if missing:
         q_NHD = nn.functional.pad(q_NHD, (0, 0, 0, 0, 0, missing))
     q_UHWD = q_NHD.unflatten(0, chunks.queries_UW.shape).transpose(1, 2)
+    k_UGYD = gathered(k_1GND)
+    v_UGYD = gathered(v_1GND)
     out_UHWD = nn.functional.scaled_dot_product_attention(
-        q_UHWD, gathered(k_1GND), gathered(v_1GND), bias_U1WY, scale=scale, enable_gqa=True
+        q_UHWD, k_UGYD, v_UGYD, bias_U1WY, scale=scale, enable_gqa=True
     )
     out_NHD = out_UHWD.transpose(1, 2).flatten(0, 1)[:N]
-    return out_NHD.transpose(0, 1)[None].to(dtype)
+    out_1HND = out_NHD.transpose(0, 1)[None].to(dtype)
+    in_chunks = q_UHWD, k_UGYD, v_UGYD
+    return _TilesWhereNotTame.apply(
+        out_1HND, q_1HND, k_1GND, v_1GND, in_chunks, trie, scale, window
+    )
+
+
+class _TilesWhereNotTame(torch.autograd.Function):
+    """Chunked attention's output as it is; its gradient goes the chunks' way, or by tiles.
+
+    out_1HND: of the chunks. The rest are the arguments of `tree_attention`, and in_chunks those of
+    torch's attention.
+    """
+
+    @staticmethod
+    def forward(ctx, out_1HND, q_1HND, k_1GND, v_1GND, in_chunks, trie, scale, window):
+        # MEMORY: torch's attention holds queries and keys as the chunks have them, and nobody needs
+        # to hold q, k and v as they came. Pinned by
+        # tests/test_tree.py::test_the_gradient_of_chunks_holds_nothing_of_its_own.
+        ctx.save_for_backward(*(x.detach() for x in in_chunks))
+        ctx.setting = trie, scale, window, q_1HND.dtype
+        return out_1HND.view_as(out_1HND)
+
+    @staticmethod
+    def backward(ctx, dout_1HND):
+        # NUMERICS: 0 times a NaN that arrives for one token would be NaN for the keys of all paths
+        # of its chunk. Pinned by
+        # tests/test_tree.py::test_a_token_that_is_not_finite_reaches_its_own_paths_only.
+        if is_tame(dout_1HND):
+            return dout_1HND, None, None, None, None, None, None, None
+
+        # A chunk's last W keys are its own tokens: all chunks together have each token once.
+        trie, scale, window, dtype = ctx.setting
+        in_chunks = ctx.saved_tensors
+        W = in_chunks[0].shape[2]
+        given = []
+        for x_UhYD in in_chunks:
+            x_NhD = x_UhYD[:, :, -W:].transpose(1, 2).flatten(0, 1)[: len(trie)]
+            given.append(x_NhD.transpose(0, 1)[None].to(dtype).requires_grad_())
+        with torch.enable_grad():
+            out_1HND = ring.attend(*given, trie.mask(window), scale=scale)[0]
+        gradients = torch.autograd.grad(out_1HND, given, dout_1HND)
+        return None, *gradients, None, None, None, None
 
 
 # 12. The routers' balance loss on a tree -----------------------------------------------------
@@ -1694,8 +1762,9 @@ def _stand_in(model, device):
 # Skip it, and take it that each block of `plan` is a call of its own.
 
 # MEMORY: at most so many blocks are one forward without a graph. It frees a layer's states before
-# the next layer runs, where a graph holds those of all layers: four blocks need less than the graph
-# of one. Pinned by tests/test_tree_blocks.py::test_larger_calls_hold_no_more.
+# the next layer runs, where a graph holds those of all layers: in a model of two layers or more,
+# four blocks need less than the graph of one. Pinned by
+# tests/test_tree_blocks.py::test_larger_calls_hold_no_more.
 RUN = 4
 
 
@@ -1750,13 +1819,15 @@ def join_only_children(blocks):
     return merged
 
 
-def blocks_to_walk(trie, max_tokens, recompute, lockstep):
-    """The engine's blocks: those of `plan`, joined where that is free; the ranks' alike.
+def blocks_to_walk(trie, max_tokens, as_planned, lockstep):
+    """The engine's blocks; under lockstep those of all ranks are aligned.
 
-    The arguments are those of `_Engine`.
+    trie, max_tokens, lockstep: of `_Engine`.
+    as_planned: the blocks are those of `plan`. A walk without gradients wants them so, and one that
+        recomputes, since they bound what it holds. False: only children join their parents.
     """
     blocks = plan(trie, max_tokens)
-    if recompute is False:
+    if not as_planned:
         blocks = join_only_children(blocks)
     if lockstep is not None:
         blocks = overlay(blocks, lockstep)
@@ -1772,9 +1843,9 @@ def runs_of_blocks(blocks, children, recompute, lockstep):
     if not recompute or lockstep is not None:
         return runs
 
-    # From a block that others hang from, down to those that the walk comes to first. A block
-    # without a piece may come before: it puts nothing on the stack. The first one with a piece is
-    # that of the largest branch, whose indices go on where the piece above it ends.
+    # A run begins at a block that others hang from and goes down, each time to the first child with
+    # a piece. A child without one may come before it: that puts nothing on the stack. The first one
+    # with a piece is that of the largest branch, whose indices go on where the piece above it ends.
     for run in runs:
         while blocks[run[-1]].piece and len(run) < RUN:
             inner = [child for child in children[run[-1]].tolist() if blocks[child].piece]
@@ -1811,7 +1882,8 @@ def is_tame(x):
     # NUMERICS: the kernel multiplies what is above the diagonal by 0, which would bring a NaN into
     # rows that do not see it. Tiles know of that. Pinned by
     # tests/test_tree_blocks.py::test_a_token_that_is_not_finite_reaches_no_token_above_it.
-    return bool(torch.linalg.vector_norm(x) < 1e18)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18)
 
 
 class _PathAttention(_BlockAttention):
@@ -1832,22 +1904,20 @@ class _PathAttention(_BlockAttention):
                 q_1HnD, *kv_21GpD, None, False, kernel.scale
             )
 
-            # The mean of both, weighted by what each holds of the softmax's total.
-            total_1Hn = torch.logaddexp(lse_1Hn, above_1Hn)
-            own_1Hn1 = torch.exp(lse_1Hn - total_1Hn)[..., None]
-            other_1Hn1 = torch.exp(above_1Hn - total_1Hn)[..., None]
-            out_1HnD = out_1HnD.mul_(own_1Hn1).addcmul_(above_1HnD, other_1Hn1)
-            lse_1Hn = total_1Hn
+            # Not in place: a checkpoint may keep what the kernel gave, and wants it as it was.
+            out_1HnD, lse_1Hn = ring.merge(out_1HnD, lse_1Hn, above_1HnD, above_1Hn)
         ctx.save_for_backward(q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn)
         ctx.setting = stack, layer, block, masks, kernel
         return out_1HnD
 
     @staticmethod
     def backward(ctx, dout_1HnD):
-        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = ctx.saved_tensors
-        stack, layer, block, _, kernel = ctx.setting
+        # A checkpoint lets a saved tensor be read once only, so the tiles are given what was read.
+        saved = ctx.saved_tensors
+        q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = saved
         if q_1HnD.shape[2] >= ONE_SQUARE or not is_tame(dout_1HnD):
-            return _BlockAttention.backward(ctx, dout_1HnD)
+            return _BlockAttention.gradients(dout_1HnD, saved, *ctx.setting)
+        stack, layer, block, _, kernel = ctx.setting
 
         # As there: the gradients of the two parts add up, those of the keys above on the stack.
         of_rows = out_1HnD, lse_1Hn, None

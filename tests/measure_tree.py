@@ -21,6 +21,7 @@ from tree_attention import (
     Cost,
     TokenTrie,
     _tree_rows,
+    blocks_to_walk,
     definition,
     forests,
     partition,
@@ -208,6 +209,9 @@ def describe(argv) -> int:
     for b, block in enumerate(plan(trie, max_tokens)):
         where = f"below {block.parent:>4}, depth {block.depth:>5}"
         print(f"{b:>6}: {where}, {len(block.tokens)} tokens, {block.piece} of them for the stack")
+    joined = [len(block.tokens) for block in blocks_to_walk(trie, max_tokens, False, None)]
+    print("training without recompute joins only children to their parents, at no memory: "
+          f"{len(joined)} calls of at most {max(joined, default=0)} tokens")  # fmt: skip
     print(f"\nover {world} ranks, modelled time in tokens:")
     for rank, share in enumerate(partition(sequences, world)):
         cost = modelled_time(TokenTrie([sequences[i] for i in share]))

@@ -251,6 +251,60 @@ def test_a_token_that_is_not_finite_reaches_its_own_paths_only(monkeypatch, bad,
     assert relative(found[:, :, ~sees], clean[:, :, ~sees]) < 1e-6
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("short", [0, 48])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_gradient_that_is_not_finite_reaches_its_own_path_only(monkeypatch, bad, short, window):
+    monkeypatch.setattr(tree, "SHORT", short)
+    trie = TokenTrie([[1, 2, 3, 4], [1, 2, 5, 6], [1, 7, 8]])
+    gen = torch.Generator().manual_seed(0)
+    draw = [torch.randn(1, heads, len(trie), 8, generator=gen) for heads in (4, 2, 2, 4)]
+    dout = draw.pop()
+
+    def run(dout):
+        leaves = [x.clone().requires_grad_() for x in draw]
+        out = tree.tree_attention(*leaves, trie, window=window)
+        return torch.autograd.grad(out, leaves, dout)
+
+    clean = run(dout)
+    spoilt = int(trie.path(1)[2])  # token 5 sees 1, 2 and itself
+    dout[0, :, spoilt] = bad
+    found = run(dout)
+
+    # Its own query, and the keys and values that it sees; of the rest nothing changes.
+    own = torch.arange(len(trie)) == spoilt
+    seen = trie.mask(window).dense()[0, 0, spoilt]
+    assert seen.sum() == (window or 3)
+    for new, old, reached in zip(found, clean, (own, seen, seen), strict=True):
+        assert not torch.allclose(new[:, :, reached], old[:, :, reached])
+        assert relative(new[:, :, ~reached], old[:, :, ~reached]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_chunks_holds_nothing_of_its_own(monkeypatch, dtype):
+    """Bytes that a backward waits with: those of torch's attention, whatever may arrive."""
+    trie = TokenTrie(random_forest(1, count=40, longest=30))
+    assert len(trie) % tree._chunk_length(trie)  # a chunk is filled up, so queries are a copy
+
+    def held():
+        storages = {}
+
+        def pack(x):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        given = [torch.randn(1, h, len(trie), 8).to(dtype).requires_grad_() for h in (4, 2, 2)]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = tree.tree_attention(*given, trie)
+        assert type(out.grad_fn).__name__ != "AttendBackward"
+        return sum(storages.values()), out
+
+    with_tiles, _ = held()
+    monkeypatch.setattr(tree._TilesWhereNotTame, "apply", lambda out, *_: out)
+    without, _ = held()
+    assert with_tiles == without > 0
+
+
 def test_chunks_and_what_they_see_are_found_once_for_all_layers(monkeypatch):
     names = "_chunks", "_chunk_bias", "_chunked_attention"
     model, trie = models.tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
@@ -1026,6 +1080,13 @@ def test_plan_prints_tree_blocks_and_partition(tmp_path, capsys):
     assert tree.main(["plan", str(tmp_path / "x.json"), "--max-tokens", "3", "--world", "2"]) == 0
     out = capsys.readouterr().out
     assert "+- 1 2" in out and "tree_tokens 5" in out and "sequences [1, 2]" in out
+
+    # A path of ten in blocks of three: four to list, and one call where the graphs are kept.
+    (tmp_path / "x.json").write_text(json.dumps([list(range(10))]))
+    assert tree.main(["plan", str(tmp_path / "x.json"), "--max-tokens", "3", "--world", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "3: below    2, depth     9, 1 tokens" in out
+    assert "1 calls of at most 10 tokens" in out
 
 
 @pytest.mark.slow  # test_readme.py runs it too

@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 import torch
 from test_tree import error, gradients, peak, random_forest, small_model, stars
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import models
 import tree_attention as tree
@@ -223,6 +228,54 @@ def test_a_stretch_of_a_path_is_what_tiles_make_of_it(monkeypatch, one_square):
     out.backward(dout)
     assert tree.ring.relative(found[0], out.detach()) < 1e-13
     assert tree.ring.relative(found[1], q.grad) < 1e-12
+
+
+def keeping_attention():
+    """Contexts of a checkpoint that keeps what torch's attention gave, and recomputes the rest."""
+    kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+    return create_selective_checkpoint_contexts(kept)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("context_fn", [noop_context_fn, keeping_attention])
+@pytest.mark.parametrize("in_tiles", ["", "backward", "both"])
+def test_checkpoints_around_attention_change_no_gradient(monkeypatch, in_tiles, context_fn):
+    """Of stretches of a path by themselves or in tiles, and of chunks."""
+    if in_tiles:
+        monkeypatch.setattr(tree, "ONE_SQUARE", 1)
+    if in_tiles == "both":
+        monkeypatch.setattr(tree, "_PathAttention", tree._BlockAttention)
+    model = models.tiny_model("qwen3").double()
+    sequences = [torch.arange(n) % 11 for n in range(5, 41, 5)]
+    trie = TokenTrie(sequences)
+    truth, _ = gradients(model, lambda: tree.definition(model, sequences, example_loss))
+    chosen, in_chunks = [], []
+    which, chunked = tree.which_attention, tree._chunked_attention
+    monkeypatch.setattr(tree, "which_attention", lambda *x: chosen.append(which(*x)) or chosen[-1])
+    monkeypatch.setattr(tree, "_chunked_attention", lambda *x: in_chunks.append(1) or chunked(*x))
+    hidden = model.hidden
+
+    def checkpointed(tokens, /, *, positions=None, attention=None):
+        def again(*qkv, **options):
+            how = dict(use_reentrant=False, context_fn=context_fn)
+            return checkpoint(lambda *x: attention(*x, **options), *qkv, **how)
+
+        return hidden(tokens, positions=positions, attention=again)
+
+    model.hidden = checkpointed
+    for recompute in (False, True):
+        run = lambda r=recompute: tree_backward(  # noqa: E731
+            model, trie, example_loss, max_tokens=10, recompute=r
+        )
+        assert error(model, run, truth) < 1e-10
+        assert set(chosen) == {tree._PathAttention}
+
+    def one_graph():
+        scores = tree_scores(model, trie)
+        sum(example_loss(i, *of_one) for i, of_one in enumerate(scores)).backward()
+
+    assert error(model, one_graph, truth) < 1e-10
+    assert len(in_chunks) == 2 * model.config.num_hidden_layers  # each layer's, forward and again
 
 
 @pytest.mark.quick
