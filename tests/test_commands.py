@@ -116,7 +116,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
 def test_the_greedy_figure_is_the_runs_own(run, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
-    assert len(set(solved.values())) == 3, solved
+    assert len(set(solved.values())) > 1, solved  # so that one step's weights are not another's
     for step, value in solved.items():
         _, out, _ = call(capsys, "eval", run, "--step", step, "--samples", 2)
         assert figures_of(out)["solved"][0] == value and f"step-{step:08d}" in out

@@ -131,7 +131,7 @@ TABLE = {
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
-    "python tree_attention.py bench --repeats 5": "tests/test_tree.py::test_bench_runs_at_toy_size",
+    "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
     "python tests/bench_trl.py --rounds 7": "tests/test_trl.py::"
     "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
 }
