@@ -1556,9 +1556,7 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
     looked_at = tensors
     if all(kind == FULL for *_, kind in boxes):
         looked_at = tensors[:2]
-    wide = torch.float32 if q.dtype == torch.float16 else None
-    norms = (torch.linalg.vector_norm(x, dtype=wide) for x in looked_at)
-    all_finite = all(bool(norm < 1e18) for norm in norms)
+    all_finite = all(is_tame(x) for x in looked_at)
     if not all_finite:
         kernel = dataclasses.replace(kernel, backend="math")
         tensors = [x.to(tile_dtype(kernel, q)) for x in tensors]
@@ -1580,6 +1578,12 @@ def cut_into_tiles(direction, kernel, mask, q, k, *others):
             yield rows, columns, visible, kind == CAUSAL, tile_kernel
 
     return tensors, all_finite, tiles()
+
+
+def is_tame(x) -> bool:
+    """Whether no entry is NaN or inf, nor so large that a product with another could be."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18)
 
 
 def boxes_of(direction, kernel, mask, q):

@@ -446,14 +446,19 @@ class Stack:
         grad_21GmD[0, :, :, depths] += dk_1GpD
         grad_21GmD[1, :, :, depths] += dv_1GpD
 
-    def take(self, layer, depth, piece):
-        """What all blocks below have added for a piece, (2, 1, G, m, D); None: nothing."""
-        if layer not in self.grads or not piece:
-            return None
-        grad_21GmD = self.grads[layer][:, :, :, depth : depth + piece]
-        taken_21GmD = grad_21GmD.clone()
+    def give(self, layer, block, dk_1GnD, dv_1GnD):
+        """Adds to a block's dk and dv what all blocks below have added for its piece."""
+        # Every block below that has a backward is through with it, so for the piece the sum is
+        # complete. Blocks in which nothing is scored (single leaves) have none. If all below are
+        # such, the stack's gradient may never have grown to the end of the piece, or at all: then
+        # what lies here is shorter than the piece, or empty, and the rest of it is 0.
+        if layer not in self.grads or not block.piece:
+            return
+        grad_21GmD = self.grads[layer][:, :, :, block.depth : block.depth + block.piece]
+        m = grad_21GmD.shape[3]
+        dk_1GnD[:, :, :m] += grad_21GmD[0]  # (6), from all blocks below
+        dv_1GnD[:, :, :m] += grad_21GmD[1]
         grad_21GmD.zero_()  # the next path will use these depths, and must not inherit it
-        return taken_21GmD
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -504,16 +509,8 @@ class _BlockAttention(torch.autograd.Function):
             dq_1HnD, dk_1GpD, dv_1GpD = ring.backward_tiles(*above, kernel, dq_1HnD)
             stack.add(layer, masks.first, dk_1GpD, dv_1GpD)  # (6), for the tokens above
 
-        # Every block below that has a backward is through with it, so for our piece the sum is
-        # complete. Blocks in which nothing is scored (single leaves) have none. If all below are
-        # such, the stack's gradient may never have grown to the end of our piece, or at all: then
-        # what comes back is shorter than the piece, or empty, and the rest of it is 0.
-        below_21GmD = stack.take(layer, block.depth, block.piece)
-        if below_21GmD is not None:
-            m = below_21GmD.shape[3]
-            dk_1GnD[:, :, :m] += below_21GmD[0]  # (6), from all blocks below
-            dv_1GnD[:, :, :m] += below_21GmD[1]
-
+        # And of our own keys the blocks below had a part.
+        stack.give(layer, block, dk_1GnD, dv_1GnD)
         dtype = q_1HnD.dtype
         return dq_1HnD.to(dtype), dk_1GnD.to(dtype), dv_1GnD.to(dtype), None, None, None, None, None
 
@@ -1419,7 +1416,7 @@ def _chunks_pay(q_1HND, k_1GND, v_1GND, trie, softcap):
     # NUMERICS: a masked pair has the weight 0, and 0 times NaN or inf is NaN: it would reach other
     # paths of the chunk. Tiles know of that. Pinned by
     # tests/test_tree.py::test_a_token_that_is_not_finite_reaches_its_own_paths_only.
-    return all(is_tame(x) for x in (q_1HND, k_1GND, v_1GND))
+    return all(ring.is_tame(x) for x in (q_1HND, k_1GND, v_1GND))
 
 
 def _chunks(trie):
@@ -1529,8 +1526,8 @@ class _TilesWhereNotTame(torch.autograd.Function):
     def backward(ctx, dout_1HND):
         # NUMERICS: 0 times a NaN that arrives for one token would be NaN for the keys of all paths
         # of its chunk. Pinned by
-        # tests/test_tree.py::test_a_token_that_is_not_finite_reaches_its_own_paths_only.
-        if is_tame(dout_1HND):
+        # tests/test_tree.py::test_a_gradient_that_is_not_finite_reaches_its_own_path_only.
+        if ring.is_tame(dout_1HND):
             return dout_1HND, None, None, None, None, None, None, None
 
         # A chunk's last W keys are its own tokens: all chunks together have each token once.
@@ -1867,23 +1864,17 @@ def which_attention(q_1HnD, k_1GnD, v_1GnD, masks, kernel):
     """The autograd Function that computes a block's attention; the arguments are those of both."""
     # torch's CPU kernel takes keys and values as they are if they are of one dtype, no narrower
     # than the sums, and lie token by token.
+    # NUMERICS: it multiplies what is above the diagonal by 0, which would bring a NaN into rows
+    # that do not see it. Tiles know of that. Pinned by
+    # tests/test_tree_blocks.py::test_a_token_that_is_not_finite_reaches_no_token_above_it.
     if not masks.is_path or kernel.backend != "fused" or q_1HnD.device.type != "cpu":
         return _BlockAttention
     given = q_1HnD, k_1GnD, v_1GnD
     if {x.dtype for x in given} not in ({torch.float32}, {torch.float64}):
         return _BlockAttention
-    if any(x.stride(-1) != 1 for x in given) or not all(is_tame(x) for x in given):
+    if any(x.stride(-1) != 1 for x in given) or not all(ring.is_tame(x) for x in given):
         return _BlockAttention
     return _PathAttention
-
-
-def is_tame(x):
-    """Whether no entry is NaN or inf, nor so large that a product with another could be."""
-    # NUMERICS: the kernel multiplies what is above the diagonal by 0, which would bring a NaN into
-    # rows that do not see it. Tiles know of that. Pinned by
-    # tests/test_tree_blocks.py::test_a_token_that_is_not_finite_reaches_no_token_above_it.
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return bool(torch.linalg.vector_norm(x, dtype=wide) < 1e18)
 
 
 class _PathAttention(_BlockAttention):
@@ -1915,7 +1906,7 @@ class _PathAttention(_BlockAttention):
         # A checkpoint lets a saved tensor be read once only, so the tiles are given what was read.
         saved = ctx.saved_tensors
         q_1HnD, k_1GnD, v_1GnD, out_1HnD, lse_1Hn = saved
-        if q_1HnD.shape[2] >= ONE_SQUARE or not is_tame(dout_1HnD):
+        if q_1HnD.shape[2] >= ONE_SQUARE or not ring.is_tame(dout_1HnD):
             return _BlockAttention.gradients(dout_1HnD, saved, *ctx.setting)
         stack, layer, block, _, kernel = ctx.setting
 
@@ -1931,12 +1922,7 @@ class _PathAttention(_BlockAttention):
             )
             dq_1HnD.add_(dq_above_1HnD)
             stack.add(layer, 0, dk_1GpD, dv_1GpD)  # (6), for the tokens above
-
-        below_21GmD = stack.take(layer, block.depth, block.piece)
-        if below_21GmD is not None:
-            m = below_21GmD.shape[3]
-            dk_1GnD[:, :, :m] += below_21GmD[0]  # (6), from all blocks below
-            dv_1GnD[:, :, :m] += below_21GmD[1]
+        stack.give(layer, block, dk_1GnD, dv_1GnD)
         return dq_1HnD, dk_1GnD, dv_1GnD, None, None, None, None, None
 
 

@@ -51,10 +51,11 @@ class Mute(Echo):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of 9 steps that solves 0, 1/3 and all of its prompts at its three checkpoints."""
+    """A run of 9 steps that solves 0, 1/3 and 2/3 of its prompts at its three checkpoints."""
     pytest.importorskip("safetensors", reason="checkpoints are safetensors")
     folder = tmp_path_factory.mktemp("commands")
-    good(folder, f"{SMALL} 9")
+    flags = SMALL.replace("--lr 0.01", "--lr 0.007")
+    good(folder, f"{flags} 9")
     return folder / "run"
 
 
@@ -116,7 +117,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
 def test_the_greedy_figure_is_the_runs_own(run, capsys):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
-    assert len(set(solved.values())) > 1, solved  # so that one step's weights are not another's
+    assert len(set(solved.values())) == 3, solved
     for step, value in solved.items():
         _, out, _ = call(capsys, "eval", run, "--step", step, "--samples", 2)
         assert figures_of(out)["solved"][0] == value and f"step-{step:08d}" in out

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_tree import error, gradients, peak, random_forest, small_model, stars
+from test_tree import error, gradients, peak, random_forest, see_the_rest_of_their_paths
+from test_tree import small_model, stars
 from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -68,18 +69,7 @@ def test_joined_blocks_are_a_cut_of_the_same_tree_that_holds_no_more(seed):
             if tuple(block.tokens) in whole:
                 assert whole[tuple(block.tokens)].depth == block.depth
 
-        # Each sees the rest of its paths on the stack, and its piece lies first in it.
-        for b, block in enumerate(blocks):
-            above, at = [], block
-            while at.parent >= 0:
-                assert at.parent < b
-                at = blocks[at.parent]
-                above = [*at.tokens[: at.piece], *above]
-            assert trie.positions[above].tolist() == list(range(block.depth))
-            own = set(block.tokens.tolist())
-            for token in own:
-                parent = int(trie.parent[token])
-                assert parent in own or parent == (above[-1] if above else -1)
+        see_the_rest_of_their_paths(trie, blocks)
 
 
 @pytest.mark.quick
