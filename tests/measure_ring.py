@@ -19,27 +19,28 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from oracles import plain_attention
+
 from ring_attention import (
     CAUSAL,
     DTYPES,
     METHODS,
+    NEVER,
     Mask,
     Ring,
-    Route,
+    RingSchedule,
+    Sizes,
     attend,
-    broadcast_batch,
+    boxes,
     by_way,
     compare,
-    definition,
-    digest_of,
-    gather,
+    digest,
     indices,
     launch,
     loss_scale,
     make_ring,
     ring_attention,
     ring_of,
-    sampler_seed,
     shard,
     unshard,
 )
@@ -60,21 +61,24 @@ def sdpa(q, k, v, dense=None):
 def multiple_of_sdpa(mask, group, dtype, tokens, device="cpu", **options):
     """The worst error of out, dq, dk, dv as a multiple of SDPA's own at this dtype."""
     dense = mask.dense().to(device)
+    layout = options.get("layout", "zigzag")
 
-    def rival(*qkv):
-        out = sdpa(*qkv, dense)
-        return out, torch.zeros_like(out[..., 0])
+    def rival(*parts, group):
+        # Every rank computes all of it, forward and backward, as one process would.
+        place = dict(group=group, layout=layout)
+        whole = [unshard_replicated(x, dim=2, length=tokens, **place) for x in parts]
+        return _ShardOfReplicas.apply(sdpa(*whole, dense), place)
 
-    ours = compare(mask, group, dtype, tokens, device, **options)
+    out, _, *grads = compare(mask, group, dtype, tokens, device, **options)
     theirs = compare(mask, group, dtype, tokens, device, attention=rival, **options)
-    del ours[1], theirs[1]  # SDPA has no lse
+    ours = out, *grads  # SDPA has no lse
     return max(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def work_of(mask, tile=128):
     """Query-key pairs that the boxes of a mask compute, over the batch; causal boxes count half."""
     total = 0
-    for batch, queries, keys, kind in mask.regions(tile):
+    for batch, queries, keys, kind in boxes(mask, Sizes(tile, NEVER, NEVER, NEVER, NEVER)):
         rows_of_batch = len(range(mask.shape[0])[batch])
         pairs = (queries.stop - queries.start) * (keys.stop - keys.start) * rows_of_batch
         total += pairs / 2 if kind == CAUSAL else pairs
@@ -90,7 +94,21 @@ def unshard_replicated(x, /, *, dim, group=None, layout="zigzag", length):
     """
     ring = ring_of(group)
     index = indices(length, ring.rank, ring.world, layout).to(x.device)
-    return gather(x.detach(), dim, ring, layout, length).index_copy(dim, index, x)
+    whole = unshard(x.detach(), dim=dim, group=group, layout=layout, length=length)
+    return whole.index_copy(dim, index, x)
+
+
+class _ShardOfReplicas(torch.autograd.Function):
+    """`shard` of what all ranks hold; its gradient is that of the whole, on every rank."""
+
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.place, ctx.length = place, x.shape[2]
+        return shard(x, dim=2, **place)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unshard(grad, dim=2, **ctx.place, length=ctx.length), None
 
 
 def check_rows(group, device):
@@ -234,7 +252,7 @@ def _values_rank():
                 q[..., 0], k[..., 0] = 40.0, ramp_S if case.startswith("last") else ramp_S.flip(0)
             q, k, v, dout = (x.to(dtype) for x in (q, k, v, dout))
             exact = [x.double() for x in (q, k, v, dout)]
-            truth = _gradients(lambda *x: definition(*x, mask.dense())[0], *exact)
+            truth = _gradients(lambda *x: plain_attention(*x, mask.dense())[0], *exact)
             rival = _gradients(lambda *x: sdpa(*x, mask.dense()), q, k, v, dout)
             if case == "NaN and inf in PAD":
                 q, k, v, dout = (x.clone() for x in (q, k, v, dout))
@@ -292,7 +310,7 @@ def _train_rank(steps, dtype):
         shapes |= {f"qkv{n}": (64, 96), f"out{n}": (64, 64), f"up{n}": (64, 128)}
     drawn = {name: torch.randn(s, generator=gen) / s[0] ** 0.5 for name, s in shapes.items()}
     params = {name: x.to(dtype).requires_grad_() for name, x in drawn.items()}
-    gen.manual_seed(sampler_seed(1, rank, ring_size))
+    gen.manual_seed(digest(1, rank // ring_size))  # the ranks of a ring share their data
     tokens_BS = torch.randint(32, (2, 61), generator=gen)
     valid_BS = torch.rand(2, 61, generator=gen) > 0.3
     valid_BS[1, 20:] = False
@@ -314,7 +332,7 @@ def _train_rank(steps, dtype):
             for p in params.values():
                 p -= 0.02 * p.grad
                 p.grad = None
-    return losses, digest_of(params)
+    return losses, digest(params)
 
 
 def _issue_300_rank():
@@ -334,7 +352,8 @@ def _issue_300_rank():
     masked = torch.full((1, 1, 1, 64), -1e9)  # (b) a row whose 64 keys are all masked by a sentinel
     lse_with_sentinel = torch.logsumexp(masked, -1, keepdim=True)
     wrong = torch.exp(masked - lse_with_sentinel).sum().item()
-    mask = Mask.padding(broadcast_batch(batch)[None])  # the contract: one batch, and -inf
+    dist.broadcast(batch, 0)  # the contract: one batch, and -inf
+    mask = Mask.padding(batch[None])
     out, lse = ring_attention(*qkv, mask=mask, return_lse=True)
     out.backward(torch.full_like(out, 1e4))
     dead = lse == -math.inf
@@ -422,14 +441,12 @@ def counted_bytes():
 def bytes_formula(mask, length, world, layout, *, heads, width, size):
     """Bytes that all ranks of a ring send, (forward, backward), for B = 1.
 
-    Block s of n_s tokens travels last_s hops: 2 G D n_s size last_s each way. In the backward its
-    gradient too, from hop first_s to last_s and home, at max(size, 4) bytes a number.
+    All blocks move hops - 1 times each way, 2 G D S numbers each time. In the backward so do their
+    gradients, at max(size, 4) bytes a number: from rank to rank, and the last time to the owners.
     """
-    route = Route(Ring(None, 0, world), length, layout, 1, mask)
-    tokens = np.array([len(block) for block in route.block_tokens])
-    hops = np.where(route.last_hop > 0, route.last_hop - route.first_hop + 1, 0)
-    blocks, grads = (2 * heads * width * int((tokens * n).sum()) for n in (route.last_hop, hops))
-    return [blocks * size, blocks * size + grads * max(size, 4)]
+    schedule = RingSchedule(Ring(None, 0, world), length, layout, 1, mask)
+    numbers = 2 * heads * width * length * (schedule.hops - 1)
+    return [numbers * size, numbers * size + numbers * max(size, 4)]
 
 
 def _bytes_rank():

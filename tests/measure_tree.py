@@ -1,6 +1,6 @@
 """What `python tree_attention.py bench | plan` run, and rows of its `check`.
 
-plan: the tree of a list of token lists, its blocks, its partition. bench: training on trees against
+plan: the tree of a list of token lists, its chunks, its partition. bench: training on trees against
 the flat batch. One thread, CPU seconds, alternating; a model of models.py from random weights.
 Flat: one sequence a call, no padding. Percent of the bound: of the FLOPs that `TokenTrie.stats`
 says sharing saves.
@@ -21,12 +21,10 @@ from tree_attention import (
     Cost,
     TokenTrie,
     _tree_rows,
-    blocks_to_walk,
     definition,
     forests,
     partition,
-    plan,
-    segments,
+    partition_tree,
     tree_backward,
 )
 
@@ -155,8 +153,8 @@ def bench(argv):
     return 0
 
 
-def modelled_time(trie, cost=None, /) -> float:
-    """The modelled time of a whole tree."""
+def modeled_time(trie, cost=None, /) -> float:
+    """The modeled time of a whole tree."""
     cost, stats, above = cost or Cost(), trie.stats(), 0
     if cost.recomputed and len(trie):
         held = np.zeros(len(trie) + 1, np.int64)  # sequences that hold a token: those below it
@@ -165,6 +163,30 @@ def modelled_time(trie, cost=None, /) -> float:
         index = np.arange(len(trie))
         above = int((below[trie.subtree_end.numpy()] - below[index] > 1).sum())
     return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.recomputed
+
+
+def segments(trie):
+    """Return where the tree forks: (children, stops). A segment is a part of a path without a fork.
+
+    children: {a token, or -1 for no token: first tokens of the segments below it}. stops: (N,), for
+    each token the index after the last token of its segment.
+    """
+    # A segment begins where a path begins, and after a token that has several children.
+    #
+    #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      children  {-1: [0], 1: [2, 4]}
+    #                          token     5  6  7  8  9      stops     2  2  4  4  5
+    #                          children  1  2  1  0  0
+    parent = trie.parent.numpy()
+    child_count = np.bincount(parent[parent >= 0], minlength=len(trie))
+    first_tokens = np.flatnonzero((parent < 0) | (child_count[parent] != 1))
+    children = {}
+    for token in first_tokens.tolist():
+        children.setdefault(int(parent[token]), []).append(token)
+
+    # It ends with the next token, in preorder, that has no child or several.
+    ends = np.append(np.flatnonzero(child_count != 1) + 1, len(trie))
+    stops = ends[np.searchsorted(ends, np.arange(len(trie)) + 1)]
+    return children, stops.tolist()
 
 
 def draw(trie, most=40) -> str:
@@ -194,7 +216,7 @@ def draw(trie, most=40) -> str:
 
 
 def describe(argv) -> int:
-    """plan FILE.json: the tree of a list of token lists, its blocks, and its partition."""
+    """plan FILE.json: the tree of a list of token lists, its chunks, and its partition."""
     parser = argparse.ArgumentParser("tree_attention.py plan")
     parser.add_argument("file")
     parser.add_argument("--max-tokens", type=int)
@@ -205,16 +227,19 @@ def describe(argv) -> int:
     trie = TokenTrie(sequences)
     print(draw(trie))
     print("\n".join(f"{name:>12} {value}" for name, value in trie.stats()._asdict().items()))
-    print(f"\nblocks of at most {max_tokens or 'all'} tokens, depth first:")
-    for b, block in enumerate(plan(trie, max_tokens)):
-        where = f"below {block.parent:>4}, depth {block.depth:>5}"
-        print(f"{b:>6}: {where}, {len(block.tokens)} tokens, {block.piece} of them for the stack")
-    joined = [len(block.tokens) for block in blocks_to_walk(trie, max_tokens, False, None)]
+    print(f"\nchunks of at most {max_tokens or 'all'} tokens, depth first:")
+    end = trie.subtree_end.numpy()
+    for b, (start, stop, parent) in enumerate(partition_tree(trie, max_tokens)):
+        where = f"below {parent:>4}, depth {int(trie.positions[start]):>5}"
+        read = int((end[start:stop] > stop).sum())
+        print(f"{b:>6}: {where}, {stop - start} tokens, {read} of them read by chunks below")
+    joined = partition_tree(trie, max_tokens, join_only_children=True)
+    longest = max((chunk.stop - chunk.start for chunk in joined), default=0)
     print("training without recompute joins only children to their parents, at no memory: "
-          f"{len(joined)} calls of at most {max(joined, default=0)} tokens")  # fmt: skip
-    print(f"\nover {world} ranks, modelled time in tokens:")
+          f"{len(joined)} calls of at most {longest} tokens")  # fmt: skip
+    print(f"\nover {world} ranks, modeled time in tokens:")
     for rank, share in enumerate(partition(sequences, world)):
-        cost = modelled_time(TokenTrie([sequences[i] for i in share]))
+        cost = modeled_time(TokenTrie([sequences[i] for i in share]))
         print(f"{rank:>6}: {cost:.0f}  sequences {share}")
     return 0
 

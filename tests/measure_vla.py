@@ -44,20 +44,9 @@ import torch
 import torch.distributed as dist
 from measure_models import control_batch, control_case
 
+import ring_attention as ra
 from models import Prefix, flow_matching_loss, masked_attention
-from ring_attention import (
-    Mask,
-    digest_of,
-    dp_rank,
-    indices,
-    launch,
-    loss_scale,
-    make_ring,
-    prefix_attention,
-    relative,
-    sampler_seed,
-    suffix_attention,
-)
+from ring_attention import Mask, digest, indices, launch, loss_scale, make_ring, relative
 
 WORLD, RING = 4, 2
 ROWS = 5  # of the first ring; the second has one less
@@ -66,6 +55,87 @@ LR, FALL, CURVE = 3e-3, 0.8, 0.02
 STEPS, EPOCH = 50, 10  # steps come again after an epoch
 BLOCK_P = torch.tensor([0] * 7 + [1] * 5 + [2] * 5 + [3, 4, 5, 6])  # cameras, instruction, answer
 P = len(BLOCK_P)
+
+
+# 0. What such a training needs besides the ring ----------------------------------------------
+
+
+def sampler_seed(seed, rank, ring_size):
+    """A seed that the ranks of a ring share and other rings do not, for the sampler of data."""
+    return digest(seed, rank // ring_size)
+
+
+class SentTensor(NamedTuple):
+    """A tensor on the CPU, and the kind of device where it belongs."""
+
+    tensor: torch.Tensor
+    device: str
+
+
+def broadcast_batch(batch, group=None):
+    """The first rank's batch on every rank of a group: nested dicts, lists, tuples, tensors, text.
+
+    For data whose randomness a seed does not cover: the ranks of a ring must hold one batch.
+    Tensors keep dtype and kind of device, and lose their graph. All of it is pickled.
+    """
+    ring = ra.ring_of(group)
+    if ring.world == 1:
+        return batch
+
+    def packed(x):
+        return SentTensor(x.detach().cpu().clone(), x.device.type)
+
+    def unpacked(sent):
+        return sent.tensor.to(sent.device)
+
+    # Pickling a CUDA tensor would bring its device along, which may be another rank's.
+    box = [map_nested(batch, torch.Tensor, packed) if ring.rank == 0 else None]
+    dist.broadcast_object_list(box, src=ring.name(0), group=ring.group)
+    return map_nested(box[0], SentTensor, unpacked)
+
+
+def map_nested(x, kind, function):
+    """x with function(leaf) for each leaf of a kind; dicts, lists and (named) tuples stay so."""
+    if isinstance(x, kind):
+        return function(x)
+    if isinstance(x, dict):
+        return {key: map_nested(value, kind, function) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        parts = [map_nested(value, kind, function) for value in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return x
+
+
+def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
+    """A prefix of P = `length` tokens over the ring, and what fills a cache.
+
+    Returns out (B, H, s, D) of this rank, and k, v (B, G, P, D) whole on each, differentiable.
+    options: those of `ring_attention`. The suffix route of pi0.7, with `suffix_attention`.
+    """
+    out = ra.ring_attention(q, k, v, group=group, layout=layout, **options)
+    whole = dict(dim=2, group=group, layout=layout, length=length)
+    return out, ra.unshard(k, **whole), ra.unshard(v, **whole)
+
+
+def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **options):
+    """A suffix of T tokens that attends to a cached prefix and itself, on one device: out_BHTD.
+
+    k_BGPD, v_BGPD: of the prefix, from `prefix_attention`. Gradients go back through them into the
+        ring; if every rank computes the same suffix, its loss is replicated (`loss_scale`).
+    mask: of prefix and suffix together, P + T tokens; None: everything is seen.
+    options: those of `attend`.
+    """
+    p = k_BGPD.shape[2]
+    both = p + q_BHTD.shape[2]
+
+    # The rows of the suffix against the keys of both; i and j stay those of the whole sequence.
+    if mask is not None:
+        if tuple(mask.shape[2:]) != (both, both):
+            raise ValueError(f"expected a mask of all {both} tokens, got {mask.shape[2:]}")
+        mask = ra.as_mask(mask).slice(slice(p, None), slice(None))
+    k_BGkD = torch.cat((k_BGPD, k_BGTD), 2)
+    v_BGkD = torch.cat((v_BGPD, v_BGTD), 2)
+    return ra.attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
 
 
 # 1. The batch --------------------------------------------------------------------------------
@@ -78,7 +148,7 @@ def draw(step, rank, dtype):
     them again. start: the suffix's first position.
     """
     step = step % EPOCH
-    ring, seed = dp_rank(rank, RING), sampler_seed(step, rank, RING)
+    ring, seed = rank // RING, sampler_seed(step, rank, RING)
     B, gen = ROWS - ring, torch.Generator().manual_seed(seed)
     task = control_batch(dtype, B, seed)
     tokens_BP = torch.randint(16, (B, P), generator=gen)
@@ -270,7 +340,7 @@ def on_one(steps, dtype):
 def on_rings(steps, dtype):
     """This rank's run, of which only the first keeps the gradients, and a digest of its weights."""
     run = train(Rings(), steps, dtype)
-    return run._replace(grads=[] if dist.get_rank() else run.grads), digest_of(run.weights)
+    return run._replace(grads=[] if dist.get_rank() else run.grads), digest(run.weights)
 
 
 # 5. stress --model ----------------------------------------------------------------------------

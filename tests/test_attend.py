@@ -1,4 +1,4 @@
-"""attend and merge on one device: exact, clean beside NaN, within SDPA's own error."""
+"""attend and merge on one device: exact, clean of what PAD holds, within SDPA's own error."""
 
 import functools
 import math
@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.utils.checkpoint as ckpt
 from conftest import shortened
+from oracles import plain_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ring_attention as ra
-from ring_attention import Mask, attend, choose_backend, definition, merge, relative
+from ring_attention import Mask, Sizes, attend, make_config, merge, relative
 
 KINDS = list(ra.examples(8))
 BACKENDS = ("math", "fused")
@@ -34,7 +35,7 @@ def _worst(leaves, dout, mask, **options):
     """The worst error of out, lse, and the gradients through out and through out and lse."""
     visible = _dense(mask, leaves[0].shape[2], leaves[1].shape[2])
     scores = {name: options[name] for name in ("scale", "softcap") if name in options}
-    pair, truth = attend(*leaves, mask, **options), definition(*leaves, visible, **scores)
+    pair, truth = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **scores)
     dead = truth[1] == -math.inf
     assert torch.equal(pair[1] == -math.inf, dead)
     dlse = torch.randn(dead.shape, dtype=truth[1].dtype, generator=torch.Generator().manual_seed(5))
@@ -52,15 +53,18 @@ def _worst(leaves, dout, mask, **options):
 @pytest.fixture(params=[128, 8, 3])
 def tile(request, monkeypatch):
     """The side of a tile: one, many, and ones that divide nothing."""
-    set_tiles(monkeypatch, tile=request.param, backward=request.param)
+    set_tiles(monkeypatch, request.param)
+    return request.param
 
 
-def set_tiles(monkeypatch, **changes):
-    """Other sizes of tiles for each device; the formulas never compute causal squares."""
-    formulas = {**changes, "backward": 0}
-    sizes = {name: ra.TILES[name]._replace(**changes) for name in ("cpu", "cuda")}
-    sizes["math"] = ra.TILES["math"]._replace(**formulas)
-    monkeypatch.setattr(ra, "TILES", sizes)
+def set_tiles(monkeypatch, tile, *, partial=None, most=None):
+    """Cut boxes into small ones: causal squares of a tile in the backward and in the formulas."""
+    partial, most = partial or 2 * tile, most or 4 * tile
+    whole = Sizes(tile, ra.NEVER, most, most, partial)
+    small = whole._replace(square=tile)
+    names = {"cpu forward": whole, "cuda": whole, "cpu backward": small, "formulas": small}
+    assert names.keys() == ra.TILES.keys()
+    monkeypatch.setattr(ra, "TILES", names)
 
 
 # Exactness -----------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ def set_tiles(monkeypatch, **changes):
 @pytest.mark.quick
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_and_its_gradients_are_the_definition(kind, backend, tile):
+def test_attention_and_its_gradients_are_the_plain_attention(kind, backend, tile):
     leaves, dout = _draw(41)
     assert _worst(leaves, dout, ra.examples(41, 4)[kind], backend=backend) < 1e-12
 
@@ -79,7 +83,7 @@ def test_attention_and_its_gradients_are_the_definition(kind, backend, tile):
 def test_no_gradient_of_any_mask_may_be_zero(kind):
     """The sibling: each gradient that is compared is far from 0, but dv's through lse, which is."""
     leaves, dout = _draw(41)
-    out, lse = definition(*leaves, _dense(ra.examples(41, 4)[kind], 41, 41))
+    out, lse = plain_attention(*leaves, _dense(ra.examples(41, 4)[kind], 41, 41))
     dlse = torch.ones_like(lse).masked_fill(lse == -math.inf, 0.0)
     for grad in torch.autograd.grad(out, leaves, dout, retain_graph=True):
         assert grad.norm() > 1 and relative(torch.zeros_like(grad), grad) == 1.0
@@ -94,7 +98,7 @@ def test_the_gradient_through_lse_alone_is_the_definitions(kind, backend, tile):
     mask = ra.examples(21, 4)[kind]
     lse, truth = (
         attend(*leaves, mask, backend=backend)[1],
-        definition(*leaves, _dense(mask, 21, 21))[1],
+        plain_attention(*leaves, _dense(mask, 21, 21))[1],
     )
     dlse = torch.randn(lse.shape, dtype=lse.dtype, generator=torch.Generator().manual_seed(3))
     dq, dk, dv = torch.autograd.grad(lse, leaves, dlse)
@@ -106,7 +110,7 @@ def test_the_gradient_through_lse_alone_is_the_definitions(kind, backend, tile):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_part_of_the_queries_and_keys_of_any_mask_is_exact(kind, backend, monkeypatch):
-    set_tiles(monkeypatch, tile=4, join=2, backward=4)
+    set_tiles(monkeypatch, 4)
     whole = ra.as_mask(ra.examples(29, 4)[kind])
     for rows, keys in ((ra.indices(29, 1, 3), ra.indices(29, 0, 3)), (slice(9, 29), slice(0, 13))):
         mask = whole.slice(rows, keys)
@@ -142,7 +146,7 @@ def test_queries_and_keys_may_differ_in_number_and_be_none(rows, keys, backend):
     assert _worst(leaves, dout, None, backend=backend) < 1e-12
 
 
-def test_scale_and_softcap_are_those_of_the_definition(tile):
+def test_scale_and_softcap_are_those_of_the_plain_attention(tile):
     leaves, dout = _draw(30)
     for mask in ra.examples(30, 4).values():
         assert _worst(leaves, dout, mask, softcap=1.5) < 1e-12
@@ -181,7 +185,7 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
     leaves, dout = _draw(13, heads=4, groups=4)
     one = [x.detach()[:1, :1].clone().requires_grad_() for x in leaves]
     out, lse = attend(*(x.expand(2, 4, -1, -1) for x in one), Mask.causal(13), backend=backend)
-    truth = definition(*one, Mask.causal(13).dense())
+    truth = plain_attention(*one, Mask.causal(13).dense())
     grads = torch.autograd.grad(out, one, dout)
     want = torch.autograd.grad(truth[0], one, dout.sum((0, 1), keepdim=True))
     pairs = zip((out, lse, *grads), (*(x.expand(2, 4, *x.shape[2:]) for x in truth), *want))
@@ -241,7 +245,7 @@ def _three(dtype, mask, accurate=False):
         return [x.detach() for x in (out, *torch.autograd.grad(out, tensors, upstream))]
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    truth = run(lambda *x: definition(*x, mask.dense())[0], exact, dout.double())
+    truth = run(lambda *x: plain_attention(*x, mask.dense())[0], exact, dout.double())
     options = {"attn_mask": mask.dense(), "enable_gqa": True}
     rival = run(lambda *x: scaled_dot_product_attention(*x, **options), leaves, dout)
     ours = run(lambda *x: attend(*x, mask, accurate=accurate)[0], leaves, dout)
@@ -313,7 +317,8 @@ def test_dead_rows_are_zero_in_low_precision_and_in_dense_masks(upstream, dtype,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("which", range(3))
-def test_nan_stays_inside_its_document_in_every_gradient(which, backend, tile):
+def test_nan_stays_inside_the_tiles_of_its_document_and_is_not_hidden(which, backend, tile):
+    """Documents of 10 have tiles of their own, unless a tile is longer."""
     doc = torch.arange(40) // 10
     leaves, dout = _draw(40)
     want = torch.autograd.grad(attend(*leaves, Mask.documents(doc_ids=doc))[0], leaves, dout)
@@ -323,9 +328,44 @@ def test_nan_stays_inside_its_document_in_every_gradient(which, backend, tile):
     out, lse = attend(*tensors, Mask.documents(doc_ids=doc), backend=backend)
     grads = torch.autograd.grad(out, tensors, dout)
     for a, b in zip(grads, want, strict=True):
-        assert relative(a[:, :, doc != 1], b[:, :, doc != 1]) < 1e-12
+        assert tile > 10 or relative(a[:, :, doc != 1], b[:, :, doc != 1]) < 1e-12
     assert out[:, :, 13].isnan().all() and (which == 2 or lse[:, :, 13].isnan().all())
-    assert grads[0][:, :, 13].isnan().all()  # and it is not hidden where it belongs
+    assert grads[0][:, :, 13].isnan().all()
+
+
+PAD = torch.arange(40) % 9 == 4
+PADDED = {
+    "padding": lambda: Mask.padding(~PAD),
+    "padding, all see": lambda: Mask.padding(~PAD, causal=False),
+    "documents": lambda: Mask.documents(doc_ids=torch.where(PAD, -1, torch.arange(40) // 15)),
+    "blocks": lambda: Mask.blocks(torch.arange(40) // 7, ~PAD),
+    "dense": lambda: Mask.padding(~PAD).dense(),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", PADDED)
+def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
+    """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
+    leaves, dout = _draw(40)
+    dlse = torch.randn(dout.shape[:3], dtype=dout.dtype, generator=torch.Generator().manual_seed(4))
+    mask = PADDED[kind]()
+
+    def run(fill):
+        tensors = [x.detach().masked_fill(PAD[:, None], fill).requires_grad_() for x in leaves]
+        upstream = dout.masked_fill(PAD[:, None], fill), dlse.masked_fill(PAD, fill)
+        pair = attend(*tensors, mask, backend=backend)
+        through_out = torch.autograd.grad(pair[0], tensors, upstream[0], retain_graph=True)
+        return [*pair, *through_out, *torch.autograd.grad(pair, tensors, upstream)]
+
+    clean, found = run(0.5), run(poison)
+    assert all(torch.equal(a, b) for a, b in zip(found, clean, strict=True))
+    out, lse, *grads = found
+    assert not any(x[:, :, PAD].any() for x in (out, *grads))
+    assert (lse[:, :, PAD] == -math.inf).all() and lse[:, :, ~PAD].isfinite().all()
+    assert all(grad[:, :, ~PAD].any() for grad in grads)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -333,13 +373,14 @@ def test_nan_stays_inside_its_document_in_every_gradient(which, backend, tile):
 def test_nan_in_a_pad_token_reaches_no_gradient(which, backend, tile):
     pad = torch.arange(40) % 9 == 4
     leaves, dout = _draw(40)
-    want = torch.autograd.grad(attend(*leaves, Mask.padding(~pad))[0], leaves, dout)
+    want = attend(*leaves, Mask.padding(~pad), backend=backend)[0]
+    want = torch.autograd.grad(want, leaves, dout)
     tensors = [x.detach().clone() for x in leaves]
     tensors[which][:, :, pad] = math.nan
     tensors = [x.requires_grad_() for x in tensors]
     out = attend(*tensors, Mask.padding(~pad), backend=backend)[0]
     grads = torch.autograd.grad(out, tensors, dout.masked_fill(pad[:, None], math.nan))
-    assert max(relative(a, b) for a, b in zip(grads, want, strict=True)) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
     assert not any(grad[:, :, pad].any() for grad in grads) and not out[:, :, pad].any()
 
 
@@ -367,12 +408,12 @@ class _TwoHops(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        kernel = ra.Kernel("fused", 8**-0.5)
+        config = ra.AttentionConfig(fused=True, scale=8**-0.5)
         mine, other = (ra.indices(512, rank, 2).numpy() for rank in (0, 1))
         causal = ra.Mask.causal(512)
         hops = [causal.slice(mine, block) for block in (mine, other)]
-        so_far = ra.forward_tiles(q, k, v, hops[0], kernel, None, True)
-        out, lse = ra.forward_tiles(q, k, v, hops[1], kernel, so_far)
+        so_far = ra.forward_tiles(q, k, v, hops[0], config)
+        out, lse = ra.forward_tiles(q, k, v, hops[1], config, so_far)
         ctx.save_for_backward(q, out, lse)
         return out
 
@@ -400,31 +441,27 @@ def test_a_row_of_minus_inf_has_no_mass():
     q = q.abs() * 1e10
     k[:, :, :3] = -1e30
     k[:, :, 3:] *= 1e-10  # so that their lse is small, and a mass of exp(0) would count
-    truth, _ = attend(q, k[:, :, 3:], v[:, :, 3:])
-    kernel = ra.Kernel("fused", 8**-0.5)
-    so_far = ra.forward_tiles(q, k[:, :, 3:], v[:, :, 3:], None, kernel, None, True)
-    out, lse = ra.forward_tiles(q, k[:, :, :3], v[:, :, :3], None, kernel, so_far)
+    truth, _ = attend(q, k[:, :, 3:], v[:, :, 3:], backend="math")
+    config = ra.AttentionConfig(fused=False, scale=8**-0.5)
+    so_far = ra.forward_tiles(q, k[:, :, 3:], v[:, :, 3:], None, config)
+    out, lse = ra.forward_tiles(q, k[:, :, :3], v[:, :, :3], None, config, so_far)
     assert torch.equal(out, truth) and lse.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
 @pytest.mark.parametrize("case", ["future", "document", "pad", "window"])
-def test_nan_in_masked_tokens_leaves_visible_rows_clean(case, poison, backend, tile):
-    bad, mask, reached = {
-        "future": (30, Mask.causal(40), torch.arange(40) >= 30),
-        "document": (
-            12,
-            Mask.documents(doc_ids=torch.arange(40) // 10),
-            torch.arange(40) // 10 == 1,
-        ),
-        "pad": (17, Mask.padding(torch.arange(40) != 17), torch.zeros(40, dtype=torch.bool)),
-        "window": (20, Mask.causal(40, window=6), torch.arange(40) // 6 * 6 == -1),
+def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, backend, tile):
+    """Rows that share no tile with a query of the bad key are clean; rows that see it are not."""
+    at = torch.arange(40)
+    bad, mask, reached, clean = {
+        "future": (30, Mask.causal(40), at >= 30, at < 0),
+        "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
+        "pad": (17, Mask.padding(at != 17), at < 0, at != 17),
+        "window": (20, Mask.causal(40, window=6), (at >= 20) & (at < 26), at < 12),
     }[case]
-    if case == "document":
-        reached = reached & (torch.arange(40) >= 12)
-    if case == "window":
-        reached = (torch.arange(40) >= 20) & (torch.arange(40) < 26)
+    if tile > 10 and case != "pad":
+        clean = at < 0
     leaves, dout = _draw(40)
     truth = attend(*leaves, mask, backend=backend)[0]
     for which in (1, 2):
@@ -433,13 +470,13 @@ def test_nan_in_masked_tokens_leaves_visible_rows_clean(case, poison, backend, t
         tensors[0][:, :, ~mask.dense()[0, 0].any(1)] = poison  # dead queries
         tensors = [x.requires_grad_() for x in tensors]
         out = attend(*tensors, mask, backend=backend)[0]
-        assert relative(out[:, :, ~reached].detach(), truth[:, :, ~reached].detach()) < 1e-12
+        assert relative(out[:, :, clean].detach(), truth[:, :, clean].detach()) < 1e-12
         if reached.any() and (which == 2 or math.isnan(poison)):
             assert not out[:, :, reached].isfinite().all(-1).any()  # never hidden
-        upstream = torch.where(reached[:, None], 0.0, dout)
+        upstream = torch.where(clean[:, None], dout, 0.0)
         dq = torch.autograd.grad(out, tensors, upstream)[0]
         want = torch.autograd.grad(truth, leaves, upstream, retain_graph=True)[0]
-        assert relative(dq[:, :, ~reached], want[:, :, ~reached]) < 1e-12
+        assert relative(dq[:, :, clean], want[:, :, clean]) < 1e-12
 
 
 @pytest.mark.quick
@@ -457,7 +494,7 @@ def test_scores_of_1e5_in_either_order_stay_finite(dtype, order, backend, tile):
         )
     out, lse = attend(*leaves, Mask.causal(40), backend=backend)
     grads = torch.autograd.grad(out, leaves, dout)
-    truth, true_lse = definition(*(x.double() for x in leaves), Mask.causal(40).dense())
+    truth, true_lse = plain_attention(*(x.double() for x in leaves), Mask.causal(40).dense())
     assert lse.abs().max() > 1e4
     assert all(x.isfinite().all() for x in (out, lse, *grads))
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
@@ -519,7 +556,7 @@ def test_the_gradient_through_a_merge_is_that_of_the_whole():
     assert (parts[5] == -math.inf).any() and (parts[1] > -math.inf).all()
     merged = merge(*merge(*parts[:4]), *parts[4:])
     grads = torch.autograd.grad(merged, leaves, (dout, dlse))
-    want = torch.autograd.grad(definition(*leaves, mask.dense()), leaves, (dout, dlse))
+    want = torch.autograd.grad(plain_attention(*leaves, mask.dense()), leaves, (dout, dlse))
     assert max(relative(a, b) for a, b in zip(grads, want, strict=True)) < 1e-12
     assert all(grad.norm() > 1 for grad in want)
 
@@ -546,15 +583,18 @@ def test_merge_takes_parts_in_low_precision_and_gives_their_dtype(dtype):
 
 @pytest.mark.quick
 def test_the_backend_is_fused_where_the_kernel_can_and_says_why_not():
+    def is_fused(x, softcap=None, backend=None):
+        return make_config(x, None, softcap, backend, False).fused
+
     q = torch.zeros(1, 2, 3, 5)
-    cuda = torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16)
-    assert choose_backend(q) == "fused" and choose_backend(q.half()) == "fused"
-    assert choose_backend(q, softcap=1.0) == "math" and choose_backend(q, backend="math") == "math"
-    assert choose_backend(cuda) == "math"
+    other = torch.empty(1, 2, 3, 64, device="meta", dtype=torch.bfloat16)
+    assert is_fused(q) and is_fused(q.half())
+    assert not is_fused(q, softcap=1.0) and not is_fused(q, backend="math")
+    assert not is_fused(other)
     with pytest.raises(ValueError, match="softcap"):
         attend(q, q, q, softcap=1.0, backend="fused")
     with pytest.raises(ValueError, match="meta"):
-        choose_backend(cuda, backend="fused")
+        is_fused(other, backend="fused")
 
 
 def _bad(**changes):
@@ -567,22 +607,22 @@ def _bad(**changes):
     "tensors, options, text",
     [
         (_bad(q=(2, 4, 8)), {}, r"expected q \(B, H, q, D\).*\(2, 4, 8\)"),
-        (_bad(v=(2, 2, 6, 8)), {}, "k and v must have one shape"),
-        (_bad(q=(1, 4, 5, 8)), {}, "batch and head_dim"),
-        (_bad(q=(2, 4, 5, 16)), {}, "batch and head_dim"),
+        (_bad(v=(2, 2, 6, 8)), {}, "k and v of one shape"),
+        (_bad(q=(1, 4, 5, 8)), {}, "batch and head size"),
+        (_bad(q=(2, 4, 5, 16)), {}, "batch and head size"),
         (_bad(q=(2, 3, 5, 8)), {}, "multiple of key heads"),
         (_bad(q=(2, 0, 5, 8)), {}, "multiple of key heads"),
         (_bad(q=(2, 4, 5, 513), k=(2, 2, 5, 513), v=(2, 2, 5, 513)), {}, "1 to 512"),
         ([*_bad()[:2], _bad()[2].double()], {}, "one dtype"),
         ([x.long() for x in _bad()], {}, "one dtype"),
-        (_bad(), {"mask": Mask.causal(6)}, r"\(6, 6\) queries and keys, but there are \(5, 5\)"),
+        (_bad(), {"mask": Mask.causal(6)}, r"a mask of \(5, 5\) queries and keys, got \(6, 6\)"),
         (_bad(), {"mask": Mask.causal(5, batch=3)}, "batch 3"),
         (_bad(), {"mask": torch.ones(2, 3, 5, 5, dtype=torch.bool)}, "3 heads"),
-        (_bad(), {"mask": torch.ones(5, 5)}, "a mask is a Mask or a bool tensor"),
-        (_bad(), {"mask": "causal"}, "a mask is a Mask or a bool tensor"),
-        (_bad(), {"scale": -1.0}, "scale must be a positive number"),
-        (_bad(), {"softcap": math.inf}, "softcap must be a positive number"),
-        (_bad(), {"backend": "flash"}, "backend must be"),
+        (_bad(), {"mask": torch.ones(5, 5)}, "expected a Mask or a bool tensor"),
+        (_bad(), {"mask": "causal"}, "expected a Mask or a bool tensor"),
+        (_bad(), {"scale": -1.0}, "expected a positive number or None as scale"),
+        (_bad(), {"softcap": math.inf}, "expected a positive number or None as softcap"),
+        (_bad(), {"backend": "flash"}, "as backend, got"),
     ],
 )
 def test_bad_input_is_refused_with_what_came(tensors, options, text):
@@ -638,7 +678,7 @@ def test_nothing_of_size_s_by_s_is_allocated(kind):
 def test_the_hook_sees_what_the_definition_allocates():
     leaves, dout = _draw(512, heads=1, groups=1, batch=1, dtype=torch.float32)
     with _Largest() as hook:
-        definition(*leaves, Mask.causal(512).dense())[0].backward(dout)
+        plain_attention(*leaves, Mask.causal(512).dense())[0].backward(dout)
     assert hook.most >= 512 * 512
 
 
@@ -648,13 +688,13 @@ def test_the_hook_sees_what_the_definition_allocates():
 @pytest.mark.parametrize("mask", [None, Mask.full(4096), Mask.causal(4096)])
 def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
     """Counted here with the sizes of CUDA: one call forward, one backward."""
-    monkeypatch.setattr(ra, "TILES", {**ra.TILES, "cpu": ra.TILES["cuda"]})
+    sizes = {name: ra.TILES["cuda"] for name in ra.TILES}
+    monkeypatch.setattr(ra, "TILES", sizes)
     calls = []
-    for name in ("fused_tile_forward", "fused_tile_backward"):
-        real = getattr(ra, name)
+    for name, at in (("flash_forward", 3), ("flash_backward", 6)):  # where bias stands
 
-        def counted(*args, name=name, real=real):
-            calls.append((name, args[-3] is None, args[-2]))
+        def counted(*args, name=name, at=at, real=getattr(ra, name)):
+            calls.append((name, args[at] is None, args[at + 1]))
             return real(*args)
 
         monkeypatch.setattr(ra, name, counted)
@@ -662,10 +702,7 @@ def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
     attend(q, k, v, mask)[0].sum().backward()
     causal = mask is not None and not mask.dense().all()
     no_bias = True
-    assert calls == [
-        ("fused_tile_forward", no_bias, causal),
-        ("fused_tile_backward", no_bias, causal),
-    ]
+    assert calls == [("flash_forward", no_bias, causal), ("flash_backward", no_bias, causal)]
 
 
 def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
@@ -685,19 +722,19 @@ def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
         return grads, len(made), mask
 
     leaves, dout = _draw(64)
-    set_tiles(monkeypatch, tile=16, join=1, backward=16)
+    set_tiles(monkeypatch, 16, partial=16, most=16)
     monkeypatch.setattr(Mask, "dense", counted)
     want, once, mask = three_layers()
-    tiles = [kind for *_, kind in mask.regions(16, 1, 16)]
-    assert once == tiles.count(ra.PARTIAL) > 4
+    tiles = [box.kind for box in ra.boxes(mask, ra.TILES["cpu forward"])]
+    assert once == tiles.count(ra.PARTIAL) > 3
 
     # Room for one tile of 16 x 16: the others are made by 3 layers, forward and backward.
     monkeypatch.setattr(ra, "KEPT_PAIRS", 256)
     some, more, mask = three_layers()
-    kept = len(mask.cache["inside"])
+    kept = len(mask.cache["biases"])
     assert kept >= 1 and more == kept + 6 * (once - kept)
     monkeypatch.setattr(ra, "KEPT_PAIRS", 0)
     none, most, mask = three_layers()
-    assert not mask.cache["inside"] and most == 6 * once
+    assert not mask.cache["biases"] and most == 6 * once
     for grads in (some, none):
         assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))

@@ -1,8 +1,12 @@
-"""The rules of the house that a program can check: files, imports, pinned tests, calls, rulers."""
+"""The rules of the house that a program can check: files, imports, pinned tests, rulers, cores."""
 
 import ast
+import builtins
+import importlib
 import re
 import subprocess
+import symtable
+import sys
 
 import pytest
 from conftest import ROOT
@@ -16,6 +20,9 @@ TREE = {path: ast.parse(path.read_text()) for path in EVERY}
 TAG = r"# .*(NUMERICS|COMM|DEVIATES):|Pinned"
 TOP = {*(path.name for path in FIVE), "README.md", "requirements.txt", "tests", ".ci"}
 NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
+RULER = r"^# =+\n#.*The core ends here"
+MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 672}
+MOST_LINES |= {"train_grpo": 540}  # 1.2 times the aim of each core
 CACHES = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache"}
 IN_THE_FIVE = {
     "float64 becomes float32": r"\.float\(\)",
@@ -61,16 +68,19 @@ def test_imports_are_those_of_the_design_and_nothing_else_runs(path):
 
 @pytest.mark.parametrize("path", FIVE, ids=IMPORTS)
 def test_every_tag_ends_in_a_test_that_exists(path):
+    """In a core a tag is one line; its argument and its test are below the ruler."""
     tests = {f"tests/{f.name}::{x.name}" for f in EVERY for x in TREE[f].body if hasattr(x, "name")}
-    for block in re.sub(r"\n *# ", " # ", path.read_text()).split("\n"):
+    core = core_of(path) or ""
+    assert not re.findall(rf"(?:{TAG}).*[^.]\n", core), "a tag in a core goes on in the next line"
+    for block in re.sub(r"\n *# ", " # ", path.read_text().removeprefix(core)).split("\n"):
         tagged, comment = re.search(TAG, block), block.replace(" # ", " ")
         assert {*re.findall(r"Pinned by (\S+)\.(?!py)", comment)} <= tests, comment
         assert not tagged or re.search(r"Pinned by tests/\w+\.py::test_\w+\.$", comment), comment
 
 
 @pytest.mark.parametrize("path", FIVE, ids=IMPORTS)
-def test_one_ruler_parts_the_idea_from_its_appendices(path):
-    rulers = re.findall(r"^#.*The idea ends here", path.read_text(), re.M)
+def test_one_ruler_parts_the_core_from_the_full_version(path):
+    rulers = re.findall(r"^#.*The (?:idea|core) ends here", path.read_text(), re.M)
     assert len(rulers) == 1
 
 
@@ -81,3 +91,75 @@ def test_every_equation_of_a_docstring_has_a_line_of_code(path):
     comments = re.findall(r"#.*", path.read_text())
     named = {number for text in comments for number in re.findall(r"\((\d+)\)", text)}
     assert numbered and numbered <= named, sorted(numbered - named)
+
+
+# Cores: what stands above `The core ends here` is a program of its own ----------------------------
+
+
+def core_of(path):
+    """The text above the ruler of a file that has a core; None without one."""
+    ruler = re.search(RULER, path.read_text(), re.M)
+    return path.read_text()[: ruler.start()] if ruler else None
+
+
+CORES = [path for path in FIVE if core_of(path)]
+
+
+def names_read_and_bound(text):
+    """Global names that a text reads, and those that it binds at its top level."""
+    read, tables = set(), [symtable.symtable(text, "core", "exec")]
+    for table in tables:  # the list grows: first the module, then what is inside
+        tables += table.get_children()
+        read |= {x.get_name() for x in table.get_symbols() if x.is_global() and x.is_referenced()}
+    bound = {x.get_name() for x in tables[0].get_symbols() if x.is_assigned() or x.is_imported()}
+    return read | {x.get_name() for x in tables[0].get_symbols() if x.is_referenced()}, bound
+
+
+@pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
+def test_a_core_uses_no_name_from_below_a_ruler(path):
+    read, bound = names_read_and_bound(core_of(path))
+    assert not read - bound - {*dir(builtins)}
+    for x in ast.walk(ast.parse(core_of(path))):  # names of other cores
+        if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name):
+            sibling = {f.stem: f for f in CORES}.get(x.value.id)
+            assert not sibling or x.attr in names_read_and_bound(core_of(sibling))[1], x.attr
+        if isinstance(x, ast.ImportFrom) and x.module in IMPORTS:
+            (sibling,) = [f for f in CORES if f.stem == x.module]
+            names = {alias.name for alias in x.names}
+            assert names <= names_read_and_bound(core_of(sibling))[1], names
+
+
+@pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
+def test_a_core_is_short_and_its_functions_take_few_arguments(path):
+    tree = ast.parse(core_of(path))
+    defs = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.ClassDef)]
+    imports = [x for x in tree.body if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert min(x.lineno for x in imports) <= 33 and min(x.lineno for x in defs) < 60
+    assert core_of(path).count("\n") <= MOST_LINES[path.stem]
+    last = tree.body[-1]
+    assert last.name == "core_main" and [x.arg for x in last.args.args] == ["argv"]
+    for x in defs:
+        if isinstance(x, ast.FunctionDef):
+            names = [y.arg for y in x.args.posonlyargs + x.args.args + x.args.kwonlyargs]
+            assert len({*names} - {"self"}) <= 8, x.name
+
+
+@pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
+def test_no_top_level_name_is_bound_twice(path):
+    names = []
+    for x in TREE[path].body:
+        names += [x.name] if hasattr(x, "name") else []
+        targets = x.targets if isinstance(x, ast.Assign) else []
+        names += [y.id for y in targets if isinstance(y, ast.Name)]
+    assert len(names) == len({*names}), sorted({x for x in names if names.count(x) > 1})
+
+
+@pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
+def test_a_core_can_be_imported_alone(path, tmp_path, monkeypatch):
+    for other in CORES:
+        (tmp_path / other.name).write_text(core_of(other))
+    monkeypatch.syspath_prepend(tmp_path)
+    for other in CORES:
+        monkeypatch.delitem(sys.modules, other.stem, raising=False)
+    core = importlib.import_module(path.stem)
+    assert core.__file__ == str(tmp_path / path.name) and callable(core.core_main)

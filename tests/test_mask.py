@@ -1,4 +1,4 @@
-"""Masks: each constructor is its rule in words; tiles and regions cover what is visible, once."""
+"""Masks: each constructor is its rule in words; boxes cover what is visible, once."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from measure_ring import work_of
 
 import ring_attention as ra
-from ring_attention import ALL, CAUSAL, EMPTY, FULL, PARTIAL, DenseMask, Mask, indices
+from ring_attention import ALL, CAUSAL, FULL, NEVER, DenseMask, Mask, Sizes, boxes, indices
 
 pytestmark = pytest.mark.quick
 
@@ -170,8 +170,8 @@ def test_any_intervals_rows_positions_and_window_are_the_rule(seed):
     mask = Mask(start, end, rows_BS=rows, position_BS=position, window=3)
     assert torch.equal(mask.dense(), _rule(range(14), range(14), sees, batch=2))
     for tile in (1, 2, 8):
-        _covers(mask, tile, 4)
-        _covers(mask.slice([0, 1, 5, 6, 7, 13], slice(2, 12)), tile, 4)
+        _covers(mask, tile)
+        _covers(mask.slice([0, 1, 5, 6, 7, 13], slice(2, 12)), tile)
 
 
 @pytest.mark.parametrize("n", [0, 1])
@@ -183,7 +183,8 @@ def test_no_token_and_one_token_make_masks(n):
         Mask.padding(ones, causal=False), DenseMask(torch.ones(1, 1, n, n) > 0),
     ):  # fmt: skip
         assert mask.shape == (1, 1, n, n) and mask.dense().all()
-        assert _tiles(mask, 4).shape == (1, n, n) and len(mask.regions(4)) == n
+        assert len(boxes(mask, sizes_of(4))) == n
+        _covers(mask, 4)
 
 
 def test_a_dense_mask_may_differ_by_head():
@@ -214,13 +215,14 @@ def test_the_callers_arrays_are_neither_kept_nor_written():
     "make, text",
     [
         (lambda: Mask([0, 1], [2, 2, 2]), r"one shape.*start \(1, 2\), end \(1, 3\)"),
-        (lambda: Mask([0.5, 1], [2, 2]), "integers; came float64"),
+        (lambda: Mask([0.5, 1], [2, 2]), "integers as a mask's start, got float64"),
         (lambda: Mask(torch.zeros(1, 1, 2), [2, 2]), r"\(B, S\) or \(S,\)"),
-        (lambda: Mask([0, 0], [2, 2], window=0), "at least 1; came 0"),
-        (lambda: Mask.causal(4).with_window(2.5), "came 2.5"),
-        (lambda: Mask.documents(), "neither came"),
-        (lambda: Mask.documents(doc_ids=[0, 1, 0]), "row 0: a document id comes back"),
-        (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers go down"),
+        (lambda: Mask([0, 0], [2, 2], window=0), "at least 1 as a window, got 0"),
+        (lambda: Mask.causal(4).with_window(2.5), "got 2.5"),
+        (lambda: Mask.causal(4, window=True), "got True"),
+        (lambda: Mask.documents(), "got neither"),
+        (lambda: Mask.documents(doc_ids=[0, 1, 0]), "row 0: a document continues after another"),
+        (lambda: Mask.blocks([[0, 0], [1, 0]]), "row 1: block numbers decrease"),
         (lambda: Mask.tree([1, 1]), "subtree_end"),
         (lambda: Mask.tree([3, 2]), "subtree_end"),
         (lambda: Mask.tree([3, 4, 3, 4]), "subtree_end.1. lies outside"),
@@ -235,6 +237,25 @@ def test_the_callers_arrays_are_neither_kept_nor_written():
 def test_what_cannot_be_a_mask_is_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("name", ["rows_BS", "position_BS", "end_BS"])
+def test_any_part_may_bring_the_batch_of_a_mask(name):
+    """start (S,) and end (S,) serve every row, whichever part differs from row to row."""
+    parts = dict(end_BS=[4] * 4, rows_BS=[1] * 4, position_BS=[0, 1, 2, 3])
+    parts[name] = {
+        "rows_BS": [[1, 0, 1, 1], [1, 1, 1, 0]], "position_BS": [[0, 1, 2, 3], [0, 5, 6, 9]],
+        "end_BS": [[4, 4, 4, 4], [2, 2, 4, 4]],
+    }[name]  # fmt: skip
+    mask = Mask(range(4), **parts, window=3)
+    end, rows, position = (
+        np.broadcast_to(parts[x], (2, 4)) for x in ("end_BS", "rows_BS", "position_BS")
+    )
+    sees = lambda b, i, j: (  # noqa: E731
+        rows[b][i] and j <= i < end[b][j] and position[b][i] - position[b][j] < 3
+    )
+    assert mask.shape == (2, 1, 4, 4)
+    assert torch.equal(mask.dense(), _rule(range(4), range(4), sees, batch=2))
 
 
 # Slices, digests -----------------------------------------------------------------------------
@@ -295,116 +316,106 @@ def test_one_bit_or_the_order_of_heads_changes_the_digest_of_a_dense_mask():
     assert DenseMask(bits.clone()).digest() == DenseMask(bits).digest()
 
 
-# Tiles and regions ---------------------------------------------------------------------------
+# Boxes ---------------------------------------------------------------------------------------
 
 
-def _tiles(mask, tile):
-    """The kinds (B, ceil(Sq / tile), ceil(Sk / tile)) of square tiles."""
-    return mask.classify(*(np.arange(0, n, tile) for n in mask.shape[2:]))
+def sizes_of(tile, *, square=NEVER, most=NEVER, partial=NEVER):
+    """Sizes in which only the named ones limit a box."""
+    return Sizes(tile, square, most, most, partial)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 5, 100])
-@pytest.mark.parametrize("seed", range(3))
-def test_empty_tiles_see_nothing_and_full_tiles_everything(seed, tile):
-    for mask in _many(13, seed):
-        dense = mask.dense().numpy()
-        kinds = _tiles(mask, tile)
-        assert kinds.shape == (mask.shape[0], -(-13 // tile), -(-13 // tile))
-        for b, r, c in np.ndindex(kinds.shape):
-            box = dense[b, :, r * tile : (r + 1) * tile, c * tile : (c + 1) * tile]
-            assert box.all() if kinds[b, r, c] == FULL else True
-            assert not box.any() if kinds[b, r, c] == EMPTY else True
-        assert {*kinds.flat} <= {EMPTY, PARTIAL, FULL}
-
-
-def test_causal_tiles_are_told_apart_exactly():
-    def count(mask):
-        return np.bincount(_tiles(mask, 128).flat).tolist()
-
-    assert (EMPTY, PARTIAL, FULL) == (0, 1, 2)
-    assert count(Mask.causal(1024)) == [28, 8, 28]
-    assert count(Mask.documents(doc_ids=np.arange(1024) // 128)) == [56, 8]
-    assert count(Mask.blocks(np.arange(1024) // 128)) == [28, 0, 36]
-    assert count(Mask.causal(1024, window=256)) == [49 - 6, 8 + 6, 7]
-
-
-def _covers(mask, tile, join):
-    """Regions are disjoint, hold all that is visible, and are of the kind that they say."""
+def _covers(mask, tile):
+    """Boxes are disjoint, hold all that is visible, and are of the kind and size that they say."""
     dense = mask.dense()
-    for square in (ra.ANY, tile, 0):
+    some = {"square": tile, "most": 3 * tile, "partial": 2 * tile}
+    limits = {}, some, {"square": 1, "most": tile}
+    for limit in limits:
+        sizes = sizes_of(tile, **limit)
         seen = torch.zeros(dense.shape, dtype=torch.int64)
-        for batch, rows, keys, kind in mask.regions(tile, join, square):
+        for batch, rows, keys, kind in boxes(mask, sizes):
             box = dense[batch, :, rows, keys]
             seen[batch, :, rows, keys] += 1
+            alive = ~torch.from_numpy(mask.padding_tokens()[0])[batch, None, rows]
+            assert rows.start < rows.stop and keys.start < keys.stop
+
+            # PAD among the queries is computed and overwritten; keys of FULL and CAUSAL are seen.
             if kind == FULL:
-                assert box.all()
-            if kind == CAUSAL:
-                assert torch.equal(box, torch.ones_like(box).tril())
-                assert box.shape[2] == box.shape[3] <= square
-            if kind == ra.PARTIAL:
-                assert box.shape[2] <= tile and box.shape[3] <= tile * join
-            if kind == FULL:  # MEMORY: a box's part of dq is made beside the whole dq
-                assert box.shape[2] <= tile * join
-            if square == 0:
-                assert box.shape[3] <= tile * join
+                assert box[alive.expand(box.shape[:3])].all()
+                assert box.shape[2] <= sizes.rows and box.shape[3] <= sizes.keys
+            elif kind == CAUSAL:
+                triangle = torch.ones_like(box).tril() & alive[..., None]
+                assert torch.equal(box, triangle)
+                assert box.shape[2] == box.shape[3] <= sizes.square
+            else:
+                assert kind == ra.PARTIAL
+                assert max(box.shape[2:]) <= sizes.partial
         assert not (seen > 1).any()
         assert not (dense & (seen == 0)).any()
 
 
-@pytest.mark.parametrize("tile, join", [(1, 1), (3, 2), (4, 8), (128, 32)])
+@pytest.mark.parametrize("tile", [1, 2, 3, 4, 128])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
-def test_regions_cover_every_visible_pair_once(seed, tile, join):
+def test_boxes_cover_every_visible_pair_once(seed, tile):
     for mask in _many(23, seed):
-        _covers(mask, tile, join)
+        _covers(mask, tile)
         for world in (2, 3):
             parts = [indices(23, rank, world).numpy() for rank in range(world)]
             for rows in parts:
                 for keys in parts:
-                    _covers(mask.slice(rows, keys), tile, join)
-
-
-def test_equal_neighbours_in_a_batch_share_their_regions():
-    doc = torch.tensor([[0] * 5 + [1] * 6] * 3 + [[0] * 11] + [[0] * 5 + [1] * 6])
-    mask = Mask.documents(doc_ids=doc)
-    _covers(mask, 4, 8)
-    runs = {(batch.start, batch.stop) for batch, *_ in mask.regions(4)}
-    assert runs == {(0, 3), (3, 4), (4, 5)}
-    alone = sum(work_of(Mask.documents(doc_ids=row), 4) for row in doc)
-    assert work_of(mask, 4) == alone
+                    _covers(mask.slice(rows, keys), tile)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tiles_of_uneven_edges_are_told_apart_safely(seed):
-    rows, keys = [0, 1, 4, 11], [0, 6, 7]
-    for mask in _many(13, seed):
-        kinds, dense = mask.classify(rows, keys), mask.dense()
-        for b, r, c in np.ndindex(kinds.shape):
-            i, j = slice(rows[r], [*rows, 13][r + 1]), slice(keys[c], [*keys, 13][c + 1])
-            box = dense[b, :, i, j]
-            assert {FULL: box.all(), EMPTY: not box.any()}.get(kinds[b, r, c], True)
+def test_chunks_that_see_are_told_apart_safely(seed):
+    """Uneven chunks: never wrongly apart, and exact where a mask has no batch, PAD or window."""
+    edges = np.array([0, 1, 4, 6, 11])
+    exact = {*range(2), 8}  # full, causal, tree
+    for n, mask in enumerate(_many(13, seed)):
+        found, dense = mask.chunks_that_see(edges), mask.dense()
+        for r, c in np.ndindex(found.shape):
+            i, j = (slice(edges[x], [*edges, 13][x + 1]) for x in (r, c))
+            sees = dense[:, :, i, j].any()
+            assert found[r, c] or not sees
+            assert not found[r, c] or sees or n not in exact
 
 
-def test_no_tokens_have_no_regions():
+def test_causal_chunks_are_told_apart_exactly():
+    def count(mask):
+        return int(mask.chunks_that_see(np.arange(0, 1024, 128)).sum())
+
+    assert count(Mask.causal(1024)) == 8 + 28
+    assert count(Mask.documents(doc_ids=np.arange(1024) // 128)) == 8
+    assert count(Mask.blocks(np.arange(1024) // 128)) == 36
+    assert count(Mask.causal(1024, window=256)) == 8 + 7 + 6
+
+
+def test_no_tokens_have_no_boxes():
     for mask in (
         Mask.causal(0),
         Mask.causal(5).slice(slice(0), slice(5)),
         Mask.causal(5).slice([4], []),
     ):
-        assert mask.regions(8) == [] and work_of(mask) == 0
+        assert boxes(mask, sizes_of(8)) == [] and work_of(mask) == 0
 
 
-def test_regions_are_few_and_waste_little():
+def test_boxes_are_few_and_waste_little():
     causal = Mask.causal(8192)
-    assert len(causal.regions(128, 32)) == 1
-    assert len(causal.regions(128, 32, 256)) == 2 * 32 - 1
+    assert len(boxes(causal, sizes_of(128))) == 1
+    assert len(boxes(causal, sizes_of(128, square=256))) == 2 * 32 - 1
     exact = 8192 * 8193 / 2
     assert exact * 0.98 < work_of(causal) < 1.05 * exact
     documents = Mask.documents(doc_ids=np.arange(4096) // 300)
     assert work_of(documents) < 1.3 * documents.dense().sum().item()
     short = Mask.documents(doc_ids=np.arange(4096) // 5)
-    assert len(short.regions(128, 32)) <= 4 * 32
+    assert len(boxes(short, sizes_of(128))) <= 4 * 32
+    for size, tile in ((50, 64), (5, 128)):
+        blocks = Mask.blocks(np.arange(4096) // size)
+        assert work_of(blocks, tile) < 1.05 * blocks.dense().sum().item()
+        assert len(boxes(blocks, sizes_of(tile))) <= 2 * 4096 // size
+    window = Mask.causal(4096, window=500)
+    assert work_of(window, 64) < 1.3 * window.dense().sum().item()
 
 
 @pytest.mark.parametrize("layout, most", [("zigzag", 1.05), ("contiguous", 1.76)])
@@ -426,8 +437,8 @@ def test_long_structures_are_one_square_each():
     """Zigzag shards, long documents, a tree's paths, windows that hide nothing; and none of PAD."""
 
     def squares(mask, tile=16):
-        boxes = mask.regions(tile, 4)
-        return [(q.start, q.stop, k.start, k.stop) for _, q, k, kind in boxes if kind == CAUSAL]
+        found = sorted(box[1:3] for box in boxes(mask, sizes_of(tile)) if box.kind == CAUSAL)
+        return [(q.start, q.stop, k.start, k.stop) for q, k in found]
 
     shard = indices(256, 1, 4).numpy()
     assert squares(Mask.causal(256).slice(shard, shard)) == [(0, 64, 0, 64)]
@@ -439,13 +450,13 @@ def test_long_structures_are_one_square_each():
     end = [120] * 40 + [90] * 50 + [120] * 30
     assert squares(Mask.tree(end)) == [(0, 90, 0, 90), (90, 120, 90, 120)]
     assert len(squares(Mask.causal(256, window=256))) == 1
-    assert len(squares(Mask.causal(256, window=40))) == 8  # of 32 = 2 tiles each
+    assert len(squares(Mask.causal(256, window=40))) == 7  # 6 of 40, and the last 16
     assert squares(Mask.blocks([0] * 64)) == squares(Mask.full(64)) == []
 
 
-def test_memory_is_linear_and_regions_are_kept():
+def test_memory_is_linear_and_boxes_are_kept():
     mask = Mask.causal(1000)
     assert sum(x.nbytes for x in (mask.keys.start, mask.keys.end)) == 2 * 8 * 1000
-    assert mask.regions(128) is mask.regions(128)
+    assert boxes(mask, sizes_of(128)) is boxes(mask, sizes_of(128))
     assert mask.with_window(7) is mask.with_window(7)
     assert ra.as_mask(mask) is mask and ra.as_mask(None) is None

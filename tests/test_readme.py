@@ -74,6 +74,8 @@ TABLE = {
     "grep COMM *.py": TAGS,
     "python FILE check": CHECK,
     **{f"python {file} check": CHECK for file in FILES},
+    "python ring_attention.py core": "tests/test_cores.py::"
+    "test_the_whole_file_runs_its_core_too",
     "python train_grpo.py audit runs/guess-0": "tests/test_audit.py::"
     "test_the_audit_of_an_honest_run",
     "python train_grpo.py eval runs/mine": "tests/test_commands.py::"

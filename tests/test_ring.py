@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_ring import bench, multiple_of_sdpa, unshard_replicated
+from measure_vla import broadcast_batch, prefix_attention, sampler_seed, suffix_attention
+from oracles import plain_attention
 from test_ranks import ranks
 
 import ring_attention as ra
-from ring_attention import Mask, definition, indices, relative, ring_attention, shard, unshard
+from ring_attention import Mask, indices, relative, ring_attention, shard, unshard
 
 METHODS = ("ring", "allgather", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous")
@@ -43,7 +45,7 @@ def _errors(rank, lengths):
             dlse = torch.randn(
                 2, 12, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
             )
-            truth = definition(*qkv, _dense(mask, tokens))
+            truth = plain_attention(*qkv, _dense(mask, tokens))
             grads = torch.autograd.grad(truth, qkv, (dout, dlse))
             for layout in LAYOUTS:
                 index = indices(tokens, rank, world, layout)
@@ -82,7 +84,7 @@ def test_every_length_is_right_on_every_world(tmp_path, world, lengths):
 def _mistaken(rank):
     """The errors of a gradient that is zero, transposed, scaled by the world."""
     qkv, dout = _draw(24, width=24)
-    out, _ = definition(*qkv, _dense(Mask.causal(24), 24))
+    out, _ = plain_attention(*qkv, _dense(Mask.causal(24), 24))
     (truth,) = torch.autograd.grad(out, qkv[0], dout)
     return [relative(x, truth) for x in (0 * truth, truth.transpose(-1, -2), 2 * truth)]
 
@@ -98,7 +100,8 @@ def _dtype_errors(rank):
             given = Mask.causal(256), None, dtype, 256
             found[dtype, method] = multiple_of_sdpa(*given, method=method, **options)
     given = Mask.causal(256), None, torch.bfloat16, 256
-    return found, max(ra.compare(*given, accurate=True, **options))
+    accurate = [ra.compare(*given, accurate=True, method=m, **options) for m in METHODS]
+    return found, max(map(max, accurate))
 
 
 @pytest.mark.parametrize("world", shortened([2, 4], 2))
@@ -107,6 +110,24 @@ def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, wo
         for (dtype, _), multiple in found.items():
             assert multiple <= (4 if dtype == torch.float32 else 2)
         assert accurate < 2e-3
+
+
+def _core_errors(rank, fault):
+    """`core_check` of this rank, with a message of each hop that does not arrive."""
+    real, stale = ra.shift, {"block": 0, "gradient": 1}.get(fault)
+
+    def shift(x, tag, group):
+        return (x, lambda: None) if tag == stale else real(x, tag, group)
+
+    ra.shift = shift
+    return ra.core_check()
+
+
+@pytest.mark.parametrize("fault", [None, "block", "gradient"])
+@pytest.mark.parametrize("world", shortened([2, 3, 4], 3))
+def test_the_core_check_passes_and_catches_a_stale_block(tmp_path, world, fault):
+    worst = max(ranks(tmp_path, world, _core_errors, fault))
+    assert worst <= 1e-12 if fault is None else worst > 1e-2
 
 
 # Messages ------------------------------------------------------------------------------------
@@ -176,16 +197,14 @@ def _traffic(rank, masks):
     return found
 
 
-def _hops(visible, world, layout):
-    """For each block: its tokens, the last hop that needs it, the first beyond home."""
+def _moves(visible, world, layout):
+    """How many times the blocks move: the last hop at which any rank sees some of its block."""
     held = [indices(48, rank, world, layout) for rank in range(world)]
-    for block in range(world):
-        needed = [
-            hop
-            for hop in range(1, world)
-            if visible[held[(block + hop) % world]][:, held[block]].any()
-        ]
-        yield len(held[block]), max(needed, default=0), min(needed, default=1)
+    pairs = ((block, hop) for block in range(world) for hop in range(1, world))
+    needed = [
+        hop for block, hop in pairs if visible[held[(block + hop) % world]][:, held[block]].any()
+    ]
+    return max(needed, default=0)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -198,10 +217,8 @@ def test_bytes_on_the_wire_match_the_formula(tmp_path, world):
         parts = [table[name, layout, dtype] for table in tables]
         sums = [sum(n for part in parts for n, _ in part[way]) for way in range(2)]
         size, wide = (2, 4) if dtype == torch.bfloat16 else (8, 8)
-        hops = list(_hops(_dense(masks[name], 48)[0, 0], world, layout))
-        blocks = sum(2 * 2 * 4 * n * last for n, last, _ in hops)
-        grads = sum(2 * 2 * 4 * n * (last - first + 1) for n, last, first in hops)
-        assert sums == [blocks * size, blocks * size + grads * wide], (name, layout)
+        numbers = 2 * 2 * 4 * 48 * _moves(_dense(masks[name], 48)[0, 0], world, layout)
+        assert sums == [numbers * size, numbers * (size + wide)], (name, layout)
         if (name, layout) == ("alone", "contiguous"):
             assert sums == [0, 0]
 
@@ -268,9 +285,9 @@ CASES = {
     "multiple of key heads": lambda q, k, v, o: (q[:, :3], k, v, o),
     "expected q (B, H, q, D)": lambda q, k, v, o: (q[0], k, v, o),
     "one dtype": lambda q, k, v, o: (q, k.double(), v, o),
-    "the mask is for": lambda q, k, v, o: (q, k, v, {"mask": torch.ones(1, 1, 9, 24) > 0}),
+    "expected a mask of": lambda q, k, v, o: (q, k, v, {"mask": torch.ones(1, 1, 9, 24) > 0}),
     "one shape": lambda q, k, v, o: (q, k, v[:, :, :5], o),
-    "holds": lambda q, k, v, o: (q[:, :, :7], k[:, :, :7], v[:, :, :7], o),
+    "hold [12, 7] tokens": lambda q, k, v, o: (q[:, :, :7], k[:, :, :7], v[:, :, :7], o),
     "layout": lambda q, k, v, o: (q, k, v, {**o, "layout": "spiral"}),
     "method": lambda q, k, v, o: (q, k, v, {**o, "method": "star"}),
     "backend": lambda q, k, v, o: (q, k, v, {**o, "backend": "magic"}),
@@ -306,6 +323,52 @@ def _lengths(rank):
 
 def test_shards_of_no_layout_are_refused(tmp_path):
     ranks(tmp_path, 2, _lengths)
+
+
+class _Broken:
+    def __repr__(self):
+        raise RuntimeError("this batch cannot be printed")
+
+
+def _data(rank):
+    """What `batch=` says of equal data, of one number among 5000, and of an error on rank 1."""
+    x, texts = torch.randn(1, 2, 4, 4), []
+    numbers = np.arange(5000)
+    other = numbers.copy()
+    other[2500] += rank
+    table = dict(zip("ab", (1, 2))) if rank else {"b": 2, "a": 1}
+    broken = _Broken() if rank else 3
+    for batch in ({"tokens": numbers, "of": table}, {"tokens": other}, {"a": broken}, [numbers]):
+        try:
+            ring_attention(x, x, x, batch=batch)
+            texts.append(None)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_batch_is_compared_to_its_last_number_and_its_error_is_everybodys(tmp_path):
+    for equal, differs, broken, again in ranks(tmp_path, 2, _data):
+        assert equal is None and again is None
+        assert "the same batch" in differs and "rank 1" in differs
+        assert "rank 1: RuntimeError: this batch cannot be printed" in broken
+
+
+@pytest.mark.quick
+def test_one_change_anywhere_changes_a_digest_and_the_order_of_a_dict_does_not():
+    text = np.array(["a prompt", "another"], object)
+    parts = {"x": np.arange(5000.0), "y": [torch.arange(3000), (1, "a", None)], "z": text}
+    digests = [ra.digest(parts), ra.digest(dict(reversed(parts.items())))]
+    assert digests[0] == digests[1] == ra.digest(parts | {"z": text.copy()})
+    for change in (
+        {"x": np.where(np.arange(5000) == 2500, -1.0, parts["x"])},
+        {"x": parts["x"].astype(np.float32)}, {"x": parts["x"].reshape(50, 100)},
+        {"y": [torch.arange(3000).flip(0), (1, "a", None)]},
+        {"y": [torch.arange(3000), [1, "a", None]]}, {"y": [torch.arange(3000), (1, "b", None)]},
+        {"z": np.array(["a prompt", "a third"], object)}, {"w": 0},
+    ):  # fmt: skip
+        digests.append(ra.digest(parts | change))
+    assert len(set(digests)) == len(digests) - 1 and all(0 <= x < 2**63 for x in digests)
 
 
 def _outsider(rank):
@@ -349,11 +412,8 @@ def _probed(rank, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, method):
     for forward, backward, clean in ranks(tmp_path, 3, _probed, method):
-        assert (
-            "step 3, layer 7" in forward
-            and "v is not finite, first on rank 1 at block 0" in forward
-        )
-        assert "dout is not finite, first on rank 2 at block 0" in backward
+        assert "step 3, layer 7" in forward and "not finite: rank 1: v" in forward
+        assert "not finite: rank 2: dout" in backward
         assert clean is True
 
 
@@ -397,7 +457,7 @@ def test_a_gather_undoes_a_shard_and_its_two_gradients_are_sum_and_slice(tmp_pat
 def _different(rank, method):
     """Errors where rank 0's loss uses only out, rank 1's only lse, and the last rank's neither."""
     qkv, dout = _draw(13)
-    out, lse = definition(*qkv, _dense(Mask.causal(13), 13))
+    out, lse = plain_attention(*qkv, _dense(Mask.causal(13), 13))
     pieces = [indices(13, r, 3) for r in range(3)]
     loss = (out * dout)[:, :, pieces[0]].sum() + lse[:, :, pieces[1]].pow(2).sum()
     want = torch.autograd.grad(loss, qkv)
@@ -440,9 +500,12 @@ def _same(a, b):
 
 
 def _broadcast(rank):
+    with pytest.raises(ValueError, match="divides 4 ranks, got 3"):
+        ra.make_ring(3)
     group = ra.make_ring(2)
+    assert dist.get_process_group_ranks(group) == [[0, 1], [2, 3]][rank // 2]
     mine = _batch(10 + rank)
-    got = ra.broadcast_batch(mine, group)
+    got = broadcast_batch(mine, group)
     return _same(got, _batch(10 + rank // 2 * 2)) and _same(mine, _batch(10 + rank))
 
 
@@ -464,9 +527,12 @@ def _two_dimensional(rank, replicated, gather):
     def loss(x_BsD):
         return (x_BsD @ head).pow(2).sum()
 
-    truth = sum(loss(hidden(x, lambda *qkv: definition(*qkv, mask.dense())[0])) for x in data) / 2
+    def plain(*qkv):
+        return plain_attention(*qkv, mask.dense())[0]
+
+    truth = sum(loss(hidden(x, plain)) for x in data) / 2
     want = torch.autograd.grad(truth, params)
-    mine = data[ra.dp_rank(rank, 2)]
+    mine = data[rank // 2]
     x = hidden(
         shard(mine, dim=1, group=group), lambda *qkv: ring_attention(*qkv, group=group, mask=mask)
     )
@@ -493,10 +559,8 @@ def test_the_slice_gradient_leaves_the_trunk_with_a_share(tmp_path):
 
 
 def test_ranks_of_a_ring_share_a_seed_and_rings_do_not():
-    assert ra.rings(6, 2) == [[0, 1], [2, 3], [4, 5]]
-    seeds = [ra.sampler_seed(7, rank, 2) for rank in range(6)]
+    seeds = [sampler_seed(7, rank, 2) for rank in range(6)]
     assert seeds[0::2] == seeds[1::2] and len(set(seeds)) == 3
-    assert [ra.dp_rank(rank, 2) for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert ra.loss_scale(4, replicated=False) == 4 and ra.loss_scale(4, replicated=True) == 1
     assert ra.loss_scale(4, replicated=True, reduce="sum") == 0.25
 
@@ -512,12 +576,12 @@ def _suffix(rank):
     valid = torch.arange(18) != 3
     mask = Mask.blocks(block, valid)
     whole = [torch.cat((a, b), 2) for a, b in zip(leaves[:3], leaves[3:], strict=True)]
-    truth, _ = definition(*whole, mask.dense())
+    truth, _ = plain_attention(*whole, mask.dense())
     want = torch.autograd.grad(truth, leaves, upstream)
     parts = [shard(x, dim=2) for x in leaves[:3]]
     prefix = Mask.blocks(block[:p], valid[:p])
-    out, k, v = ra.prefix_attention(*parts, length=p, mask=prefix)
-    suffix = ra.suffix_attention(*leaves[3:], k, v, mask)
+    out, k, v = prefix_attention(*parts, length=p, mask=prefix)
+    suffix = suffix_attention(*leaves[3:], k, v, mask)
     # the prefix's loss is of each rank's tokens, the suffix's is replicated: summed over ranks
     upstreams = (shard(upstream[:, :, :p], dim=2), upstream[:, :, p:] / world)
     grads = [x.contiguous() for x in torch.autograd.grad((out, suffix), leaves, upstreams)]
@@ -541,7 +605,7 @@ def _dead(rank):
     valid = torch.arange(26) % 4 != 1
     mask = Mask.padding(valid[None])
     qkv, dout = _draw(26)
-    truth, _ = definition(*qkv, mask.dense())
+    truth, _ = plain_attention(*qkv, mask.dense())
     want = torch.autograd.grad(truth, qkv, torch.where(valid[:, None], dout, 0.0))
     for method in METHODS:
         parts, upstream = [x.detach().clone() for x in qkv], dout.clone()
@@ -571,7 +635,7 @@ def _reused(rank):
     """One mask with other layouts, methods, groups, strides; gradients that accumulate."""
     pair, errors, mask = ra.make_ring(2), [], Mask.causal(20, window=8)
     qkv, dout = _draw(20, heads=4)
-    truth, _ = definition(*qkv, mask.dense())
+    truth, _ = plain_attention(*qkv, mask.dense())
     want = torch.autograd.grad(truth, qkv, dout)
     for group in (None, pair, None):
         for method in METHODS:
@@ -643,7 +707,7 @@ def test_without_torch_distributed_a_ring_just_attends():
     for method in METHODS:
         out = ring_attention(*qkv, mask=Mask.causal(9), method=method)
         assert torch.equal(out, ra.attend(*qkv, Mask.causal(9))[0])
-    with pytest.raises(ValueError, match="not initialised"):
+    with pytest.raises(ValueError, match="not initialized"):
         ring_attention(*qkv, group=object())
 
 

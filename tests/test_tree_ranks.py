@@ -1,4 +1,4 @@
-"""Trees over 2 and 4 gloo ranks, dealt out or packed on a ring, against one process in float64."""
+"""Trees on 2 to 4 gloo ranks, distributed or packed on a ring, against one process in float64."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from ring_attention import relative
 from tree_attention import (
     TinyModel,
     TokenTrie,
-    blocks_to_walk,
     definition,
     example_loss,
     forests,
     overlay,
+    partition_tree,
     redistribute,
     tree_backward,
     tree_logprobs,
@@ -110,7 +110,7 @@ def _bad(rank, sequences, data):
     "sequences, data, message",
     [
         ([[[1]], [[1], [2]]], [["a"], ["b"]], "rank 1: 2 sequences, but data for 1; one for each"),
-        ([[[1]], [[]]], [["a"], ["b"]], "rank 1: sequence 0 must be 1-D integers"),
+        ([[[1]], [[]]], [["a"], ["b"]], "rank 1: sequence 0: expected 1-D integers"),
         ([[[1]], [[2]]], [None, ["b"]], "rank 0: 'NoneType' object is not iterable"),
     ],
 )
@@ -169,18 +169,20 @@ def _short(rank, name, method):
 
 
 def _overlaid(rank, max_tokens):
-    """Parents of this rank's blocks among all, the errors of its gradient, and of the others'."""
+    """Parents of this rank's chunks among all, how many calls, and the error of its gradient."""
     name = ("forest", "nothing", "binary")[rank]
     sequences = [] if name == "nothing" else sequences_of(name)
     trie, model, calls = TokenTrie(sequences), build("qwen3_moe"), []
-    own = blocks_to_walk(trie, max_tokens, False, None)
-    blocks = overlay(own, dist.group.WORLD)
-    real = sorted(tuple(block.tokens) for block in blocks if len(block.tokens))
-    assert real == sorted(tuple(block.tokens) for block in own)
-    for block in blocks:  # what was above a block still is
-        above = {tuple(x.tokens): own[x.parent].tokens if x.parent >= 0 else () for x in own}
-        parent = blocks[block.parent].tokens if block.parent >= 0 else ()
-        assert not len(block.tokens) or tuple(parent) == tuple(above[tuple(block.tokens)])
+    own = partition_tree(trie, max_tokens, join_only_children=True)
+    chunks = overlay(own, dist.group.WORLD)
+    real = [chunk for chunk in chunks if chunk.stop > chunk.start]
+    assert [x[:2] for x in real] == [x[:2] for x in own]  # in the same order, all of them
+    above = {x.start: own[x.parent][:2] if x.parent >= 0 else None for x in own}
+    for b, chunk in enumerate(chunks):
+        assert chunk.parent < b
+        if chunk.stop > chunk.start:  # what was above a chunk still is
+            parent = chunks[chunk.parent][:2] if chunk.parent >= 0 else None
+            assert parent == above[chunk.start]
     hidden = model.hidden
     model.hidden = lambda *given, positions, attention, balance=None: (
         calls.append(1) or hidden(*given, positions=positions, attention=attention)
@@ -194,7 +196,7 @@ def _overlaid(rank, max_tokens):
         grads = flat(model, sequences)[2]
     scale = max(x.abs().max() for x in grads) if sequences else 1.0
     worst = max((a - b).abs().max() / scale for a, b in zip(found, grads, strict=True))
-    return [block.parent for block in blocks], len(calls), float(worst)
+    return [chunk.parent for chunk in chunks], len(calls), float(worst)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 5])
