@@ -694,8 +694,10 @@ class Stretch:
         # that see key j are an interval, and the mask is two integers per token. The mask keeps the
         # boxes that it finds, so that all layers share one search.
         if "mask" not in self.cache:
+            # `Mask.tree` would ask whether the ends form a tree, which they do.
             p = len(self.above)
-            whole = ring.Mask.tree(self.end, self.depth)  # (1)
+            index = np.arange(len(self.end))
+            whole = ring.Mask(index, self.end, position_BS=self.depth)  # (1)
             self.cache["mask"] = whole.slice(slice(p, None), ring.ALL) if p else whole
         mask = self.cache["mask"]
         return mask if window is None else mask.with_window(window)
