@@ -453,8 +453,8 @@ def core_main(argv):
 #
 # More letters:  R sequences, of L_i tokens   L the longest   T = L - 1   e edges scored in a chunk,
 # from its tokens to their children; an edge has the child's index   E experts, K per token   C = 2
-# or 3 scores of an edge: log-prob, entropy and, for a critic, value   m tokens of a chunk that
-# others are below   U groups of W tokens, each with Y keys
+# or 3 scores of an edge: log-prob, entropy and, for a critic, value   p tokens on the path above a
+# chunk, and m = p + n keys of both   U groups of W tokens, each with Y keys, A of them above
 #
 # References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix Grouper
 # arXiv:2506.05433; FlashMask arXiv:2410.01359.
@@ -1314,8 +1314,9 @@ class _SummingLeaf:
         self.leaf = leaf_of(x)
         self.sums = sums = []  # at most one tensor
 
-        # NUMERICS: the sum over all chunks below is in float32 or better, and is cast once. Pinned
-        # by tests/test_tree.py::test_bf16_is_as_good_as_flat_bf16.
+        # NUMERICS: the sum over all chunks below is in float32 or better, and is cast once: in bf16
+        # 256 + 1 is 256, and a prompt may have thousands of chunks below it. Pinned by
+        # tests/test_tree_blocks.py::test_gradients_of_keys_are_summed_in_float32_or_better.
         def add(leaf):
             wide = torch.promote_types(leaf.dtype, torch.float32)
             if sums:

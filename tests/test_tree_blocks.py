@@ -163,6 +163,18 @@ def test_larger_calls_hold_no_more(monkeypatch):
     assert whole > 2.5 * peak(model, trees["path"], max_tokens=60, recompute=True)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_of_keys_are_summed_in_float32_or_better(dtype):
+    """In bf16, 256 + 1 is 256."""
+    read = tree._SummingLeaf(torch.zeros(3, dtype=dtype))
+    for n in range(3000):
+        (read.leaf * (1 + n % 2)).sum().backward()
+    assert len(read.sums) == 1 and read.leaf.grad is None
+    assert read.sums[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert (read.sums[0] == 4500).all()
+
+
 # Attention of a chunk --------------------------------------------------------------------------
 
 
