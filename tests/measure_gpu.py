@@ -283,7 +283,7 @@ def ring_rows_of_check(device, few):
 
 
 def tree_rows_of_check(device, few):
-    """(row, error, bound) of tree_attention.py: every shape of tree, every size of block."""
+    """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
     import measure_tree
     import tree_attention as tree
 
