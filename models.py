@@ -1,546 +1,919 @@
-"""Qwen2, Qwen3, Qwen3-MoE and Gemma 3 with Hugging Face's checkpoints, and an action expert.
+"""Qwen, Llama, Mistral and Gemma as one Transformer, with its KV cache and its sampler.
 
-There is one Transformer, and it does not know which token sees which. Every layer makes queries,
-keys and values and hands them to one function, `attention(q, k, v, layer=, scale=, window=)`, that
-the caller chose. Causal attention, packed documents and the KV cache are three such functions
-below; a ring over many ranks (`ring_attention.py`) and a tree of shared prefixes
-(`tree_attention.py`) are two more. The model's own code stays the same under all of them. `check`
-works with this file alone; the other commands need tests/measure_models.py.
+The model does not know which token sees which. Every layer hands its queries, keys and values to
+a function attention(q, k, v, layer=, scale=) that the caller chose. Causal attention, packed
+documents and the KV cache are three such functions; a ring of ranks and a tree are two more.
 
-    python models.py check          # < 1 min on 2 cores: every path against the definition, float64
-    python models.py inspect DIR    # a checkpoint: config, table of tensors, what would be loaded
-    python models.py bench          # tokens/s, memory, FLOPs, against transformers if it is there
-    python models.py control        # 20 s: trains an action expert on a toy task, prints its error
+    python models.py core           # 6 s: the model against itself, token by token, in float64
+    python models.py check          # 20 s: every path of the full version, in float64
 
-What it must equal, for tokens t_1..t_S (x a vector of width M, [.] concatenation of heads):
+For token ids t_1..t_S, x a vector of width M, and [.] the concatenation of heads:
 
-    (1)  x^0_i   = embed[t_i]                                            gemma: times sqrt(M)
-    (2)  y_i     = x_i + O [ a_i ]                                       gemma: norm'(O [ a_i ])
-         a_i     = sum_j softmax_j( scale q_i . k_j ) v_j, over j <= i, sliding: and i - j < window
-         q_i     = rope_i(norm_q(Q norm(x_i))), k_i likewise with K, v_i = V norm(x_i)
-         (norm': one more norm, with weights of its own)
-    (3)  x'_i    = y_i + ffn(norm(y_i))                                  gemma: norm'(ffn(..))
-         ffn(h)  = down( act(gate h) * (up h) )
-    (4)  norm(x) = w * x / sqrt(mean(x^2) + eps)                         gemma: (1 + w)
-    (5)  rope_p(x) = x cos(p f) + (-x[D/2:], x[:D/2]) sin(p f),  f_n = theta^(-2n/D), n = 0..D/2-1
-    (6)  sparse:   ffn(h) = sum_e g_e ffn_e(h) over the K experts e with the largest p_e + b_e,
-                   p = softmax(router h), g_e = p_e, or p_e / (sum of the K p) if `norm_topk_prob`
-                   (b_e: 0, or a bias that evens out the load of the experts)
-    (7)  z_i     = head norm(x^last_i)             gemma: c tanh(z / c), c the final softcap, if any
-    (8)  logprob_i(t) = z_it / tau - log sum_u exp(z_iu / tau)         tau the temperature
-    (9)  entropy_i    = - sum_u exp(logprob_i(u)) logprob_i(u)
+    (1)  x_i      = embed[t_i]                                         Gemma: times sqrt(M)
+    (2)  y_i      = x_i + O [sum_j softmax_j(scale q_i . k_j) v_j]     over visible j, as j <= i
+         q_i      = rope_i(norm(Q norm(x_i))), k_i likewise with K, v_i = V norm(x_i)
+    (3)  x'_i     = y_i + ffn(norm(y_i)), ffn(h) = down(act(gate h) * up h)
+    (4)  norm(x)  = w x / sqrt(mean(x^2) + eps)                        Gemma: (1 + w)
+    (5)  rope_p   turns each pair (x_n, x_(n+D/2)) by the angle p f_n, f_n = theta^(-2n/D)
+    (6)  experts: ffn(h) = sum of p_e ffn_e(h) over the K largest of p = softmax(router h)
+    (7)  z_i      = head norm(x_i), x_i of the last layer
+    (8)  logprob_i(t) = z_it / tau - log sum_u exp(z_iu / tau)         tau: the temperature
+    (9)  entropy_i    = -sum_u exp(logprob_i(u)) logprob_i(u)
 
-Appendix E adds (10) and (11), the experts' load; appendix I (12) and (13), the flow of actions.
-
-Letters in the names of tensors. A capital is a whole dimension; a small letter is a moving part of
-it, such as the n tokens of a chunk, or this rank's share, such as v rows of the V.
-
-    B batch rows    S tokens in a row     M model width (hidden_size)   V vocabulary
-    H query heads   G key/value heads     D head_dim                    L padded document length
-    N tokens (any subset of B x S)        C tokens in a cache's room    X anything, say H + G heads
-    E experts       K experts a token     I width of an expert          U documents in a bucket
-    Appendices: J pairs (E); R prompts (H); P prefix and T suffix tokens, A action dimensions (I)
-
-Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
-token meets (K of the E experts), and attention's 4 S H D forward per layer, half of which a causal
-mask hides. The cache holds 2 G D numbers per token and layer; a sliding layer holds those of the
-last `window` tokens. Log-probs never hold a whole (N, V) tensor.
-
-Not here: dropout (no released model has any), quantised weights, the vision tower, shared experts.
-
-References: Qwen2 arXiv:2407.10671; Qwen3 arXiv:2505.09388; Gemma 3 arXiv:2503.19786; RoPE
-arXiv:2104.09864 (half-split form); RMSNorm arXiv:1910.07467; GQA arXiv:2305.13245.
+B rows, S new tokens of a row, C tokens that they may see, N tokens of any rows, M width, V words, H
+query heads, G key heads, D width of a head (scale: D^-1/2, or as configured), E experts, K of them
+for a token, X any number, 1 a dimension of one. A small letter is a part of the capital letter.
 """
 
-import dataclasses
-import json
 import math
-import numbers
-import os
-import reprlib
 import sys
-import types
-import typing
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-# 1. The configuration ------------------------------------------------------------------------
+# 1. The model -----------------------------------------------------------------------------------
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-ACTIVATIONS = {
-    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}  # fmt: skip
+GELU_TANH = partial(F.gelu, approximate="tanh")
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": GELU_TANH}
 
 
 @dataclass
-class ModelConfig:
-    """The shape of a `Transformer`. Field names are Hugging Face's wherever it has one.
-
-    A family is nothing but values of these fields: the comments say who sets them, and the table
-    in appendix C has the rest. Values that make no model are a ValueError that names the field.
-    """
+class SimpleConfig:
+    """The shape of a model, in Hugging Face's field names. A family is a set of values."""
 
     vocab_size: int  # V
     hidden_size: int  # M
-    intermediate_size: int  # width inside a dense feed-forward
+    intermediate_size: int  # width inside a dense MLP
     num_hidden_layers: int
     num_attention_heads: int  # H
     num_key_value_heads: int  # G: each group of H / G query heads shares a key head
-    head_dim: int  # D, which need not be M / H
-    model_type: str = "qwen3"  # a key of FAMILIES
-    max_position_embeddings: int = 32768
+    head_dim: int  # D, which may differ from M / H
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False  # the head is the embedding
-    initializer_range: float = 0.02
-    eos_token_id: tuple[int, ...] = ()
-    rope_parameters: dict = field(default_factory=dict)  # layer type -> {"rope_type", ..}
-    layer_types: tuple[str, ...] = ()  # FULL or SLIDING for each layer; default all FULL
-    sliding_window: int | None = None
-    qk_norm: bool = True  # norm_q and norm_k of (2): all but Qwen2
+    tie_word_embeddings: bool = False  # the head's matrix is the embedding's
+    rope_parameters: dict = field(default_factory=dict)  # type of layer -> {"rope_theta": ..}
+    layer_types: tuple[str, ...] = ()  # FULL or SLIDING for each layer. Default: all FULL
+    sliding_window: int | None = None  # tokens that a SLIDING layer sees, the token itself included
+    qk_norm: bool = True  # norms of q and k in (2): Qwen3 and Gemma
     qkv_bias: bool = False  # Qwen2
     o_bias: bool = False
+    mlp_bias: bool = False
     hidden_act: str = "silu"  # a key of ACTIVATIONS
     norm_offset: bool = False  # (4) with 1 + w: Gemma
-    sandwich_norms: bool = False  # the norms marked ' in (2) and (3): Gemma
+    post_norms: bool = False  # a second norm after attention and after the MLP: Gemma
     scale_embedding: bool = False  # sqrt(M) in (1): Gemma
-    query_pre_attn_scalar: float | None = None  # scale of (2) is its -1/2 power; None: head_dim
-    final_logit_softcapping: float | None = None  # c of (7)
+    query_pre_attn_scalar: float | None = None  # scale is its -1/2 power. Default: head_dim
     num_experts: int = 0  # E
     num_experts_per_tok: int = 0  # K
-    moe_intermediate_size: int = 0  # I
-    norm_topk_prob: bool = False
-    sparse_layers: tuple[int, ...] = ()  # the indices of the layers with experts
-    router_bias_rate: float = 0.0  # the rate of (11); 0: the router has no bias
+    moe_intermediate_size: int = 0  # width inside an expert
+    norm_topk_prob: bool = False  # divide the K weights of (6) by their sum
+    sparse_layers: tuple[int, ...] = ()  # the layers with experts
+
+    def __post_init__(self):
+        self.layer_types = tuple(self.layer_types) or (FULL,) * self.num_hidden_layers
+        theta = {"rope_theta": 10000.0}
+        kinds = sorted(set(self.layer_types))
+        self.rope_parameters = {kind: theta | self.rope_parameters.get(kind, {}) for kind in kinds}
+
+
+class SimpleNorm(nn.Module):
+    """Divide each vector by its root mean square, then scale it: (..., M) -> (..., M)."""
+
+    def __init__(self, width, config):
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.offset = 1.0 if config.norm_offset else 0.0
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - self.offset))
+
+    def forward(self, x, /):
+        mean_square = x.square().mean(-1, keepdim=True)
+        return (self.offset + self.weight) * x / (mean_square + self.eps).sqrt()  # (4)
+
+
+def simple_frequencies(rope, head_dim, /):
+    """Return the D / 2 frequencies of (5), in radians per token, float64."""
+    # D = 4 and theta = 100 give 1 and 0.1. Fast pairs tell neighbors apart, slow ones far tokens.
+    n = torch.arange(head_dim // 2, dtype=torch.float64)
+    return rope["rope_theta"] ** (-2 * n / head_dim)
+
+
+def cos_and_sin(positions_BS, f_d, /):
+    """Return cos and sin of the angles of (5), each (B, S, 1, D), for both halves of a head."""
+    angle_BS1d = positions_BS[:, :, None, None] * f_d
+    sin_BS1d = angle_BS1d.sin()
+    return angle_BS1d.cos().repeat(1, 1, 1, 2), torch.cat([-sin_BS1d, sin_BS1d], -1)
+
+
+def apply_rope(x_BSXD, cos_BS1D, sin_BS1D, /):
+    """Turn each pair (x_n, x_(n+D/2)) of each head by the angle of its token's position."""
+    # (a, b) becomes (a cos - b sin, b cos + a sin): a roll swaps a and b, and sin has the signs.
+    # A product of two turned vectors depends on the difference of their angles alone, on i - j.
+    swapped_BSXD = x_BSXD.roll(x_BSXD.shape[-1] // 2, -1)
+    return (x_BSXD * cos_BS1D + swapped_BSXD * sin_BS1D).to(x_BSXD.dtype)  # (5)
+
+
+# Attention of q (B, H, S, D) to k and v (B, G, C, D), where a mask (B, 1, S, C) is true. Query head
+# h reads key head h G / H, rounded down. With H = 4 and G = 2, heads 0 and 1 read key head 0.
+masked_attention = partial(F.scaled_dot_product_attention, enable_gqa=True)
+
+
+def visible_keys(query_BS, key_BC, window=None):
+    """Return from int64 positions, as (B, 1, S, C) bool, which of C keys each of S queries sees."""
+    # The query at position 5 sees keys 3, 4 and 5 if the window is 3, and keys 0 to 5 without one.
+    behind_BSC = query_BS[:, :, None] - key_BC[:, None, :]
+    return ((behind_BSC >= 0) & (behind_BSC < (window or math.inf)))[:, None]
+
+
+def simple_causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, mask=True):
+    """Attend from token i of each row to tokens 0..i, or to the last `window` of them."""
+    # Rows may be padded on the right, because no real token sees a later one. A mask hides more.
+    place_1S = torch.arange(q_BHSD.shape[2])[None]
+    visible_B1SS = visible_keys(place_1S, place_1S, window) & mask
+    return masked_attention(q_BHSD, k_BGSD, v_BGSD, visible_B1SS, scale=scale)
+
+
+class SimpleAttention(nn.Module):
+    """Equation (2) without its residual: (B, S, M) -> (B, S, M)."""
+
+    norm_class = SimpleNorm
+
+    def __init__(self, config, layer):
+        super().__init__()
+        M = config.hidden_size
+        D = config.head_dim
+        self.head_dim = D
+        self.kind = config.layer_types[layer]
+        self.options = dict(layer=layer, scale=(config.query_pre_attn_scalar or D) ** -0.5)
+        if self.kind == SLIDING:
+            self.options["window"] = config.sliding_window
+        # Modules have Hugging Face's names, so a checkpoint needs no table of names.
+        self.q_proj = nn.Linear(M, config.num_attention_heads * D, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
+        self.q_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+
+    def forward(self, x_BSM, ropes, attention, /):
+        # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
+        # Each head is normalized by itself, and before RoPE, as the models were trained.
+        B, S, _ = x_BSM.shape
+        q_BSHD = self.q_norm(self.q_proj(x_BSM).view(B, S, -1, self.head_dim))
+        k_BSGD = self.k_norm(self.k_proj(x_BSM).view(B, S, -1, self.head_dim))
+        v_BGSD = self.v_proj(x_BSM).view(B, S, -1, self.head_dim).transpose(1, 2)
+        q_BHSD = apply_rope(q_BSHD, *ropes[self.kind]).transpose(1, 2)
+        k_BGSD = apply_rope(k_BSGD, *ropes[self.kind]).transpose(1, 2)
+
+        # The seam: whoever made `attention` decides who sees whom, and where keys are kept.
+        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **self.options)
+        return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """ffn of (3): (..., M) -> (..., M)."""
+
+    def __init__(self, config, width):
+        super().__init__()
+        self.act = ACTIVATIONS[config.hidden_act]
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, h, /):
+        # The gate decides, entry by entry, how much of `up` goes down.
+        return self.down_proj(self.act(self.gate_proj(h)) * self.up_proj(h))
+
+
+class SimpleExperts(nn.Module):
+    """Equation (6): each token runs through the K experts that its router prefers."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.config = config
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)  # the router
+        widths = [config.moe_intermediate_size] * config.num_experts
+        self.experts = nn.ModuleList(MLP(config, width) for width in widths)
+
+    def forward(self, x_BSM, /):
+        x_NM = x_BSM.flatten(0, 1)
+        p_NE = self.gate(x_NM).softmax(-1)
+        weight_NK, expert_NK = p_NE.topk(self.config.num_experts_per_tok)
+        if self.config.norm_topk_prob:
+            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+
+        # If tokens 0 and 1 chose experts [2, 0] and [1, 2], expert 2 gets the tokens n = [0, 1], as
+        # their choices k = [0, 1]. A choice has no gradient: the router learns through the weights.
+        out_NM = torch.zeros_like(x_NM)
+        for e, expert in enumerate(self.experts):
+            n, k = (expert_NK == e).nonzero(as_tuple=True)
+            out_NM = out_NM.index_add(0, n, weight_NK[n, k, None] * expert(x_NM[n]))  # (6)
+        return out_NM.view_as(x_BSM)
+
+
+class SimpleLayer(nn.Module):
+    """Equations (2) and (3): attention and MLP, each with a norm before it and a residual."""
+
+    norm_class = SimpleNorm  # so in all classes: a subclass may be made of other parts
+    attention_class = SimpleAttention
+    experts_class = SimpleExperts
+
+    def __init__(self, config, layer):
+        super().__init__()
+        sparse = layer in config.sparse_layers
+        self.self_attn = self.attention_class(config, layer)
+        width = config.intermediate_size
+        self.mlp = self.experts_class(config, layer) if sparse else MLP(config, width)
+        # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
+        # in the other families the norm before the MLP.
+        self.post_norms = config.post_norms
+        self.input_layernorm = self.norm_class(config.hidden_size, config)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config)
+        if config.post_norms:
+            self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
+            self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
+
+    def forward(self, x_BSM, ropes, attention, /):
+        # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
+        # along the sums the gradient of the last layer reaches the first one undiminished.
+        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.post_norms:
+            y_BSM = x_BSM + h_BSM  # (2)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM))  # (3)
+        y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM))
+        return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
+
+
+class SimpleTransformer(nn.Module):
+    """A causal language model: `hidden` runs its layers, `logits` and `logprobs` its head."""
+
+    layer_class = SimpleLayer
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_scale = config.hidden_size**0.5 if config.scale_embedding else 1.0
+        self.model = nn.Module()  # Hugging Face's name for everything but the head
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        layers = range(config.num_hidden_layers)
+        self.model.layers = nn.ModuleList(self.layer_class(config, n) for n in layers)
+        self.model.norm = self.layer_class.norm_class(config.hidden_size, config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def head_weight(self):
+        """The matrix of (7), (V, M)."""
+        return (self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=simple_causal_attention):
+        """Return the normalized states of the last layer, (B, S, M), of int64 ids (B, S).
+
+        positions: int64, (B, S). For RoPE alone. Default: 0..S-1 in each row.
+        attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), called once in each layer,
+            with q (B, H, S, D) and with k and v (B, G, S, D). Sliding layers add window=.
+        """
+        x_BSM = self.embed_scale * self.model.embed_tokens(tokens_BS)  # (1)
+        # Positions tell how far apart two tokens are, and not whether they see each other.
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1])[None]
+        ropes = {}
+        for kind, rope in self.config.rope_parameters.items():
+            ropes[kind] = cos_and_sin(positions, simple_frequencies(rope, self.config.head_dim))
+        for layer in self.model.layers:
+            x_BSM = layer(x_BSM, ropes, attention)
+        return self.model.norm(x_BSM)
+
+    def logits(self, hidden, /):
+        """Apply the head to states of `hidden`, which have had the norm: (..., M) -> (..., V)."""
+        return F.linear(hidden, self.head_weight)  # (7)
+
+    def logprobs(self, hidden_NM, targets_N, /, *, temperature=1.0):
+        """Return (8) of the targets and (9), both (N,), given the states before the targets."""
+        return ChunkedLogprobs.apply(hidden_NM, self.head_weight, targets_N, temperature, 256)
+
+
+# 2. Training: log-probs and packed documents ----------------------------------------------------
+
+
+def simple_logprobs(hidden_NM, weight_VM, targets_N, temperature):
+    """Return (8) of each target and (9) of each distribution, both (N,)."""
+    logp_NV = (F.linear(hidden_NM, weight_VM) / temperature).log_softmax(-1)
+    logprobs_N = logp_NV.gather(-1, targets_N[:, None])[:, 0]  # (8)
+    return logprobs_N, -(logp_NV.exp() * logp_NV).sum(-1)  # (9)
+
+
+class ChunkedLogprobs(torch.autograd.Function):
+    """`simple_logprobs` with the logits of one chunk in memory at a time, backward included.
+
+    Logits are the largest tensor of training, 5 GB in float32 for 8,192 tokens and a vocabulary of
+    151,936. Autograd would keep several. Here the backward computes the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_NM, weight_VM, targets_N, temperature, chunk):
+        ctx.save_for_backward(hidden_NM, weight_VM, targets_N)
+        ctx.options = temperature, chunk
+        chunks = zip(hidden_NM.split(chunk), targets_N.split(chunk))
+        found = [simple_logprobs(h_nM, weight_VM, t_n, temperature) for h_nM, t_n in chunks]
+        return tuple(torch.cat(parts) for parts in zip(*found))
+
+    @staticmethod
+    def backward(ctx, dlogprobs_N, dentropy_N):
+        hidden_NM, weight_VM, targets_N = ctx.saved_tensors
+        temperature, chunk = ctx.options
+        dhidden_NM = torch.empty_like(hidden_NM)
+        dweight_VM = torch.zeros_like(weight_VM)
+        for start in range(0, len(targets_N), chunk):
+            n = slice(start, start + chunk)
+            logp_nV = (F.linear(hidden_NM[n], weight_VM) / temperature).log_softmax(-1)
+            p_nV = logp_nV.exp()
+
+            # With z = hidden weight^T / temperature, d logprob(t)/dz_u = [u = t] - p_u, and
+            # d entropy/dz_u = -p_u (log p_u + entropy).
+            entropy_n1 = -(p_nV * logp_nV).sum(-1, keepdim=True)
+            dz_nV = -p_nV * (dlogprobs_N[n, None] + (logp_nV + entropy_n1) * dentropy_N[n, None])
+            dz_nV.scatter_add_(-1, targets_N[n, None], dlogprobs_N[n, None])
+
+            # Then back through the temperature, and to both factors of the product.
+            dz_nV /= temperature
+            dhidden_NM[n] = dz_nV @ weight_VM
+            dweight_VM += dz_nV.T @ hidden_NM[n]
+        return dhidden_NM, dweight_VM, None, None, None
+
+
+def simple_packed_attention(doc_ids_BS):
+    """Return an attention by which tokens see the earlier tokens of their own document only.
+
+    doc_ids_BS: int64, (B, S). The tokens of a document are side by side and have its number.
+    Padding has a number of its own. Positions may run on: RoPE depends on their differences alone.
+    """
+    #     doc_ids  0 0 1 1      query 0   x
+    #                           query 1   x x
+    #                           query 2       x
+    #                           query 3       x x
+    same_B1SS = (doc_ids_BS[:, :, None] == doc_ids_BS[:, None, :])[:, None]
+    return partial(simple_causal_attention, mask=same_B1SS)
+
+
+# 3. Generation: cache, sampling, rows -----------------------------------------------------------
+
+
+class SimpleCache:
+    """Keys and values of the tokens so far. The token at position p of a row is in slot p.
+
+    row 0   k k k k . .      lengths 4 and 2, C = 6 slots: the next token of row 1 goes into
+    row 1   k k . . . .      slot 2, whatever row 0 does
+    """
+
+    def __init__(self, rows, slots):
+        self.lengths = [0] * rows
+        self.slots = slots
+        self.layers = {}  # layer -> keys and values (2, B, G, C, D)
+
+    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+        """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        B, G, S, D = k_BGSD.shape
+        if layer not in self.layers:
+            self.layers[layer] = k_BGSD.new_zeros(2, B, G, self.slots, D)
+        k_BGCD, v_BGCD = self.layers[layer]
+
+        # Lengths 4 and 2, S = 2: slots [[4, 5], [2, 3]]. Indexing by tables gives (B, S, G, D).
+        slot_BS = torch.tensor(self.lengths)[:, None] + torch.arange(S)
+        row_B1 = torch.arange(B)[:, None]
+        k_BGCD[row_B1, :, slot_BS] = k_BGSD.transpose(1, 2)
+        v_BGCD[row_B1, :, slot_BS] = v_BGSD.transpose(1, 2)
+
+        # Slots are positions, so the causal mask also hides empty slots, and what the padding of a
+        # shorter row has left in later slots. The row's next tokens overwrite that.
+        visible_B1SC = visible_keys(slot_BS, torch.arange(self.slots)[None], window)
+        return masked_attention(q_BHSD, k_BGCD, v_BGCD, visible_B1SC, scale=scale)
+
+    def select(self, rows):
+        """Keep these rows, a list of indices, in this order."""
+        self.lengths = [self.lengths[b] for b in rows]
+        self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
+
+
+@torch.no_grad()
+def simple_forward_with_cache(model, cache, tokens_BS, counts, /):
+    """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
+
+    tokens_BS: int64, (B, S), padded on the right. counts: how many tokens of each row are real.
+    """
+    length_B1 = torch.tensor(cache.lengths, device=tokens_BS.device)[:, None]
+    positions_BS = length_B1 + torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+    x_BSM = model.hidden(tokens_BS, positions=positions_BS, attention=cache.attention)
+    # Lengths move on only now, when all layers have written their keys.
+    cache.lengths = [length + count for length, count in zip(cache.lengths, counts)]
+    return model.logits(x_BSM[range(len(counts)), [count - 1 for count in counts]])
+
+
+@torch.no_grad()
+def sample(logits_BV, uniform_B, /, *, temperature):
+    """Draw a token from each row of logits. Return tokens (B,) and their log-probs (8), (B,).
+
+    uniform_B: float64, (B,), in [0, 1). The randomness, one number a token.
+    temperature: tau of (8). 0 takes the likeliest token, with its log-prob at temperature 1.
+    """
+    # NUMERICS: in float64, because a running sum in float32 loses a long tail of rare tokens.
+    p_BV = (logits_BV.double() / (temperature or 1)).softmax(-1)
+    if temperature == 0:
+        token_B1 = p_BV.argmax(-1, keepdim=True)
+    else:
+        # The running sum of .2 .5 .3 is .2 .7 1. It first exceeds .6 at token 1, as it does for
+        # half of all numbers in [0, 1). So a token of probability 0 is never drawn, provided that a
+        # number stays below the whole sum when it is multiplied by it. NaN exceeds nothing.
+        sums_BV = p_BV.cumsum(-1)
+        below_B1 = torch.nextafter(sums_BV[:, -1:], torch.zeros(()).double())
+        at_B1 = (uniform_B[:, None] * sums_BV[:, -1:]).minimum(below_B1)
+        token_B1 = torch.searchsorted(sums_BV, at_B1, right=True).clamp(max=p_BV.shape[1] - 1)
+    return token_B1[:, 0], p_BV.gather(-1, token_B1)[:, 0].log()
+
+
+class Row:
+    """A sequence that is being generated: a prompt and the tokens after it."""
+
+    def __init__(self, prompt, draws=()):
+        self.tokens = list(prompt)
+        self.draws = draws  # draws[n] in [0, 1) decides token n after the prompt, if it is sampled
+        self.queue = deque()  # tokens that come next whatever is sampled: the user's next turn
+        self.new = 0  # tokens after the prompt
+        self.truncated = False  # ended by the limit on new tokens
+        self.mask = [False] * (len(prompt) - 1)  # for each of tokens[1:]: was it sampled?
+        self.logprobs = [0.0] * (len(prompt) - 1)  # for each of tokens[1:]: its log-prob, or 0
+
+    def append(self, token, logprob):
+        """Append the first queued token, or this one if none is queued. Return True if this."""
+        sampled = not self.queue
+        self.tokens.append(token if sampled else self.queue.popleft())
+        self.mask.append(sampled)
+        self.logprobs.append(logprob if sampled else 0.0)
+        self.new += 1
+        return sampled
+
+
+def simple_generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), after=None):
+    """Extend rows, a list of `Row`, in place, until each has ended.
+
+    max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
+    end: tokens that end a turn when they are sampled.
+    after: after(row), called at the end of a turn. If it returns true, the row goes on, with what
+        `after` has put into its queue. Default: every row ends with its first turn.
+    """
+    cache = SimpleCache(len(rows), max(len(row.tokens) for row in rows) + max_new_tokens)
+    while rows:
+        # Feed the tokens that the cache does not hold: the prompts, then one token of each row.
+        fresh = [torch.tensor(row.tokens[n:]) for row, n in zip(rows, cache.lengths)]
+        tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True)
+        counts = [len(tokens) for tokens in fresh]
+        logits_BV = simple_forward_with_cache(model, cache, tokens_BS, counts)
+
+        # Each row has draws of its own, so what it gets does not depend on its neighbors.
+        uniform_B = torch.tensor([row.draws[row.new] for row in rows], dtype=torch.float64)
+        tokens_B, logprobs_B = sample(logits_BV, uniform_B, temperature=temperature)
+
+        # A row takes its token. A queued end of a turn, such as the user's, ends nothing.
+        going = []
+        for b, row in enumerate(rows):
+            ended = row.append(tokens_B[b].item(), logprobs_B[b].item()) and row.tokens[-1] in end
+            goes_on = not ended or (after is not None and after(row))
+            row.truncated = bool(goes_on and row.new >= max_new_tokens)
+            if goes_on and not row.truncated:
+                going.append(b)
+        # Rows that have ended leave the batch.
+        cache.select(going)
+        rows = [rows[b] for b in going]
+
+
+# 4. The same model token by token, and the check ------------------------------------------------
+
+
+def definition(model, tokens, /, weights=None, frequencies=simple_frequencies):
+    """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
+    c = model.config
+    weights = {n: w.double() for n, w in (weights or dict(model.named_parameters())).items()}
+
+    def linear(name, x):
+        return weights[name + ".weight"] @ x + weights.get(name + ".bias", 0)
+
+    def norm(name, x):
+        weight = weights[name + ".weight"] + (1 if c.norm_offset else 0)
+        return weight * x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps) ** -0.5
+
+    # Queries (G, H / G, D / 2) or keys (G, 1, D / 2) of one token, whose products bring each key
+    # head to its query heads. A pair of (5) is a complex number, and e^(i angle) turns it.
+    def heads(name, x, angle_d):
+        y = linear(name + "_proj", x).view(c.num_key_value_heads, -1, c.head_dim)
+        a, b = (norm(name + "_norm", y) if c.qk_norm else y).chunk(2, -1)
+        return torch.complex(a, b) * torch.exp(1j * angle_d)
+
+    def ffn(name, h, sparse):
+        if not sparse:
+            gate = ACTIVATIONS[c.hidden_act](linear(name + "gate_proj", h))
+            return linear(name + "down_proj", gate * linear(name + "up_proj", h))
+        p = linear(name + "gate", h).softmax(0)
+        chosen = (-p - weights.get(name + "choice_bias", 0)).argsort()[: c.num_experts_per_tok]
+        total = p[chosen].sum() if c.norm_topk_prob else 1
+        return sum(p[e] / total * ffn(f"{name}experts.{e}.", h, False) for e in chosen.tolist())
+
+    embed_scale = c.hidden_size**0.5 if c.scale_embedding else 1
+    states = list(embed_scale * weights["model.embed_tokens.weight"][tokens])
+    for n, kind in enumerate(c.layer_types):
+        name = f"model.layers.{n}."
+        attn = name + "self_attn."
+        oldest = -c.sliding_window if kind == SLIDING else 0  # [-3:] of a list is its last 3
+        keys = []
+        values = []
+        for i, x in enumerate(states):
+            h = norm(name + "input_layernorm", x)
+            angle_d = i * frequencies(c.rope_parameters[kind], c.head_dim)
+            q = heads(attn + "q", h, angle_d) * (c.query_pre_attn_scalar or c.head_dim) ** -0.5
+            keys.append(heads(attn + "k", h, angle_d))
+            values.append(linear(attn + "v_proj", h).view(-1, 1, c.head_dim))
+            scores = (q * torch.stack(keys[oldest:]).conj()).real.sum(-1, keepdim=True)
+            out = (scores.softmax(0) * torch.stack(values[oldest:])).sum(0)
+            h = linear(attn + "o_proj", out.flatten())
+
+            # Gemma has a norm after each part, and another name for the norm before the MLP.
+            y = x + (norm(name + "post_attention_layernorm", h) if c.post_norms else h)
+            before = "pre_feedforward" if c.post_norms else "post_attention"
+            h = ffn(name + "mlp.", norm(f"{name}{before}_layernorm", y), n in c.sparse_layers)
+            states[i] = y + (norm(name + "post_feedforward_layernorm", h) if c.post_norms else h)
+    head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
+    return torch.stack([linear(head, norm("model.norm", x)) for x in states])
+
+
+CHECK_FAMILIES = (
+    dict(qk_norm=False, layer_types=(SLIDING, SLIDING), sliding_window=4),  # Llama, Mistral
+    dict(qk_norm=False, qkv_bias=True, o_bias=True, mlp_bias=True),  # Qwen2, with every bias
+    dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=8, norm_topk_prob=True,
+         sparse_layers=(1,)),  # Qwen3 in layer 0, Qwen3-MoE in layer 1
+    dict(norm_offset=True, post_norms=True, scale_embedding=True, query_pre_attn_scalar=9,
+         hidden_act="gelu_pytorch_tanh", layer_types=(SLIDING, FULL), sliding_window=3,
+         rope_parameters={FULL: {"rope_theta": 1e6}}, tie_word_embeddings=True),  # Gemma 3
+)  # fmt: skip
+
+
+def check_family(family, temperature):
+    """Return the largest error of a model with V = 23, M = 12, 2 layers, H = 4, G = 2 and D = 6."""
+    torch.manual_seed(0)
+    model = SimpleTransformer(SimpleConfig(23, 12, 20, 2, 4, 2, 6, **family)).double()
+    assert (model.model.norm.offset + model.model.norm.weight == 1).all()
+    assert simple_frequencies({"rope_theta": 100.0}, 4).tolist() == [1.0, 0.1]
+    parameters = list(model.parameters())
+    for weight in parameters:
+        nn.init.normal_(weight, std=0.4)
+
+    # Documents of 5, 1 and 4 tokens: by themselves, and in a row with padding between them.
+    ids = torch.tensor([[-1, 0, 0, 0, 0, 0, -2, 1, -3, 2, 2, 2, 2]])
+    tokens = torch.randint(23, ids.shape)
+    documents = [tokens[ids == n] for n in range(3)]
+    alone = torch.cat([model.hidden(document[None])[0] for document in documents])
+    packed = model.hidden(tokens, attention=simple_packed_attention(ids))[ids >= 0]
+    z = torch.cat([definition(model, document) for document in documents])
+
+    # Log-probs and entropies in chunks of 4 tokens.
+    targets = torch.randint(23, (10,))
+    chunked = ChunkedLogprobs.apply(packed, model.head_weight, targets, 0.7, 4)
+    p = (z / 0.7).softmax(-1)
+    found = [model.logits(alone), model.logits(packed), *chunked]
+    truth = [z, z, p[range(10), targets].log(), -(p * p.log()).sum(-1)]
+
+    # The gradients that random gradients of all these tensors give to every parameter.
+    upstream = [torch.randn_like(x) for x in truth]
+    found += torch.autograd.grad(found, parameters, upstream)
+    truth += torch.autograd.grad(truth, parameters, upstream)
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, truth)]
+
+    # Rows whose first two tokens are queued. Queued tokens are like two more tokens of the prompt.
+    rows = [Row(document.tolist(), torch.rand(12).tolist()) for document in documents]
+    for row in rows:
+        row.queue.extend([3, 9])  # 3 is an end, but nobody sampled it
+    options = dict(max_new_tokens=12, end=range(7), after=lambda row: row.new < 8)
+    simple_generate(model, rows, temperature=temperature, **options)
+    for row, document in zip(rows, documents):
+        plain = [*document.tolist(), 3, 9]
+        logp_SV = (definition(model, torch.tensor(row.tokens)) / (temperature or 1)).log_softmax(-1)
+        for u, logp_V in zip(row.draws[2:], logp_SV[len(document) + 1 :]):
+            below = [logp_V[: t + 1].exp().sum() <= u for t in range(23)]
+            plain.append(int(sum(below) if temperature else logp_V.argmax()))
+            if plain[-1] < 7 and len(plain) >= len(document) + 8:
+                break
+        mask = [False] * (len(document) + 1) + [True] * (row.new - 2)
+        assert row.tokens == plain and row.mask == mask
+        logprobs = logp_SV[range(len(mask)), plain[1:]] * torch.tensor(mask)
+        errors.append((torch.tensor(row.logprobs, dtype=z.dtype) - logprobs).abs().max().item())
+    return torch.tensor(errors).max()  # NaN if any error is NaN
+
+
+def core_main(argv):
+    """Check the core. Print its largest error, and exit with 1 unless that is at most 1e-10."""
+    errors = [check_family(family, tau) for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
+    error = torch.stack(errors).max().item()
+    print(f"largest error of models.py's core: {error:.1e}")
+    if not error <= 1e-10:
+        sys.exit(1)
+
+
+# ================================================================================================
+# The core ends here. The full version follows: any dtype, split models, checkpoints, guards.
+# ================================================================================================
+#
+# What it must equal, in addition to (1) to (9):
+#
+#     (7')  z_i     = c tanh(head norm(x_i) / c), if there is a final soft cap c (Gemma 2's)
+#     (6')  experts = the K largest of p_e + b_e, where the bias b evens out the experts' load
+#     (10)  balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie, over sequences s of T_s
+#                     tokens, n_se of whose T_s K choices fell on e (a constant for the gradient)
+#     (11)  b_e     = rate * (steps in which e had less than the mean load - steps it had more)
+#
+# Cost per token: 2 flops forward and 4 backward for each parameter outside the embedding that the
+# token meets (K of the E experts), and 4 S H D forward per layer in attention, of which a causal
+# mask hides half. The cache holds 2 G D numbers per token and layer, in sliding layers for about
+# one and a half windows at most.
+#
+# Not here: dropout (no released model has any), quantized weights, vision towers, shared experts.
+#
+# References: Llama arXiv:2407.21783; Mistral arXiv:2310.06825; Qwen2 arXiv:2407.10671; Qwen3
+# arXiv:2505.09388; Gemma 3 arXiv:2503.19786; RoPE arXiv:2104.09864; RMSNorm arXiv:1910.07467; GQA
+# arXiv:2305.13245; YaRN arXiv:2309.00071; DeepSeek-V3 arXiv:2412.19437, equations 16 to 20; the
+# bias (11) arXiv:2408.15664.
+#
+# More letters: I width of an expert, J pairs of a sequence and a token, R prompts, L slots of a
+# prompt, U documents of one length L, h query heads of a key head times new tokens, v the part of
+# the vocabulary on this rank.
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import reprlib  # noqa: E402
+from collections import Counter  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NamedTuple  # noqa: E402
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor._utils import (  # noqa: E402
+    compute_local_shape_and_global_offset as local_shape_and_offset,
+)
+
+# 5. Configuration, RoPE for long contexts --------------------------------------------------------
+# `ModelConfig` adds to `SimpleConfig` what checkpoints, critics and balanced routers need, and
+# refuses values that make no model.
+
+
+@dataclass
+class ModelConfig(SimpleConfig):
+    """The shape of a `Transformer`. ValueError for values that describe no model.
+
+    Field names are Hugging Face's wherever it has one. A family is a set of values: see FAMILIES.
+    """
+
+    model_type: str = "qwen3"  # a key of FAMILIES
+    max_position_embeddings: int = 32768
+    initializer_range: float = 0.02
+    eos_token_id: tuple[int, ...] = ()
+    final_logit_softcapping: float | None = None  # c of (7')
+    router_bias_rate: float = 0.0  # the rate of (11). 0: the router has no bias
     value_head: bool = False  # a critic, see `Transformer.values`
 
     def __post_init__(self):
-        complete_and_check_config(self)  # fills in layer_types and rope_parameters
+        sizes = (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+            "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        )  # fmt: skip
+        for name in sizes:
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+        given = self.rope_parameters
+        super().__post_init__()
+
+        # What is needed -> is it met?
+        layers = range(self.num_hidden_layers)
+        kinds = set(self.layer_types)
+        experts = (self.num_experts, self.num_experts_per_tok, self.moe_intermediate_size)
+        needs = {
+            f"layer_types: {len(layers)} of {FULL} or {SLIDING}":
+                len(self.layer_types) == len(layers) and kinds <= {FULL, SLIDING},
+            "num_attention_heads: a multiple of num_key_value_heads":
+                self.num_attention_heads % self.num_key_value_heads == 0,
+            "head_dim: an even number, for RoPE": self.head_dim % 2 == 0,
+            f"hidden_act (or hidden_activation): one of {[*ACTIVATIONS]}":
+                self.hidden_act in ACTIVATIONS,
+            "sliding_window: a positive number, for sliding layers":
+                SLIDING not in kinds or (self.sliding_window or 0) > 0,
+            "sparse_layers: numbers of layers": set(self.sparse_layers) <= set(layers),
+            "num_experts, num_experts_per_tok, moe_intermediate_size: positive in sparse layers":
+                not self.sparse_layers or min(experts) > 0,
+            "num_experts_per_tok: at most num_experts":
+                self.num_experts_per_tok <= self.num_experts,
+            "rms_norm_eps, initializer_range, router_bias_rate: not negative":
+                min(self.rms_norm_eps, self.initializer_range, self.router_bias_rate) >= 0,
+            "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
+                all(x is None or x > 0
+                    for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
+            f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
+        }  # fmt: skip
+        wrong = [need for need, met in needs.items() if not met]
+        if wrong:
+            raise ValueError(f"a {self.model_type} config needs {'; '.join(wrong)}; got {self}")
+        for kind, rope in self.rope_parameters.items():
+            self.rope_parameters[kind] = self._complete_rope(rope)
+
+    def _complete_rope(self, rope):
+        """Return RoPE parameters with their defaults; ValueError for what (5) does not cover."""
+        rope = {"rope_type": "default"} | rope
+        kind = rope["rope_type"]
+        if kind not in ROPE_TYPES:
+            raise ValueError(f"rope_type: expected one of {[*ROPE_TYPES]}, got {kind!r}")
+        needed, optional = ROPE_TYPES[kind]
+        if "original_max_position_embeddings" in needed:
+            rope.setdefault("original_max_position_embeddings", self.max_position_embeddings)
+
+        # A key that is not known here may change the angles, so it is refused and not ignored.
+        unknown = sorted(rope.keys() - {"rope_type", "rope_theta", *needed, *optional})
+        missing = [key for key in needed if rope.get(key) is None]
+        if unknown or missing:
+            raise ValueError(
+                f"rope_parameters of rope_type {kind}: expected {['rope_theta', *needed]}, unknown "
+                f"{unknown}, missing {missing}"
+            )
+
+        # Numbers that are possible one by one may still divide by zero together.
+        try:
+            f_d, factor = rope_frequencies(rope, self.head_dim)
+            finite = bool(f_d.isfinite().all()) and math.isfinite(factor)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
+        if not finite:
+            raise ValueError(f"rope_parameters {rope} give angles that are not finite")
+        return rope
 
     @classmethod
     def from_hf(cls, raw, /) -> "ModelConfig":
         """Read a Hugging Face config: a directory, a config.json, or the dict itself.
 
-        Absent fields get transformers' defaults. A field that would change the numbers and is
-        not implemented is a ValueError that names it.
+        Absent fields get transformers' defaults. A field that would change the numbers and is not
+        implemented is a ValueError that names it.
         """
-        return read_config(raw)
+        if isinstance(raw, dict):
+            return read_config(raw)
+        path = Path(raw) / "config.json" if Path(raw).is_dir() else Path(raw)
+        raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
+        try:
+            return read_config(raw)
+        except ValueError as error:  # whatever is wrong with a field, say in which file
+            raise ValueError(f"{path}: {error}") from error
 
     def to_hf(self) -> dict:
-        """The config.json that transformers 4 and 5 and `from_hf` read back to this model."""
+        """Return the config.json that transformers 4 and 5 and `from_hf` read back to this."""
         return write_config(self)
 
 
-# 2. The definition ---------------------------------------------------------------------------
-
-SQRT_8_OVER_PI = (8 / math.pi) ** 0.5
-DEFINED_ACTIVATIONS = {
-    "silu": lambda x: x / (1 + (-x).exp()),
-    "gelu": lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2,
-    "gelu_pytorch_tanh": lambda x: x / (1 + (-(SQRT_8_OVER_PI * (x + 0.044715 * x**3))).exp()),
-}
-
-
-def defined_frequencies(rope, D, length, longest):
-    """f_n of (5) and the factor on cos and sin; tests/measure_models.py has the other types."""
-    factors = {"default": 1, "linear": rope.get("factor")}
-    factor = factors[rope["rope_type"]]
-    return [rope["rope_theta"] ** (-2 * n / D) / factor for n in range(D // 2)], 1
+ROPE_TYPES = {  # rope_type -> the keys that it needs, and those that it may have
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor",
+                "original_max_position_embeddings"), ()),
+    "yarn": (("factor", "original_max_position_embeddings"),
+             ("attention_factor", "beta_fast", "beta_slow")),
+}  # fmt: skip
 
 
-def definition(model, tokens, /, frequencies=defined_frequencies):
-    """Logits (S, V) of one document (S,), equations (1)-(7) token by token. Slow, float64.
+def rope_frequencies(rope, head_dim, /):
+    """Return f of (5), (D/2,) float64 on the CPU, and a factor for cos and sin.
 
-    It takes the model's weights and configuration and none of its code, so that `check` compares
-    two independent readings of the equations.
+    rope: {"rope_type", "rope_theta", ..}. The types other than default reach beyond the lengths of
+        the training, by turning more slowly.
     """
-    config = model.config
-    D = config.head_dim
-    weights = {name: p.double() for name, p in model.named_parameters()}
-    activation = DEFINED_ACTIVATIONS[config.hidden_act]
-    scale = (config.query_pre_attn_scalar or D) ** -0.5
-    buffers = dict(model.named_buffers())  # of routers only: their votes, see (6)
+    with torch.device("cpu"):
+        f_d = simple_frequencies(rope, head_dim)
+        n_d = torch.arange(head_dim // 2, dtype=torch.float64)
+    factor = rope.get("factor")
+    if rope["rope_type"] == "linear":
+        return f_d / factor, 1.0
 
-    def norm(x, name):
-        weight = weights[name + ".weight"]
-        if config.norm_offset:
-            weight = 1 + weight
-        return weight * x / (x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()  # (4)
+    # Llama 3: pairs that turn often over the trained length stay as they are, pairs that turn
+    # seldom are divided by the factor, and in between the two are mixed.
+    if rope["rope_type"] == "llama3":
+        low = rope["low_freq_factor"]
+        high = rope["high_freq_factor"]
+        turns_d = rope["original_max_position_embeddings"] * f_d / (2 * math.pi)
+        keep_d = ((turns_d - low) / (high - low)).clamp(0, 1)
+        return torch.lerp(f_d / factor, f_d, keep_d), 1.0
 
-    # Queries, keys or values of one token: (heads, D), its heads below each other.
-    def project(x, name):
-        y = weights[name + "_proj.weight"] @ x + weights.get(name + "_proj.bias", 0)
-        y = y.view(-1, D)
-        return norm(y, name + "_norm") if name + "_norm.weight" in weights else y
-
-    # RoPE turns the plane of x_n and x_(n + D/2) by the angle p f_n. Two turned vectors have a
-    # product that depends on the difference of their positions only.
-    def rotated(x, p, kind):
-        parameters = config.rope_parameters[kind]
-        f, factor = frequencies(parameters, D, len(tokens), config.max_position_embeddings)
-        angle = p * torch.tensor(f, dtype=torch.float64)
-        cos = factor * angle.cos()
-        sin = factor * angle.sin()
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)  # (5)
-
-    def swiglu(h, gate, up, down):
-        return down @ (activation(gate @ h) * (up @ h))
-
-    def feed_forward(h, layer):
-        # A layer without experts has one ffn. One with experts weighs those that its router chose:
-        # the bias has a say in who is chosen, and none in the weights.
-        name = f"model.layers.{layer}.mlp."
-        parts = ("gate_proj", "up_proj", "down_proj")
-        if layer not in config.sparse_layers:
-            return swiglu(h, *(weights[f"{name}{part}.weight"] for part in parts))
-        p = (weights[name + "gate.weight"] @ h).softmax(0)
-        bias = config.router_bias_rate * buffers.get(name + "votes", 0)
-        chosen = (-p - bias).argsort()[: config.num_experts_per_tok]
-        total = p[chosen].sum() if config.norm_topk_prob else 1
-        outputs = (swiglu(h, *(weights[f"{name}experts.{part}"][e] for part in parts))
-                   for e in chosen)  # fmt: skip
-        return sum(p[e] / total * out for e, out in zip(chosen, outputs))  # (6)
-
-    # Query head h reads key head h G / H: with H = 4 and G = 2, heads 0 and 1 read key head 0.
-    def attended(i, q, k, v, kind):
-        first = max(0, i - config.sliding_window + 1) if kind == SLIDING else 0
-        out = []
-        for head in range(config.num_attention_heads):
-            g = head * config.num_key_value_heads // config.num_attention_heads
-            score = torch.stack([q[i][head] @ k[j][g] * scale for j in range(first, i + 1)])
-            out.append(sum(p * v[first + j][g] for j, p in enumerate(score.softmax(0))))
-        return torch.cat(out)
-
-    embed = weights["model.embed_tokens.weight"]
-    embedding_scale = config.hidden_size**0.5 if config.scale_embedding else 1
-    xs = [embedding_scale * embed[t] for t in tokens.tolist()]  # (1)
-    for layer, kind in enumerate(config.layer_types):
-        # All of a layer's q, k and v come before any of its outputs, which replace xs one by one.
-        # p is the position of a token, and i the token whose output is computed.
-        name = f"model.layers.{layer}."
-        attn = name + "self_attn."
-        hs = [norm(x, name + "input_layernorm") for x in xs]
-        q = [rotated(project(h, attn + "q"), p, kind) for p, h in enumerate(hs)]
-        k = [rotated(project(h, attn + "k"), p, kind) for p, h in enumerate(hs)]
-        v = [project(h, attn + "v") for h in hs]
-        for i, x in enumerate(xs):
-            a = attended(i, q, k, v, kind)
-            y = weights[attn + "o_proj.weight"] @ a + weights.get(attn + "o_proj.bias", 0)
-            if config.sandwich_norms:
-                y = x + norm(y, name + "post_attention_layernorm")  # (2), gemma
-                h = feed_forward(norm(y, name + "pre_feedforward_layernorm"), layer)
-                xs[i] = y + norm(h, name + "post_feedforward_layernorm")  # (3), gemma
-            else:
-                y = x + y  # (2)
-                xs[i] = y + feed_forward(norm(y, name + "post_attention_layernorm"), layer)  # (3)
-
-    # Without a head of its own the model uses the embedding; tanh keeps logits inside -c..c.
-    head = weights.get("lm_head.weight", embed)
-    z = torch.stack([head @ norm(x, "model.norm") for x in xs])  # (7)
-    cap = config.final_logit_softcapping
-    return cap * torch.tanh(z / cap) if cap else z
+    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times. The factor
+    # on cos and sin keeps attention as sharp as before the stretching.
+    if rope["rope_type"] == "yarn":
+        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
+        scale = head_dim / (2 * math.log(rope["rope_theta"]))
+        low = max(math.floor(scale * math.log(trained / (rope.get("beta_fast") or 32))), 0)
+        high = math.ceil(scale * math.log(trained / (rope.get("beta_slow") or 1)))
+        high = min(high, head_dim - 1)
+        stretched_d = ((n_d - low) / ((high - low) or 0.001)).clamp(0, 1)
+        grown = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        return torch.lerp(f_d, f_d / factor, stretched_d), rope.get("attention_factor") or grown
+    return f_d, 1.0
 
 
-# 3. The model --------------------------------------------------------------------------------
+class Rope:
+    """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
 
-class RMSNorm(nn.Module):
-    """(4) over the last dimension: (..., M) -> (..., M)."""
+    def __init__(self, config):
+        self.config = config
+        self.known = {}  # device -> {layer type: frequencies and their factor}
 
-    def __init__(self, width, config):
-        super().__init__()
-        self.eps = config.rms_norm_eps
-        self.offset = config.norm_offset
-        self.weight = nn.Parameter(torch.full((width,), 0.0 if self.offset else 1.0))
+    def __call__(self, positions_BS, dtype, /):
+        device = positions_BS.device
+        if device not in self.known:
+            self.known[device] = {}
+            for kind, rope in self.config.rope_parameters.items():
+                f_d, factor = rope_frequencies(rope, self.config.head_dim)
+                self.known[device][kind] = f_d.to(device), factor
+
+        # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
+        # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
+        wide = torch.promote_types(dtype, torch.float32)
+        ropes = {}
+        for kind, (f_d, factor) in self.known[device].items():
+            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d.to(wide))
+            ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
+        return ropes
+
+
+# 6. The model ------------------------------------------------------------------------------------
+# The core's classes, made for float16 and bfloat16, for models that are split over ranks, and for
+# mixtures of experts whose load is balanced.
+
+
+class RMSNorm(SimpleNorm):
+    """Adds to `SimpleNorm`: lower precision, and states that are wider than the weights."""
 
     def forward(self, x, /):
         # NUMERICS: torch's kernel accumulates the mean square of bf16/fp16 input in float32 and of
         # float64 in float64, and casts once, after w (transformers casts before w too). Pinned by
         # tests/test_models.py::test_rms_norm_accumulates_in_float32.
         if not self.offset:
-            # In mixed precision states are wider than weights; what is normalised meets a matrix.
             weight = self.weight.to(x.dtype)
-            return rms_norm(x, weight, self.eps).to(self.weight.dtype)  # (4)
+            return F.rms_norm(x, weight.shape, weight, self.eps).to(self.weight.dtype)  # (4)
         # NUMERICS: in bf16 1 + w drops every w below 2^-8; Gemma adds and multiplies in float32 and
         # casts last. Pinned by tests/test_models.py::test_gemma_norm_keeps_small_weights.
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight = 1 + self.weight.to(wide)
-        return rms_norm(x.to(wide), weight, self.eps).to(self.weight.dtype)
+        weight = self.offset + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), weight.shape, weight, self.eps).to(self.weight.dtype)
 
 
-def rope_frequencies(rope, head_dim, /, *, length, longest):
-    """f of (5), (D/2,) float64, and the factor on cos and sin.
+def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+    """Attend from token i of each row to tokens 0..i, or to the last `window` of them.
 
-    rope: {"rope_type", "rope_theta", ...}. length: of the longest row of this call, which only
-    dynamic RoPE asks for; longest: max_position_embeddings.
+    The default of `Transformer.hidden`. With a window the cost is O(S window).
     """
-    # Pair n turns by theta^(-2n/D) radians a token (D = 4, theta = 100: 1 and 0.1). Fast pairs tell
-    # neighbours apart, slow ones far from near, where the fast ones have gone round many times.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    if rope["rope_type"] == "default":
-        return rope["rope_theta"] ** -exponents, 1.0
-    return stretched_rope_frequencies(rope, exponents, length, longest)  # for long contexts
+    S = q_BHSD.shape[2]
+    if window is None or window >= S:
+        return masked_attention(q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=scale)
+
+    # Blocks of queries, against the keys that they can see. With window 2 and blocks of 3 queries:
+    #
+    #     queries 0 1 2   keys 0 1 2          (blocks have at least 128, one kernel call each)
+    #     queries 3 4 5   keys 2 3 4 5        the first query sees window - 1 keys before it
+    place_1S = torch.arange(S, device=q_BHSD.device)[None]
+    block = max(window, 128)
+    out = []
+    for start in range(0, S, block):
+        queries = slice(start, start + block)
+        keys = slice(max(0, start - window + 1), start + block)
+        visible = visible_keys(place_1S[:, queries], place_1S[:, keys], window)
+        qkv = q_BHSD[:, :, queries], k_BGSD[:, :, keys], v_BGSD[:, :, keys]
+        out.append(masked_attention(*qkv, visible, scale=scale))
+    return torch.cat(out, 2)
 
 
-def rope_angles(positions_BS, frequencies, factor=1.0, /, *, dtype):
-    """cos and sin of (5) for `rotate`, each (B, S, 1, D), in float32 or better.
+class Attention(SimpleAttention):
+    """Under tensor parallelism a rank has some of the rows of q, k and v, so some of the heads."""
 
-    sin comes with the sign of (5): minus in the first half of D, plus in the second.
-    """
-    # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
-    # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
-    dtype = torch.promote_types(dtype, torch.float32)
-    angle_BS1D = positions_BS.to(dtype)[:, :, None, None] * frequencies.to(dtype)
-    cos_BS1D = angle_BS1D.cos()
-    sin_BS1D = angle_BS1D.sin()
-    if factor != 1:
-        cos_BS1D = cos_BS1D * factor
-        sin_BS1D = sin_BS1D * factor
-    return torch.cat([cos_BS1D, cos_BS1D], -1), torch.cat([-sin_BS1D, sin_BS1D], -1)
+    norm_class = RMSNorm
 
-
-def rotate(x_BSXD, cos_BS1D, sin_BS1D, /):
-    """(5), half-split form; (B, S, X, D) -> the same. `rope_angles` made cos and sin."""
-    # The halves trade places and are added with sin's signs: (a, b) cos + (-b, a) sin.
-    swapped_BSXD = x_BSXD.roll(x_BSXD.shape[-1] // 2, -1)
-    return (x_BSXD * cos_BS1D).addcmul_(swapped_BSXD, sin_BS1D).to(x_BSXD.dtype)  # (5)
-
-
-def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-    """The default attention: token i of each row sees tokens 0..i, or the last `window` of them.
-
-    Right padding needs no mask: no token sees what is behind it. With a window it is O(S window).
-    """
-    if softcap is not None:
-        raise ValueError("causal_attention has no softcap; pass ring_attention.attend or the like")
-    if window is not None and window < q_BHSD.shape[2]:
-        return windowed_causal_attention(q_BHSD, k_BGSD, v_BGSD, scale, window)
-    options = dict(is_causal=True, scale=scale, enable_gqa=True)
-    return F.scaled_dot_product_attention(q_BHSD, k_BGSD, v_BGSD, **options)
-
-
-class Attention(nn.Module):
-    """(2) without its residual: projections, norms and RoPE, and the caller's attention. How many
-    heads there are is read off the weights: under tensor parallelism a rank holds only some."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        M = config.hidden_size
-        D = config.head_dim
-        H = config.num_attention_heads
-        G = config.num_key_value_heads
-        self.layer = layer
-        self.head_dim = D
-        self.kind = config.layer_types[layer]
-        self.scale = (config.query_pre_attn_scalar or D) ** -0.5
-        self.window = config.sliding_window if self.kind == SLIDING else None
-
-        # Module names here and below are Hugging Face's, so that dense checkpoints need no table.
-        self.q_proj = nn.Linear(M, H * D, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(M, G * D, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(H * D, M, bias=config.o_bias)
-        self.q_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config) if config.qk_norm else nn.Identity()
-
-    def forward(self, x_BSM, ropes, attention, /):
-        # (B, S, M) -> (B, S, heads, D). Norms work on single heads and come before RoPE.
-        q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
-        k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
-
-        # Queries and keys are turned by the same angles.
-        q_BHSD = rotate(q_BSHD, *ropes[self.kind]).transpose(1, 2)
-        k_BGSD = rotate(k_BSGD, *ropes[self.kind]).transpose(1, 2)
-        v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-        # The seam: the function that the caller chose decides who sees whom, and where keys and
-        # values live. It also matches the H heads of q with the G of k and v.
-        options = dict(layer=self.layer, scale=self.scale, window=self.window)
-        out_BHSD = attention(q_BHSD, k_BGSD, v_BGSD, **options)
-        return self.o_proj(out_BHSD.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """ffn of (3). `balance` is there because `SparseMLP`, which has one, can take its place."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.act = ACTIVATIONS[config.hidden_act]
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x_BSM, balance=None, /):
-        # The gate decides, entry by entry, how much of up goes down.
-        return self.down_proj(self.act(self.gate_proj(x_BSM)) * self.up_proj(x_BSM))
-
-
-class Layer(nn.Module):
-    """(2) and (3): a residual block, normalised before its parts and, in Gemma, after them too."""
-
-    def __init__(self, config, layer):
-        super().__init__()
-        self.sandwich = config.sandwich_norms
-        self.self_attn = Attention(config, layer)
-        self.mlp = SparseMLP(config, layer) if layer in config.sparse_layers else MLP(config)
-
-        # post_attention_layernorm is Hugging Face's name for two things: in Gemma the norm' of
-        # (2), in the other families the norm before the feed-forward.
-        self.input_layernorm = RMSNorm(config.hidden_size, config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config)
-        if self.sandwich:
-            self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config)
-            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config)
-
-    def forward(self, x_BSM, ropes, attention, balance=None, /):
-        # The states themselves are never normalised. Each part adds what it makes of their norm,
-        # so that the gradient of the last layer reaches the first undiminished.
-        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
-        if not self.sandwich:
-            x_BSM = x_BSM + h_BSM  # (2)
-            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), balance)  # (3)
-        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), balance)
-        return x_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), gemma
-
-
-class Decoder(nn.Module):
-    """Everything below the head. A module of its own so that parameter names are Hugging Face's."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config)
-
-
-class Transformer(nn.Module):
-    """A causal language model.
-
-    `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
-    stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
-    to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.rope = Rope(config)
-        self.attention = causal_attention  # what layers call unless `hidden` is given another
-        self.states_dtype = None  # of the states between layers, or None: that of the weights
-        self.model = Decoder(config)
-        if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.value_head:
-            self.score = nn.Linear(config.hidden_size, 1, bias=False)
-
-    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
-        """Final normalised states (B, S, M) of int64 tokens (B, S), or of embeddings (B, S, M).
-
-        positions: (B, S) int64, for RoPE only; default 0..S-1. attention: the callable that each
-        layer calls as attention(q, k, v, layer=, scale=, window=), with q (B, H, S, D), k and v
-        (B, G, S, D), returning (B, H, S, D); default `self.attention`. balance: what sparse
-        layers tell of their routing to, see `Balance`. ValueError for other shapes or unknown ids.
-        """
-        # A pipeline's later stages get the states of the stage before in place of tokens. Such
-        # embeddings are taken as they are: Gemma's sqrt(M) is not applied to them.
-        require_tokens_or_states(tokens_BS)
-        x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
-        x_BSM = x_BSM.to(self.states_dtype or x_BSM.dtype)
-
-        # Positions say how far apart tokens are; which of them see each other is attention's.
-        if positions is None:
-            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
-        ropes = self.rope(positions, x_BSM.dtype)
-        for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
-        return self.model.norm(x_BSM)
-
-    def embed(self, tokens_BS, /):
-        """(1): (B, S) -> (B, S, M)."""
-        # Ids are checked here and not in embed_tokens, which tensor parallelism replaces: there
-        # each rank has some rows, and a token that no rank has would silently become zeros.
-        self.require_tokens(tokens_BS)
-        x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
-        if not self.config.scale_embedding:
-            return x_BSM
-        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
-        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
-        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
-
-    def logits(self, hidden, /):
-        """(7): (..., M) -> (..., V), in the model's dtype. `hidden` applied the norm already."""
-        weight_vM, rows = self.head_rows()
-        z = F.linear(hidden, weight_vM)  # (7)
-        cap = self.config.final_logit_softcapping
-        z = cap * torch.tanh(z / cap) if cap else z
-        return gather_logits(z, rows["group"], self.config.vocab_size) if rows else z
-
-    def forward(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
-        """Logits (B, S, V) in the model's dtype; the parameters are those of `hidden`."""
-        options = dict(positions=positions, attention=attention, balance=balance)
-        return self.logits(self.hidden(tokens_BS, **options))
-
-    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
-        """(8) and (9) of targets (N,) given hidden (N, M): two (N,) tensors, float32 or better."""
-        # Under tensor parallelism a rank has v of the V rows, and the ranks sum what theirs tell.
-        weight_vM, options = self.head_rows()
-        options |= dict(temperature=temperature, softcap=self.config.final_logit_softcapping)
-        options |= dict(vocab_size=self.config.vocab_size)
-        return token_logprobs(hidden, weight_vM, targets, **options)
-
-    @property
-    def head_weight(self):
-        """The (V, M) matrix of (7)."""
-        tied = self.config.tie_word_embeddings
-        return self.model.embed_tokens.weight if tied else self.lm_head.weight
-
-    def head_rows(self):
-        """This rank's rows of `head_weight`, and which they are. Tensor parallelism replaces it."""
-        return self.head_weight, {}
-
-    def values(self, hidden, /):
-        """A critic's value of each state, (..., M) -> (...), float32 or better."""
-        if not self.config.value_head:
-            raise ValueError("this model has no value head; call add_value_head() first")
-        value = self.score(hidden)[..., 0]
-        return value.to(torch.promote_types(value.dtype, torch.float32))
-
-    def add_value_head(self) -> "Transformer":
-        """Give a model that has none a value head of zeros: a critic starts from a policy."""
-        return give_value_head(self)
-
-    def init_weights(self, seed: int):
-        """Draw all weights from a seed, the same in every dtype; see `draw_weights`."""
-        return draw_weights(self, seed)
-
-    def one_token_step(self):
-        """The fastest `extend` by a token a row, f(cache, tokens_B1); see `one_token_step`."""
-        return one_token_step(self)
-
-    def require_tokens(self, tokens, /) -> None:
-        """See `require_tokens_in_vocabulary`: for whoever hands tokens to one stage of many."""
-        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
-
-
-# 4. Mixture of experts -----------------------------------------------------------------------
 
 class SparseMLP(nn.Module):
-    """(6): each token goes to K experts. The bias b is rate * votes, and (11) casts the votes."""
+    """Adds to `SimpleExperts`: all experts in one product, a balance loss, a bias of the router.
+
+    A mixture-of-experts layer sums the selected experts' outputs, weighted by router probability.
+    The bias b = rate * votes affects the selection only. (11) counts the votes.
+    """
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer = layer
         self.top_k = config.num_experts_per_tok
-        self.normalised = config.norm_topk_prob
+        self.normalize = config.norm_topk_prob
         self.rate = config.router_bias_rate
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(config)
@@ -551,80 +924,457 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BSM, balance=None, /):
         x_NM = x_BSM.flatten(0, -2)
-        scores_NE, chosen_NK, weight_NK = self.route(x_NM)
+        probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
-        # Each token is copied K times, and the copies are sorted by expert, so that an expert's
-        # rows lie together. Two tokens with K = 2 of E = 3 experts:
+        # Each token is copied K times, and the copies are sorted by expert, so that the rows of an
+        # expert lie together. Two tokens with K = 2 of E = 3 experts:
         #
-        #     chosen_NK   [[2, 0], [1, 2]]   flattened 2 0 1 2
+        #     topk_ids_NK [[2, 0], [1, 2]]   flattened 2 0 1 2
         #     order       [1, 2, 0, 3]       copy 1 goes to expert 0, copy 2 to 1, 0 and 3 to 2
         #     counts_E    [1, 1, 2]          and order.argsort() = [2, 0, 1, 3] is the way back
         #
         # NUMERICS: permutations and then one sum over K: nothing is added in the order that threads
         # arrive, forward or backward. Pinned by tests/test_families.py::test_moe_is_repeatable.
-        order = chosen_NK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(chosen_NK.flatten(), minlength=scores_NE.shape[1])
+        order = topk_ids_NK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(topk_ids_NK.flatten(), minlength=probs_NE.shape[1])
         copies_nM = x_NM[:, None].expand(-1, self.top_k, -1).flatten(0, 1)
         out_nM = self.experts(copies_nM.index_select(0, order), counts_E)
         out_NKM = out_nM.index_select(0, order.argsort()).unflatten(0, (-1, self.top_k))
-        out_BSM = (out_NKM * weight_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6)
+        out_BSM = (out_NKM * topk_weights_NK[:, :, None]).sum(1).view_as(x_BSM)  # (6')
 
-        # The balance loss (10) is not returned: `AttachLoss` gives back the output as it is, and
-        # its backward adds the gradient of the loss, in whichever pipeline stage this layer runs.
-        loss = balance(scores_NE, chosen_NK, layer=self.layer) if balance else None
+        # The balance loss (10) is not returned. `AttachLoss` returns the output as it is, and its
+        # backward adds the gradient of the loss, in whichever pipeline stage this layer runs.
+        loss = balance(probs_NE, topk_ids_NK, layer=self.layer) if balance else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
     def route(self, x_NM, /):
-        """p (N, E) of (6), the chosen experts (N, K) and their g (N, K) in x's dtype."""
-        # NUMERICS: softmax and its sum in float32 or better, g cast back, as the models were
+        """Return p (N, E), the ids of the selected experts (N, K), and their weights (N, K)."""
+        # NUMERICS: softmax and its sum in float32 or better, weights cast back, as the models were
         # trained. Pinned by tests/test_families.py::test_the_router_works_in_float32.
         wide = torch.promote_types(x_NM.dtype, torch.float32)
-        scores_NE = self.gate(x_NM).softmax(-1, dtype=wide)
-
-        # The bias decides who is chosen. It is no part of g: it would change what the model says.
-        biased_NE = scores_NE + self.rate * self.votes if self.rate else scores_NE
-        chosen_NK = biased_NE.topk(self.top_k, dim=-1).indices
-        weight_NK = scores_NE.gather(-1, chosen_NK)
-        if self.normalised:
-            weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
-        return scores_NE, chosen_NK, weight_NK.to(x_NM.dtype)
+        probs_NE = self.gate(x_NM).softmax(-1, dtype=wide)
+        biased_NE = probs_NE + self.rate * self.votes if self.rate else probs_NE
+        topk_ids_NK = biased_NE.topk(self.top_k, dim=-1).indices
+        topk_weights_NK = probs_NE.gather(-1, topk_ids_NK)
+        if self.normalize:
+            topk_weights_NK = topk_weights_NK / topk_weights_NK.sum(-1, keepdim=True)
+        return probs_NE, topk_ids_NK, topk_weights_NK.to(x_NM.dtype)
 
 
-# 5. Log-probabilities in chunks --------------------------------------------------------------
+class Layer(SimpleLayer):
+    """Adds to `SimpleLayer`: a callback that balances the load of the experts."""
+
+    norm_class = RMSNorm
+    attention_class = Attention
+    experts_class = SparseMLP
+
+    def forward(self, x_BSM, ropes, attention, balance=None, /):
+        # The same two sums as in the core. Only a layer with experts has something to balance.
+        more = (balance,) if hasattr(self.mlp, "experts") else ()
+        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
+        if not self.post_norms:
+            x_BSM = x_BSM + h_BSM  # (2)
+            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), *more)  # (3)
+        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), *more)
+        return x_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
+
+
+class Transformer(SimpleTransformer):
+    """Adds to `SimpleTransformer`: any dtype, split vocabularies, a value head, guards.
+
+    `forward(tokens)` gives logits (B, S, V). Training calls its two halves: `.hidden(tokens)`
+    stops before the head, (B, S, M), and `.logprobs(hidden, targets)` applies the head in chunks
+    to what is scored. Tied embeddings are one parameter, `model.embed_tokens.weight`: no `lm_head`.
+    """
+
+    layer_class = Layer
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.rope = Rope(config)
+        self.attention = causal_attention  # used unless `hidden` is given another one
+        self.residual_dtype = None  # of the states between layers. None: as the weights
+        if config.value_head:
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+        """Return the normalized states of the last layer, (B, S, M).
+
+        tokens_BS: int64, (B, S). Token ids; or states (B, S, M) of a floating dtype, which later
+            stages of a pipeline get from the stage before. They are not scaled as embeddings are.
+        positions: int64, (B, S). For RoPE only. Default: 0..S-1.
+        attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
+            k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
+        balance: a callback that receives each sparse layer's router probabilities, see `Balance`.
+
+        ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
+        """
+        if tokens_BS.dim() != (3 if tokens_BS.is_floating_point() else 2):
+            found = tuple(tokens_BS.shape)
+            raise ValueError(f"tokens: expected (B, S), or states (B, S, M), got {found}")
+        x_BSM = tokens_BS if tokens_BS.is_floating_point() else self.embed(tokens_BS)
+
+        # In mixed precision the sum of all layers stays wide, and each layer computes narrow: its
+        # norms cast to the dtype of the weights.
+        x_BSM = x_BSM.to(self.residual_dtype or x_BSM.dtype)
+        if not x_BSM.numel():
+            return x_BSM  # no tokens, no states
+        if positions is None:
+            positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
+        ropes = self.rope(positions, x_BSM.dtype)
+        for layer in self.model.layers:
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
+        return self.model.norm(x_BSM)
+
+    def embed(self, tokens_BS, /):
+        """Return the embeddings of tokens, (1): (B, S) -> (B, S, M)."""
+        # Ids are checked here and not in embed_tokens, which tensor parallelism replaces. There
+        # each rank has some rows, and a token that no rank has would silently become zeros.
+        self.require_tokens(tokens_BS)
+        x_BSM = self.model.embed_tokens(tokens_BS)  # (1)
+        if not self.config.scale_embedding:
+            return x_BSM
+        # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
+        # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
+        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+
+    def lm_head_shard(self):
+        """Return this rank's rows of `head_weight`, and the options of `token_logprobs` that say
+        which rows they are. Tensor parallelism replaces this method."""
+        return self.head_weight, {}
+
+    def logits(self, hidden, /):
+        """Apply the head to states of `hidden`: (..., M) -> (..., V), in the model's dtype."""
+        weight_vM, shard = self.lm_head_shard()
+        z = F.linear(hidden, weight_vM)
+        cap = self.config.final_logit_softcapping
+        z = cap * torch.tanh(z / cap) if cap else z  # (7')
+        return all_gather_logits(z, shard["group"], self.config.vocab_size) if shard else z
+
+    def forward(self, tokens_BS, /, **options):
+        """Return the logits (B, S, V) in the model's dtype. The options are those of `hidden`."""
+        return self.logits(self.hidden(tokens_BS, **options))
+
+    def logprobs(self, hidden, targets, /, *, temperature: float = 1.0):
+        """Return (8) and (9) of targets (N,) given hidden (N, M): two (N,), float32 or better."""
+        weight_vM, shard = self.lm_head_shard()
+        return token_logprobs(
+            hidden, weight_vM, targets, temperature=temperature,
+            softcap=self.config.final_logit_softcapping, vocab_size=self.config.vocab_size, **shard,
+        )  # fmt: skip
+
+    def values(self, hidden, /):
+        """Return a critic's value of each state, (..., M) -> (...), in float32 or better."""
+        if not self.config.value_head:
+            raise ValueError("this model has no value head; call add_value_head() first")
+        value = self.score(hidden)[..., 0]
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+    def add_value_head(self) -> "Transformer":
+        """Give a model without one a value head of zeros: a critic starts from a policy."""
+        if not self.config.value_head:
+            self.config = dataclasses.replace(self.config, value_head=True)
+            weight = self.head_weight
+            self.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
+            nn.init.zeros_(self.score.weight)
+        return self
+
+    def init_weights(self, seed: int) -> "Transformer":
+        """Draw all weights from a seed, the same ones in every dtype; see `draw_weights`."""
+        return draw_weights(self, seed)
+
+    def require_tokens(self, tokens, /) -> None:
+        """Raise a ValueError unless all token ids are in the vocabulary (on a GPU, later)."""
+        require_tokens_in_vocabulary(tokens, self.config.vocab_size)
+
+
+def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
+    """Refuse token ids that are not in 0..vocab_size - 1.
+
+    On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
+    device ends the process at some later call, because otherwise each forward would wait for it.
+    """
+    if not tokens.numel():
+        return
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
+        inside = (tokens >= 0) & (tokens < vocab_size)
+        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
+        return
+
+    # One pass over the ids as a rule. Which id it is, is asked only when one is wrong.
+    low, high = torch.aminmax(tokens)
+    if low >= 0 and high < vocab_size:
+        return
+    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
+    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
+    raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
+                     f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
+
+
+@torch.no_grad()
+def draw_weights(model, seed: int, whole=None):
+    """Draw normal(0, initializer_range) matrices, unit norms and zero biases, and return the model.
+
+    model: its parameters may be DTensors, and it may lack some of them.
+    seed: decides all weights, which are the same in every dtype and under every plan.
+    whole: a model, as of `load_hf`, that has the shapes of all parameters. Default: `model`.
+
+    A value head starts with zeros, so that the first values are 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    own = dict(model.named_parameters())
+    for name, shaped in (whole or model).named_parameters():
+        # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
+        # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
+        # device do not change the draw.
+        drawn = None
+        if not name.endswith(("norm.weight", "bias")) and name != "score.weight":
+            drawn = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
+            drawn *= model.config.initializer_range
+        if name not in own:
+            continue
+        local, part = local_part(own[name])
+        if drawn is not None:
+            local.copy_(drawn[part])
+        elif name.endswith("norm.weight"):
+            local.fill_(0 if model.config.norm_offset else 1)
+        else:
+            local.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def local_part(parameter):
+    """Return this rank's tensor of a parameter, and which part of the whole it is, as slices."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, n) for n in parameter.shape)
+    sizes, starts = local_shape_and_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter.to_local(), tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+
+
+# 7. Experts: their product, the balance of their load --------------------------------------------
+# For training mixtures of experts. Skip it for dense models.
+
+
+class Experts(nn.Module):
+    """ffn_e of (6') for rows that are sorted by expert: (N, M), counts (E,) -> (N, M)."""
+
+    def __init__(self, config):
+        super().__init__()
+        E = config.num_experts
+        M = config.hidden_size
+        INNER = config.moe_intermediate_size
+        self.act = ACTIVATIONS[config.hidden_act]
+        # One tensor for all experts of a kind. A checkpoint has one for each: `stored_tensors`.
+        self.gate_proj = nn.Parameter(torch.empty(E, INNER, M))
+        self.up_proj = nn.Parameter(torch.empty(E, INNER, M))
+        self.down_proj = nn.Parameter(torch.empty(E, M, INNER))
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=config.initializer_range)
+
+    def forward(self, x_NM, counts_E, /):
+        gate_NI = grouped_linear(x_NM, self.gate_proj, counts_E)
+        up_NI = grouped_linear(x_NM, self.up_proj, counts_E)
+        return grouped_linear(self.act(gate_NI) * up_NI, self.down_proj, counts_E)
+
+
+def grouped_linear(x_NM, weight_EIM, counts_E, /):
+    """Return x[n] @ weight[e(n)].T, (N, I): the first counts[0] rows go to expert 0, and so on.
+
+    counts_E: int64, (E,), sums to N. Zeros are fine.
+    """
+    # torch has this as one kernel for some dtypes and sizes. The loop is its definition.
+    if can_group(x_NM, weight_EIM):
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
+    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
+    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
+
+
+def can_group(x_NM, weight_EIM, /) -> bool:
+    """Return whether F.grouped_mm takes these: its dtypes, rows of 16 bytes, at least one row."""
+    dtypes = [torch.bfloat16]
+    if x_NM.device.type == "cpu":
+        dtypes += [torch.float32, torch.float16]
+    aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
+    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
+
+
+class AttachLoss(torch.autograd.Function):
+    """Return x as it is, and add the gradient of a loss to every backward that reaches x.
+
+    So a layer adds a loss of its own wherever it runs, in a pipeline stage too.
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.one = torch.ones_like(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, ctx.one
+
+
+class Balance:
+    """(10) over the sparse layers of one forward: `hidden(.., balance=Balance(..))`.
+
+    sequence_J, token_J: int64, (J,). Pair j says that sequence sequence_J[j] holds the forward's
+        token token_J[j], counted over its B x S tokens. A token that several sequences share has a
+        pair for each of them; padding has none. Default of token_J: 0..J-1.
+    coef: the factor of (10).
+    sequences: how many sequences there are on all ranks of `groups`. Default: the largest + 1.
+    groups: process groups whose ranks share the tokens of each sequence, one group for each way of
+        sharing. A rank gives the pairs of its own tokens, and gets terms of a sum over the ranks.
+
+    The layers attach the loss to their outputs, so every backward adds its gradient. It is a sum
+    over sequences, so micro-batches and ranks add up. After the forward, losses[layer] is (10),
+    detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
+    """
+
+    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, sequences=None, groups=()):
+        if token_J is None:
+            token_J = torch.arange(len(sequence_J), device=sequence_J.device)
+        if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
+            found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
+            raise ValueError(f"sequences and tokens: expected two tensors (J,), got {found}")
+        if sequences is None:
+            sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+        self.sequence_J = sequence_J
+        self.token_J = token_J
+        self.coef = coef
+        self.sequences = sequences
+        self.groups = groups
+        self.losses = {}  # by layer: a layer that is computed again overwrites its own
+        self.counts = {}
+
+    @torch.compiler.disable  # each forward has an object of its own, for which nothing is compiled
+    def __call__(self, probs_NE, topk_ids_NK, /, *, layer):
+        # n_se of (10): each pair (sequence, token) adds the token's K choices to its sequence.
+        N, E = probs_NE.shape
+        K = topk_ids_NK.shape[1]
+        chosen_NE = probs_NE.new_zeros(N, E).scatter_(1, topk_ids_NK, 1)
+        n_SE = probs_NE.new_zeros(self.sequences, E)
+        n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
+        self.counts[layer] = n_SE.sum(0)
+        if not self.coef or not self.sequences:
+            return None
+
+        # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of
+        # a group run the same layers of the same micro-batches, and recompute the same layers, so
+        # every all-reduce meets its counterparts. p needs no message, as each rank attaches the
+        # loss of its own tokens. Pinned by tests/test_balance.py::test_a_rank_sees_some_tokens.
+        for group in self.groups:
+            dist.all_reduce(n_SE, group=group)
+
+        # All but p is a constant: collect it for each token and expert, then one product with p.
+        length_S1 = n_SE.sum(1, keepdim=True) / K
+        factor_SE = self.coef * E / K * n_SE / length_S1.square().clamp(min=1)
+        factor_NE = torch.zeros_like(chosen_NE)
+        factor_NE.index_add_(0, self.token_J, factor_SE[self.sequence_J])
+        loss = (factor_NE * probs_NE).sum()  # (10)
+        self.losses[layer] = loss.detach()
+        return loss
+
+
+@torch.no_grad()
+def update_router_bias(model, counts, /):
+    """Move the routers' biases by (11), after an optimizer step.
+
+    counts: {layer: (E,)}, the tokens of each expert in the whole step, over all ranks.
+    """
+    # By the numbers of the layers: a stage of a pipeline has only some of them.
+    routers = {module.layer: module for module in model.modules() if hasattr(module, "votes")}
+    for layer, counts_E in counts.items():
+        if layer not in routers:
+            raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
+        counts_E = counts_E.double()
+        routers[layer].votes += (counts_E.mean() - counts_E).sign().long()  # (11)
+
+
+def give_router_bias(model, rate: float) -> Transformer:
+    """Give a model without one the bias b of (6'), which is 0 until (11) moves it."""
+    model.config = dataclasses.replace(model.config, router_bias_rate=rate)
+    for module in model.modules():
+        if isinstance(module, SparseMLP):
+            module.rate = rate
+            votes_E = torch.zeros(model.config.num_experts, dtype=torch.int64)
+            module.register_buffer("votes", votes_E.to(module.gate.weight.device))
+    return model
+
+
+# 8. Log-probs in chunks, of any dtype, with a vocabulary that is split over ranks ----------------
+# Adds to `ChunkedLogprobs`: sums over ranks, a soft cap, sums in float32, and less work in the
+# backward for small vocabularies.
+
+LOGITS = 2**22  # held at a time by default: 16 MiB in float32
+CACHED_LOGITS = 2**19  # what a CPU core's cache holds: 2 MiB in float32
+
+
+class LogprobOptions(NamedTuple):
+    """What `token_logprobs` tells its forward and backward."""
+
+    temperature: float
+    softcap: float | None
+    chunk: int  # rows of hidden at a time
+    kept: int  # number of chunks whose exponentials stay for the backward
+    group: object  # None, or the process group that shares the rows of the vocabulary
+    vocab_start: int
+
 
 def token_logprobs(
     hidden_NM, weight_vM, targets_N, /, *, temperature=1.0, softcap=None, chunk=None,
     group=None, vocab_start=0, vocab_size=None,
 ):  # fmt: skip
-    """Log-prob of each target and entropy of each distribution, (8) and (9).
+    """Return the log-prob of each target, (8), and the entropy of each distribution, (9).
 
-    Returns two (N,) tensors in float32 (float64 for float64), differentiable in hidden and weight.
-    No tensor is larger than (chunk, V). ValueError for other shapes and targets outside of 0..V-1.
+    Both are (N,) in float32 (float64 for float64), differentiable in hidden and weight. No tensor
+    is larger than (chunk, V), but for LOGITS numbers that stay for the backward. ValueError for
+    other shapes and for targets that are not in 0..V-1.
 
-    hidden_NM (N, M), weight_vM (V, M): of one floating dtype. targets_N: (N,) int64 in 0..V-1.
+    hidden_NM, weight_vM: (N, M) and (V, M), of one floating dtype.
+    targets_N: int64, (N,), in 0..V-1.
     temperature: tau of (8).
-    softcap: z := c tanh(z / c) before the temperature (Gemma).
-    chunk: rows a matmul. Default: 2^22 logits' worth, at least 128, but half of N at the most.
+    softcap: c of (7'), applied before the temperature.
+    chunk: rows of hidden per matmul. Default: LOGITS / V (on a CPU CACHED_LOGITS / V), but at least
+        128, and at most half of N.
     group: vocabulary-parallel. Every rank of the group calls with the same hidden and targets, and
         with its rows of the weight. Every rank gets the same results, the whole gradient of
         hidden, and its rows' gradient of the weight.
     vocab_start: this rank has the v rows of the vocabulary from there on.
-    vocab_size: V, for the ranks of a group; without it a target in nobody's rows gives -inf.
+    vocab_size: V, for the ranks of a group. Without it a target in nobody's rows gives -inf.
     """
-    require_scorable(hidden_NM, weight_vM, targets_N, group, vocab_size, temperature, chunk)
-    kept_chunks = 1  # of so many chunks the exponentials are kept, see `TokenLogprobs`
+    if hidden_NM.dim() != 2 or targets_N.shape != hidden_NM.shape[:1]:
+        found = f"{tuple(hidden_NM.shape)} and {tuple(targets_N.shape)}"
+        raise ValueError(f"hidden and targets: expected (N, M) and (N,), got {found}")
+    if not temperature > 0 or chunk is not None and chunk < 1:
+        raise ValueError(f"temperature and chunk: expected positive, got {temperature} and {chunk}")
+    v = len(weight_vM)
+    if vocab_size is not None or group is None:
+        require_tokens_in_vocabulary(targets_N, vocab_size or v, what="target")
+
+    # On a CPU the logits of a chunk are to stay in the core's cache while they are passed over. At
+    # least two chunks, so that less than all is held.
+    kept = 0
     if chunk is None:
-        chunk, kept_chunks = default_chunks(len(targets_N), weight_vM)
-    options = LogprobOptions(temperature, softcap, chunk, kept_chunks, group, vocab_start)
+        held = CACHED_LOGITS if weight_vM.device.type == "cpu" else LOGITS
+        chunk = max(1, min((len(targets_N) + 1) // 2, max(128, held // v)))
+        if torch.is_grad_enabled() and softcap is None:
+            kept = min(LOGITS // (chunk * v), -(-len(targets_N) // chunk))
+    options = LogprobOptions(temperature, softcap, chunk, kept, group, vocab_start)
     return TokenLogprobs.apply(hidden_NM, weight_vM, targets_N, options)
 
 
 class TokenLogprobs(torch.autograd.Function):
     """(8) and (9), and d logprob(t)/dz = onehot(t) - p, d entropy/dz = -p (log p + entropy).
 
-    Plain autograd would keep every chunk's logits for the backward, (N, V) in all. Here a chunk's
-    logits are dropped and computed again in the backward, for 2 M V flops a token. The exponentials
-    of the last chunks stay (by default 2^22); with a softcap none, as its slope needs the logits.
+    A chunk's logits are dropped, and computed again in the backward, for 2 M V flops a token. The
+    exponentials of the last chunks are kept, for the backward of log-probs alone.
     """
 
     @staticmethod
@@ -636,30 +1386,28 @@ class TokenLogprobs(torch.autograd.Function):
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
         ctx.exponentials = {}  # first token of a chunk -> e^(z - m), and its m
-        scratch = Scratch()
-        for n in range(0, len(targets_N), options.chunk):
-            rows = slice(n, n + options.chunk)
-            if len(ctx.exponentials) == options.kept_chunks > 0:
-                del ctx.exponentials[min(ctx.exponentials)]  # the oldest, before the next is made
+        starts = range(0, len(targets_N), options.chunk)
 
-            # The target's logit, on the rank that has its row.
-            z_nv = scaled_logits(hidden_NM[rows], weight_vM, options, scratch)
+        # Memory for one chunk after the other: new pages would cost as much as what fills them.
+        size = min(options.chunk, len(targets_N)), len(weight_vM)
+        product_nv = hidden_NM.new_empty(size)
+        exponential_nv = sums_4N.new_empty(size)
+        for n in starts:
+            rows = slice(n, n + options.chunk)
+            count = min(options.chunk, len(targets_N) - n)
+            z_nv = scaled_logits(hidden_NM[rows], weight_vM, options, product_nv[:count])
             local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)
             target_n = torch.where(owned_n1, z_nv.gather(-1, local_n1), 0)[:, 0]
 
-            # In place wherever it can be: z becomes z - m, and that becomes (z - m) e^(z - m).
+            # In place wherever possible: z becomes z - m, and then (z - m) e^(z - m).
             largest_N[rows] = z_nv.amax(-1)
             shifted_nv = z_nv.sub_(largest_N[rows, None])
-            keep = options.kept_chunks > 0 and options.softcap is None
-            e_nv = shifted_nv.exp() if keep else scratch.exp(shifted_nv)
+            keep = n in starts[len(starts) - options.kept :]
+            e_nv = torch.exp(shifted_nv, out=None if keep else exponential_nv[:count])
             weighted_n = shifted_nv.mul_(e_nv).sum(-1)
             sums_4N[:, rows] = torch.stack([target_n, e_nv.sum(-1), weighted_n, owned_n1[:, 0]])
             if keep:
                 ctx.exponentials[n] = e_nv, largest_N[rows, None]
-
-        # Each rank has summed over its own rows of the vocabulary, around its own m. So the ranks
-        # agree on the largest m first. With d = own m - largest m total becomes e^d total, weighted
-        # becomes e^d (weighted + d total), and only then are they added.
         if options.group is not None:
             largest_N, sums_4N = combine_over_ranks(largest_N, sums_4N, options.group)
 
@@ -678,12 +1426,9 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, dlogprobs_N, dentropy_N):
         hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
         options = ctx.options
-        # z was divided by the temperature, so what goes back to it is divided too. An output that
-        # nobody used has no gradient; for the entropy that saves work.
+        # z was divided by the temperature, so its gradient is divided too.
         dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N
         dlogprobs_N = dlogprobs_N / options.temperature
-        if dentropy_N is not None:
-            dentropy_N = dentropy_N / options.temperature
 
         # NUMERICS: the head's gradient is a sum over chunks, so it is summed in float32 or better.
         # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
@@ -691,13 +1436,31 @@ class TokenLogprobs(torch.autograd.Function):
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
-            entropy = None
-            if dentropy_N is not None:
-                entropy = dentropy_N[rows, None], entropy_N[rows, None]
-            exponentials = ctx.exponentials.pop(n, None)  # used up: a second backward has none
-            dz_nv = logits_gradient(
-                hidden_NM[rows], weight_vM, targets_N[rows], lse_N[rows, None],
-                dlogprobs_N[rows, None], entropy, exponentials, options)  # fmt: skip
+            slope_nv = 1.0
+            if n in ctx.exponentials and dentropy_N is None:
+                # p is e^(z - m) times e^(m - lse), so one product gives the part -dlogprob p. A
+                # second backward has no exponentials any more.
+                e_nv, largest_n1 = ctx.exponentials.pop(n)
+                shrink_n1 = (largest_n1 - lse_N[rows, None]).exp()
+                dz_nv = e_nv.mul_(-dlogprobs_N[rows, None] * shrink_n1)
+            else:
+                z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
+                if options.softcap is not None:  # c tanh(z / c) has the slope 1 - tanh^2
+                    slope_nv = 1 - (z_nv * options.temperature / options.softcap).square()
+                logp_nv = z_nv.sub_(lse_N[rows, None])
+                factor = -dlogprobs_N[rows, None]
+                if dentropy_N is not None:
+                    dentropy_n1 = dentropy_N[rows, None] / options.temperature
+                    factor = factor - dentropy_n1 * entropy_N[rows, None]
+                    factor = torch.addcmul(factor, logp_nv, dentropy_n1, value=-1)
+                dz_nv = logp_nv.exp_().mul_(factor)
+
+            # onehot(t) adds the log-prob's gradient at the target, on the rank that has it.
+            local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)
+            dz_nv.scatter_add_(-1, local_n1, torch.where(owned_n1, dlogprobs_N[rows, None], 0))
+            if options.softcap is not None:
+                dz_nv.mul_(slope_nv)
+            dz_nv = dz_nv.to(hidden_NM.dtype)
 
             # z = hidden weight^T, so its gradient goes to both. One dtype: add without a copy.
             dhidden_NM[rows] = dz_nv @ weight_vM
@@ -710,1437 +1473,11 @@ class TokenLogprobs(torch.autograd.Function):
         return dhidden_NM, dweight_vM.to(weight_vM.dtype), None, None
 
 
-# 6. Packed documents -------------------------------------------------------------------------
-
-def packed_attention(lengths=None, /, *, doc_ids=None, position_ids=None, waste=1.25):
-    """Causal attention inside each document of a packed batch: the callable for `hidden`.
-
-    Give one of three. lengths: of documents that lie end to end in one row (1, S). doc_ids (B, S)
-    int64: one number per document, -1 for PAD, anywhere. position_ids (B, S) int64: a document
-    starts where a position is not the one before plus 1; -1 is PAD. Nothing sees PAD, and its
-    output is 0. waste: in a bucket the longest document is at most so many times the shortest.
-
-        lengths 3 2 3:   a a a b b c c c   ->   bucket (2, 3):  a a a    bucket (1, 2):  b b
-                                                                c c c
-    """
-    # A mask over the packed row would cost S^2 work, most of it between documents that do not see
-    # each other. Documents of about one length are gathered into a rectangle instead, padded behind
-    # their ends by their last token, where no real token looks. Only attention meets this padding.
-    doc_BS = document_ids(lengths, doc_ids, position_ids)
-    shape = tuple(doc_BS.shape)
-    token_N, doc_lengths = documents_in_order(doc_BS)
-    buckets = buckets_by_length(token_N, doc_lengths, waste)
-    all_one_length = len(set(doc_lengths)) == 1 and len(token_N) == doc_BS.numel()
-    on_device = {}  # device -> the buckets there, for all layers
-
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
-        if (q_BHSD.shape[0], q_BHSD.shape[2]) != shape:
-            raise ValueError(f"packed for {shape} tokens, got {tuple(q_BHSD.shape)}")
-
-        # Documents of one length and no PAD: cutting the row is all the gathering there is.
-        if all_one_length:
-            qkv = q_BHSD, k_BGSD, v_BGSD
-            return attention_of_equal_documents(qkv, doc_lengths[0], options)
-
-        # For each bucket gather, attend, and keep what is no padding. Each real token is in one
-        # bucket once, so that the results put next to each other go back by one copy.
-        buckets_here, real_tokens = buckets_on(q_BHSD.device, buckets, on_device)
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
-        results = []
-        for token_UL, is_real_UL in buckets_here:
-            token_n = token_UL.flatten()
-            rows = (x.index_select(0, token_n).unflatten(0, token_UL.shape) for x in flat)
-            out_UHLD = causal_attention(*(x.transpose(1, 2) for x in rows), **options)
-            results.append(out_UHLD.transpose(1, 2)[is_real_UL])
-        out_NHD = torch.zeros_like(flat[0])
-        if results:
-            out_NHD = out_NHD.index_copy(0, torch.cat(real_tokens), torch.cat(results))
-        return out_NHD.unflatten(0, shape).transpose(1, 2)
-
-    return attention
-
-
-# 7. The cache --------------------------------------------------------------------------------
-
-class KVCache:
-    """Keys and values of the tokens so far. Row b holds `lengths.of_B[b]` of them, left-aligned.
-
-        row 0   k k k k . .        lengths 4 2, room for C = 6
-        row 1   k k . . . .        the next token of row 1 is written at 2, whatever row 0 does
-
-    `cache.attention` is the callable for `Transformer.hidden`; `extend` feeds tokens and moves the
-    lengths on. `select(rows)` repeats, drops and reorders rows: a fork of a conversation, finished
-    rows out. Appendix H has two thriftier layouts. A sliding layer keeps its window only, and
-    `share(rows)` makes several rows of each prompt, whose keys full layers go on to hold once.
-    """
-
-    def __init__(self, rows: int, device=None, slack=0):
-        self.slack = slack  # of how many tokens sliding layers can `advance` back
-        self.lengths = Lengths(torch.zeros(rows, dtype=torch.long, device=device))
-        self.layers = {}  # layer -> k and v (2, B, G, C, D)
-        self.counts_B = None  # real tokens a row in this call, for sliding layers; None: all
-        self.sliding = set()  # the layers that keep their window only
-        self.prompts = None  # `SharedPrompts` after `share`
-        # How many tokens of each row `layers` holds: all, but a shared prompt is stored elsewhere.
-        self.stored_lengths = self.lengths
-
-    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        """Append k, v of S new tokens a row and attend: query i sees keys 0..lengths[b] + i."""
-        if softcap is not None:
-            raise ValueError("KVCache has no softcap")
-        # A prompt has nothing older to see, and its right padding needs no mask.
-        if self.lengths.longest == 0:
-            append_to_store(self, layer, k_BGSD, v_BGSD, window)
-            return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
-        if window is not None:
-            return sliding_cache_attention(self, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
-
-        # Keys of a row lie in the order of their positions, so one comparison is the whole mask:
-        # it hides later new tokens, and what stands behind a shorter row. With one new token in
-        # each row and rows of equal length there is nothing to hide.
-        S = q_BHSD.shape[2]
-        room = self.stored_lengths.longest + S
-        k_BGCD, v_BGCD = append_to_store(self, layer, k_BGSD, v_BGSD)[:, :, :, :room]
-        mask_B1SC = None
-        if S > 1 or not self.stored_lengths.even:
-            mask_B1SC = keys_up_to(self.stored_lengths, S, room)
-        if self.prompts is not None:
-            return self.prompts.attention(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale)
-        return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
-
-    def advance(self, more_B=None, /, *, S=1):
-        """Row b now holds more_B[b] tokens more, or fewer; by default S more."""
-        self.lengths = self.lengths.plus(more_B, S)
-        self.stored_lengths = self.stored_lengths.plus(more_B, S) if self.prompts else self.lengths
-
-    def select(self, rows, /):
-        """Keep rows (int64 list or tensor), in that order, repeats allowed."""
-        # Indexing copies, so that a row that is kept twice can go on in two ways: a fork.
-        rows = torch.as_tensor(rows, dtype=torch.long, device=self.lengths.of_B.device)
-        self.lengths = Lengths.measured(self.lengths.of_B[rows])
-        self.layers = {layer: kv[:, rows] for layer, kv in self.layers.items()}
-        self.stored_lengths = self.lengths
-        # Shared prompts: keep those that the kept rows still begin with (appendix H).
-        if self.prompts is not None and len(rows):
-            self.stored_lengths = self.prompts.give_rows(self.prompts.prompt_B[rows], self.lengths)
-
-    def share(self, rows, /):
-        """`select(rows)` of rows that are prompts, whose keys full layers keep once."""
-        share_prompts(self, rows)
-
-
-@torch.no_grad()
-def extend(model, cache, tokens_BS, /, counts=None):
-    """Feed tokens (B, S), right-padded, of which counts (B,) are real (default S); logits (B, V)
-    after the last real token of each row. Positions go on from the cache's lengths."""
-    S = tokens_BS.shape[1]
-    positions = cache.lengths.of_B[:, None] + torch.arange(S, device=tokens_BS.device)
-
-    # Lengths 4 2, S = 2, counts 2 1: the new tokens have the positions, and their keys the slots,
-    # [[4, 5], [2, 3]], and then the lengths are 6 3. So the padding, in slot 3 of row 1, is written
-    # too (not by sliding layers). No real query sees it, and the row's next token overwrites it.
-    # Every layer reads the same lengths; they move on only when all layers have written.
-    cache.counts_B = counts
-    x_BSM = model.hidden(tokens_BS, positions=positions, attention=cache.attention)
-    cache.advance(counts, S=S)
-    if counts is None:
-        return model.logits(x_BSM[:, -1])
-    return model.logits(x_BSM[torch.arange(len(counts), device=counts.device), counts - 1])
-
-
-# The idea ends here. What follows makes it fast, strict or connected ---------------------------
-
-# A. Generation -------------------------------------------------------------------------------
-# For whoever samples from the model: rollouts, evaluation, chat.
-# Skip it if you only train on sequences that somebody else has made. min-p: arXiv:2407.01082.
-
-@torch.no_grad()
-def prefill(model, prompts, /, *, slack=0):
-    """A cache with one row a prompt (lists of token ids, any lengths); logits (B, V) after each.
-
-    slack: how many tokens a row will ever be asked to give back, see `KVCache.advance`.
-    """
-    require_prompts(prompts, model.config.vocab_size)
-    # One right-padded forward. Prompts of equal length have no padding and need no counts.
-    device = model.head_weight.device
-    lengths = [len(prompt) for prompt in prompts]
-    counts = torch.tensor(lengths, device=device) if len(set(lengths)) > 1 else None
-    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
-    cache = KVCache(len(prompts), device=device, slack=slack)
-    return cache, extend(model, cache, tokens_BS.to(device), counts)
-
-
-class Sampled(NamedTuple):
-    """Tokens (B,) int64 and two log-probs (B,) of each, in float32 or better."""
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor  # under what was drawn from: after temperature and cuts, summing to 1
-    full_logprobs: torch.Tensor  # under softmax(logits / temperature), the whole vocabulary
-
-
-@torch.no_grad()
-def sample(logits_BV, uniform_B, /, *, temperature: float, top_k=None, top_p=None, min_p=None):
-    """Draw a token a row: invert the cumulative distribution at uniform_B (B,), float64 in [0, 1).
-
-    temperature 0 takes the likeliest token; both log-probs are then under softmax(logits). top_k
-    keeps the k likeliest tokens, top_p of those the fewest that hold so much, min_p what is at
-    least so likely relative to the likeliest; in this order, as in transformers. ValueError for
-    options that mean nothing. Returns `Sampled`.
-    """
-    check_sampling(temperature, top_k, top_p, min_p)
-    dtype = torch.promote_types(logits_BV.dtype, torch.float32)
-    z_BV = logits_BV.to(dtype) if temperature in (0, 1) else logits_BV.to(dtype) / temperature
-
-    # NUMERICS: not log_softmax, whose float32 normaliser adds the terms one by one and loses a long
-    # tail (1e-4 at 150 thousand tokens); torch's sum adds in pairs. Pinned by
-    # tests/test_models.py::test_the_samplers_logprobs_are_the_trainers.
-    largest_B1 = z_BV.amax(-1, keepdim=True)
-    e_BV = (z_BV - largest_B1).exp_()
-
-    # The randomness is an argument. A draw depends on its own row and its own uniform number,
-    # never on which rows share the batch: a run can be repeated one row at a time.
-    kept_BV = e_BV
-    if temperature == 0:
-        tokens_B1 = z_BV.argmax(-1, keepdim=True)
-    elif uniform_B.dtype != torch.float64:
-        raise ValueError(f"uniform must be float64 (float32 rounds up to 1), got {uniform_B.dtype}")
-    else:
-        if top_k or min_p or top_p not in (None, 1):
-            kept_BV = e_BV * likeliest_tokens(e_BV, top_k, top_p, min_p)
-        tokens_B1 = invert_distribution(kept_BV, uniform_B)
-
-    # (8) twice: relative to all tokens, which is what the trainer computes, and to the kept ones.
-    score_B = (z_BV.gather(-1, tokens_B1) - largest_B1)[:, 0]
-    full_B = score_B - e_BV.sum(-1).log()
-    cut_B = full_B if kept_BV is e_BV else score_B - kept_BV.sum(-1).log()
-    return Sampled(tokens_B1[:, 0], cut_B, full_B)
-
-
-@torch.inference_mode()
-def generate(
-    model, rows, /, *, max_new_tokens, temperature=1.0, top_k=None, top_p=None, min_p=None,
-    end=(), ending=None, after=None, seed=None, look_every=None,
-):  # fmt: skip
-    """Decode rows (prompts of any lengths) until each has ended; returns them, in their order.
-
-    rows: `Row`s, or lists of token ids, of which Rows are made.
-    max_new_tokens: a row with so many tokens behind its prompt ends, with `truncated` set.
-    temperature, top_k, top_p, min_p: those of `sample`. 0 is greedy and needs no draws.
-    end: the stop tokens. A sampled one calls `after`.
-    ending: called with the rows that have ended since it was called last, all at once, before
-        `after` is called with each: a task that lives elsewhere is asked once.
-    after: after(row) -> the rows that go on in its place. None, the default, ends it; itself with
-        tokens in its queue is the next turn of a conversation; several are a fork. With `after`,
-        rows are returned by their number of new tokens, and forks of one row in their order.
-    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
-    look_every: so many tokens of each row are drawn before Python looks at them; what a row drew
-        behind its end is dropped. It changes no result. Default: 1, and 8 on a GPU, which would
-        have to wait for each look.
-    """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    options = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    check_sampling(**options)
-    rows = rows_with_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
-    require_queues(rows, model.config.vocab_size)
-    if not rows:
-        return []
-
-    # Equal prompts are computed once: GRPO samples a group of answers to each.
-    given = rows
-    prompts = list(dict.fromkeys(tuple(row.tokens) for row in rows))
-    longest = max(map(len, prompts))
-    room = model.config.max_position_embeddings
-    if longest + max_new_tokens > room:
-        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
-                         f"the model's {room} positions; shorten one of them")  # fmt: skip
-    look_every = checked_look_every(look_every, model)
-    cache, logits_BV = prefill(model, prompts, slack=look_every - 1)
-
-    # From prompts to rows: [a, a, b] has the prompts [a, b] and prompt_of_row [0, 0, 1].
-    number = {prompt: n for n, prompt in enumerate(prompts)}
-    prompt_of_row = [number[tuple(row.tokens)] for row in rows]
-    logits_BV = logits_BV[prompt_of_row]
-    if len(rows) > len(prompts):
-        cache.share(prompt_of_row)
-
-    # A model may know a faster way than its `hidden` to take one token a row. What it is fed are
-    # sampled tokens, and queued ones, which are checked.
-    if hasattr(model, "one_token_step"):
-        step = model.one_token_step()
-    else:
-        step = extend_one_token(model)
-
-    # The place of a row among all: its number, and at each end of a turn that of the fork.
-    places = [(n,) for n in range(len(rows))]
-    done = []
-    while rows:
-        # The model goes on by what it draws, a few tokens ahead of Python.
-        ahead = min(look_every, max_new_tokens - min(row.new for row in rows))
-        drawn = draw_ahead(step, cache, logits_BV, rows, ahead, max_new_tokens, options)
-
-        # Each row takes its tokens, up to the end of its turn or its limit.
-        ended = set()
-        taken = []
-        for b, row in enumerate(rows):
-            count = 0
-            while count < ahead and row.new < max_new_tokens and b not in ended:
-                token, logprob, full_logprob = drawn[count][b]
-                if row.append(int(token), logprob, full_logprob) and token in end:
-                    ended.add(b)
-                count += 1
-            taken.append(count)
-        if ending and ended:
-            ending([rows[b] for b in sorted(ended)])
-
-        # What goes on may be nothing, the row itself, or several forks; origin says from which row
-        # of the batch each of them comes.
-        going = []
-        origin = []
-        places_going = []
-        for b, row in enumerate(rows):
-            followers = [row]
-            if b in ended:
-                followers = after(row) if after else []
-                require_queues(followers, model.config.vocab_size)
-            if not followers:
-                done.append((row.new, places[b], row))
-            for n, follower in enumerate(followers):
-                place = (*places[b], n) if b in ended else places[b]
-                follower.truncated = follower.new >= max_new_tokens
-                if follower.truncated:
-                    done.append((follower.new, place, follower))
-                else:
-                    going.append(follower)
-                    origin.append(b)
-                    places_going.append(place)
-
-        # The cache holds all tokens of a row but the last, and no dropped ones. Ended rows leave
-        # the batch, forks get a row each, and the rest needs no copy.
-        if going:
-            dropped = [count - ahead for count in taken]
-            if any(dropped):
-                cache.advance(torch.tensor(dropped, device=logits_BV.device))
-            if origin != list(range(len(rows))):
-                cache.select(origin)
-            last_B1 = torch.tensor([[row.tokens[-1]] for row in going], device=logits_BV.device)
-            logits_BV = step(cache, last_B1)
-        rows = going
-        places = places_going
-    if not after:
-        return given
-    return [row for _, _, row in sorted(done, key=lambda entry: entry[:2])]
-
-
-def checked_look_every(look_every, model):
-    """`look_every` of `generate`, or what it is by default."""
-    if look_every is not None and look_every < 1:
-        raise ValueError(f"look_every must be at least 1, got {look_every}")
-
-    # Frequencies of dynamic RoPE depend on the longest row, and a row that is ahead of Python may
-    # be longer than it will be: here the look is at each token.
-    ropes = getattr(model.config, "rope_parameters", {}).values()
-    if any(rope["rope_type"] == "dynamic" for rope in ropes):
-        return 1
-    if look_every is None:
-        look_every = 1 if model.head_weight.device.type == "cpu" else 8
-    return look_every
-
-
-def draw_ahead(step, cache, logits_BV, rows, ahead, max_new_tokens, options):
-    """What each row draws next, `ahead` times: lists of (token, log-prob, full log-prob), a row
-    each. The cache then holds ahead - 1 tokens more.
-
-    step: the model's, see `generate`. logits_BV: after the rows' last tokens.
-    max_new_tokens, options: what `generate` was given, and those of `sample`.
-    """
-    # Each row's draws, as far ahead. Behind its limit it has none, and what it draws is dropped.
-    device = logits_BV.device
-    uniform_nB = [None] * ahead
-    if options["temperature"] > 0:
-        table = []
-        for row in rows:
-            own = min(ahead, max_new_tokens - row.new)
-            table.append([row.draws[row.new + n] for n in range(own)] + [0.0] * (ahead - own))
-        uniform_nB = torch.tensor(table, dtype=torch.float64, device=device).T
-
-    # A queued token takes the place of the drawn one; -1 where none is queued.
-    queued_nB = None
-    if ahead > 1 and any(row.queue for row in rows):
-        table = []
-        for row in rows:
-            own = list(row.queue)[:ahead]
-            table.append(own + [-1] * (ahead - len(own)))
-        queued_nB = torch.tensor(table, device=device).T
-
-    # No number goes to Python before the last token is drawn, and then all of them in one go.
-    drawn = []
-    for n in range(ahead):
-        if n > 0:
-            logits_BV = step(cache, token_B[:, None])
-        found = sample(logits_BV, uniform_nB[n], **options)
-        drawn.append(torch.stack([x.double() for x in found], -1))
-        token_B = found.tokens
-        if queued_nB is not None:
-            token_B = torch.where(queued_nB[n] < 0, token_B, queued_nB[n])
-    return torch.stack(drawn).tolist()
-
-
-def extend_one_token(model):
-    """`extend` as what a model's `one_token_step` returns: f(cache, tokens_B1) -> logits (B, V)."""
-
-    def step(cache, tokens_B1):
-        return extend(model, cache, tokens_B1)
-
-    return step
-
-
-class Row:
-    """A sequence under way: it takes its next queued token or, with none queued, the sampled one.
-
-    mask says which tokens were sampled; logprobs and full_logprobs are those of `Sampled` (0 where
-    queued); all three have one entry per target, tokens[1:]. draws[n] in [0, 1) decides the n-th
-    token behind the prompt.
-    """
-
-    def __init__(self, prompt, draws=()):
-        self.tokens = list(prompt)
-        self.draws = draws
-        self.queue = deque()  # tokens that come next whatever is sampled: a tool's answer
-        self.new = 0  # tokens behind the prompt
-        self.truncated = False  # ended by the limit
-        targets = max(len(prompt) - 1, 0)
-        self.mask = [False] * targets
-        self.logprobs = [0.0] * targets
-        self.full_logprobs = [0.0] * targets
-
-    def append(self, token, logprob, full_logprob=0.0) -> bool:
-        """Take one token; True if it was the sampled one."""
-        sampled = not self.queue
-        self.tokens.append(token if sampled else self.queue.popleft())
-        self.mask.append(sampled)
-        self.logprobs.append(logprob if sampled else 0.0)
-        self.full_logprobs.append(full_logprob if sampled else 0.0)
-        self.new += 1
-        return sampled
-
-
-def rows_with_draws(rows, needed, seed):
-    """Rows from rows or lists of tokens, each with at least `needed` draws."""
-    rows = [row if isinstance(row, Row) else Row(row) for row in rows]
-
-    # The generator draws for every row, also for one that has draws of its own: what a row gets
-    # depends on its place, and not on what the rows before it brought along.
-    if seed is not None and needed:
-        generator = torch.Generator().manual_seed(seed)
-        for row in rows:
-            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
-            row.draws = row.draws if len(row.draws) else made
-    if any(len(row.draws) < needed for row in rows):
-        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
-    return rows
-
-
-def require_queues(rows, vocab_size) -> None:
-    """ValueError unless all tokens that wait in the rows' queues are in the vocabulary."""
-    for row in rows:
-        if row.queue and not 0 <= min(row.queue) <= max(row.queue) < vocab_size:
-            raise ValueError(f"queued tokens must be of 0..{vocab_size - 1}, got {[*row.queue]}")
-
-
-def likeliest_tokens(e_BV, top_k, top_p, min_p):
-    """Which tokens top-k, top-p and min-p leave, (B, V) bool: always the likeliest."""
-    sorted_BV, order_BV = e_BV.sort(dim=-1, descending=True, stable=True)
-    keep_BV = torch.ones_like(sorted_BV, dtype=torch.bool)
-    if top_k:
-        keep_BV &= sorted_BV >= sorted_BV[:, min(int(top_k), sorted_BV.shape[1]) - 1, None]
-
-    # A token stays if the likelier ones before it do not hold top_p yet. With 0.5 0.3 0.2 and
-    # top_p 0.7 they hold 0 0.5 0.8: two tokens stay, the fewest that hold 0.7.
-    if top_p is not None:
-        left_BV = (sorted_BV * keep_BV).double()
-        before_BV = left_BV.cumsum(-1) - left_BV
-        keep_BV &= before_BV < top_p * left_BV.sum(-1, keepdim=True)
-    if min_p:
-        keep_BV &= sorted_BV >= min_p * sorted_BV[:, :1]
-    keep_BV[:, 0] = True
-    return torch.zeros_like(keep_BV).scatter_(-1, order_BV, keep_BV)
-
-
-def invert_distribution(p_BV, uniform_B):
-    """The token (B, 1) at which the running sum of p, of any total, reaches uniform times it."""
-    # NUMERICS: in float32 a running sum over 150 thousand tokens is off by more than the tail's
-    # probabilities; in float64 it is not. Pinned by
-    # tests/test_models.py::test_tokens_of_a_long_tail_are_drawn_at_their_own_uniforms.
-    B, V = p_BV.shape
-
-    # So many numbers are float64 at a time: what a core's cache holds; on a GPU, half a gigabyte.
-    held = 2**16 if p_BV.device.type == "cpu" else 2**26
-    some = max(1, held // V)
-    invert = invert_by_running_sum if V <= 2**15 else invert_by_blocks
-    if B <= some:
-        return invert(p_BV, uniform_B)
-    pieces = zip(p_BV.split(some), uniform_B.split(some))
-    return torch.cat([invert(p_bV, uniform_b) for p_bV, uniform_b in pieces])
-
-
-def invert_by_running_sum(p_BV, uniform_B):
-    """`invert_distribution` for a few thousand tokens."""
-    ends_BV = p_BV.cumsum(-1, dtype=torch.float64)
-    return first_beyond(ends_BV, uniform_B[:, None] * ends_BV[:, -1:])
-
-
-def invert_by_blocks(p_BV, uniform_B):
-    """`invert_distribution`: first over blocks of 128 tokens, then inside one."""
-    # A running sum is slow, as each term waits for the one before it; the sums of the blocks are
-    # not, and only one block in a thousand needs its running sum.
-    V = p_BV.shape[1]
-    p_BV = F.pad(p_BV, (0, -V % 128))
-    blocks_Bnv = p_BV.unflatten(-1, (-1, 128))
-    sums_Bn = blocks_Bnv.sum(-1, dtype=torch.float64)
-    ends_Bn = sums_Bn.cumsum(-1)
-    at_B1 = uniform_B[:, None] * ends_Bn[:, -1:]
-    block_B1 = first_beyond(ends_Bn, at_B1)
-
-    # What is left of the target in that block: rounding must not make it negative.
-    left_B1 = at_B1 - (ends_Bn.gather(-1, block_B1) - sums_Bn.gather(-1, block_B1))
-    inside_Bv = blocks_Bnv.take_along_dim(block_B1[:, :, None], 1)[:, 0]
-    inside_Bv = inside_Bv.cumsum(-1, dtype=torch.float64)
-    token_B1 = block_B1 * 128 + first_beyond(inside_Bv, left_B1.clamp(min=0))
-    return token_B1.clamp(max=V - 1)  # behind it is padding, where only a NaN can lead
-
-
-def first_beyond(ends_Bn, at_B1):
-    """The first place (B, 1) at which running sums exceed `at`, which is not negative."""
-    # So something was added there, and a token of probability 0 is never drawn. Rounding may have
-    # carried `at` up to the total, which nothing exceeds: then it is the last such place.
-    total_B1 = ends_Bn[:, -1:]
-    below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
-    place_B1 = torch.searchsorted(ends_Bn, at_B1.minimum(below_B1), right=True)
-
-    # Nothing exceeds a NaN either. Any token will do: its log-prob is NaN, which the caller sees.
-    return place_B1.clamp(max=ends_Bn.shape[1] - 1)
-
-
-# B. Guards -----------------------------------------------------------------------------------
-# For what others hand us: wrong configurations, token ids and options are refused by name.
-# Skip it if you trust them. The only line that computes is the default of `layer_types`.
-
-ROPE_NEEDS = {  # rope_type -> the keys that it cannot do without
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}  # fmt: skip
-ROPE_KEYS = {  # every key that is known, and what it may hold
-    "rope_type": str, "type": str, "rope_theta": float, "factor": float | None,
-    "original_max_position_embeddings": int | None, "attention_factor": float | None,
-    "beta_fast": float | None, "beta_slow": float | None, "mscale": float | None,
-    "mscale_all_dim": float | None, "truncate": bool, "low_freq_factor": float | None,
-    "high_freq_factor": float | None, "partial_rotary_factor": float | None,
-}  # fmt: skip
-
-# What a number in a configuration may be, by name, both ends included. The ceilings are several
-# times what any released model has. They are there so that a damaged config.json can be compared
-# with the tensors beside it, on the meta device, instead of failing in the middle of building a
-# model of 10^9 layers: with them no parameter has more than 2^59 bytes, and the list of layers
-# ends. What is merely another model's size is then an ordinary complaint about a tensor's shape.
-WIDEST = 2**22  # of a matrix, in rows or columns
-MOST = 2**12  # layers, and experts of a layer
-LONGEST = 2**53  # positions: float64 counts no further
-POSITIVE = sys.float_info.min
-RANGES = {
-    "vocab_size": (1, WIDEST), "hidden_size": (1, WIDEST), "intermediate_size": (1, WIDEST),
-    "moe_intermediate_size": (0, WIDEST), "num_hidden_layers": (1, MOST),
-    "num_attention_heads": (1, WIDEST), "num_key_value_heads": (1, WIDEST),
-    "head_dim": (1, WIDEST), "num_experts": (0, MOST), "num_local_experts": (0, MOST),
-    "num_experts_per_tok": (0, MOST), "max_position_embeddings": (1, LONGEST),
-    "original_max_position_embeddings": (1, LONGEST), "decoder_sparse_step": (1, LONGEST),
-    "sliding_window_pattern": (1, LONGEST), "_sliding_window_pattern": (1, LONGEST),
-    "eos_token_id": (0, LONGEST), "rms_norm_eps": (0, math.inf), "initializer_range": (0, math.inf),
-    "router_bias_rate": (0, math.inf), "rope_theta": (POSITIVE, math.inf),
-    "rope_local_base_freq": (POSITIVE, math.inf), "factor": (POSITIVE, math.inf),
-    "query_pre_attn_scalar": (POSITIVE, math.inf),
-    "final_logit_softcapping": (POSITIVE, math.inf),
-}  # fmt: skip
-
-
-def require_field(name, value, kind, /) -> None:
-    """ValueError that names the field, unless `value` is of the annotated kind and in its range.
-
-    kind: an annotation, such as int | None or tuple[str, ...]. Every field of `ModelConfig` and
-    every field of a config.json that a reader uses comes through here before it is used, so that
-    no reader has to ask what it was given.
-    """
-    if not _is_of_kind(value, kind):
-        raise ValueError(f"{name} must be {_in_words(kind)}, got {reprlib.repr(value)}")
-
-    # The range goes by the last part of a dotted name: rope_parameters.factor has that of factor.
-    # A list is in range if each of its numbers is.
-    low, high = RANGES.get(name.rpartition(".")[2], (-math.inf, math.inf))
-    entries = value if isinstance(value, list | tuple) else [value]
-    for number in entries:
-        if isinstance(number, numbers.Real) and not low <= number <= high:
-            expected = "positive" if low == POSITIVE else f"at least {low}"
-            if high < math.inf:
-                expected += f" and at most {high}"
-            raise ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")
-
-
-def _is_of_kind(value, kind) -> bool:
-    """Whether a value is of an annotated kind. JSON's true is no 1, and its NaN no number."""
-    if isinstance(kind, types.UnionType):
-        return any(_is_of_kind(value, one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) in (tuple, list):  # JSON has one kind of list
-        inside = typing.get_args(kind)[0]
-        return isinstance(value, list | tuple) and all(_is_of_kind(x, inside) for x in value)
-    if kind is int:  # of 64 bits, as torch wants it; numpy's integers are integers too
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return whole and -(2**63) <= value < 2**63
-    if kind is float:  # an integer will do, if float64 reaches so far
-        if isinstance(value, numbers.Integral):
-            return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-        return isinstance(value, numbers.Real) and math.isfinite(value)
-    return isinstance(value, kind)
-
-
-def _in_words(kind) -> str:
-    """An annotation in the words of an error message."""
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_in_words(one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) in (tuple, list):
-        return f"a list, each {_in_words(typing.get_args(kind)[0])}"
-    words = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string",
-             dict: "an object", types.NoneType: "null"}  # fmt: skip
-    return words[kind]
-
-
-def complete_and_check_config(config) -> None:
-    """Fill in what a new `ModelConfig` left out; ValueError if it describes no model."""
-    # Types and ranges first: all that follows may rely on them.
-    for f in dataclasses.fields(config):
-        require_field(f.name, getattr(config, f.name), f.type)
-    for kind, rope in config.rope_parameters.items():
-        require_field(f"rope_parameters.{kind}", rope, dict)
-
-    # One type for each layer; without a list, every layer sees everything before it.
-    config.layer_types = tuple(config.layer_types) or (FULL,) * config.num_hidden_layers
-    kinds = set(config.layer_types)
-    if kinds - {FULL, SLIDING} or len(config.layer_types) != config.num_hidden_layers:
-        raise ValueError(f"layer_types must be {config.num_hidden_layers} of {FULL}, {SLIDING}; "
-                         f"got {reprlib.repr(list(config.layer_types))}")  # fmt: skip
-
-    # RoPE for each type of layer that there is, and for no other.
-    given = config.rope_parameters
-    default = {"rope_type": "default", "rope_theta": 10000.0}
-    if set(given) - {FULL, SLIDING}:
-        raise ValueError(f"rope_parameters go by layer type, got {given}")
-    config.rope_parameters = {kind: default | given.get(kind, {}) for kind in sorted(kinds)}
-    for wrong, complaint in _config_mistakes(config):
-        if wrong:
-            raise ValueError(complaint)
-    for rope in config.rope_parameters.values():
-        _check_rope(rope, config.max_position_embeddings, config.head_dim)
-
-
-def _config_mistakes(config):
-    """(whether it is made, what to say), so ordered that later questions can be asked."""
-    if config.sparse_layers:
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-            found = getattr(config, name)
-            yield found < 1, f"{name} must be at least 1 in sparse layers, got {found}"
-    H = config.num_attention_heads
-    G = config.num_key_value_heads
-    D = config.head_dim
-    yield H % G, f"num_attention_heads {H} must divide by num_key_value_heads {G}"
-    yield H * D > WIDEST, f"num_attention_heads {H} times head_dim {D} exceeds {WIDEST}"
-    yield D % 2, f"head_dim must be even for half-split RoPE, got {D}"
-
-    # The router cannot choose more experts than there are; a window of no tokens sees nothing.
-    yield config.num_experts_per_tok > config.num_experts, (
-        f"num_experts_per_tok {config.num_experts_per_tok} exceeds {config.num_experts} experts")
-    yield SLIDING in config.layer_types and not (config.sliding_window or 0) > 0, (
-        f"sliding layers need a sliding_window, got {config.sliding_window}")
-    yield config.hidden_act not in ACTIVATIONS, (
-        f"hidden_act (or hidden_activation) {config.hidden_act!r} is none of {[*ACTIVATIONS]}")
-    yield any(not 0 <= n < config.num_hidden_layers for n in config.sparse_layers), (
-        f"sparse_layers {config.sparse_layers} are not layers of this model")
-
-
-def require_same_numbers(config, other, where) -> None:
-    """ValueError if a model of the other configuration would compute something else."""
-    for f in dataclasses.fields(config):
-        mine = getattr(config, f.name)
-        theirs = getattr(other, f.name)
-        if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
-            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
-
-
-def _check_rope(rope, max_position_embeddings, head_dim):
-    """Fill in what transformers takes for granted; ValueError for what (5) does not cover."""
-    for name in rope.keys() & ROPE_KEYS.keys():
-        require_field(f"rope_parameters.{name}", rope[name], ROPE_KEYS[name])
-    kind = rope["rope_type"]
-    if kind not in ROPE_NEEDS:
-        raise ValueError(f"rope_type {kind!r} is not implemented; there are {list(ROPE_NEEDS)}")
-    if kind in ("yarn", "llama3") and rope.get("original_max_position_embeddings") is None:
-        rope["original_max_position_embeddings"] = max_position_embeddings
-
-    # A key that we do not know may change the angles, so it is refused and not ignored.
-    unknown = sorted(rope.keys() - ROPE_KEYS.keys())
-    missing = [key for key in ROPE_NEEDS[kind] if rope.get(key) is None]
-    if unknown or missing:
-        raise ValueError(f"rope_parameters of rope_type {kind}: unknown {unknown}, "
-                         f"missing {missing}")  # fmt: skip
-    if rope.pop("partial_rotary_factor", None) not in (None, 1):
-        raise ValueError("partial_rotary_factor other than 1 is not implemented")
-
-    # Numbers that are each possible may still divide by zero together, or have no logarithm.
-    # Computing f once, beyond the length that dynamic RoPE waits for, is the test of them all.
-    longest = max_position_embeddings
-    try:
-        with torch.device("cpu"):
-            options = dict(length=2 * longest, longest=longest)
-            f, factor = rope_frequencies(rope, min(head_dim, 256), **options)
-            finite = bool(f.isfinite().all()) and math.isfinite(factor)
-    except (ArithmeticError, ValueError) as error:
-        raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
-    if not finite:
-        raise ValueError(f"rope_parameters {rope} give angles that are not finite")
-
-
-def require_tokens_or_states(tokens, /) -> None:
-    """ValueError unless this is (B, S) integers, or (B, S, M) of a floating dtype."""
-    if tokens.dim() != (3 if tokens.is_floating_point() else 2):
-        found = tuple(tokens.shape)
-        raise ValueError(f"tokens must be (B, S), or embeddings (B, S, M); got {found}")
-
-
-def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None:
-    """Refuse token ids that are not in 0..vocab_size - 1.
-
-    On the CPU a ValueError names the first one and its place. On a GPU an assertion of the device
-    ends the process at some later call: to look at the ids here, the CPU would have to wait for
-    the GPU in each forward.
-    """
-    if not tokens.numel():
-        return
-    if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-        inside = (tokens >= 0) & (tokens < vocab_size)
-        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
-        return
-
-    # One pass over the ids as a rule. Which of them it is, is asked only when one is wrong.
-    low, high = torch.aminmax(tokens)
-    if low >= 0 and high < vocab_size:
-        return
-    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
-    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
-    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
-    raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
-                     f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
-
-
-def require_prompts(prompts, vocab_size) -> None:
-    """ValueError unless every prompt has tokens, and all of them are in the vocabulary."""
-    for prompt in prompts:
-        if not prompt or min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise ValueError(f"a prompt needs tokens, all of 0..{vocab_size - 1}, got {prompt}")
-
-
-def require_scorable(hidden, weight, targets, group, vocab_size, temperature, chunk) -> None:
-    """ValueError for what `token_logprobs` cannot take; the names are its own."""
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        found = f"{tuple(hidden.shape)} and {tuple(targets.shape)}"
-        raise ValueError(f"hidden must be (N, M) and targets (N,), got {found}")
-    # Only a rank of a group that was not told V cannot know which targets there are.
-    if vocab_size is None and group is None:
-        vocab_size = len(weight)
-    if vocab_size is not None:
-        require_tokens_in_vocabulary(targets, vocab_size, what="target")
-    if not temperature > 0 or chunk is not None and chunk < 1:
-        raise ValueError(f"temperature and chunk must be positive, got {temperature} and {chunk}")
-
-
-def check_sampling(temperature, top_k, top_p, min_p):
-    """ValueError for options of `sample` that mean nothing."""
-    if temperature < 0 or not math.isfinite(temperature):
-        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
-    if top_k is not None and (top_k != int(top_k) or top_k < 0):
-        raise ValueError(f"top_k must be a number of tokens, 0 or None for all; got {top_k}")
-    if top_p is not None and not 0 < top_p <= 1 or min_p is not None and not 0 <= min_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1]; got {top_p} and {min_p}")
-
-
-# C. Hugging Face's configurations ------------------------------------------------------------
-# For models that come from or go to Hugging Face: from a config.json to `ModelConfig` and back.
-# Skip it if you build a `ModelConfig` yourself, but for the table of families in `Family`.
-
-class Family(NamedTuple):
-    """What transformers fixes for one model_type: a row of this table.
-
-    |                   | qwen2     | qwen3            | qwen3_moe         | gemma3_text           |
-    | q, k, v bias      | yes       | `attention_bias` | `attention_bias`  | `attention_bias`      |
-    | o bias            | no        | `attention_bias` | `attention_bias`  | `attention_bias`      |
-    | q/k norm per head | no        | before RoPE      | before RoPE       | before RoPE           |
-    | head_dim, absent  | M / heads | 128              | M / heads         | 256                   |
-    | norm weight (4)   | w         | w                | w                 | 1 + w, in float32     |
-    | norms a layer     | 2         | 2                | 2                 | 4: before, after both |
-    | activation        | silu      | silu             | silu              | gelu, tanh form       |
-    | embedding scale   | -         | -                | -                 | sqrt(M), embed's dtype|
-    | attention scale   | D^-1/2    | D^-1/2           | D^-1/2            | (a)                   |
-    | feed-forward      | dense     | dense            | experts, or dense | dense                 |
-    | sliding layers    | (b)       | (b)              | all or none       | `layer_types`, or (c) |
-    | RoPE theta        | one       | one              | one               | 1e6; 1e4 where sliding|
-    | tied              | by config | by config        | by config         | yes, if not said      |
-
-    (a) query_pre_attn_scalar^-1/2. (b) `layer_types`, else with `use_sliding_window` the layers
-    from `max_window_layers` on. (c) all but each `sliding_window_pattern`-th. RoPE types: default,
-    linear, dynamic, yarn, llama3. Gemma's `attn_logit_softcapping` is read by nobody, transformers
-    included. A multimodal Gemma 3 checkpoint gives its text model. The embedding of Gemma's PAD
-    token has a gradient here; transformers' `padding_idx` takes it away.
-
-    To add a family, write a row of FAMILIES and a reader, nothing else. The reader takes a config
-    with its defaults filled in, and gives the fields of `ModelConfig` that need a rule;
-    `read_layers` and `read_rope` know both spellings of theirs. If a difference is none of
-    ModelConfig's fields, it is a field more, an equation more in the module's docstring, and a
-    line in `definition`. The test `test_a_new_family_is_a_row_and_a_reader` adds one. Saving needs
-    nothing: `to_hf` writes what the reader reads back, or refuses.
-    """
-
-    architecture: str
-    read: Callable  # raw config, defaults filled in -> ModelConfig fields that need a rule
-    fixed: dict  # ModelConfig fields that no config changes
-    defaults: dict  # config fields that transformers fills in
-    act_key: str = "hidden_act"
-    rope_per_type: bool = False
-
-
-# What a config that leaves a field out gets from transformers, if its family says nothing else.
-COMMON = dict(
-    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
-    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02,
-)  # fmt: skip
-QWEN = dict(
-    rope_theta=10000.0, use_sliding_window=False, sliding_window=4096, max_window_layers=28,
-    attention_bias=False, hidden_act="silu",
-)  # fmt: skip
-MOE = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"
-
-# What the fields of a config.json that are read here may hold. Others are let be, whatever they
-# hold: nobody looks at them.
-RAW_FIELDS = {f.name: f.type for f in dataclasses.fields(ModelConfig) if f.name in COMMON} | {
-    "num_key_value_heads": int | None, "head_dim": int | None, "hidden_act": str,
-    "hidden_activation": str, "attention_bias": bool, "attention_dropout": float | None,
-    "use_sliding_window": bool | None, "sliding_window": int | None, "max_window_layers": int,
-    "layer_types": list[str] | None, "sliding_window_pattern": int | None,
-    "_sliding_window_pattern": int | None, "use_bidirectional_attention": bool | None,
-    "query_pre_attn_scalar": float | None, "final_logit_softcapping": float | None,
-    "rope_theta": float | None, "rope_local_base_freq": float, "rope_scaling": dict | None,
-    "rope_parameters": dict | None, "partial_rotary_factor": float | None,
-    "original_max_position_embeddings": int | None, "eos_token_id": int | list[int | None] | None,
-    "num_experts": int, "num_local_experts": int | None, "num_experts_per_tok": int,
-    "moe_intermediate_size": int, "norm_topk_prob": bool, "decoder_sparse_step": int,
-    "mlp_only_layers": list[int] | None, "value_head": bool,
-}  # fmt: skip
-
-
-def read_config(raw) -> ModelConfig:
-    """`ModelConfig.from_hf`."""
-    if isinstance(raw, dict):
-        return _config_of_dict(raw)
-    path = Path(raw)
-    if path.is_dir():
-        path = path / "config.json"
-    raw = read_json(path, what="the config of a Hugging Face checkpoint directory")
-    try:
-        return _config_of_dict(raw)
-    except ValueError as error:  # whatever is wrong with the fields, say in which file
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _config_of_dict(raw) -> ModelConfig:
-    raw = _text_config(raw)
-    if raw["model_type"] not in FAMILIES:
-        raise ValueError(f"model_type {raw['model_type']!r} is not implemented; "
-                         f"implemented: {', '.join(FAMILIES)}")  # fmt: skip
-
-    # The config wins over its family's defaults, and these over what all families share.
-    family = FAMILIES[raw["model_type"]]
-    raw = COMMON | family.defaults | raw
-    for name in raw.keys() & RAW_FIELDS.keys():
-        require_field(name, raw[name], RAW_FIELDS[name])
-    _refuse_unimplemented(raw)
-
-    # Fields whose name and meaning are the same in all families; the reader adds the others.
-    fields = {name: raw[name] for name in COMMON}
-    if fields["num_key_value_heads"] is None:
-        fields["num_key_value_heads"] = fields["num_attention_heads"]
-    eos = raw.get("eos_token_id")
-    eos = eos if isinstance(eos, list | tuple) else [eos]
-    fields["eos_token_id"] = tuple(token for token in eos if token is not None)
-    fields["value_head"] = raw.get("value_head", False)
-    return ModelConfig(model_type=raw["model_type"], **fields | family.read(raw) | family.fixed)
-
-
-def write_config(config) -> dict:
-    """`ModelConfig.to_hf`."""
-    family = FAMILIES[config.model_type]
-    raw = {name: getattr(config, name) for name in COMMON} | {
-        "architectures": [family.architecture], "model_type": config.model_type,
-        "head_dim": config.head_dim, "attention_bias": config.o_bias, "attention_dropout": 0.0,
-        "layer_types": list(config.layer_types),
-        "use_sliding_window": SLIDING in config.layer_types,
-        "eos_token_id": list(config.eos_token_id) or None, family.act_key: config.hidden_act,
-    }  # fmt: skip
-    optional = ["sliding_window", "query_pre_attn_scalar", "final_logit_softcapping", "value_head"]
-    if config.num_experts:
-        optional = [*MOE, *optional]
-    raw |= {name: getattr(config, name) for name in optional if getattr(config, name)}
-    if config.num_experts:
-        dense = sorted(set(range(config.num_hidden_layers)) - set(config.sparse_layers))
-        raw |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
-    raw |= _write_rope(config.rope_parameters, family)
-
-    # Written is right if it reads back: a family's reader cannot say every ModelConfig.
-    back = ModelConfig.from_hf(raw)
-    without_bias = dataclasses.replace(config, router_bias_rate=0.0)
-    require_same_numbers(back, without_bias, f"a {config.model_type} config cannot say this: it")
-    return raw
-
-
-def _text_config(raw) -> dict:
-    """The text model's part of a config: all of it, or of a multimodal one the inner object."""
-    inner = raw.get("text_config")
-    require_field("text_config", inner, dict | None)
-    if inner is not None:
-        # What the inner object lacks may stand outside. The ends of turns stand there in any case:
-        # the inner object of what transformers 5 has saved names its class's default, 1, instead.
-        outer = raw
-        raw = {"model_type": f"{outer.get('model_type')}_text"} | inner
-        if "tie_word_embeddings" in outer:
-            raw.setdefault("tie_word_embeddings", outer["tie_word_embeddings"])
-        if outer.get("eos_token_id") is not None:
-            raw["eos_token_id"] = outer["eos_token_id"]
-    require_field("model_type", raw.get("model_type"), str)
-    return raw
-
-
-def _refuse_unimplemented(raw):
-    """Raise for each field that changes the numbers and that this file does not implement."""
-    # A field that is there and says "off" is fine: most released configs write them all.
-    refused = {
-        "attention_dropout > 0": (raw.get("attention_dropout") or 0) > 0,
-        "use_bidirectional_attention": raw.get("use_bidirectional_attention"),
-        "partial_rotary_factor": raw.get("partial_rotary_factor") not in (None, 1),
-        "quantization_config": raw.get("quantization_config") is not None,
-    }
-    found = [name for name, present in refused.items() if present]
-    if found:
-        raise ValueError(f"config asks for {', '.join(found)}: not implemented in models.py")
-
-
-def read_layers(raw, default, /) -> dict:
-    """layer_types and sliding_window; default(layer) -> bool: slides, where no list says so."""
-    slides = map(default, range(raw["num_hidden_layers"]))
-    kinds = raw.get("layer_types") or [SLIDING if slide else FULL for slide in slides]
-    window = raw["sliding_window"] if SLIDING in kinds else None
-    return {"layer_types": tuple(kinds), "sliding_window": window}
-
-
-def read_rope(raw, kinds, sliding_theta=None, /) -> dict:
-    """layer type -> RoPE parameters, from both spellings.
-
-    transformers 4: rope_theta, rope_scaling and, where sliding layers have a theta of their own,
-    rope_local_base_freq, which is never scaled. transformers 5: rope_parameters, one dict, or with
-    sliding_theta one per layer type; rope_scaling, if it stands beside it, wins.
-    """
-    scaling = raw.get("rope_scaling") or {}
-    new = raw.get("rope_parameters") or {}
-    by_type = [key for key, value in (new | scaling).items() if isinstance(value, dict)]
-    if by_type and sliding_theta is None:
-        raise ValueError(f"rope_parameters.{by_type[0]} is an object: RoPE per layer type in "
-                         f"{raw['model_type']}: transformers has none")  # fmt: skip
-    out = {}
-    for kind in sorted(set(kinds)):
-        # Where the parameters of this type of layer stand. Only full layers are stretched if
-        # sliding ones have a theta of their own: a window is short in any context.
-        theta = raw.get("rope_theta")
-        if sliding_theta:
-            require_field(f"rope_parameters.{kind}", new.get(kind), dict | None)
-            rope = dict(new.get(kind) or {})
-        else:
-            rope = dict(scaling or new)
-        if sliding_theta and kind == SLIDING:
-            theta = raw.get("rope_local_base_freq", sliding_theta)
-        elif sliding_theta:
-            rope |= scaling
-
-        # Older files say type for rope_type, and put what yarn and llama3 need beside the dict.
-        rope.setdefault("rope_theta", theta)
-        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-        rope.pop("type", None)
-        for name in ("rope_theta", "rope_type"):
-            require_field(name, rope[name], ROPE_KEYS[name])
-        rope["rope_theta"] = float(rope["rope_theta"])
-        if raw.get("original_max_position_embeddings") and rope["rope_type"] in ("yarn", "llama3"):
-            rope["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
-        out[kind] = rope
-    return out
-
-
-def _write_rope(ropes, family) -> dict:
-    """Both spellings of `ropes`, as far as the older one can say it."""
-    full = ropes.get(FULL) or next(iter(ropes.values()))
-    if not family.rope_per_type:
-        scaling = None if full["rope_type"] == "default" else full
-        return {"rope_parameters": full, "rope_theta": full["rope_theta"], "rope_scaling": scaling}
-    names = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
-    return {"rope_parameters": ropes} | {names[k]: rope["rope_theta"] for k, rope in ropes.items()}
-
-
-def read_qwen(raw, /) -> dict:
-    """Qwen2 and Qwen3: the fields of ModelConfig that need a rule."""
-    slides = raw["use_sliding_window"] and raw["sliding_window"] is not None
-    layers = read_layers(raw, lambda layer: slides and layer >= raw["max_window_layers"])
-    return {
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        "qkv_bias": raw["attention_bias"], "o_bias": raw["attention_bias"],
-        "hidden_act": raw["hidden_act"], "rope_parameters": read_rope(raw, layers["layer_types"]),
-    } | layers  # fmt: skip
-
-
-def read_qwen_moe(raw, /) -> dict:
-    """Qwen3-MoE. Its window, where there is one, is every layer's, whatever `max_window_layers`."""
-    fields = read_qwen(raw | {"max_window_layers": 0})
-    if len(set(fields["layer_types"])) > 1:
-        raise ValueError(f"layer_types {raw['layer_types']} in qwen3_moe: transformers has no mix")
-    fields |= {name: raw[name] for name in MOE}
-    fields["num_experts"] = raw.get("num_local_experts") or raw["num_experts"]
-
-    # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
-    dense = raw["mlp_only_layers"] or ()
-    step = raw["decoder_sparse_step"]
-    layers = range(raw["num_hidden_layers"] if fields["num_experts"] else 0)
-    sparse = tuple(n for n in layers if n not in dense and (n + 1) % step == 0)
-    return fields | {"sparse_layers": sparse}
-
-
-def read_gemma(raw, /) -> dict:
-    """Gemma 3's text model."""
-    # Without a list, every 6th layer is full, the others slide; files spell the 6 in two ways.
-    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    layers = read_layers(raw, lambda layer: (layer + 1) % pattern != 0)
-    return {
-        "head_dim": raw["head_dim"], "qkv_bias": raw["attention_bias"],
-        "o_bias": raw["attention_bias"], "hidden_act": raw["hidden_activation"],
-        "query_pre_attn_scalar": raw["query_pre_attn_scalar"],
-        "final_logit_softcapping": raw.get("final_logit_softcapping"),
-        "rope_parameters": read_rope(raw, layers["layer_types"], 10000.0),
-    } | layers  # fmt: skip
-
-
-FAMILIES = {
-    "qwen2": Family(
-        "Qwen2ForCausalLM", read_qwen, dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN),
-    "qwen3": Family("Qwen3ForCausalLM", read_qwen, dict(qk_norm=True), QWEN | dict(head_dim=128)),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", read_qwen_moe, dict(qk_norm=True),
-        QWEN | dict(
-            hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
-            num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
-            norm_topk_prob=False, decoder_sparse_step=1, mlp_only_layers=None)),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", read_gemma,
-        dict(qk_norm=True, norm_offset=True, sandwich_norms=True, scale_embedding=True),
-        dict(
-            vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
-            num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=4096,
-            max_position_embeddings=131072, tie_word_embeddings=True, rope_theta=1e6,
-            attention_bias=False, hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
-            eos_token_id=1),
-        act_key="hidden_activation", rope_per_type=True),
-}  # fmt: skip
-
-
-# D. Long contexts, windows, first weights -----------------------------------------------------
-# For models with stretched RoPE or sliding layers, and for those that start from a seed.
-# Skip it for a full-attention model from a checkpoint. YaRN arXiv:2309.00071; Llama 3
-# arXiv:2407.21783.
-
-class Rope:
-    """positions (B, S) -> {layer type: (cos, sin)} for `rotate`, once a forward for all layers."""
-
-    def __init__(self, config):
-        self.config = config
-        self.known = {}  # (layer type, device) -> frequencies and their factor
-
-    def __call__(self, positions_BS, dtype, /):
-        out = {}
-        for kind, rope in self.config.rope_parameters.items():
-            # Frequencies are fixed by the configuration. Those of dynamic RoPE depend on the
-            # longest position too, and read a number back from the device at every call.
-            key = kind, positions_BS.device
-            dynamic = rope["rope_type"] == "dynamic"
-            if dynamic or key not in self.known:
-                length = int(positions_BS.max()) + 1 if dynamic and positions_BS.numel() else 0
-                options = dict(length=length, longest=self.config.max_position_embeddings)
-                f, factor = rope_frequencies(rope, self.config.head_dim, **options)
-                self.known[key] = f.to(positions_BS.device), factor
-            out[kind] = rope_angles(positions_BS, *self.known[key], dtype=dtype)
-        return out
-
-
-def stretched_rope_frequencies(rope, exponents, length, longest):
-    """f of (5) and the factor on cos and sin for the RoPE types that reach beyond the training.
-
-    exponents: 2n / D of (5), (D/2,) float64.
-
-    Deviates: dynamic RoPE depends on the longest position of this call, not of earlier calls.
-    Under it a packed batch is not the same as separate documents, and a cache keeps the angles
-    with which its tokens were written.
-    """
-    kind = rope["rope_type"]
-    theta = rope["rope_theta"]
-    factor = rope.get("factor")
-    head_dim = 2 * len(exponents)
-    # Dynamic: a call that is longer than the training turns everything more slowly, by a larger
-    # theta. Linear: every angle is divided by the factor.
-    if kind == "dynamic":
-        stretch = factor * max(length, longest) / longest - (factor - 1)
-        theta = theta * stretch ** (head_dim / (head_dim - 2))
-    f = theta**-exponents
-    if kind == "linear":
-        return f / factor, 1.0
-
-    # Llama 3: what turns often over the trained length stays as it is, what turns seldom is
-    # divided by the factor, and between the two it is mixed.
-    if kind == "llama3":
-        low = rope["low_freq_factor"]
-        high = rope["high_freq_factor"]
-        turns = rope["original_max_position_embeddings"] * f / (2 * math.pi)
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return torch.lerp(f / factor, f, keep), 1.0
-
-    # YaRN: the same with a ramp that is linear in n, between the n that turn beta times.
-    if kind == "yarn":
-        trained = rope["original_max_position_embeddings"] / (2 * math.pi)
-        betas = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
-        low, high = (head_dim * math.log(trained / b) / (2 * math.log(theta)) for b in betas)
-        if rope.get("truncate", True):
-            low = math.floor(low)
-            high = math.ceil(high)
-        low = max(low, 0)
-        high = min(high, head_dim - 1)
-        ramp = (torch.arange(head_dim // 2).double() - low) / ((high - low) or 0.001)
-        return torch.lerp(f, f / factor, ramp.clamp(0, 1)), _yarn_attention_factor(rope)
-    return f, 1.0
-
-
-def _yarn_attention_factor(rope):
-    """YaRN's factor on cos and sin, so that attention is as sharp as before the stretching."""
-
-    def grown(weight):
-        return 0.1 * weight * math.log(rope["factor"]) + 1 if rope["factor"] > 1 else 1.0
-
-    if rope.get("attention_factor") is not None:
-        return rope["attention_factor"]
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1)
-
-
-def windowed_causal_attention(q_BHSD, k_BGSD, v_BGSD, scale, window, /):
-    """Causal attention to the last `window` tokens, (B, H, S, D), in O(S window)."""
-    # Blocks of queries against the keys that they can see. With window 2 and blocks of 3 queries:
-    #
-    #     queries 0 1 2   keys 0 1 2          (at least 128 in truth: a kernel call a block)
-    #     queries 3 4 5   keys 2 3 4 5        the first query sees window - 1 keys before it
-    S = q_BHSD.shape[2]
-    out = []
-    block = max(window, 128)
-    for start in range(0, S, block):
-        first = max(0, start - window + 1)
-        stop = min(S, start + block)
-        i = torch.arange(start, stop, device=q_BHSD.device)[:, None]
-        j = torch.arange(first, stop, device=q_BHSD.device)
-        mask = (j <= i) & (i - j < window)
-        qkv = q_BHSD[:, :, start:stop], k_BGSD[:, :, first:stop], v_BGSD[:, :, first:stop]
-        options = dict(attn_mask=mask, scale=scale, enable_gqa=True)
-        out.append(F.scaled_dot_product_attention(*qkv, **options))
-    return torch.cat(out, 2)
-
-
-@torch.no_grad()
-def draw_weights(model, seed: int, whole=None):
-    """Normal(0, initializer_range) matrices, unit norms, zero biases; equal in every dtype.
-
-    A value head starts at zero, so that the first values are 0. The parameters of `model` may be
-    DTensors, and it may lack some: whole, as of `load_hf`, has the shapes of all of them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    own = dict(model.named_parameters())
-    for name, shaped in (whole or model).named_parameters():
-        # One whole tensor at a time, also of parameters that are not here: the draws of a tensor
-        # follow those of the one before it, so every rank of every plan has the same weights. Drawn
-        # in float32 on the CPU, so that dtype and device do not change the draw.
-        draw = None
-        if not name.endswith(("norm.weight", "bias")) and name != "score.weight":
-            draw = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
-            draw *= model.config.initializer_range
-        if name not in own:
-            continue
-
-        # The part of it that is here.
-        here = own[name].to_local() if hasattr(own[name], "to_local") else own[name]
-        if draw is not None:
-            here.copy_(draw[tuple(slice(*cut) for cut in _local_ranges(own[name]))])
-        elif name.endswith("norm.weight"):
-            here.fill_(0 if model.config.norm_offset else 1)
-        else:
-            here.zero_()
-    for buffer in model.buffers():
-        buffer.zero_()
-    return model
-
-
-def give_value_head(model) -> Transformer:
-    """`Transformer.add_value_head`."""
-    if not model.config.value_head:
-        model.config = dataclasses.replace(model.config, value_head=True)
-        weight = model.head_weight
-        model.score = nn.Linear(weight.shape[1], 1, False, weight.device, weight.dtype)
-        nn.init.zeros_(model.score.weight)
-    return model
-
-
-def give_router_bias(model, rate: float) -> Transformer:
-    """Give a model that has none the bias b of (6), which is 0 until (11) moves it."""
-    model.config = dataclasses.replace(model.config, router_bias_rate=rate)
-    for module in model.modules():
-        if isinstance(module, SparseMLP):
-            module.rate = rate
-            votes_E = torch.zeros(model.config.num_experts, dtype=torch.int64)
-            module.register_buffer("votes", votes_E.to(module.gate.weight.device))
-    return model
-
-
-# E. Experts: their product and their balance --------------------------------------------------
-# For training mixtures of experts: (6)'s matrices, the balance loss (10), the router's bias (11).
-# Skip it for dense models. DeepSeek-V3 arXiv:2412.19437 eq. 16-20; the bias arXiv:2408.15664.
-#
-#   (10) balance = coef sum_s E / (K T_s^2) sum_e n_se sum_(i in s) p_ie sequences s of T_s tokens,
-#                  n_se of whose T_s K choices fell on e (a constant for the gradient)
-#   (11) b_e     = rate * (steps in which e had less than the mean load - steps it had more)
-#
-# b of (11) lives in the state dict, but in no Hugging Face checkpoint: `save_hf` refuses it unless
-# it is zero.
-
-class Experts(nn.Module):
-    """ffn_e of (6) for rows that are sorted by expert: (N, M), counts (E,) -> (N, M)."""
-
-    def __init__(self, config):
-        super().__init__()
-        E = config.num_experts
-        M = config.hidden_size
-        INNER = config.moe_intermediate_size
-        self.act = ACTIVATIONS[config.hidden_act]
-        # One tensor for all experts of a kind: the checkpoint has one for each, see `_pieces`.
-        self.gate_proj = nn.Parameter(torch.empty(E, INNER, M))
-        self.up_proj = nn.Parameter(torch.empty(E, INNER, M))
-        self.down_proj = nn.Parameter(torch.empty(E, M, INNER))
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=config.initializer_range)
-
-    def forward(self, x_NM, counts_E, /):
-        gate_NI = grouped_linear(x_NM, self.gate_proj, counts_E)
-        up_NI = grouped_linear(x_NM, self.up_proj, counts_E)
-        return grouped_linear(self.act(gate_NI) * up_NI, self.down_proj, counts_E)
-
-
-def grouped_linear(x_NM, weight_EIM, counts_E, /):
-    """x[n] @ weight[e(n)].T, (N, I): the first counts[0] rows go to expert 0, and so on.
-
-    counts_E: (E,) int64, sums to N; zeros are fine.
-    """
-    # torch has this as one kernel for some dtypes and sizes; the loop is its definition.
-    if can_group(x_NM, weight_EIM):
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
-    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
-    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
-
-
-def can_group(x_NM, weight_EIM, /) -> bool:
-    """Whether F.grouped_mm takes these: dtypes that it has, rows of 16 bytes, not 0 rows."""
-    dtypes = [torch.bfloat16]
-    if x_NM.device.type == "cpu":
-        dtypes += [torch.float32, torch.float16]
-    aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
-    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
-
-
-class AttachLoss(torch.autograd.Function):
-    """x, with a loss hung on it: the backward that reaches x adds the loss's gradient, once.
-
-    A layer can so add its own loss wherever it runs, in a pipeline stage too.
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss):
-        ctx.one = torch.ones_like(loss)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx, ctx.one
-
-
-class Balance:
-    """(10) over the sparse layers of one forward pass: `hidden(..., balance=Balance(...))`.
-
-    sequence_J, token_J: (J,) int64: sequence sequence_J[j] holds the forward's token token_J[j],
-    counted over its B x S. A token that several sequences share stands once for each of them and
-    counts so often; PAD stands in none. Default of token_J: token j. coef: (10)'s.
-
-    The layers attach the loss to what they return: whatever backward comes adds its gradient. A
-    sum over sequences, so micro-batches and ranks add up. After the forward, losses[layer] is (10),
-    detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
-
-    Where ranks share out the tokens of each sequence, a rank gives the pairs of its own tokens.
-    groups: the process groups whose ranks do, one for each way of sharing; sequences: how many
-    sequences all of them hold together. Loss and counts are then terms of a sum over the ranks.
-    """
-
-    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, sequences=None, groups=()):
-        if token_J is None:
-            token_J = torch.arange(len(sequence_J), device=sequence_J.device)
-        if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
-            found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
-            raise ValueError(f"sequences and tokens must be (J,) alike, got {found}")
-        if sequences is None:
-            sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
-        self.sequence_J = sequence_J
-        self.token_J = token_J
-        self.coef = coef
-        self.sequences = sequences
-        self.groups = groups
-        self.losses = {}  # by layer: a layer that is computed again overwrites its own
-        self.counts = {}
-
-    @classmethod
-    def documents(cls, doc_ids_BS, /, *, coef=0.0):
-        """One sequence per document of a packed batch; doc_ids as in `packed_attention`."""
-        # Ids count within a row: document 0 of row 0 and that of row 1 are two sequences.
-        token_J = (doc_ids_BS.flatten() >= 0).nonzero()[:, 0]
-        row_J = token_J // doc_ids_BS.shape[1]
-        pairs_J2 = torch.stack([row_J, doc_ids_BS.flatten()[token_J]], 1)
-        return cls(pairs_J2.unique(dim=0, return_inverse=True)[1], token_J, coef=coef)
-
-    @torch.compiler.disable  # each forward has an object of its own: none is compiled for it
-    def __call__(self, scores_NE, chosen_NK, /, *, layer):
-        # n_se of (10): each pair (sequence, token) adds the token's K choices to its sequence.
-        N, E = scores_NE.shape
-        K = chosen_NK.shape[1]
-        chosen_NE = scores_NE.new_zeros(N, E).scatter_(1, chosen_NK, 1)
-        n_SE = scores_NE.new_zeros(self.sequences, E)
-        n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
-        self.counts[layer] = n_SE.sum(0)
-        if not self.coef or not self.sequences:
-            return None
-
-        # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of
-        # a group run the same layers of the same micro-batches, and a layer that is computed again
-        # is so on all of them: each sum meets its like. p needs no message, as each rank attaches
-        # the loss of its own tokens. Pinned by tests/test_balance.py::test_a_rank_sees_some_tokens.
-        for group in self.groups:
-            dist.all_reduce(n_SE, group=group)
-
-        # All but p is a constant: collect it for each token and expert, then one product with p.
-        length_S1 = n_SE.sum(1, keepdim=True) / K
-        factor_SE = self.coef * E / K * n_SE / length_S1.square().clamp(min=1)
-        factor_NE = torch.zeros_like(chosen_NE)
-        factor_NE.index_add_(0, self.token_J, factor_SE[self.sequence_J])
-        loss = (factor_NE * scores_NE).sum()  # (10)
-        self.losses[layer] = loss.detach()
-        return loss
-
-
-@torch.no_grad()
-def update_router_bias(model, counts, /):
-    """(11), after an optimiser step. counts: {layer: (E,)} of the whole step, over all ranks."""
-    # By the numbers of the layers: a stage of a pipeline has some of them only.
-    routers = {module.layer: module for module in model.modules() if hasattr(module, "votes")}
-    for layer, counts_E in counts.items():
-        if layer not in routers:
-            raise ValueError(f"layer {layer} has no router bias; set config.router_bias_rate")
-        counts_E = counts_E.double()
-        routers[layer].votes += (counts_E.mean() - counts_E).sign().long()  # (11)
-
-
-# F. Log-probs: one chunk, and a vocabulary that is split ---------------------------------------
-# For the loops of `TokenLogprobs`: a chunk's logits, their gradient, sums over ranks.
-# Skip it if the formulas in its docstring are enough for you.
-
-LOGITS = 2**22  # held at a time by default: 16 MiB in float32
-CACHED_LOGITS = 2**19  # 2 MiB in float32
-
-
-class LogprobOptions(NamedTuple):
-    """What `token_logprobs` tells its forward and backward."""
-
-    temperature: float
-    softcap: float | None
-    chunk: int  # rows of hidden at a time
-    kept_chunks: int  # of how many the exponentials stay for the backward
-    group: object  # None, or the ranks that share the vocabulary's rows
-    vocab_start: int
-
-
-def default_chunks(N, weight_vM):
-    """Rows of a chunk, and of how many chunks the exponentials stay for the backward."""
-    # At least two chunks, so that what is held is less than all. On a CPU a chunk's logits are to
-    # stay in the core's cache while they are passed over, unless the vocabulary is too large.
-    v = len(weight_vM)
-    held = CACHED_LOGITS if weight_vM.device.type == "cpu" else LOGITS
-    chunk = max(1, min((N + 1) // 2, max(128, held // v)))
-
-    # Kept are so many exponentials as fit into 2^22 numbers; with V = 151936 that is one chunk of
-    # 128 rows. Without a backward to come there is nothing to keep.
-    if not torch.is_grad_enabled():
-        return chunk, 0
-    return chunk, max(1, LOGITS // (chunk * v))
-
-
-class Scratch:
-    """Memory for one chunk after the other: new pages would cost as much as what fills them."""
-
-    def __init__(self):
-        self.memory = {}
-
-    def like(self, name, shape, x, /):
-        """A tensor of this shape, of x's dtype and device. Its content is undefined."""
-        if name not in self.memory:
-            self.memory[name] = x.new_empty(shape)  # the first chunk is the longest
-        return self.memory[name][: shape[0]]
-
-    def product(self, hidden_NM, weight_vM):
-        """hidden weight^T, valid until the next one is asked for."""
-        shape = len(hidden_NM), len(weight_vM)
-        return torch.mm(hidden_NM, weight_vM.T, out=self.like("product", shape, hidden_NM))
-
-    def exp(self, x_Nv):
-        """e^x, valid until the next one is asked for."""
-        return torch.exp(x_Nv, out=self.like("exp", x_Nv.shape, x_Nv))
-
-
-def scaled_logits(hidden_NM, weight_vM, options, scratch=None):
-    """z / tau of (8), capped, (N, v). They may be overwritten."""
+def scaled_logits(hidden_NM, weight_vM, options, out_Nv=None):
+    """Return z / tau of (8), soft-capped, (N, v), if possible in out_Nv. It may be overwritten."""
     # NUMERICS: the product is in the model's dtype, everything after it in float32 or better.
     # Pinned by tests/test_models.py::test_bf16_logprobs_are_within_twice_plain_torch.
-    if scratch is None:
-        z_Nv = F.linear(hidden_NM, weight_vM)
-    else:
-        z_Nv = scratch.product(hidden_NM, weight_vM)
+    z_Nv = torch.mm(hidden_NM, weight_vM.T, out=out_Nv)
     z_Nv = z_Nv.to(torch.promote_types(z_Nv.dtype, torch.float32))
     if options.softcap is not None:
         z_Nv = options.softcap * torch.tanh(z_Nv / options.softcap)
@@ -2148,63 +1485,24 @@ def scaled_logits(hidden_NM, weight_vM, options, scratch=None):
 
 
 def local_targets(targets_N, rows, options):
-    """Target ids relative to this rank's vocabulary rows, and a mask of those it owns, (N, 1).
+    """Return targets relative to this rank's vocabulary rows, and which of them it owns, (N, 1).
 
-    Foreign targets become 0 so that gather stays in range.
+    Targets of other ranks become 0, so that a gather stays in range.
     """
     local_N1 = targets_N[:, None] - options.vocab_start
-    if options.group is None:  # all of them: others were refused
-        return local_N1, torch.ones_like(local_N1, dtype=torch.bool)
     owned_N1 = (local_N1 >= 0) & (local_N1 < rows)
     return torch.where(owned_N1, local_N1, 0), owned_N1
 
 
-def logits_gradient(
-    hidden_NM, weight_vM, targets_N, lse_N1, dlogprob_N1, entropy, exponentials, options
-):
-    """The gradient of one chunk's logits z, (N, v), in hidden's dtype.
-
-    hidden_NM, weight_vM, targets_N: as in `token_logprobs`.
-    lse_N1: the log of the sum in (8).
-    dlogprob_N1: the gradient of the log-probs over the temperature.
-    entropy: None if nobody used it, else its gradient over the temperature and its value, (N, 1).
-    exponentials: None, or the exponentials e^(z - m) of the forward and m; they are overwritten.
-    options: `LogprobOptions`.
-    """
-    # p is e^(z - m) times e^(m - lse): with the exponentials at hand, one product gives the part
-    # -dlogprob p. The entropy's part needs log p, so the logits are computed again.
-    slope_Nv = None
-    if exponentials is not None and entropy is None:
-        e_Nv, largest_N1 = exponentials
-        dz_Nv = e_Nv.mul_(-dlogprob_N1 * (largest_N1 - lse_N1).exp())
-    else:
-        z_Nv = scaled_logits(hidden_NM, weight_vM, options)
-        if options.softcap is not None:  # c tanh(z / c) has the slope 1 - tanh^2
-            slope_Nv = 1 - (z_Nv * options.temperature / options.softcap).square()
-        logp_Nv = z_Nv.sub_(lse_N1)
-        factor = -dlogprob_N1
-        if entropy is not None:
-            dentropy_N1, entropy_N1 = entropy
-            factor = logp_Nv * -dentropy_N1 - (dlogprob_N1 + dentropy_N1 * entropy_N1)
-        dz_Nv = logp_Nv.exp_().mul_(factor)
-
-    # onehot(t) adds the log-prob's gradient at the target, on the rank that has it.
-    local_N1, owned_N1 = local_targets(targets_N, len(weight_vM), options)
-    dz_Nv.scatter_add_(-1, local_N1, torch.where(owned_N1, dlogprob_N1, 0))
-    if slope_Nv is not None:
-        dz_Nv.mul_(slope_Nv)
-    return dz_Nv.to(hidden_NM.dtype)
-
-
 def combine_over_ranks(largest_N, sums_4N, group):
-    """The largest logit and the sums around it, of the vocabulary's rows of all ranks."""
+    """Return the largest logit and the sums around it, over the vocabulary rows of all ranks."""
     # COMM: two messages whatever the chunks, which may differ: shards of a vocabulary are uneven.
     # Pinned by tests/test_checkpoints.py::test_vocabulary_parallel_equals_one_process.
     all_N = largest_N.clone()
     dist.all_reduce(all_N, dist.ReduceOp.MAX, group)
 
-    # Sums around this rank's largest logit m become sums around everybody's m': each term shrinks
-    # by e^(m - m'), and (z - m') is (z - m) + (m - m').
+    # Sums around this rank's largest logit m become sums around the largest of all, m': each term
+    # shrinks by e^(m - m'), and (z - m') is (z - m) + (m - m').
     target_N, total_N, weighted_N, owners_N = sums_4N
     lower_N = largest_N - all_N
     weighted_N = weighted_N + lower_N * total_N
@@ -2214,14 +1512,14 @@ def combine_over_ranks(largest_N, sums_4N, group):
     return all_N, sums_4N
 
 
-def gather_logits(z_Xv, group, vocab_size):
-    """The logits (..., V) of all rows of the head, on every rank; each has brought its own (.., v).
+def all_gather_logits(z_Xv, group, vocab_size):
+    """Return the logits (.., V) of all rows of the head on every rank, given its own (.., v).
 
-    Without a gradient, for sampling: training asks for log-probs, which need no whole row.
+    Without a gradient, for sampling. Training asks for log-probs, which need no whole row.
     """
     if z_Xv.requires_grad:
         raise ValueError("logits of a split vocabulary have no gradient; `logprobs` have one")
-    # Ranks have ceil(V / t) rows each and the last ones what is left, which is padded for the way.
+    # Ranks have ceil(V / t) rows each, and the last ones the rest, which is padded for the message.
     # COMM: an all-gather of equal parts. Pinned by
     # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
     world = dist.get_world_size(group)
@@ -2232,605 +1530,760 @@ def gather_logits(z_Xv, group, vocab_size):
     return torch.cat(parts, -1)[..., :vocab_size]
 
 
-# G. Packing: who lies where; block masks --------------------------------------------------------
-# For `packed_attention`: from ids or positions to buckets. For prefix-LM: attention by a mask.
-# Skip it if the picture in `packed_attention` is enough for you.
-
-def packed_positions(lengths, /):
-    """(1, S) int64: 0..n-1 for each document, the positions that go with `packed_attention`."""
-    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
+# 9. Packed documents, without a mask -------------------------------------------------------------
 
 
-def packed_logprobs(model, sequences, mask_BT, /, *, temperature=1.0):
-    """Log-probs and entropies of many sequences' targets in one packed forward.
+def packed_attention(lengths=None, /, *, doc_ids=None):
+    """Return an attention by which tokens see the earlier tokens of their own document only.
 
-    sequences: B lists of token ids; sequence b's targets are its tokens 1.., T = the longest of
-    them. mask_BT (B, T) bool: which targets to score; the head is applied to those alone. Returns
-    two (B, T) tensors, 0 where mask is off, differentiable; of a critic also its values.
+    Adds to `simple_packed_attention`: no work between documents. Give one of two.
+    lengths: list of int. Documents lie end to end in one row (1, S).
+    doc_ids: int64, (B, S). One number per document, whose tokens are side by side; -1 for PAD,
+        anywhere. Nothing sees PAD, and its output is 0.
     """
-    device = mask_BT.device
-    lengths = [len(s) for s in sequences]
-    tokens_S = torch.tensor([token for s in sequences for token in s], device=device)
-    row_N, column_N = mask_BT.nonzero(as_tuple=True)
-    length_B = torch.tensor(lengths, device=device)
-    if (column_N >= length_B[row_N] - 1).any():
-        raise ValueError(f"mask reaches beyond a sequence's targets; lengths {lengths}")
-
-    # Where the token stands in the packed row that predicts each target. Lengths 3 2: sequence 1
-    # starts at 3, so its target 0, which is its token 1, is predicted by packed token 3.
-    start_B = length_B.cumsum(0) - length_B
-    at_N = start_B[row_N] + column_N
-    positions_1S = packed_positions(lengths).to(device)
-    x_1SM = model.hidden(
-        tokens_S[None], positions=positions_1S, attention=packed_attention(lengths))
-    scores = model.logprobs(x_1SM[0, at_N], tokens_S[at_N + 1], temperature=temperature)
-    if model.config.value_head:
-        scores = *scores, model.values(x_1SM[0, at_N])
-    return tuple(x_N.new_zeros(mask_BT.shape).index_put((row_N, column_N), x_N) for x_N in scores)
-
-
-def document_ids(lengths, doc_ids, position_ids):
-    """doc_ids (B, S) int64 on the CPU from whichever of the three was given."""
-    given = [x for x in (lengths, doc_ids, position_ids) if x is not None]
-    if len(given) != 1:
-        raise ValueError(f"give one of lengths, doc_ids, position_ids; got {len(given)} of them")
-    if lengths is not None:
-        lengths = torch.tensor([int(n) for n in lengths], dtype=torch.long)
-        if not len(lengths) or lengths.min() < 1:
-            raise ValueError(f"documents need at least one token each, got {lengths.tolist()}")
-        return torch.arange(len(lengths)).repeat_interleave(lengths)[None]
-    ids_BS = torch.as_tensor(given[0]).cpu()
-    if ids_BS.dim() != 2 or ids_BS.is_floating_point():
-        raise ValueError(f"doc_ids and position_ids must be (B, S) integers, got {ids_BS.shape}")
-    if doc_ids is not None:
-        return ids_BS.long()
-
-    # A jump is where a position is not the one before plus 1, or a row begins:
+    # Documents of one length are attended in one call. Flattened tokens of two rows:
     #
-    #     positions   0 1 2 0 1 -1        jumps  1 0 0 1 0 1        documents  1 1 1 2 2 -1
-    before_B1 = torch.full_like(ids_BS[:, :1], -2)
-    jump_BS = torch.diff(ids_BS, dim=1, prepend=before_B1) != 1
-    return torch.where(ids_BS < 0, -1, jump_BS.cumsum(1))
+    #     doc_ids [[0, 0, 1, 1], [-1, 0, 0, 0]]   length 2: [[0, 1], [2, 3]]   length 3: [[5, 6, 7]]
+    if (lengths is None) == (doc_ids is None):
+        raise ValueError("packed_attention: expected either lengths or doc_ids")
+    if doc_ids is None:
+        if not len(lengths) or min(lengths) < 1:
+            raise ValueError(f"lengths: expected at least one token a document, got {lengths}")
+        length_U = torch.tensor(lengths)
+        doc_ids = torch.arange(len(length_U)).repeat_interleave(length_U)[None]
+    if doc_ids.dim() != 2 or doc_ids.is_floating_point():
+        raise ValueError(f"doc_ids: expected integers (B, S), got {tuple(doc_ids.shape)}")
+    by_length = {}  # length -> the first tokens of documents
+    B, S = doc_ids.shape
+    seen = set()
+    for row, ids in enumerate(doc_ids.tolist()):
+        starts = [n for n in range(S) if n == 0 or ids[n] != ids[n - 1]]
+        for start, stop in zip(starts, [*starts[1:], S]):
+            if (row, ids[start]) in seen and ids[start] >= 0:
+                raise ValueError(f"doc_ids: document {ids[start]} of row {row} is not in one piece")
+            seen.add((row, ids[start]))
+            if ids[start] >= 0:
+                by_length.setdefault(stop - start, []).append(row * S + start)
+    indices = [torch.tensor(first)[:, None] + torch.arange(n) for n, first in by_length.items()]
+    on_device = {}  # device -> the indices there, for all layers
 
+    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
+        if (q_BHSD.shape[0], q_BHSD.shape[2]) != (B, S):
+            raise ValueError(f"packed for {(B, S)} tokens, got {tuple(q_BHSD.shape)}")
+        device = q_BHSD.device
+        if device not in on_device:
+            on_device[device] = [token_UL.to(device) for token_UL in indices]
 
-def documents_in_order(doc_BS):
-    """The places of all tokens but PAD in the flattened batch, (N,), and how many tokens each
-    document has, in the order in which they lie."""
-    token_N = (doc_BS.flatten() >= 0).nonzero()[:, 0]
-    pairs_N2 = torch.stack([token_N // doc_BS.shape[1], doc_BS.flatten()[token_N]], 1)
-    runs, lengths = pairs_N2.unique_consecutive(dim=0, return_counts=True)
-    if len(runs.unique(dim=0)) < len(runs):
-        raise ValueError("a document id comes back after another one; give each its own number")
-    return token_N, lengths.tolist()
-
-
-def buckets_by_length(token_N, lengths, waste):
-    """[(index (U, L) of the tokens of U documents, which of them are no padding)], by length."""
-    # From the shortest document on, a bucket takes documents until one is too long for its first.
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    buckets = []
-    for d in order:
-        if not buckets or lengths[d] > waste * lengths[buckets[-1][0]]:
-            buckets.append([])
-        buckets[-1].append(d)
-
-    # Padding repeats a document's last token, which is after every real query, so that no real row
-    # sees it and its gradient is exactly zero. Lengths 4 2 5, the bucket of the first and the last:
-    #
-    #     starts   0, 6          index    [[0, 1, 2, 3, 3],      real   [[1, 1, 1, 1, 0],
-    #     lengths  4, 5                    [6, 7, 8, 9, 10]]             [1, 1, 1, 1, 1]]
-    length_D = torch.tensor(lengths, dtype=torch.long)
-    end_D = length_D.cumsum(0)
-    found = []
-    for bucket in buckets:
-        length_U1 = length_D[bucket, None]
-        end_U1 = end_D[bucket, None]
-        column_L = torch.arange(lengths[bucket[-1]])
-        at_UL = end_U1 - length_U1 + column_L.minimum(length_U1 - 1)
-        found.append((token_N[at_UL], column_L < length_U1))
-    return found
-
-
-def buckets_on(device, buckets, on_device):
-    """The buckets on a device, and the tokens of each that are no padding, (n,).
-
-    buckets: as `buckets_by_length` gives them. on_device: device -> what this returned for it; the
-    first layer moves the indices there, and the others find them.
-    """
-    if device not in on_device:
-        moved = [(token_UL.to(device), is_real_UL.to(device)) for token_UL, is_real_UL in buckets]
-        on_device[device] = moved, [token_UL[is_real_UL] for token_UL, is_real_UL in moved]
-    return on_device[device]
-
-
-def attention_of_equal_documents(qkv, length, options):
-    """Causal attention in rows that are full of documents of one length: no index, only views."""
-    # (B, H, S, D) -> (B S / L, H, L, D): a row is cut in its documents, and they become rows.
-    B = len(qkv[0])
-    cut = (x.unflatten(2, (-1, length)).transpose(1, 2).flatten(0, 1) for x in qkv)
-    out_UHLD = causal_attention(*cut, **options)
-    return out_UHLD.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def block_attention(block_BS, valid_BS=None, /):
-    """Prefix-LM (pi0): a token sees its own block, both ways, and all blocks before it.
-
-    block_BS (B, S) integers, ascending along S; valid_BS off for PAD, whose output is 0.
-    """
-    valid_BS = torch.ones_like(block_BS, dtype=torch.bool) if valid_BS is None else valid_BS.bool()
-    seen_BSS = (block_BS[:, None] <= block_BS[:, :, None]) & valid_BS[:, None]
-
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, softcap=None):
-        place_S = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
-        near_SS = place_S[:, None] - place_S < (window or len(place_S))
-        now_BSS = seen_BSS & near_SS & valid_BS[:, :, None]
-        return masked_attention(q_BHSD, k_BGSD, v_BGSD, now_BSS, scale=scale, softcap=softcap)
+        # Gather the documents of one length as rows of a batch, attend, and put the results back. A
+        # token is in one document, so no result overwrites another.
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
+        out_NHD = torch.zeros_like(flat[0])
+        for token_UL in on_device[device]:
+            qkv = (x[token_UL].transpose(1, 2) for x in flat)
+            out_UHLD = causal_attention(*qkv, **options)
+            out_NHD = out_NHD.index_put((token_UL,), out_UHLD.transpose(1, 2))
+        return out_NHD.unflatten(0, (B, S)).transpose(1, 2)
 
     return attention
 
 
-def masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, /, *, scale, softcap=None):
-    """Attention by a dense mask (B, S, k); a row that sees nothing gives 0."""
-    if softcap is not None:
-        raise ValueError("masked_attention has no softcap; pass ring_attention.attend or the like")
-    # NUMERICS: kernels differ in what they give for a row that sees nothing (0 or NaN); it sees all
-    # here and is zeroed after. Pinned by tests/test_models.py::test_padding_gives_zero_not_nan.
-    alive_BS1 = seen_BSk.any(-1, keepdim=True)
-    options = dict(attn_mask=(seen_BSk | ~alive_BS1)[:, None], scale=scale, enable_gqa=True)
-    out_BHSD = F.scaled_dot_product_attention(q_BHSD, k_BGkD, v_BGkD, **options)
-    return torch.where(alive_BS1[:, None], out_BHSD, 0)
+def packed_positions(lengths, /):
+    """Return 0..n-1 for each document, (1, S) int64: positions to go with `packed_attention`."""
+    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
 
 
-# H. The cache's other layouts ------------------------------------------------------------------
-# For `KVCache`: where new keys are written, windows of sliding layers, prompts that rows share.
-# Skip it if you have full layers and one row a prompt: `append_to_store` and what is above it do.
-
-class Lengths(NamedTuple):
-    """How many tokens each row holds, and what Python must know of it: no sync in every layer."""
-
-    of_B: torch.Tensor
-    longest: int = 0
-    even: bool = True  # all rows hold the same number
-
-    @classmethod
-    def measured(cls, lengths_B):
-        """What Python must know, read from the device in one go."""
-        if not len(lengths_B):
-            return cls(lengths_B)
-        low, high = torch.stack([lengths_B.min(), lengths_B.max()]).tolist()
-        return cls(lengths_B, high, low == high)
-
-    def plus(self, counts_B, steps):
-        """The lengths after counts_B[b] more tokens in row b, or after `steps` in each row."""
-        if counts_B is not None:
-            return Lengths.measured(self.of_B + counts_B)
-        return Lengths(self.of_B + steps, self.longest + steps, self.even)
+# 10. The cache, for rows that come and go --------------------------------------------------------
+# Adds to `SimpleCache`: memory that grows with need, sliding layers that forget, rows that leave
+# and enter without a copy of the others, and prompts whose keys several rows share.
 
 
-def keys_up_to(lengths, S, room, /):
-    """The mask (B, 1, S, room) by which new token i of row b sees the slots 0..lengths[b] + i."""
-    last_BS = lengths.of_B[:, None] + torch.arange(S, device=lengths.of_B.device)
-    slot_C = torch.arange(room, device=lengths.of_B.device)
-    return (slot_C <= last_BS[:, :, None])[:, None]
+class Step(NamedTuple):
+    """What one forward does with the stores of all layers of one window."""
+
+    room: int  # slots that a store needs
+    forget: list  # (row, drop, keep): the row's slots drop..drop+keep-1 move to 0..keep-1
+    is_prompt: bool  # no row has a token yet
+    low: int = 0  # the new tokens attend to slots low..high-1
+    high: int = 0
+    slot_BS: torch.Tensor | None = None  # where they go. None: slots high-S..high-1 in every row
+    visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
 
 
-def attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale, /):
-    """Attention of S new tokens to the keys of a cache, (B, H, S, D)."""
-    # For one token a row, the H / G heads that share a key head are so many queries of one head,
-    # so that one product for each key head serves them all.
-    queries = q_BHSD
-    single = q_BHSD.shape[2] == 1
-    if single:
-        queries = q_BHSD.reshape(len(q_BHSD), k_BGCD.shape[1], -1, q_BHSD.shape[3])
-    options = dict(attn_mask=mask_B1SC, scale=scale, enable_gqa=not single)
-    return F.scaled_dot_product_attention(queries, k_BGCD, v_BGCD, **options).reshape(q_BHSD.shape)
+class KVCache:
+    """Keys and values of the tokens so far, for rows of any lengths.
 
+    The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
+    that a window has left behind, and for a prompt that is kept in another cache:
 
-def append_to_store(cache, layer, k_BGSD, v_BGSD, window=None, /):
-    """Put new k and v behind each row's old ones; the layer's whole store (2, B, G, C, D)."""
-    if window is not None:
-        return _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
-    B, _, S, _ = k_BGSD.shape
-    lengths = cache.stored_lengths
-    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, lengths.longest + S)
-    if lengths.even:
-        all_2BGCD[:, :, :, lengths.longest : lengths.longest + S] = new_2BGSD
-        return all_2BGCD
+        sliding layer, window 3     row 0   k k k k . .      lengths 6 2, first 2 0
+                                    row 1   k k . . . .
 
-    # Each row at its own place. Lengths 4 2 and S = 2: slots [[4, 5], [2, 3]]. Padding that is
-    # written behind a row's real tokens is overwritten by the next ones.
-    slot_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
-    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
-    all_2BGCD.permute(1, 3, 0, 2, 4)[row_BS, slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
-    return all_2BGCD
-
-
-def _with_room(layers, layer, new_2BGSD, need, most=math.inf):
-    """The layer's store, grown if it has no room for `need` tokens a row."""
-    old = layers.get(layer)
-    if old is None or old.shape[3] < need:
-        # By half, at least 32: copies stay rare. A window never needs more than `most`.
-        _, B, G, _, D = new_2BGSD.shape
-        room = min(max(need + 32, need * 3 // 2), most)
-        layers[layer] = new_2BGSD.new_zeros(2, B, G, room, D)
-        if old is not None:
-            layers[layer][:, :, :, : old.shape[3]] = old
-    return layers[layer]
-
-
-def sliding_cache_attention(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
-    """`KVCache.attention` in a sliding layer, whose store is a ring: position p is at p % window.
-
-        window 4, 6 tokens so far     slot       0  1  2  3
-                                      position   4  5  2  3      the next token, 6, replaces 2
-
-    A cache with slack has so many slots more. Tokens that a row gives back have then replaced none
-    that it still sees.
-    """
-    S = q_BHSD.shape[2]
-    if S > 1:
-        return _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window)
-
-    # One new token: once it is written, all that a ring without slack holds is in its window, and
-    # the order of keys is nothing to a softmax. Only slots that a short row has not reached are
-    # hidden. With slack, so is what is older than the window, or was given back: the new token, at
-    # `last`, is as many tokens behind a slot's token as it has slots before it.
-    lengths = cache.lengths
-    ring = window + cache.slack
-    room = min(lengths.longest + 1, ring)
-    k_BGCD, v_BGCD = _write_in_window(cache, layer, k_BGSD, v_BGSD, window)[:, :, :, :room]
-    mask_B1SC = None
-    if not lengths.even or room > window:
-        last_B1 = lengths.of_B[:, None]
-        behind_BC = (last_B1 - torch.arange(room, device=q_BHSD.device)) % ring
-        mask_B1SC = ((behind_BC < window) & (behind_BC <= last_B1))[:, None, None]
-    return attend_to_stored(q_BHSD, k_BGCD, v_BGCD, mask_B1SC, scale)
-
-
-def _several_in_window(cache, q_BHSD, k_BGSD, v_BGSD, layer, scale, window, /):
-    """Several new tokens in a sliding layer: they see the old window and each other."""
-    # They are written only afterwards: the last of them would replace keys that the first one sees.
-    # Which position stands in each slot of the ring: with window 4 and last position 5, slots
-    # 0 1 2 3 are (5 - slot) % 4 = 1 0 3 2 behind it, so they hold 4 5 2 3; less than 0 is nothing.
-    lengths = cache.lengths
-    ring = window + cache.slack
-    room = min(lengths.longest, ring)
-    slot_C = torch.arange(room, device=q_BHSD.device)
-    last_B1 = lengths.of_B[:, None] - 1
-    old_BC = last_B1 - (last_B1 - slot_C) % ring
-
-    # Then the mask is by positions, as in (2).
-    query_BS = lengths.of_B[:, None] + torch.arange(q_BHSD.shape[2], device=q_BHSD.device)
-    key_Bk = torch.cat([old_BC, query_BS], 1)
-    ahead_BSk = query_BS[:, :, None] - key_Bk[:, None]
-    seen_BSk = (ahead_BSk >= 0) & (ahead_BSk < window) & (key_Bk >= 0)[:, None]
-    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-    k_BGkD, v_BGkD = torch.cat([cache.layers[layer][:, :, :, :room], new_2BGSD], 3)
-    out_BHSD = masked_attention(q_BHSD, k_BGkD, v_BGkD, seen_BSk, scale=scale)
-    _write_in_window(cache, layer, k_BGSD, v_BGSD, window)
-    return out_BHSD
-
-
-def _write_in_window(cache, layer, k_BGSD, v_BGSD, window):
-    """Put new k and v into a sliding layer's ring; the ring, (2, B, G, C, D)."""
-    B, _, S, _ = k_BGSD.shape
-    lengths = cache.lengths
-    cache.sliding.add(layer)
-    ring = window + cache.slack
-    need = min(lengths.longest + S, ring)
-    new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-    all_2BGCD = _with_room(cache.layers, layer, new_2BGSD, need, most=ring)
-
-    # Rows of one length whose new tokens do not wrap around are one slice.
-    if lengths.even and (S == 1 or need < ring):
-        slot = lengths.longest % ring
-        all_2BGCD[:, :, :, slot : slot + S] = new_2BGSD
-        return all_2BGCD
-
-    # One new token in each row: all are written, and no mask has to be read from the device.
-    position_BS = lengths.of_B[:, None] + torch.arange(S, device=k_BGSD.device)
-    row_BS = torch.arange(B, device=k_BGSD.device)[:, None].expand(B, S)
-    ring_BC2GD = all_2BGCD.permute(1, 3, 0, 2, 4)
-    new_BS2GD = new_2BGSD.permute(1, 3, 0, 2, 4)
-    if S == 1 and cache.counts_B is None:
-        ring_BC2GD[row_BS, position_BS % ring] = new_BS2GD
-        return all_2BGCD
-
-    # Of each row's new tokens only the last `window` real ones: padding and older ones would
-    # land on slots that hold what is still seen.
-    end_B = lengths.of_B + (S if cache.counts_B is None else cache.counts_B)
-    keep_BS = (position_BS < end_B[:, None]) & (position_BS >= end_B[:, None] - window)
-    ring_BC2GD[row_BS[keep_BS], position_BS[keep_BS] % ring] = new_BS2GD[keep_BS]
-    return all_2BGCD
-
-
-def share_prompts(cache, rows, /) -> None:
-    """`KVCache.share`."""
-    if cache.prompts is not None:
-        raise ValueError("the prompts of this cache are shared already")
-
-    # What full layers hold is taken out before the rows are made, so that it is not copied.
-    lengths = cache.lengths
-    full = cache.layers.keys() - cache.sliding
-    prompts = {layer: cache.layers.pop(layer)[:, :, :, : lengths.longest] for layer in full}
-    cache.select(rows)
-    if prompts:
-        prompt_B = torch.as_tensor(rows, dtype=torch.long, device=lengths.of_B.device)
-        cache.prompts = SharedPrompts(prompts, lengths)
-        cache.stored_lengths = cache.prompts.give_rows(prompt_B, cache.lengths)
-
-
-class SharedPrompts:
-    """The keys of R prompts, held once for all the rows of a `KVCache` that begin with them.
-
-        prompt 0   k k k k k     rows 0, 2 and 3 of the cache hold only what comes behind it
-        prompt 1   k k           row 1
+    `cache.attention` is the callable for `Transformer.hidden`, and `forward_with_cache` feeds
+    tokens. Lengths are Python's: nothing is read back from the device. Where new tokens go and what
+    they see is decided once a forward, for all layers of one window: `Step`.
     """
 
-    def __init__(self, layers, lengths):
-        self.layers = layers  # layer -> k and v (2, R, G, L, D)
-        self.lengths = lengths  # of the R prompts
-        self.prompt_B = None  # each row's prompt
-        self.rows_Rn = None  # each prompt's rows, padded to the largest group
-        self.place_B = None  # each row's place in that table, flattened
-        self.in_order = False  # the places are 0, 1, 2, ..
+    def __init__(self, rows=0, device=None, capacity=0):
+        self.lengths = [0] * rows
+        self.device = device
+        self.capacity = capacity  # rows that stores are made for, if there are not more
+        self.layers = {}  # layer -> keys and values (2, rows or more, G, C, D)
+        self.windows = {}  # layer -> its window. None: a full layer
+        self.first = {}  # window -> the position of each row's slot 0
+        self.room = {}  # window -> C
+        self.prompts = None  # the cache that holds the prompts of `begin`
+        self.prompt_of = []  # and each row's row there
+        self.groups = None  # `PromptGroups` of these, made when it is needed
+        self.counts = None  # new tokens of each row that are real
+        self.steps = {}  # window -> `Step` of this forward
+        self.planned = None  # the lengths for which `steps` was made
 
-    def give_rows(self, prompt_B, row_lengths):
-        """Row b begins with prompt prompt_B[b]; the `Lengths` of the rows behind their prompts."""
-        # Prompts without a row are dropped, and the padding of those that were the longest.
-        used_R, prompt_B = prompt_B.unique(return_inverse=True)
-        if len(used_R) < len(self.lengths.of_B):
-            self.lengths = Lengths.measured(self.lengths.of_B[used_R])
-            longest = self.lengths.longest
-            self.layers = {n: kv[:, used_R, :, :longest] for n, kv in self.layers.items()}
+    def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
+        """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        if self.planned is not self.lengths:  # `forward_with_cache` makes a new list each time
+            self.planned = self.lengths
+            self.steps = {}
+        if window not in self.steps:
+            self.steps[window] = self._plan(q_BHSD.shape[2], window)
+        step = self.steps[window]
+        B = len(self.lengths)
+        new_2BGSD = torch.stack([k_BGSD, v_BGSD])
+        store = self._store(layer, window, new_2BGSD, B)
+        if step.is_prompt:
+            # A prompt has nothing older to see. Its right padding needs no mask.
+            self._write_prompt(store, new_2BGSD, window)
+            return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
 
-        # Which rows belong to each prompt, padded to the largest group, and the way back:
-        #
-        #     prompt of each row   [0, 1, 0, 0]
-        #     earlier rows of it   [0, 0, 1, 2]
-        #     rows of each prompt  [[0, 2, 3],      row 1 is prompt 1's only row;
-        #                           [1, 0, 0]]      the two zeros are padding
-        #     place of each row    [0, 3, 1, 2]     row 1 lies at 1 * 3 + 0 of the flattened table
-        earlier_B = (prompt_B[:, None] == prompt_B).tril(-1).sum(1)
-        n = int(earlier_B.max()) + 1
-        row_B = torch.arange(len(prompt_B), device=prompt_B.device)
-        self.rows_Rn = row_B.new_zeros(len(used_R), n)
-        self.rows_Rn[prompt_B, earlier_B] = row_B
-        self.place_B = prompt_B * n + earlier_B
-        self.prompt_B = prompt_B
+        for b, drop, keep in step.forget:
+            store[:, b, :, :keep] = store[:, b, :, drop : drop + keep].clone()
+        if step.slot_BS is None:
+            store[:, :B, :, step.high - q_BHSD.shape[2] : step.high] = new_2BGSD
+        else:
+            row_B1 = torch.arange(B, device=store.device)[:, None]
+            by_slot = store.permute(1, 3, 0, 2, 4)
+            by_slot[row_B1, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+        k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
+        if self.prompts is not None and window is None:
+            return self._attend_with_prompts(q_BHSD, k_BGCD, v_BGCD, step, layer, scale)
 
-        # Equally many rows of each prompt, one prompt after the other: the table is the rows.
-        self.in_order = self.rows_Rn.numel() == len(row_B) and self.place_B.equal(row_B)
-        return Lengths.measured(row_lengths.of_B - self.lengths.of_B[prompt_B])
+        # For one token a row, the H / G heads of a key head are queries of one head, so that one
+        # product for each key head serves them all.
+        queries = q_BHSD
+        if q_BHSD.shape[2] == 1:
+            queries = q_BHSD.reshape(B, k_BGCD.shape[1], -1, q_BHSD.shape[3])
+        out = masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
+        return out.reshape(q_BHSD.shape)
 
-    def attention(self, q_BHSD, k_BGCD, v_BGCD, mask_B1SC, layer, scale):
-        """One softmax over a prompt's keys, read once for all its rows, and a row's own.
+    def _plan(self, S, window):
+        """Return the `Step` of S new tokens a row in the layers of one window."""
+        first = self.first.setdefault(window, [0] * len(self.lengths))
+        stored = [length - start for length, start in zip(self.lengths, first)]
+        if not any(self.lengths):
+            counts = self.counts or [S] * len(self.lengths)
+            if window is not None:  # the next token sees window - 1 of these
+                self.first[window] = [max(0, count - window + 1) for count in counts]
+            self.room[window] = max(self.room.get(window, 0), min(S, window or S))
+            return Step(self.room[window], [], True)
 
-        q_BHSD: the queries of S new tokens.
-        k_BGCD, v_BGCD: the row's own keys and values, behind its prompt.
-        mask_B1SC: which of them a query sees; None: all.
-        layer, scale: as in `KVCache.attention`.
+        # A sliding layer whose store is full forgets first what no query will see again.
+        # Stores have half as many slots again as they need, so that they seldom grow or forget.
+        forget = []
+        room = self.room.setdefault(window, 0)
+        if max(stored) + S > room:
+            if window is not None:
+                old = [b for b, n in enumerate(stored) if n >= window]
+                forget = [(b, stored[b] - window + 1, window - 1) for b in old]
+            for b, drop, keep in forget:
+                first[b] += drop
+                stored[b] = keep
+            need = max(stored) + S
+            self.room[window] = max(room, need + 32, need * 3 // 2)
+
+        # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
+        # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
+        low = max(0, min(stored) + 1 - window) if window else 0
+        high = max(stored) + S
+        even = min(stored) == max(stored)
+        if even and S == 1:
+            return Step(self.room[window], forget, False, low, high)
+        stored_B1 = torch.tensor(stored, device=self.device)[:, None]
+        slot_BS = stored_B1 + torch.arange(S, device=self.device)
+        slot_1C = torch.arange(low, high, device=self.device)[None]
+        visible = visible_keys(slot_BS, slot_1C, window)
+        slot_BS = None if even else slot_BS
+        return Step(self.room[window], forget, False, low, high, slot_BS, visible)
+
+    def _write_prompt(self, store, new_2BGSD, window):
+        """Write the tokens of prompts, in a sliding layer those that the next token still sees."""
+        S = new_2BGSD.shape[3]
+        if window is None or S < window:
+            store[:, : len(self.lengths), :, :S] = new_2BGSD
+            return
+        counts = self.counts or [S] * len(self.lengths)
+        for b, (start, count) in enumerate(zip(self.first[window], counts)):
+            store[:, b, :, : count - start] = new_2BGSD[:, b, :, start:count]
+
+    def _store(self, layer, window, like, rows):
+        """Return the layer's store, made or grown to hold `rows` rows and `room[window]` slots.
+
+        like: keys and values (2, .., G, .., D) of its shape and dtype.
         """
-        k_RGLD, v_RGLD = self.layers[layer]
-        B, G, C, D = k_BGCD.shape
+        # A store that is too small is copied into a larger one, and then dropped: at no time are
+        # there two stores of more than one layer.
+        old = self.layers.get(layer)
+        slots = self.room[window]
+        if old is None or old.shape[1] < rows or old.shape[3] < slots:
+            rows = max(rows, self.capacity, 0 if old is None else old.shape[1])
+            store = like.new_zeros(2, rows, like.shape[2], slots, like.shape[4])
+            if old is not None:
+                store[:, : old.shape[1], :, : old.shape[3]] = old
+            self.layers[layer] = store
+            self.windows[layer] = window
+        return self.layers[layer]
+
+    def select(self, rows, /):
+        """Keep these rows, a list of indices, in this order. A repeated row is a fork.
+
+        Only rows that change places are copied, and one layer after the other. To give up rows 1
+        and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
+        """
+        # The right-hand side is read before anything is written, so that rows can trade places.
+        moved = [(b, source) for b, source in enumerate(rows) if b != source]
+        for layer, store in self.layers.items():
+            store = self._store(layer, self.windows[layer], store, len(rows))
+            if moved:
+                to, source = map(list, zip(*moved))
+                store[:, to] = store[:, source]
+        self.lengths = [self.lengths[b] for b in rows]
+        self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
+        if self.prompts is not None:
+            self.prompt_of = [self.prompt_of[b] for b in rows]
+        self.groups = None
+
+    def begin(self, other, rows, /, *, share=False):
+        """Append rows that begin with the tokens that rows of another cache hold.
+
+        other: a cache of the same layers. rows: list of indices, repeats allowed.
+        share: keep reading the keys of full layers there, where all rows of one prompt read them at
+            once. Sliding layers are copied: they hold a window only. Default: all layers are
+            copied, one after the other, and `other` is used up.
+        """
+        # A shared row stores nothing of its own in full layers yet: its first slot there is for the
+        # token after the prompt.
+        old = len(self.lengths)
+        count = old + len(rows)
+        self.lengths = self.lengths + [other.lengths[r] for r in rows]
+        for window, first in other.first.items():
+            is_shared = share and window is None
+            starts = other.lengths if is_shared else first
+            self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
+            room = 0 if is_shared else other.room[window]
+            self.room[window] = max(self.room.get(window, 0), room)
+        for layer, window in other.windows.items():
+            if not (share and window is None):
+                theirs = other.layers[layer] if share else other.layers.pop(layer)
+                store = self._store(layer, window, theirs, count)
+                store[:, old:count, :, : theirs.shape[3]] = theirs[:, rows]
+        if share:
+            self.prompts = other
+            self.prompt_of = self.prompt_of + list(rows)
+        self.groups = None
+
+    def _attend_with_prompts(self, q_BHSD, k_BGCD, v_BGCD, step, layer, scale):
+        """Attend by one softmax over a prompt's keys, read once for all its rows, and own keys."""
+        lengths = self.prompts.lengths
+        if self.groups is None:
+            self.groups = PromptGroups(self.prompt_of, lengths, self.device)
+        L = max(lengths)
+        k_RGLD, v_RGLD = self.prompts.layers[layer][:, : len(lengths), :, :L]
+        B, G, C, _ = k_BGCD.shape
         S = q_BHSD.shape[2]
-        L = k_RGLD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
         # tests/test_models.py::test_shared_prompts_change_nothing.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
-        q_BGhD = q_BHSD.reshape(B, G, -1, D).to(wide)  # h: the heads of a key times the S tokens
+        q_BGhD = q_BHSD.reshape(B, G, -1, q_BHSD.shape[3]).to(wide)
 
-        # Scores of the row's own keys, masked as ever.
+        # Scores of the row's own keys, masked as ever, and of the prompt's keys: shorter prompts
+        # have padding to hide.
         own_BGhC = q_BGhD @ k_BGCD.to(wide).mT
-        if mask_B1SC is not None:
-            hidden_B11SC = ~mask_B1SC[:, :, None]
+        if step.visible_B1SC is not None:
+            hidden_B11SC = ~step.visible_B1SC[:, :, None]
             own_BGhSC = own_BGhC.unflatten(2, (-1, S)).masked_fill(hidden_B11SC, -math.inf)
             own_BGhC = own_BGhSC.flatten(2, 3)
-
-        # Scores of the prompt's keys: the queries of all its rows stand side by side, so that each
-        # key is read once. Shorter prompts have padding to hide.
-        shared_BGhL = self._per_row(self._per_prompt(q_BGhD) @ k_RGLD.to(wide).mT)
-        if not self.lengths.even:
-            beyond_RL = torch.arange(L, device=q_BHSD.device) >= self.lengths.of_B[:, None]
-            beyond_BL = beyond_RL[self.prompt_B]
-            shared_BGhL = shared_BGhL.masked_fill(beyond_BL[:, None, None], -math.inf)
+        shared_BGhL = self.groups.product(q_BGhD, k_RGLD.to(wide).mT)
+        if self.groups.beyond_B11L is not None:
+            shared_BGhL = shared_BGhL.masked_fill(self.groups.beyond_B11L, -math.inf)
 
         # One softmax over both, and each part of it weighs its own values.
         p_BGhk = (torch.cat([shared_BGhL, own_BGhC], -1) * scale).softmax(-1)
         p_BGhL, p_BGhC = p_BGhk.split([L, C], -1)
-        shared_BGhD = self._per_row(self._per_prompt(p_BGhL) @ v_RGLD.to(wide))
-        out_BGhD = shared_BGhD + p_BGhC @ v_BGCD.to(wide)
+        out_BGhD = self.groups.product(p_BGhL, v_RGLD.to(wide)) + p_BGhC @ v_BGCD.to(wide)
         return out_BGhD.to(q_BHSD.dtype).reshape(q_BHSD.shape)
 
-    def _per_prompt(self, x_BGhX):
-        """The rows of each prompt side by side: (B, G, h, X) -> (R, G, n h, X)."""
-        if self.in_order:
-            x_RnGhX = x_BGhX.unflatten(0, self.rows_Rn.shape)
-        else:
-            x_RnGhX = x_BGhX[self.rows_Rn]
-        return x_RnGhX.transpose(1, 2).flatten(2, 3)
 
-    def _per_row(self, x_RGmX):
-        """The way back from `_per_prompt`: (R, G, n h, X) -> (B, G, h, X)."""
-        x_RnGhX = x_RGmX.unflatten(2, (self.rows_Rn.shape[1], -1)).transpose(1, 2)
-        table = x_RnGhX.flatten(0, 1)
-        return table if self.in_order else table[self.place_B]
+class PromptGroups:
+    """Which rows begin with each of R prompts, so that a product reads a prompt's keys once.
 
-
-# I. An action expert --------------------------------------------------------------------------
-# For robots (pi0, pi0.7): a second, narrower stream that reads a prefix's keys and writes actions.
-# Skip it for language models. pi0 arXiv:2410.24164; stopped gradient arXiv:2505.23705.
-#
-#   (12) flow    = mean |v(x_tau, tau) - (a - eps)|^2,  x_tau = tau a + (1 - tau) eps
-#                  a the actions, eps noise, v what the expert gives
-#   (13) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n,  from x_0 = eps to x_1, the actions
-#
-# (12) has pi0's path from noise at 0 to actions at 1, and the sign that integrates it forward.
-
-class Prefix:
-    """A prefix's keys and values by layer, and the attention of the suffix that follows it.
-
-        prefix = Prefix(block_attention(block_BP))
-        model.hidden(tokens_BP, attention=prefix.record)
-        v = expert(actions, tau, prefix, positions_B1=first)
-
-    attention: how the prefix attends to itself, any callable of the model's form. A suffix token
-    sees all of the prefix but PAD (off in valid_BP), in sliding layers what is less than `window`
-    positions back, and the suffix tokens of its own block (blocks_T, ascending) and of earlier
-    ones. positions_BP: default 0..P-1. detach: no gradient goes back into the prefix, which keeps
-    a pretrained model from the expert's noise (knowledge insulation).
+        prompt of each row   [0, 1, 0, 0]
+        rows of each prompt  [[0, 2, 3], [1, 0, 0]]     the two last zeros are padding
+        place of each row    [0, 3, 1, 2]               in the flattened table: row 1 is at 3
     """
 
-    def __init__(self, attention=None, *, valid_BP=None, positions_BP=None, detach=False):
-        self.attention = attention or causal_attention
-        self.valid_BP = valid_BP
-        self.positions_BP = positions_BP
-        self.detach = detach
-        self.layers = {}  # layer -> k and v, each (B, G, P, D)
+    def __init__(self, prompt_of, lengths, device):
+        groups = [[b for b, r in enumerate(prompt_of) if r == n] for n in range(len(lengths))]
+        size = max(map(len, groups))
+        table = [group + [0] * (size - len(group)) for group in groups]
+        places = [r * size + groups[r].index(b) for b, r in enumerate(prompt_of)]
+        self.rows_Rn = torch.tensor(table, device=device)
+        self.place_B = torch.tensor(places, device=device)
+        self.in_order = sum(table, []) == [*range(len(prompt_of))]
+        self.beyond_B11L = None  # slots past the end of each row's prompt
+        if min(lengths) < max(lengths):
+            length_B = torch.tensor([lengths[r] for r in prompt_of], device=device)
+            slot_L = torch.arange(max(lengths), device=device)
+            self.beyond_B11L = (slot_L >= length_B[:, None])[:, None, None]
 
-    def record(self, q_BHPD, k_BGPD, v_BGPD, /, *, layer, **options):
-        """The callable for the prefix: it attends as it would, and leaves its keys behind."""
-        self.layers[layer] = tuple(x.detach() if self.detach else x for x in (k_BGPD, v_BGPD))
-        return self.attention(q_BHPD, k_BGPD, v_BGPD, layer=layer, **options)
-
-    def after(self, positions_BT, blocks_T=None, /):
-        """The callable of a suffix at these positions; blocks_T: default all one block."""
-
-        def suffix(q_BHTD, k_BGTD, v_BGTD, /, *, layer, scale, window=None, softcap=None):
-            # Queries are the suffix; keys are the prefix and then the suffix, k = P + T of them.
-            k_BGPD, v_BGPD = self.layers[layer]
-            B, _, P, _ = k_BGPD.shape
-            T = q_BHTD.shape[2]
-            seen_BTk = torch.ones(B, T, P + T, dtype=torch.bool, device=q_BHTD.device)
-            if self.valid_BP is not None:
-                seen_BTk[:, :, :P] &= self.valid_BP[:, None].bool()
-            if blocks_T is not None:
-                seen_BTk[:, :, P:] &= blocks_T <= blocks_T[:, None]
-
-            # A window goes by positions, which PAD in the prefix may have moved.
-            if window is not None:
-                at_BP = torch.arange(P, device=q_BHTD.device)[None]
-                at_BP = at_BP if self.positions_BP is None else self.positions_BP
-                key_Bk = torch.cat([at_BP.expand(B, P), positions_BT.expand(B, T)], 1)
-                seen_BTk &= positions_BT[:, :, None] - key_Bk[:, None] < window
-            k_BGkD = torch.cat([k_BGPD, k_BGTD], 2)
-            v_BGkD = torch.cat([v_BGPD, v_BGTD], 2)
-            return masked_attention(q_BHTD, k_BGkD, v_BGkD, seen_BTk, scale=scale, softcap=softcap)
-
-        return suffix
+    def product(self, x_BGhX, y_RGXY):
+        """Return x[b] @ y[prompt of b], (B, G, h, Y): a prompt's rows are side by side in it."""
+        size = self.rows_Rn.shape
+        x_RnGhX = x_BGhX.unflatten(0, size) if self.in_order else x_BGhX[self.rows_Rn]
+        out_RGmY = x_RnGhX.transpose(1, 2).flatten(2, 3) @ y_RGXY
+        out_RnGhY = out_RGmY.unflatten(2, (size[1], -1)).transpose(1, 2)
+        return out_RnGhY.flatten(0, 1) if self.in_order else out_RnGhY.flatten(0, 1)[self.place_B]
 
 
-class ActionExpert(nn.Module):
-    """v of (12): a second, narrower stream of layers that reads a prefix's keys and values.
+def forward_with_cache(model, cache, tokens_BS, /, counts=None):
+    """Feed the next tokens of each row, and return the logits (B, V) after each row's last one.
 
-    config: its own hidden_size and intermediate_size; layers, head_dim and num_key_value_heads must
-    be the prefix model's. action_dim A; state_dim: a state (B, state_dim) becomes one token before
-    the actions, in a block of its own. Each action token is made of its noisy action and of tau, as
-    in pi0: w_out silu(w_in [action, sines of tau]). Module names are openpi's.
+    tokens_BS: int64, (B, S), padded on the right.
+    counts: list of int. How many tokens of each row are real. Default: S.
+
+    ValueError unless each row has a real token.
     """
-
-    def __init__(self, config: ModelConfig, *, action_dim: int, state_dim: int = 0):
-        super().__init__()
-        M = config.hidden_size
-        if config.sparse_layers or M % 2:
-            raise ValueError(f"an action expert is dense and of even width, got {config}")
-        self.config = config
-        self.rope = Rope(config)
-        self.action_dim = action_dim
-
-        # From actions and their time to tokens, and back; then layers like the prefix model's.
-        self.action_in_proj = nn.Linear(action_dim, M)
-        self.action_time_mlp_in = nn.Linear(2 * M, M)
-        self.action_time_mlp_out = nn.Linear(M, M)
-        self.action_out_proj = nn.Linear(M, action_dim)
-        self.state_proj = nn.Linear(state_dim, M) if state_dim else None
-        self.layers = nn.ModuleList(Layer(config, n) for n in range(config.num_hidden_layers))
-        self.norm = RMSNorm(M, config)
-
-    def init_weights(self, seed: int):
-        """Draw all weights from a seed, the same in every dtype; see `draw_weights`."""
-        return draw_weights(self, seed)
-
-    def require_fits(self, prefix_config) -> None:
-        """ValueError if the prefix's keys and values cannot be attended to."""
-        for name in ("num_hidden_layers", "head_dim", "num_key_value_heads", "layer_types"):
-            mine = getattr(self.config, name)
-            theirs = getattr(prefix_config, name)
-            if mine != theirs:
-                raise ValueError(f"{name} is {mine} in the expert and {theirs} in the prefix")
-
-    def forward(self, actions_BTA, tau_B, /, prefix, *, positions_B1, state=None):
-        """v (B, T, A) of noisy actions at tau in [0, 1], (12).
-
-        prefix: a `Prefix` that has recorded, or any object whose after(positions, blocks) gives
-        the suffix's attention. positions_B1 (B, 1) int64: of the first suffix token, the prefix's
-        length as a rule.
-        """
-        if (self.state_proj is None) != (state is None):
-            raise ValueError(f"this expert {'needs a' if self.state_proj else 'has no'} state")
-
-        # Each action token hears of its noisy action and of the time.
-        T = actions_BTA.shape[1]
-        time_BM = time_features(tau_B, self.config.hidden_size).to(actions_BTA.dtype)
-        time_BTM = time_BM[:, None].expand(-1, T, -1)
-        x_BsM = torch.cat([self.action_in_proj(actions_BTA), time_BTM], -1)
-        x_BsM = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(x_BsM)))
-        if state is not None:
-            x_BsM = torch.cat([self.state_proj(state)[:, None], x_BsM], 1)
-
-        # The state's token is block 0 and does not see the actions; they are block 1, see it and
-        # each other: the expert plans all of them at once.
-        place_s = torch.arange(x_BsM.shape[1], device=x_BsM.device)
-        positions_Bs = positions_B1 + place_s
-        blocks_s = (place_s > 0).long() if state is not None else None
-        ropes = self.rope(positions_Bs, x_BsM.dtype)
-        attention = prefix.after(positions_Bs, blocks_s)
-        for layer in self.layers:
-            x_BsM = layer(x_BsM, ropes, attention)
-        return self.action_out_proj(self.norm(x_BsM)[:, -T:])
+    B, S = tokens_BS.shape
+    counts = [S] * B if counts is None else [int(count) for count in counts]
+    if len(counts) != B or not all(0 < count <= S for count in counts):
+        raise ValueError(f"counts: expected {B} numbers in 1..{S}, got {counts}")
+    cache.counts = counts
+    return simple_forward_with_cache(model, cache, tokens_BS, counts)
 
 
-def time_features(tau_B, width, /):
-    """Sines and cosines of tau, (B, width), of periods from 0.004 to 4, as in pi0."""
-    wide = torch.promote_types(tau_B.dtype, torch.float32)
-    fraction = torch.linspace(0, 1, width // 2, dtype=wide, device=tau_B.device)
-    angle_Bm = 2 * math.pi * tau_B.to(wide)[:, None] / (0.004 * 1000**fraction)
-    return torch.cat([angle_Bm.sin(), angle_Bm.cos()], -1)
-
-
-def flow_time(uniform, /):
-    """tau of (12) from a uniform draw: 1 - tau is Beta(1.5, 1), up to 0.999. Noisy times are
-    likelier, since there the actions still have to be chosen (pi0, appendix B)."""
-    return 0.999 * (1 - uniform ** (2 / 3))
-
-
-def flow_matching_loss(velocity, actions_BTA, noise_BTA, tau_B, /):
-    """(12) for each row, (B,), float32 or better. velocity(x (B, T, A), tau (B,)) -> (B, T, A)."""
-    # A straight path from noise to actions has the same velocity at every tau: their difference.
-    tau_B11 = tau_B[:, None, None]
-    x_BTA = tau_B11 * actions_BTA + (1 - tau_B11) * noise_BTA
-    error_BTA = velocity(x_BTA, tau_B) - (actions_BTA - noise_BTA)
-    wide = torch.promote_types(error_BTA.dtype, torch.float32)
-    return error_BTA.to(wide).square().mean((1, 2))  # (12)
+# 11. Generation ----------------------------------------------------------------------------------
+# Adds to `simple_generate`: a limited number of slots that waiting rows take over, forks of rows,
+# prompts that are computed once, draws from a seed.
 
 
 @torch.no_grad()
-def sample_actions(velocity, noise_BTA, /, *, steps=10):
-    """(13): `steps` Euler steps from noise to actions (B, T, A)."""
-    x_BTA = noise_BTA
-    for n in range(steps):
-        tau_B = x_BTA.new_full(x_BTA.shape[:1], n / steps)
-        x_BTA = x_BTA + velocity(x_BTA, tau_B) / steps  # (13)
-    return x_BTA
+def prefill(model, prompts, /):
+    """Return a cache with a row for each prompt, and the logits (B, V) after each.
+
+    prompts: lists of token ids, of any lengths.
+    """
+    if not all(prompts):
+        raise ValueError("prompts: expected at least one token in each")
+    device = model.head_weight.device
+    tokens_BS = nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True)
+    cache = KVCache(len(prompts), device)
+    counts = [len(prompt) for prompt in prompts]
+    return cache, forward_with_cache(model, cache, tokens_BS.to(device), counts)
 
 
-# J. Checkpoints -------------------------------------------------------------------------------
-# For weights on disk: Hugging Face's directories both ways, whole or into a sharded model; JSON.
-# Skip it unless a checkpoint is refused, or you write one of another form.
+@torch.inference_mode()
+def generate(
+    model, rows, /, *, max_new_tokens, temperature=1.0, end=(), ending=None, after=None, seed=None,
+    slots=None, branches=None,
+):  # fmt: skip
+    """Decode rows (prompts of any lengths) until each has ended. Return them, in their order.
+
+    rows: `Row`s, or lists of token ids, of which Rows are made.
+    max_new_tokens: a row with this many tokens after its prompt ends, with `truncated` set.
+    temperature: as in `sample`. 0 is greedy and needs no draws.
+    end: the stop tokens. A sampled one calls `after`.
+    ending: ending(rows), called with the rows that this token has ended, before `after` is called
+        with each. So a task that is on another rank is asked once for all of them.
+    after: after(row) -> the rows that go on in its place. None, the default, ends it. The row
+        itself, with tokens in its queue, is the next turn of a conversation; several are a fork.
+        With `after`, forks are returned in the place of their row.
+    seed: makes the draws of rows that have none. ValueError if such a row gets no seed.
+    slots: how many rows are decoded at a time. When a row ends, a waiting row takes its slot.
+        Default: all.
+    branches: branches(row) -> slots that a row reserves, one for each row into which it may have
+        forked in the end, so that a fork never waits. Default: 1. A row that needs more than there
+        are enters when all others have ended.
+    """
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(f"max_new_tokens, temperature: expected at least 1, and finite and not "
+                         f"negative, got {max_new_tokens} and {temperature}")  # fmt: skip
+    if slots is not None and slots < 1:
+        raise ValueError(f"slots: expected at least 1, got {slots}")
+    rows = [row if isinstance(row, Row) else Row(row) for row in rows]
+    give_draws(rows, max_new_tokens if temperature > 0 else 0, seed)
+    longest = max([len(row.tokens) for row in rows], default=0)
+    positions = model.config.max_position_embeddings
+    if longest + max_new_tokens > positions:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed "
+                         f"the model's {positions} positions; shorten one of them")  # fmt: skip
+
+    # A row's place among all rows is its number, and after each fork also the number of the fork.
+    reserved = branches or (lambda row: 1)
+    batch = Batch(model, rows, min(slots or math.inf, sum(map(reserved, rows))))
+    waiting = deque(((n,), row) for n, row in enumerate(rows))
+    done = []
+    while waiting or batch.rows:
+        # Rows enter in their order. All ranks that decode the same rows let the same ones in.
+        entering = []
+        taken = sum(reserved(row) for _, row in batch.rows)
+        while waiting and (not taken or taken + reserved(waiting[0][1]) <= (slots or math.inf)):
+            taken += reserved(waiting[0][1])
+            entering.append(waiting.popleft())
+        if entering:
+            batch.admit(entering)
+
+        # Each row takes its token, sampled or queued.
+        ended = batch.draw(temperature, end)
+        if ending and any(ended):
+            ending([row for (_, row), is_over in zip(batch.rows, ended) if is_over])
+
+        # What goes on may be nothing, the row itself, or several forks. A fork is a copy of a row
+        # of the cache, and takes a free slot if there is one.
+        going = []  # (slot of the batch to go on from, place, row), or None: a free slot
+        forks = []
+        for b, (place, row) in enumerate(batch.rows):
+            followers = [(place, row)]
+            if ended[b]:
+                found = after(row) if after else []
+                followers = [((*place, n), follower) for n, follower in enumerate(found)]
+                if not followers:
+                    done.append((place, row))
+            for _, follower in followers:
+                follower.truncated = follower.new >= max_new_tokens
+            done += [(at, follower) for at, follower in followers if follower.truncated]
+            kept = [(b, at, follower) for at, follower in followers if not follower.truncated]
+            going.append(kept[0] if kept else None)
+            forks += kept[1:]
+        for b in range(len(going)):
+            if forks and going[b] is None:
+                going[b] = forks.pop()
+        batch.go_on(without_holes(going + forks))
+    if not after:
+        return rows
+    return [row for _, row in sorted(done, key=lambda entry: entry[0])]
+
+
+class Batch:
+    """The rows that `generate` decodes together, their cache, and the logits after each row.
+
+    A prompt that several rows have is computed once, and its keys are kept once, from when the
+    first of these rows enters until the last one has ended.
+    """
+
+    def __init__(self, model, rows, capacity):
+        number = {}  # prompt -> its number
+        self.prompt_of_row = [number.setdefault(tuple(row.tokens), len(number)) for row in rows]
+        self.tokens = [*number]  # of each prompt
+        self.waiting = Counter(self.prompt_of_row)  # prompt -> rows that have not entered yet
+        self.shares = len(number) < len(rows)
+        self.model = model
+        self.device = model.head_weight.device
+        self.rows = []  # (place, row), in the order of the cache's rows
+        self.cache = KVCache(device=self.device, capacity=capacity)
+        self.prompts = KVCache(device=self.device)  # those that rows share
+        self.held = []  # their numbers
+        self.after = {}  # prompt -> logits (V,), while rows wait for them
+        self.logits_BV = None
+
+    def admit(self, entering):
+        """Let rows in, after prompts that are not there yet have been computed, all at once."""
+        # A prompt whose logits are not kept has not been computed: they are kept for as long as a
+        # row with this prompt waits.
+        wanted = [self.prompt_of_row[place[0]] for place, _ in entering]
+        new = [prompt for prompt in dict.fromkeys(wanted) if prompt not in self.after]
+        if new:
+            fresh, logits_RV = prefill(self.model, [self.tokens[prompt] for prompt in new])
+            self.after |= dict(zip(new, logits_RV))
+            into = self.prompts if self.shares else self.cache
+            into.begin(fresh, range(len(new)))
+            self.held += new
+        if self.shares:
+            self.cache.begin(self.prompts, [self.held.index(p) for p in wanted], share=True)
+        logits_BV = torch.stack([self.after[prompt] for prompt in wanted])
+        self.logits_BV = torch.cat([self.logits_BV, logits_BV]) if self.rows else logits_BV
+        self.rows = self.rows + entering
+        self.waiting.subtract(wanted)
+        self.after = {prompt: z_V for prompt, z_V in self.after.items() if self.waiting[prompt]}
+
+    def draw(self, temperature, end):
+        """Let each row take a token. Return whether it is a sampled one that ends a turn."""
+        uniform_B = None
+        if temperature > 0:
+            draws = [row.draws[row.new] for _, row in self.rows]
+            uniform_B = torch.tensor(draws, dtype=torch.float64, device=self.device)
+        tokens_B, logprobs_B = sample(self.logits_BV, uniform_B, temperature=temperature)
+        drawn = zip(self.rows, tokens_B.tolist(), logprobs_B.tolist())
+        return [row.append(token, logprob) and token in end for (_, row), token, logprob in drawn]
+
+    def go_on(self, going):
+        """Keep these rows of the cache, (row of the cache, place, row), and feed their tokens."""
+        self.rows = [(place, row) for _, place, row in going]
+        origins = [b for b, _, _ in going]
+        if origins != [*range(len(self.cache.lengths))]:
+            self.cache.select(origins)
+            self.give_up_prompts()
+        if going:
+            last_B1 = torch.tensor([row.tokens[-1:] for _, row in self.rows], device=self.device)
+            self.logits_BV = forward_with_cache(self.model, self.cache, last_B1)
+
+    def give_up_prompts(self):
+        """Give up the prompts with which no row of the batch and no waiting row begins."""
+        used = set(self.cache.prompt_of)
+        kept = [r if r in used or self.waiting[p] else None for r, p in enumerate(self.held)]
+        if self.shares and None in kept:
+            kept = without_holes(kept)
+            self.prompts.select(kept)
+            self.held = [self.held[r] for r in kept]
+            now = {r: n for n, r in enumerate(kept)}
+            self.cache.prompt_of = [now[r] for r in self.cache.prompt_of]
+
+
+def without_holes(entries):
+    """Return a list without its Nones, which are filled from the end: a _ c d -> a d c."""
+    entries = list(entries)
+    for b in reversed(range(len(entries))):
+        if entries[b] is None:
+            last = entries.pop()
+            if b < len(entries):
+                entries[b] = last
+    return entries
+
+
+def give_draws(rows, needed, seed):
+    """Give rows without draws some from the seed. ValueError if a row has less than `needed`."""
+    # The generator draws for every row, also for one that has draws of its own: what a row gets
+    # depends on its place, and not on what other rows brought.
+    if seed is not None and needed:
+        generator = torch.Generator().manual_seed(seed)
+        for row in rows:
+            made = torch.rand(needed, generator=generator, dtype=torch.float64).tolist()
+            row.draws = row.draws if len(row.draws) else made
+    if any(len(row.draws) < needed for row in rows):
+        raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
+
+
+# 12. Hugging Face's configurations ---------------------------------------------------------------
+# From a config.json to `ModelConfig` and back. To add a family, write a row of FAMILIES, and its
+# rules into `read_config`. A difference that no field of ModelConfig can say needs a field, an
+# equation and a line in `definition`.
+
+# What the fields of a config.json mean where a file does not have them: transformers' defaults.
+QWEN = dict(
+    vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=32, max_position_embeddings=32768,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, initializer_range=0.02, rope_theta=10000.0,
+    sliding_window=4096, max_window_layers=28, attention_bias=False, hidden_act="silu",
+)  # fmt: skip
+LLAMA = QWEN | dict(
+    vocab_size=32000, intermediate_size=11008, num_key_value_heads=None,
+    max_position_embeddings=2048, eos_token_id=2,
+)  # fmt: skip
+FAMILIES = {  # model_type -> (transformers' class, what no config changes, defaults)
+    # Biases of q, k, v and o, and of the MLP, by the config. RoPE of type llama3.
+    "llama": ("LlamaForCausalLM", dict(qk_norm=False), LLAMA | dict(mlp_bias=False)),
+    # No biases. A window in every layer, or none.
+    "mistral": ("MistralForCausalLM", dict(qk_norm=False, qkv_bias=False, o_bias=False),
+                LLAMA | dict(intermediate_size=14336, num_key_value_heads=8,
+                             max_position_embeddings=131072)),
+    # Biases of q, k and v.
+    "qwen2": ("Qwen2ForCausalLM", dict(qk_norm=False, qkv_bias=True, o_bias=False), QWEN),
+    # Norms of q and k, a width of heads of its own.
+    "qwen3": ("Qwen3ForCausalLM", dict(qk_norm=True), QWEN | dict(head_dim=128)),
+    # And experts, in all layers or in some.
+    "qwen3_moe": ("Qwen3MoeForCausalLM", dict(qk_norm=True), QWEN | dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=24, num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False,
+        decoder_sparse_step=1)),
+    # Norms with 1 + w, four of them a layer, sqrt(M), two RoPE bases: layers slide, but every 6th.
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        dict(qk_norm=True, norm_offset=True, post_norms=True, scale_embedding=True),
+        QWEN | dict(
+            vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=256, rope_theta=1e6,
+            max_position_embeddings=131072, tie_word_embeddings=True, eos_token_id=1,
+            hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+            final_logit_softcapping=None)),
+}  # fmt: skip
+SAME = (  # of one name and meaning in config.json and in ModelConfig
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "initializer_range",
+)  # fmt: skip
+MAYBE = (  # the same, in families whose defaults have them; ignored in others, as by transformers
+    "query_pre_attn_scalar", "final_logit_softcapping", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "norm_topk_prob", "mlp_bias", "value_head",
+)  # fmt: skip
+REFUSED = "attention_dropout", "use_bidirectional_attention", "quantization_config"
+
+
+def read_config(raw) -> ModelConfig:
+    """Return the `ModelConfig` of a config.json's dict, in either spelling of transformers."""
+    if raw.get("text_config"):
+        # Multimodal: the language model's part. The ends of turns, and tying, may stand outside.
+        outer = {key: raw[key] for key in ("eos_token_id", "tie_word_embeddings")
+                 if raw.get(key) is not None}  # fmt: skip
+        raw = {"model_type": f"{raw.get('model_type')}_text"} | raw["text_config"] | outer
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type: expected one of {', '.join(FAMILIES)}, got {family!r}")
+    _, fixed, defaults = FAMILIES[family]
+    raw = defaults | raw
+    asked = [name for name in REFUSED if raw.get(name)]
+    asked += ["partial_rotary_factor"] if raw.get("partial_rotary_factor") not in (None, 1) else []
+    if asked:
+        raise ValueError(f"config asks for {', '.join(asked)}: not implemented in models.py")
+
+    # Which layers slide, where no list says so. Files of Gemma spell the 6 in two ways.
+    layers = range(raw["num_hidden_layers"])
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    slides = {
+        "llama": lambda n: False,
+        "mistral": lambda n: True,
+        "qwen3_moe": lambda n: raw.get("use_sliding_window"),
+        "gemma3_text": lambda n: (n + 1) % pattern,
+    }.get(family, lambda n: raw.get("use_sliding_window") and n >= raw["max_window_layers"])
+    window = raw["sliding_window"]
+    kinds = tuple(SLIDING if window is not None and slides(n) else FULL for n in layers)
+    listed = tuple(raw.get("layer_types") or kinds)
+    if family in ("llama", "mistral", "qwen3_moe") and len(set(listed)) > 1:
+        raise ValueError(f"layer_types {list(listed)} in {family}: transformers has no mix")
+    kinds = kinds if family in ("llama", "mistral") else listed
+
+    # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
+    experts = 0
+    if "num_experts" in defaults:
+        experts = raw.get("num_local_experts") or raw["num_experts"]
+    dense = raw.get("mlp_only_layers") or ()
+    step = raw.get("decoder_sparse_step")
+    sparse = tuple(n for n in layers if experts and n not in dense and (n + 1) % step == 0)
+
+    heads = raw["num_attention_heads"]
+    eos = raw.get("eos_token_id")
+    ends = eos if isinstance(eos, list | tuple) else [eos]
+    fields = {name: raw[name] for name in SAME}
+    known = {"value_head", *defaults}
+    fields |= {name: raw[name] for name in MAYBE if name in known and raw.get(name) is not None}
+    fields |= dict(
+        num_key_value_heads=raw["num_key_value_heads"] or heads, num_experts=experts,
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+        qkv_bias=raw["attention_bias"], o_bias=raw["attention_bias"],
+        hidden_act=raw.get("hidden_activation") or raw["hidden_act"],
+        layer_types=kinds, sparse_layers=sparse,
+        sliding_window=window if SLIDING in kinds else None,
+        rope_parameters={kind: read_rope(raw, kind) for kind in set(kinds)},
+        eos_token_id=tuple(token for token in ends if token is not None),
+    )  # fmt: skip
+    return ModelConfig(**fields | fixed)
+
+
+def read_rope(raw, kind) -> dict:
+    """Return the RoPE parameters of a type of layer.
+
+    transformers 4: rope_theta and rope_scaling. transformers 5: rope_parameters, and in Gemma one
+    such dict for each type of layer; rope_scaling, if it is there too, wins. Sliding layers of
+    Gemma have rope_local_base_freq and are never scaled.
+    """
+    scaling = raw.get("rope_scaling") or {}
+    new = raw.get("rope_parameters") or {}
+    theta = raw["rope_theta"]
+    if raw["model_type"] == "gemma3_text":
+        theta = raw.get("rope_local_base_freq", 10000.0) if kind == SLIDING else theta
+        rope = (new.get(kind) or {}) | (scaling if kind == FULL else {})
+    else:
+        rope = scaling or new
+    rope = {("rope_type" if key == "type" else key): value for key, value in rope.items()}
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"rope_parameters per layer type in {raw['model_type']}: transformers has "
+                         f"none, got {rope}")  # fmt: skip
+    rope = {"rope_theta": theta, "rope_type": "default"} | rope
+    if rope.pop("partial_rotary_factor", None) not in (None, 1):
+        raise ValueError("partial_rotary_factor other than 1: not implemented in models.py")
+    trained = raw.get("original_max_position_embeddings")
+    if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
+        rope["original_max_position_embeddings"] = trained
+    return rope | {"rope_theta": float(rope["rope_theta"])}
+
+
+def write_config(config) -> dict:
+    """Return the config.json of a `ModelConfig`, in both spellings of transformers."""
+    ropes = config.rope_parameters
+    full = ropes.get(FULL) or ropes[SLIDING]
+    raw = {name: getattr(config, name) for name in SAME}
+    raw |= {name: getattr(config, name) for name in MAYBE if getattr(config, name)}
+    raw |= dict(
+        architectures=[FAMILIES[config.model_type][0]], head_dim=config.head_dim,
+        num_key_value_heads=config.num_key_value_heads, attention_bias=config.o_bias,
+        attention_dropout=0.0, hidden_act=config.hidden_act,
+        eos_token_id=list(config.eos_token_id) or None,
+        rope_parameters=full, rope_theta=full["rope_theta"],
+        rope_scaling=None if full["rope_type"] == "default" else full,
+    )  # fmt: skip
+    if config.model_type == "gemma3_text":
+        raw |= dict(hidden_activation=raw.pop("hidden_act"), rope_parameters=ropes)
+        raw |= dict(rope_local_base_freq=ropes[SLIDING]["rope_theta"]) if SLIDING in ropes else {}
+        raw.pop("rope_scaling")
+    if config.sliding_window or config.model_type == "mistral":  # where an absent one means 4096
+        raw |= dict(sliding_window=config.sliding_window)
+    if config.model_type not in ("llama", "mistral"):  # transformers takes these for others then
+        raw |= dict(layer_types=list(config.layer_types))
+        raw |= dict(use_sliding_window=SLIDING in config.layer_types)
+    if config.num_experts:
+        dense = sorted({*range(config.num_hidden_layers)} - {*config.sparse_layers})
+        raw |= dict(mlp_only_layers=dense, decoder_sparse_step=1)
+
+    # Written is right if it reads back: a family's config cannot say every ModelConfig.
+    without_bias = dataclasses.replace(config, router_bias_rate=0.0)
+    require_same_numbers(
+        read_config(raw), without_bias, f"a {config.model_type} config cannot say this: it"
+    )
+    return raw
+
+
+def require_same_numbers(config, other, where) -> None:
+    """Raise a ValueError if a model of the other configuration would compute something else."""
+    for f in dataclasses.fields(config):
+        mine = getattr(config, f.name)
+        theirs = getattr(other, f.name)
+        if f.name not in ("initializer_range", "eos_token_id") and mine != theirs:
+            raise ValueError(f"{where} has {f.name} {mine}, the model {theirs}")
+
+
+def read_json(path, /, *, what="a JSON file") -> dict:
+    """Return the object in a JSON file. Whatever is wrong with it is a ValueError that names it.
+
+    what: what the file should be, for the message.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; expected {what}") from error
+    except OSError as error:  # a directory, no permission, a broken disk
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{path} is JSON of another kind: expected an object, got a {kind}")
+    return found
+
+
+# 13. Checkpoints ---------------------------------------------------------------------------------
+# Weights in Hugging Face's directories, both ways, whole or into a model that is split over ranks.
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INDEX = "model.safetensors.index.json"
+
 
 def _safetensors():
-    """The library, with its submodule for torch: only checkpoints need it."""
+    """Return the library, with its submodule for torch. Only checkpoints need it."""
     try:
         import safetensors.torch
     except ImportError as error:
@@ -2838,213 +2291,98 @@ def _safetensors():
     return safetensors
 
 
-def read_json(path, /, *, what="a JSON file") -> dict:
-    """The object that a JSON file holds.
-
-    what: what the file should be, for the message if it is missing. Whatever is wrong with the file
-    is a ValueError of one line that names it: that it is missing, a directory or not to be read,
-    not UTF-8, not JSON, nested too deeply, no object. NaN and Infinity, which Python's reader takes
-    and JSON does not have, numbers that float64 does not have, and strings that UTF-8 does not have
-    (lone surrogates, written as \\ud800) are refused too: each would fail far from here.
-    """
-    return _parse_object(_read_bytes(path, what), str(path))
-
-
-def read_json_lines(path, /, *, what="a file of JSON lines", skip_torn_last=False) -> list:
-    """[(line number from 1, object)] of a file with one JSON object a line; empty lines are none.
-
-    Each line is held to what `read_json` asks of a file, and the ValueError names file and line.
-    skip_torn_last: leave out the last line if it is damaged and no newline ends it, as a kill or a
-    full disk leaves a file that is appended to. A damaged line anywhere else is still refused.
-    """
-    found = []
-    lines = _read_bytes(path, what).split(b"\n")  # by newlines alone: JSON strings may hold U+2028
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            where = f"{path} line {number} holds no JSON object: it"
-            found.append((number, _parse_object(line, where)))
-        except ValueError:
-            # Behind the last newline split leaves an empty piece, so that a last piece which is
-            # not empty is a line that nobody has finished.
-            if not skip_torn_last or number < len(lines):
-                raise
-    return found
-
-
-def _read_bytes(path, what) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError as error:
-        raise ValueError(f"no {path}; expected {what}") from error
-    except OSError as error:  # a directory, no permission, a loop of links, a broken disk
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _parse_object(data, where) -> dict:
-    """The one JSON object in `data`; ValueError of one line that begins with `where`."""
-    try:
-        text = data.decode("utf-8")
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float)
-        if "\\u" in text:  # the only way to write a lone surrogate; encoding finds it
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
-        # Errors of decoding and encoding, json's own, and ours from below are all ValueErrors.
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        kind = type(value).__name__
-        raise ValueError(f"{where} is JSON of another kind: it must hold an object, got a {kind}")
-    return value
-
-
-def _refuse_constant(text):
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _finite_float(text):
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text} is beyond float64")
-    return number
-
-
-def _open_shard(path):
-    """A reader of one safetensors file; the library checks header, dtypes and offsets at once."""
-    module = _safetensors()
-    try:
-        return module.safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise ValueError(f"shard {path} is missing") from error
-    except (module.SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
-
-
-def _weight_map(index) -> dict:
-    """Tensor name -> file name from an index. Files beside the index only."""
-    listed = read_json(index, what="the index of a checkpoint in several files").get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise ValueError(f"{index}: weight_map must be an object that names each tensor's file, "
-                         f"got {reprlib.repr(listed)}")  # fmt: skip
-
-    # A checkpoint comes from somebody else: a name that leads out of its directory would have us
-    # read any file of this machine. A link inside the directory, as Hugging Face's cache makes
-    # them, is its owner's doing, and fine.
-    for name, file in listed.items():
-        plain = isinstance(file, str) and file not in ("", ".", "..")
-        if not plain or any(character in file for character in "/\\:\0"):
-            raise ValueError(f"{index}: weight_map has {name} in {reprlib.repr(file)}; expected "
-                             f"the name of a file in the same directory")  # fmt: skip
-    return listed
-
-
 class Stored(NamedTuple):
     """A tensor in a safetensors file, read when asked for."""
 
     path: Path
-    name: str  # in the file
     part: object  # safetensors' slice: get_shape(), get_dtype(), [ranges]
 
 
-def _open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
-    """By tensor name, every shard open; the index, if any, must agree with the shards.
+def open_checkpoint(directory) -> tuple[dict[str, Stored], int]:
+    """Return the tensors of a checkpoint by name, and how many others it has.
 
-    Multimodal Gemma 3 has its language model under `language_model.` or, newer,
-    `model.language_model.`: that alone, under text-only names, and the number of other tensors.
+    Of a multimodal Gemma 3 they are the language model's, under a text model's names.
     """
     directory = Path(directory)
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    if not index.exists() and not single.exists():
-        raise ValueError(f"no model.safetensors and no index in {directory}")
+    files = {}  # tensor -> file, as the index says
+    if (directory / INDEX).exists():
+        # A checkpoint comes from somebody else: a name that leads out of its directory would have
+        # us read any file of this machine.
+        found = read_json(directory / INDEX, what="an index of tensors").get("weight_map")
+        files = found if isinstance(found, dict) else {}
+        plain = re.compile(r"[\w.-]*\w")
+        wrong = [x for x in files.values() if not isinstance(x, str) or not plain.fullmatch(x)]
+        wrong = wrong if files else [found]
+        if wrong:
+            raise ValueError(f"{directory / INDEX}: weight_map: expected names of files in this "
+                             f"directory, got {wrong[0]!r}")  # fmt: skip
+    tensors = {}
+    for file in sorted(set(files.values())) or ["model.safetensors"]:
+        path = directory / file
+        module = _safetensors()
+        try:
+            reader = module.safe_open(path, framework="pt")
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing") from error
+        except (module.SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+        tensors |= {name: Stored(path, reader.get_slice(name)) for name in reader.keys()}
+    places = {name: stored.path.name for name, stored in tensors.items()}
+    wrong = sorted(n for n in files.keys() | places.keys() if files.get(n) != places.get(n))
+    if files and wrong:
+        raise ValueError(f"{directory / INDEX} and its files disagree about {wrong[:4]}")
 
-    # Which tensors the index promises in which file, and which the files have.
-    listed = _weight_map(index) if index.exists() else {}
-    named = {name: directory / file for name, file in listed.items()}
-    readers = {path: _open_shard(path) for path in sorted({*named.values()}) or [single]}
-    found = {name: path for path, reader in readers.items() for name in reader.keys()}
-    wrong = sorted(n for n in named.keys() | found.keys() if named.get(n) != found.get(n))
-    if listed and wrong:
-        raise ValueError(f"{index} and its shards disagree about {', '.join(wrong[:4])}")
-    tensors = {n: Stored(path, n, readers[path].get_slice(n)) for n, path in found.items()}
-    if not any(".language_model." in f".{name}" for name in tensors):
-        return tensors, 0
-
-    # The text model's tensors lose their prefix; the vision tower's are left out.
-    head = "lm_head.weight"
-    renamed = {"model.language_model.": "model.", "language_model.": "", head: head}
-    text = {}
-    for old, new in renamed.items():
-        text |= {new + n.removeprefix(old): x for n, x in tensors.items() if n.startswith(old)}
+    # Frequencies of RoPE, which Llama 2's files hold, follow from the config.
+    text = {n: x for n, x in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+    if any("language_model." in name for name in text):
+        text = {name.replace("language_model.", ""): x for name, x in text.items()
+                if "language_model." in name or name == "lm_head.weight"}  # fmt: skip
     return text, len(tensors) - len(text)
 
 
-class Piece(NamedTuple):
-    """Where a part of one of our parameters stands in a checkpoint."""
+class Place(NamedTuple):
+    """Where a part of one of our parameters is in a checkpoint."""
 
     name: str
     shape: tuple  # of the stored tensor
-    expert: int | None = None  # the part is [expert]; None: all of the parameter
-    row: int = 0  # first row, counted in the tensor's second to last dimension
+    expert: int | None = None  # the part is [expert]. None: all of the parameter
+    row: int = 0  # its first row in the stored tensor, in the second to last dimension
 
 
-def _pieces(name, shape, stored) -> list[Piece]:
-    """The stored tensors that make parameter `name`: itself, or for experts one each or fused."""
-    # We keep the experts of a layer in one parameter. Checkpoints of transformers 4 have one
-    # tensor for each expert; later ones stack the experts, with gate and up behind each other.
+def places_of(name, shape, stored=()) -> list[Place]:
+    """Return the places of a parameter. stored: names of a checkpoint, if one is read."""
+    # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
+    # for each expert; later ones stack the experts, with the rows of up after those of gate.
     path, _, leaf = name.rpartition(".")
-    if not path.endswith(".experts") or leaf == "down_proj" and name in stored:
-        return [Piece(name, shape)]
+    if not path.endswith(".experts") or name in stored:
+        return [Place(name, tuple(shape))]
     E, rows, M = shape
-    if f"{path}.gate_up_proj" in stored and leaf != "down_proj":
+    if f"{path}.gate_up_proj" in stored:
         first = rows if leaf == "up_proj" else 0
-        return [Piece(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
-    return [Piece(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
+        return [Place(f"{path}.gate_up_proj", (E, 2 * rows, M), None, first)]
+    return [Place(f"{path}.{e}.{leaf}.weight", (rows, M), e) for e in range(E)]
 
 
-def _local_ranges(parameter) -> list[tuple[int, int]]:
-    """This rank's part of a parameter, a [start, stop) per dimension: all, if it is no DTensor."""
-    ranges = [(0, n) for n in parameter.shape]
-    cuts = enumerate(getattr(parameter, "placements", ()))
-    # FSDP's cut of what TP cut already comes last, though its mesh dimension is the first. 10 rows
-    # over 4 ranks are cut after 3, 6 and 9: the last shard is shorter, and may be empty.
-    for mesh_dim, placement in sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor")):
-        if placement.is_replicate():
-            continue
-        start, stop = ranges[placement.dim]
-        ranks = parameter.device_mesh.size(mesh_dim)
-        size = -(-(stop - start) // ranks)
-        first = min(start + size * parameter.device_mesh.get_local_rank(mesh_dim), stop)
-        ranges[placement.dim] = first, min(first + size, stop)
-
-    # PyTorch decides what a shard is; if it decided otherwise, the weights would be wrong.
-    local = list(parameter.to_local().shape) if hasattr(parameter, "to_local") else None
-    if local is not None and local != [stop - start for start, stop in ranges]:
-        raise ValueError(f"cannot cut {parameter.placements}: {ranges} against a shard of {local}")
-    return ranges
-
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+def stored_tensors(name, whole) -> dict:
+    """Return a parameter's tensors under their names in a checkpoint; views of `whole`."""
+    places = places_of(name, whole.shape)
+    return {x.name: whole if x.expert is None else whole[x.expert] for x in places}
 
 
 def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
+    model: fill this one as it is. Its parameters may be DTensors (FSDP, TP): each rank reads its
+        own part. All ranks must call, and what one rank finds wrong in its part, all raise.
+    dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
+        stored if config.json does not say; the CPU.
+    whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
+
     Names, shapes and dtypes (F64, F32, F16, BF16) are checked before anything is allocated or
-    copied; then one tensor at a time is read. dtype and device: default the checkpoint's own dtype,
-    on the CPU; or model: fill this one as it is.
-
-    Weights that are NaN or infinite, also for being too large for the model's dtype, are refused.
-    That is seen only while they are read, and they are read once: after such a refusal, as after a
-    disk that fails in the middle, the weights of a given `model` are undefined, some old and some
-    new. After every other refusal they are untouched.
-
-    The parameters of `model` may be DTensors (FSDP, TP): each rank then reads its own part. All
-    ranks must call, since they tell each other at the end whether all went well: what one rank
-    found wrong in its part, all raise. A `model` that is a stage of a pipeline has some of the
-    parameters only: whole, a model on the meta device, then says which ones there are.
-
-    A value head that the checkpoint does not have is filled with zeros.
+    copied; then one tensor at a time is read. Weights that are NaN or infinite, also in the model's
+    dtype, are refused. This is seen while they are read: after this refusal the weights of a given
+    `model` are undefined, and after every other refusal untouched. A router's bias, which no
+    checkpoint holds, is set to zero, and so is a value head that the checkpoint does not have.
     """
     if model is not None and (dtype or device):
         raise ValueError("give load_hf a model to fill, or dtype and device of a new one, not both")
@@ -3057,15 +2395,16 @@ def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Tr
     return loaded
 
 
+@torch.no_grad()
 def _load(directory, model, dtype, device, whole) -> Transformer:
     """`load_hf` on this rank."""
     config = ModelConfig.from_hf(directory)
-    tensors, _ = _open_checkpoint(directory)
+    stored, _ = open_checkpoint(directory)
     if config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)  # some writers store the tied matrix twice
+        stored.pop("lm_head.weight", None)  # some writers store the tied matrix twice
 
-    # A model on the meta device has shapes and no memory: whatever sizes a damaged config asks for,
-    # they meet the stored tensors' shapes before anything is allocated.
+    # A model on the meta device has shapes and no memory. Whatever sizes a damaged config asks for,
+    # they are compared with the stored tensors before anything is allocated.
     new = model is None
     if new:
         with torch.device("meta"):
@@ -3073,96 +2412,93 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
     require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     shapes = {name: p.shape for name, p in (whole or model).named_parameters()}
-    new_head = model.config.value_head and not config.value_head
-    if new_head:
-        shapes.pop("score.weight", None)  # of a critic that begins from a policy
-    pieces = {name: _pieces(name, shape, tensors) for name, shape in shapes.items()}
-    _require_stored(directory, tensors, pieces)
+    if model.config.value_head and not config.value_head:
+        shapes.pop("score.weight", None)  # of a critic that starts from a policy
+    places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
+    wanted = {place.name: place.shape for some in places.values() for place in some}
+    found = {name: tuple(x.part.get_shape()) for name, x in stored.items()}
+    wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    if wrong:
+        told = [f"{name} {found.get(name, 'missing')} for {wanted.get(name, 'no parameter')}"
+                for name in wrong[:8]]  # fmt: skip
+        raise ValueError(f"{directory}: {len(wrong)} tensors do not fit its config.json: "
+                         f"{'; '.join(told)}")  # fmt: skip
 
-    # Now it fits: allocate, and read one tensor at a time.
+    # Quantized weights mean something only together with their scales, and integers are not
+    # weights at all. A cast would train them all the same.
+    for name, (path, part) in stored.items():
+        if part.get_dtype() not in DTYPES:
+            raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; expected one of "
+                             f"{', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
     if new:
-        stored = DTYPES[next(iter(tensors.values())).part.get_dtype()]
-        model = model.to(dtype or stored).to_empty(device=device or "cpu")
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parts in pieces.items():
-            if name in parameters:
-                _copy_in(parameters[name], parts, tensors)
-        if new_head and "score.weight" in parameters:
-            parameters["score.weight"].zero_()
-        for buffer in model.buffers():
-            buffer.zero_()
+        kept = dtype or _checkpoint_dtype(directory, stored)
+        model = model.to(kept).to_empty(device=device or "cpu")
+    for name, parameter in model.named_parameters():
+        if name in places:
+            _copy_in(parameter, places[name], stored)
+        elif name == "score.weight":
+            parameter.zero_()
+    for buffer in model.buffers():
+        buffer.zero_()
     return model
 
 
-def _require_stored(directory, tensors, pieces) -> None:
-    """ValueError unless the stored tensors are those that the pieces ask for, of dtypes we read."""
-    wanted = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    missing = sorted(wanted.keys() - tensors)
-    unexpected = sorted(tensors.keys() - wanted)
-    if missing or unexpected:
-        raise ValueError(f"{directory}: missing tensors {_first_of(missing)}, "
-                         f"unexpected tensors {_first_of(unexpected)}")  # fmt: skip
-    for name, shape in wanted.items():
-        path, stored, part = tensors[name]
-        if part.get_shape() != list(shape):
-            raise ValueError(f"{path}: {stored} has shape {part.get_shape()}, config asks for "
-                             f"{list(shape)}")  # fmt: skip
-        # Quantised weights mean something only together with their scales; integers and truth
-        # values are no weights at all. A cast would train them all the same.
-        if part.get_dtype() not in DTYPES:
-            raise ValueError(f"{path}: {stored} is stored as {part.get_dtype()}; weights must be "
-                             f"one of {', '.join(DTYPES)}: convert the checkpoint")  # fmt: skip
+def _checkpoint_dtype(directory, stored):
+    """Return the dtype that a checkpoint's config.json names, or the widest of its tensors."""
+    raw = read_json(directory / "config.json")
+    # Not the dtype of whichever tensor comes first: a checkpoint in bfloat16 may have a norm or a
+    # router in float32.
+    for part in (raw, raw.get("text_config") or {}):
+        said = part.get("dtype") or part.get("torch_dtype")
+        if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
+            return getattr(torch, said)
+    dtypes = {DTYPES[x.part.get_dtype()] for x in stored.values()}
+    widest = dtypes.pop()
+    for other in dtypes:
+        widest = torch.promote_types(widest, other)
+    return widest
 
 
-def _first_of(names) -> str:
-    """The first of many names, and how many more there are: a message is one line."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"{names[:8]}{more}"
-
-
-def _copy_in(parameter, parts, tensors):
-    """Copy this rank's region of a parameter, and read no more of each stored tensor."""
-    region = _local_ranges(parameter)
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    for piece in parts:
-        # What to read of this piece, and where it goes. A piece that is one expert goes into that
-        # expert's slice, if it is here; one that is fused begins at a row of its own.
+def _copy_in(parameter, places, stored):
+    """Copy this rank's part of a parameter, and read no more of each stored tensor."""
+    local, region = local_part(parameter)
+    for place in places:
+        # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
+        # rank has it. Stacked gate and up begin at a row of their own.
         cut = list(region)
         into = local
-        if piece.expert is not None:
-            (first, stop), *cut = region
-            if not first <= piece.expert < stop:
+        if place.expert is not None:
+            experts, *cut = region
+            if not experts.start <= place.expert < experts.stop:
                 continue
-            into = local[piece.expert - first]
-        if piece.row:
-            cut[-2] = cut[-2][0] + piece.row, cut[-2][1] + piece.row
+            into = local[place.expert - experts.start]
+        if place.row:
+            cut[-2] = slice(cut[-2].start + place.row, cut[-2].stop + place.row)
         if into.numel():
-            stored = tensors[piece.name]
-            into.copy_(stored.part[tuple(slice(start, stop) for start, stop in cut)])
+            path, part = stored[place.name]
+            into.copy_(part[tuple(cut)])
             # NUMERICS: extremes pass NaN and infinity on, and need no memory. Taken of what was
             # copied, so that a weight which the model's dtype cannot hold is seen as well. Pinned
             # by tests/test_checkpoints.py::test_weights_that_are_not_finite_are_refused_by_name.
-            extremes = torch.stack(torch.aminmax(into))
-            if not extremes.isfinite().all():
-                raise ValueError(f"{stored.path}: {stored.name} has weights that are NaN, or not "
-                                 f"finite in {into.dtype}")  # fmt: skip
+            if not torch.stack(torch.aminmax(into)).isfinite().all():
+                raise ValueError(f"{path}: {place.name} has weights that are NaN, or not finite in "
+                                 f"{into.dtype}")  # fmt: skip
 
 
 def _raise_on_all_ranks(problem, model, whole=None) -> None:
-    """Raise this rank's problem, if it has one; of a split model, on all ranks the first's.
+    """Raise this rank's problem, if it has one; of a split model, on all ranks the first one.
 
-    Of a model whose parameters are not cut, every rank is on its own, and no message is sent.
+    Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
     parameters = [] if model is None else list(model.parameters())
-    split = whole is not None or any(hasattr(p, "placements") for p in parameters)
+    split = whole is not None or any(isinstance(p, DTensor) for p in parameters)
     if not (split and dist.is_initialized()):
         if problem is not None:
             raise problem
         return
     # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. One flag as a rule; the texts only if there is one. Pinned by
-    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+    # leave the others waiting for it. One flag as a rule, and the texts only if there is one.
+    # Pinned by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
     failed = torch.tensor(int(problem is not None), device=parameters[0].device)
     dist.all_reduce(failed)
     if not failed:
@@ -3175,125 +2511,81 @@ def _raise_on_all_ranks(problem, model, whole=None) -> None:
     raise kind(f"rank {rank}: {text}") from problem
 
 
+@torch.no_grad()
 def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
 
-    Experts are written one by one. More than max_shard_bytes go into several files with an index;
-    at most one file's tensors are in memory. Of a sharded model (DTensors), every rank must call:
-    each tensor is gathered, and the first rank writes. What stood in the directory is replaced,
-    once all the new files are written: if the disk is full before, an OSError on all ranks names
-    the file, and what stood there is as it was.
+    Of a split model (DTensors), every rank must call: each tensor is gathered, and the first rank
+    writes. Experts are written one by one. Parameters that are larger than max_shard_bytes in all
+    go into several files with an index; at most one file's tensors are in memory. Weights of an
+    older checkpoint in the directory are removed first. So write beside a checkpoint that is still
+    needed, and rename the directory. If the disk is full, all ranks raise an OSError.
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    sharded = any(hasattr(p, "placements") for p in model.parameters())
-    writes = not sharded or dist.get_rank() == 0
-    plan = _plan_shards(model, max_shard_bytes)
+    split = any(isinstance(p, DTensor) for p in model.parameters())
+    writes = not split or dist.get_rank() == 0
+
+    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
+    files = [[]]
+    size = 0
+    for name, p in model.named_parameters():
+        size += p.numel() * p.element_size()
+        if size > max_shard_bytes and files[-1]:
+            files.append([])
+            size = p.numel() * p.element_size()
+        files[-1].append(name)
+
+    # The rank that writes goes on to gather after a failed write, as the others wait for it.
     parameters = dict(model.named_parameters())
     weight_map = {}  # tensor name -> file name
-    written = []
     problem = None
-
-    # The rank that writes goes on to gather after a failed write: the others are waiting for it.
-    for n, names in enumerate(plan):
-        place = f"-{n + 1:05}-of-{len(plan):05}" if len(plan) > 1 else ""
-        file = f"model{place}.safetensors"
+    for n, names in enumerate(files, 1):
         tensors = {}
         for name in names:
-            whole = parameters[name].detach()
-            whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+            p = parameters[name]
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
             if writes and problem is None:
-                tensors |= _tensors_of(name, whole)
+                for stored_name, part in stored_tensors(name, whole).items():
+                    tensors[stored_name] = part.detach().cpu().contiguous().clone()
+        place = f"-{n:05}-of-{len(files):05}" if len(files) > 1 else ""
+        weight_map |= dict.fromkeys(tensors, f"model{place}.safetensors")
         if writes and problem is None:
             try:
-                directory.mkdir(parents=True, exist_ok=True)
-                written.append(directory / f"{file}.partial")
-                _write_tensors(tensors, written[-1])
+                _write_tensors(tensors, directory / f"model{place}.safetensors", first=n == 1)
             except OSError as error:
                 problem = error
-            weight_map |= dict.fromkeys(tensors, file)
-
-    # Config and index last, and only then are the files moved over the old ones.
     if writes and problem is None:
+        size = sum(p.numel() * p.element_size() for p in parameters.values())
+        texts = {"config.json": raw}
+        if len(files) > 1:
+            texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
         try:
-            written += _write_config(directory, raw, weight_map, model)
-            _replace_checkpoint(directory, written)
+            for name, value in texts.items():
+                text = json.dumps(value, indent=2) + "\n"
+                (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
-            problem = error
-    if problem is not None:
-        for path in written:
-            path.unlink(missing_ok=True)
+            problem = OSError(f"cannot write {directory / name}: {error}")
     _raise_on_all_ranks(problem, model)
 
 
-def _tensors_of(name, whole) -> dict:
-    """The tensors of a file that hold a parameter, on the CPU, under their names there."""
-    tensors = {}
-    for piece in _pieces(name, whole.shape, ()):
-        part = whole if piece.expert is None else whole[piece.expert].clone()
-        tensors[piece.name] = part.cpu().contiguous()
-    return tensors
-
-
-def _write_tensors(tensors, path) -> None:
-    """One safetensors file; OSError that names it if the disk does not take it."""
+def _write_tensors(tensors, path, *, first) -> None:
+    """Write one safetensors file, the first one after removing an older checkpoint's weights."""
     module = _safetensors()
+    # Old files that the new checkpoint does not have would be read with it.
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if first:
+            for old in [path.parent / INDEX, *path.parent.glob("model*.safetensors")]:
+                old.unlink(missing_ok=True)
         module.torch.save_file(tensors, path, metadata={"format": "pt"})
-    except module.SafetensorError as error:
+    except (module.SafetensorError, OSError) as error:
         raise OSError(f"cannot write {path}: {error}") from error
 
 
-def _plan_shards(model, max_bytes) -> list[list[str]]:
-    """Names of parameters, file by file."""
-    plan = [[]]
-    size = 0  # of the file under way; one parameter alone may be larger than max_bytes
-    for name, p in model.named_parameters():
-        size += p.numel() * p.element_size()
-        if size > max_bytes and plan[-1]:
-            plan.append([])
-            size = p.numel() * p.element_size()
-        plan[-1].append(name)
-    return plan
-
-
-def _write_config(directory, raw, weight_map, model) -> list[Path]:
-    """Write the config and, for several files, their index, both under names of no checkpoint."""
-    texts = {"config.json": raw}
-    if len(set(weight_map.values())) > 1:
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        texts["model.safetensors.index.json"] = index
-
-    # Nobody else knows of these files yet, so whoever fails removes them.
-    written = [directory / f"{name}.partial" for name in texts]
-    for path, value in zip(written, texts.values(), strict=True):
-        try:
-            path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            for started in written:
-                started.unlink(missing_ok=True)
-            raise OSError(f"cannot write {path}: {error}") from error
-    return written
-
-
-def _replace_checkpoint(directory, written):
-    """Move the new files over the old ones, and remove old ones that would be read with them."""
-    new = [path.with_suffix("") for path in written]  # without .partial
-    # The index goes first and comes last: a kill between two of these moves leaves files that
-    # nobody reads, or an index that disagrees with them, but never old weights under new names.
-    index = directory / "model.safetensors.index.json"
-    index.unlink(missing_ok=True)
-    for old in directory.glob("model*.safetensors"):
-        if old not in new:
-            old.unlink()
-    for path, name in zip(written, new, strict=True):
-        os.replace(path, name)
-
-
-# K. Text: tokenizer, chat template, ends of turns ----------------------------------------------
+# 14. Text: tokenizer, chat template, ends of turns -----------------------------------------------
 # For whoever talks to a checkpoint: its words as tokens, and how a conversation is written down.
 # Skip it if your rows are token ids already.
 
@@ -3471,7 +2763,7 @@ class Text:
         # A chat model's config.json often names one end alone, that of a turn or of a document;
         # generation_config.json has both.
         path = self.directory / "generation_config.json"
-        said = _field_of_file(path, _optional_json(path), "eos_token_id", int | list[int] | None)
+        said = _field_of_file(path, _optional_json(path), "eos_token_id", int | list | None)
         if said is not None:
             ends += said if isinstance(said, list) else [said]
         ends += config.eos_token_id
@@ -3614,9 +2906,9 @@ def _chat_template(directory, settings):
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
-            return _read_bytes(path, "a chat template").decode("utf-8"), path
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text: {error}") from error
+            return path.read_text(encoding="utf-8"), path
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not a text: {error}") from error
 
     path = directory / "tokenizer_config.json"
     source = settings.get("chat_template")
@@ -3654,12 +2946,12 @@ def _special_tokens(directory, settings) -> dict[str, str]:
 
 
 def _field_of_file(path, found, name, kind):
-    """found[name], or None; ValueError that names the file, unless it is of the annotated kind."""
-    try:
-        require_field(name, found.get(name), kind)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return found.get(name)
+    """Return found[name], or None. ValueError that names the file, unless it is of this kind."""
+    value = found.get(name)
+    inside = value if isinstance(value, list) else []  # lists are of token ids
+    if not isinstance(value, kind) or any(type(token) is not int for token in inside):
+        raise ValueError(f"{path}: {name}: expected {kind}, got {reprlib.repr(value)}")
+    return value
 
 
 def _optional_json(path) -> dict:
@@ -3667,284 +2959,13 @@ def _optional_json(path) -> dict:
     return read_json(path) if path.exists() else {}
 
 
-# L. One token a row, without modules -------------------------------------------------------------
-# For `generate` on a CPU: for a few rows, calling modules takes longer than what they compute.
-# Skip it: `extend` gives the same logits for every model, and here for those that are not plain.
+# 15. check, main ---------------------------------------------------------------------------------
+# For `python models.py check`: tiny models of every family, each path against the core's
+# `definition`. Tests use `tiny` and `tiny_model` too.
 
-COPIED = 2**26  # bytes of weights at most, in all, that are copied for one call of `generate`
-PLAIN_MODULES = (
-    Transformer, Decoder, Layer, Attention, MLP, RMSNorm, nn.Linear, nn.Embedding, nn.Identity,
-    nn.ModuleList,
-)  # fmt: skip
-
-
-def one_token_step(model, /):
-    """`Transformer.one_token_step`: f(cache, tokens_B1) -> logits (B, V), as `extend` gives them.
-
-    It is of the weights as they are now: make it again when they have changed.
-    """
-    if is_plain(model):
-        return PlainStep(model)
-    return extend_one_token(model)
-
-
-def is_plain(model, /) -> bool:
-    """Whether `PlainStep` computes what this model's modules would, and takes less time."""
-    # A model that is split, compiled, hooked or changed by hand has other modules or methods than
-    # those above. Routers choose among experts, which is no product of all rows: not here.
-    for module in model.modules():
-        replaced = vars(module).keys() & {"forward", "hidden", "embed", "logits", "head_rows"}
-        hooks = module._forward_hooks or module._forward_pre_hooks or module._compiled_call_impl
-        if type(module) not in PLAIN_MODULES or replaced or hooks:
-            return False
-
-    # The products are faster on the CPU and in these dtypes alone, and copies cost memory.
-    weights = list(model.parameters())
-    dtype = weights[0].dtype
-    alike = all(type(p) is nn.Parameter and p.dtype == dtype for p in weights)
-    on_cpu = all(p.device.type == "cpu" for p in weights)
-    size = sum(p.numel() * p.element_size() for p in weights)
-    return alike and on_cpu and dtype in (torch.float32, torch.float64) and size <= COPIED
-
-
-class PlainNorm(NamedTuple):
-    """An `RMSNorm` for `normalised`: vectors of width M are multiplied by sqrt(M) w / hypot."""
-
-    weight: torch.Tensor  # sqrt(M) w; gemma: sqrt(M) (1 + w)
-    least: torch.Tensor  # sqrt(M eps), a number
-
-
-class PlainLayer(NamedTuple):
-    """What `PlainStep` needs of a `Layer`; None where a family has none. N: heads times D."""
-
-    kind: str
-    options: dict  # of the cache's attention: layer, scale, window
-    norm: PlainNorm
-    qkv_MN: torch.Tensor
-    qkv_bias_N: torch.Tensor | None
-    qk_norm: PlainNorm | None
-    o_NM: torch.Tensor
-    o_bias_M: torch.Tensor | None
-    attention_norm: PlainNorm | None  # norm' of (2)
-    ffn_norm: PlainNorm
-    gate_up_MN: torch.Tensor
-    act: Callable
-    down_NM: torch.Tensor
-    after_ffn_norm: PlainNorm | None  # norm' of (3)
-
-
-class PlainStep:
-    """`extend` by one token a row, spelled out over copies of a model's weights.
-
-    In the copies q, k and v are one matrix, and so are gate and up. They are transposed: a product
-    of a few rows with an (in, out) matrix takes half as long as with Hugging Face's (out, in).
-    """
-
-    def __init__(self, model):
-        config = model.config
-        self.heads = config.num_attention_heads
-        self.key_heads = config.num_key_value_heads
-        self.embed_tokens = model.model.embed_tokens.weight
-        self.embedding_scale = 1.0
-        if config.scale_embedding:  # rounded as in `Transformer.embed`
-            root = torch.tensor(config.hidden_size**0.5, dtype=self.embed_tokens.dtype)
-            self.embedding_scale = root.item()
-        self.rope = model.rope
-        self.angles = {}  # those of the positions from `first` on: layer type -> cos, sin
-        self.first = None
-        self.layers = [plain_layer(layer) for layer in model.model.layers]
-        self.norm = plain_norm(model.model.norm)
-        self.head_MV = model.head_weight.T.contiguous()
-        self.softcap = config.final_logit_softcapping
-
-    @torch.no_grad()
-    def __call__(self, cache, tokens_B1, /):
-        """Feed tokens (B, 1), which the caller has checked; logits (B, V) after them."""
-        # What does not depend on the layer: the states of a token, and the angles of its position.
-        x_BM = F.embedding(tokens_B1[:, 0], self.embed_tokens)  # (1)
-        if self.embedding_scale != 1:
-            x_BM = x_BM * self.embedding_scale
-        ropes = self.angles_at(cache.lengths, x_BM.dtype)
-
-        cache.counts_B = None
-        for layer in self.layers:
-            h_BM = self.attended(normalised(x_BM, layer.norm), layer, ropes[layer.kind], cache)
-            if layer.attention_norm is not None:
-                h_BM = normalised(h_BM, layer.attention_norm)
-            x_BM = x_BM + h_BM  # (2)
-
-            # Gate and up stand side by side; the activation's result is nobody else's, so that it
-            # may be overwritten.
-            h_BN = normalised(x_BM, layer.ffn_norm) @ layer.gate_up_MN
-            gate_BI, up_BI = h_BN.chunk(2, -1)
-            h_BM = layer.act(gate_BI).mul_(up_BI) @ layer.down_NM
-            if layer.after_ffn_norm is not None:
-                h_BM = normalised(h_BM, layer.after_ffn_norm)
-            x_BM = x_BM + h_BM  # (3)
-        cache.advance()
-
-        # The head is the largest matrix of a small model, and gains most from its copy.
-        z_BV = normalised(x_BM, self.norm) @ self.head_MV  # (7)
-        if self.softcap:
-            z_BV = self.softcap * torch.tanh(z_BV / self.softcap)
-        return z_BV
-
-    def angles_at(self, lengths, dtype, /):
-        """What `Rope` gives for the next position of each row."""
-        # Rows of one length share a position: angles are made for 64 of them at a time. Dynamic
-        # RoPE makes them anew for each.
-        ropes = self.rope.config.rope_parameters.values()
-        if not lengths.even or any(rope["rope_type"] == "dynamic" for rope in ropes):
-            return self.rope(lengths.of_B[:, None], dtype)
-        n = lengths.longest % 64
-        if self.first != lengths.longest - n:
-            self.first = lengths.longest - n
-            self.angles = self.rope(self.first + torch.arange(64)[None], dtype)
-        return {kind: (cos[:, n : n + 1], sin[:, n : n + 1])
-                for kind, (cos, sin) in self.angles.items()}  # fmt: skip
-
-    def attended(self, x_BM, layer, rope, cache, /):
-        """`Attention.forward` of one token a row."""
-        qkv_BN = x_BM @ layer.qkv_MN
-        if layer.qkv_bias_N is not None:
-            qkv_BN = qkv_BN + layer.qkv_bias_N
-
-        # The heads of q, k and v lie behind each other, Y in all. The X of q and k are normalised
-        # and turned together.
-        H = self.heads
-        G = self.key_heads
-        qkv_B1YD = qkv_BN.view(len(x_BM), 1, H + 2 * G, -1)
-        qk_B1XD = qkv_B1YD[:, :, : H + G]
-        if layer.qk_norm is not None:
-            qk_B1XD = normalised(qk_B1XD, layer.qk_norm)
-        q_BH1D, k_BG1D = rotate(qk_B1XD, *rope).transpose(1, 2).split([H, G], 1)
-        v_BG1D = qkv_B1YD[:, :, H + G :].transpose(1, 2)
-
-        out_BH1D = cache.attention(q_BH1D, k_BG1D, v_BG1D, **layer.options)
-        out_BM = out_BH1D.flatten(1) @ layer.o_NM
-        if layer.o_bias_M is not None:
-            out_BM = out_BM + layer.o_bias_M
-        return out_BM
-
-
-def normalised(x, norm, /):
-    """(4) over the last dimension, as w sqrt(M) x / hypot(|x|, sqrt(M eps)): fewer calls."""
-    # NUMERICS: both kernels add squares in x's own float32 or float64; the results differ by what
-    # rounding makes of another order. Pinned by tests/test_decoding.py::test_a_step_is_extend.
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x / torch.hypot(length, norm.least)).mul_(norm.weight)  # (4)
-
-
-def plain_norm(norm, /) -> PlainNorm:
-    """What `normalised` needs of an `RMSNorm`."""
-    weight = norm.weight.detach()
-    if norm.offset:
-        weight = 1 + weight
-    least = torch.tensor((len(weight) * norm.eps) ** 0.5, dtype=weight.dtype)
-    return PlainNorm(weight * len(weight) ** 0.5, least)
-
-
-def plain_layer(layer, /) -> PlainLayer:
-    """What `PlainStep` needs of a `Layer`."""
-    # q's and k's heads are normalised together, so each head has its weight in a row of its own.
-    attn = layer.self_attn
-    heads = [part.weight.shape[0] // attn.head_dim for part in (attn.q_proj, attn.k_proj)]
-    qk_norm = None
-    if isinstance(attn.q_norm, RMSNorm):
-        norms = plain_norm(attn.q_norm), plain_norm(attn.k_norm)
-        rows = [norm.weight.expand(n, -1) for norm, n in zip(norms, heads)]
-        qk_norm = PlainNorm(torch.cat(rows), norms[0].least)
-
-    # Hugging Face's name for norm' of (2) is in other families that of the norm before the ffn.
-    attention_norm = None
-    after_ffn_norm = None
-    ffn_norm = layer.post_attention_layernorm
-    if layer.sandwich:
-        attention_norm = plain_norm(layer.post_attention_layernorm)
-        ffn_norm = layer.pre_feedforward_layernorm
-        after_ffn_norm = plain_norm(layer.post_feedforward_layernorm)
-
-    # Matrices that are applied to the same states become one.
-    qkv = attn.q_proj, attn.k_proj, attn.v_proj
-    return PlainLayer(
-        kind=attn.kind,
-        options=dict(layer=attn.layer, scale=attn.scale, window=attn.window),
-        norm=plain_norm(layer.input_layernorm),
-        qkv_MN=transposed([part.weight for part in qkv]),
-        qkv_bias_N=None if qkv[0].bias is None else torch.cat([part.bias for part in qkv]),
-        qk_norm=qk_norm,
-        o_NM=transposed([attn.o_proj.weight]),
-        o_bias_M=attn.o_proj.bias,
-        attention_norm=attention_norm,
-        ffn_norm=plain_norm(ffn_norm),
-        gate_up_MN=transposed([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-        act=layer.mlp.act,
-        down_NM=transposed([layer.mlp.down_proj.weight]),
-        after_ffn_norm=after_ffn_norm,
-    )
-
-
-def transposed(weights, /):
-    """(out, in) matrices below each other as one (in, out) matrix, a copy."""
-    return torch.cat(weights).detach().T.contiguous()
-
-
-# M. A norm in few passes -----------------------------------------------------------------------
-# For speed on a CPU: `F.rms_norm` is several operations there, and each reads and writes all rows.
-# Skip it if you take it that the gradient is that of `F.rms_norm`.
-
-def rms_norm(x, weight, eps, /):
-    """(4) over the last dimension, in the dtype of x, which the weight has too. On a CPU it has no
-    second derivative."""
-    # On CUDA torch has one kernel for it, and in a graph that is compiled there will be one.
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    # NUMERICS: bf16 and fp16 are torch's, which computes in float32 and rounds once. Pinned by
-    # tests/test_models.py::test_rms_norm_accumulates_in_float32.
-    if x.dtype not in (torch.float32, torch.float64):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return NormInFewPasses.apply(x, weight, eps)
-
-
-class NormInFewPasses(torch.autograd.Function):
-    """y = w r x with r = 1 / sqrt(mean(x^2) + eps), a number a row. Only x and r are kept.
-
-    As dr/dx = -r^3 x / M, the gradient is
-
-        dx = r (w dy - x r / M sum(w x r dy))  over the row,      dw = sum x r dy  over all rows.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        r = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight)
-
-    @staticmethod
-    def backward(ctx, dy):
-        if torch.is_grad_enabled():  # so it is in a backward only under create_graph=True
-            raise NotImplementedError("a norm has no second derivative here: no create_graph=True")
-
-        # x r dy is overwritten by dx in the end: memory that is new costs as much as a pass.
-        x, weight, r = ctx.saved_tensors
-        product = (dy * x).mul_(r)
-
-        # NUMERICS: a sum over thousands of rows by torch.sum, which adds pairwise; a product with r
-        # would be 10 times less exact. Pinned by
-        # tests/test_models.py::test_the_norm_on_a_cpu_has_the_gradient_of_torchs.
-        dweight = product.reshape(-1, len(weight)).sum(0)
-        slope = (product @ weight)[..., None].mul_(r)
-        dx = torch.mul(dy, weight, out=product).addcmul_(x, slope, value=-1 / len(weight)).mul_(r)
-        return dx, dweight, None
-
-
-# N. check -------------------------------------------------------------------------------------
-# For `python models.py check`: tiny models of every family, each path against the definition.
-# Skip it unless a row fails, or you add a path. Tests use `tiny` and `tiny_model` too.
-
-TINY = {  # what a tiny model of each family needs beyond the sizes
+TINY = {  # what a tiny model of each family needs in addition to the sizes
+    "llama": dict(qk_norm=False),
+    "mistral": dict(qk_norm=False, layer_types=(SLIDING, SLIDING), sliding_window=5),
     "qwen2": dict(qk_norm=False, qkv_bias=True),
     "qwen3": dict(),
     "qwen3_moe": dict(
@@ -3952,7 +2973,7 @@ TINY = {  # what a tiny model of each family needs beyond the sizes
         norm_topk_prob=True,
     ),
     "gemma3_text": dict(
-        norm_offset=True, sandwich_norms=True, scale_embedding=True, sliding_window=4,
+        norm_offset=True, post_norms=True, scale_embedding=True, sliding_window=4,
         layer_types=(SLIDING, FULL), hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=12,
         tie_word_embeddings=True, rope_parameters={
             FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -3961,7 +2982,9 @@ TINY = {  # what a tiny model of each family needs beyond the sizes
     ),
 }  # fmt: skip
 CASES = {
-    **{name: (name, {}) for name in TINY},
+    **{model_type: (model_type, {}) for model_type in TINY},
+    "llama biased, tied": ("llama", dict(
+        tie_word_embeddings=True, qkv_bias=True, o_bias=True, mlp_bias=True)),
     "qwen3 tied, slides": ("qwen3", dict(
         tie_word_embeddings=True, layer_types=(FULL, SLIDING), sliding_window=3)),
     "qwen3 linear": ("qwen3", dict(
@@ -3973,7 +2996,7 @@ CASES = {
 
 
 def tiny(model_type="qwen3", **changes) -> ModelConfig:
-    """A small configuration with grouped heads and nothing square, for tests."""
+    """Return a small configuration with grouped heads and nothing square, for tests."""
     base = dict(
         vocab_size=53, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=10,
         num_attention_heads=4, num_key_value_heads=2, model_type=model_type, initializer_range=0.3,
@@ -3982,7 +3005,7 @@ def tiny(model_type="qwen3", **changes) -> ModelConfig:
 
 
 def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Transformer:
-    """A `tiny` model whose norms, biases and votes are away from their neutral values."""
+    """Return a `tiny` model whose norms, biases and votes are away from their neutral values."""
     model = Transformer(tiny(model_type, **changes)).to(dtype).init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -3993,14 +3016,38 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
     return model
 
 
-def _relative(a, b):
-    """|a - b| / |b|, infinite for a NaN. a may be on another device."""
+def full_definition(model, tokens, /, frequencies=None):
+    """Return `definition` of a `Transformer`, (S, V): with soft cap, router bias, RoPE types.
+
+    frequencies: frequencies(rope, head_dim) -> f of (5). Default: those of `rope_frequencies`.
+    """
+    config = model.config
+    ropes = config.rope_parameters.values()
+    weights = {}
+    for name, p in model.named_parameters():
+        weights |= stored_tensors(name, p)
+    for name, votes_E in model.named_buffers():
+        weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
+
+    # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
+    (factor,) = {rope_frequencies(rope, config.head_dim)[1] for rope in ropes}
+    scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
+    alike = nn.Module()
+    alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
+    frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
+    z_SV = definition(alike, tokens, weights, frequencies)
+    cap = config.final_logit_softcapping
+    return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')
+
+
+def relative_error(a, b):
+    """Return |a - b| / |b|, infinite for a NaN. a may be on another device."""
     error = ((a.cpu().double() - b.double()).norm() / b.double().norm()).item()
     return error if error == error else math.inf
 
 
-def _worst_gradient(mine, got, model, want):
-    """The largest relative error of a parameter's gradient, under one random upstream gradient.
+def worst_gradient(mine, got, model, want):
+    """Return the largest relative error of a parameter's gradient, under one random upstream.
 
     got was computed with the model `mine`, want with `model`, which has the same weights.
     """
@@ -4009,30 +3056,31 @@ def _worst_gradient(mine, got, model, want):
         torch.autograd.grad((x * upstream.to(x)).sum(), list(m.parameters()), retain_graph=True)
         for m, x in ((mine, got), (model, want))
     ]
-    return max(map(_relative, *grads))
+    return max(map(relative_error, *grads))
 
 
 def check(cases=None, transformers=True) -> bool:
-    """Each path against `definition` in float64; prints a table, True if every row is <= 1e-12.
+    """Compare each path with `definition`, float64; print a table. True if all rows are <= 1e-12.
 
-    cases: some of CASES, default all. With tests/measure_models.py beside this file, experts and
-    the other RoPE types too, and, if transformers is installed, logits and gradients against it in
-    float32, <= 1e-5.
+    cases: some of CASES. Default: all. With tests/measure_models.py in place, experts and the other
+    RoPE types too, and, if transformers is installed, logits and gradients against it in float32,
+    <= 1e-5.
     """
     torch.manual_seed(0)
-    rows = [
+    core = [check_family(family, tau).item() for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
+    rows = [("core: against itself token by token", torch.tensor(core).max().item(), 1e-12)]
+    rows += [
         (f"{name}: {path}", error, 1e-12)
         for name, (model_type, changes) in (cases or CASES).items()
-        for path, error in _path_errors(tiny_model(model_type, **changes))
+        for path, error in path_errors(tiny_model(model_type, **changes))
     ]
 
     # The rows that need other files. With this one alone it says what is not shown.
     try:
-        rows += _measuring_file().rows(cases, transformers)
+        rows += measuring_file().rows(cases, transformers)
     except ImportError as missing:
-        print(f"SKIP ({missing}): RoPE types dynamic, yarn, llama3; the experts' grouped product "
-              "and balance loss; the action expert as one stream; logits and gradients against "
-              "transformers")  # fmt: skip
+        print(f"SKIP ({missing}): RoPE types yarn and llama3; the experts' grouped product and "
+              "balance loss; logits and gradients against transformers")  # fmt: skip
 
     # A table to read, and one line for a program. NaN counts as infinitely wrong.
     print(f"{'path against its definition':55} relative error")
@@ -4044,19 +3092,19 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def _path_errors(model, frequencies=defined_frequencies, mine=None):
-    """(path, error) of one model: values, gradients, packing, the cache, log-probs.
+def path_errors(model, frequencies=None, mine=None):
+    """Yield (path, error) of one model: values, gradients, packing, cache, log-probs, generation.
 
-    mine: the same model on another device, which is then held against the definition on the CPU.
+    mine: the same model on another device, which is then compared with the definition on the CPU.
     """
     if mine is None:
         mine = model
     device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
-    truth = torch.cat([definition(model, d, frequencies) for d in documents])
+    truth = torch.cat([full_definition(model, d, frequencies) for d in documents])
     alone = torch.cat([mine(d[None].to(device))[0] for d in documents])
-    yield "one at a time", _relative(alone, truth)
-    yield "gradient, worst parameter", _worst_gradient(mine, alone, model, truth)
+    yield "one at a time", relative_error(alone, truth)
+    yield "gradient, worst parameter", worst_gradient(mine, alone, model, truth)
 
     # Two rows of two documents, one PAD before each.
     with torch.no_grad():
@@ -4065,8 +3113,8 @@ def _path_errors(model, frequencies=defined_frequencies, mine=None):
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         tokens, positions, there = (x.to(device) for x in (tokens, positions, ids))
         packed = mine(tokens, positions=positions, attention=packed_attention(doc_ids=there))
-        yield "packed, PAD anywhere", _relative(packed.cpu()[ids >= 0], truth)
-        yield "cache, ragged rows", _relative(*_logits_by_cache(mine, documents, truth))
+        yield "packed, PAD anywhere", relative_error(packed.cpu()[ids >= 0], truth)
+        yield "cache, ragged rows", relative_error(*logits_by_cache(mine, documents, truth))
 
     # (8) and (9) from the definition's logits, with torch's own softmax.
     logp = (truth / 0.7).log_softmax(-1)
@@ -4075,12 +3123,24 @@ def _path_errors(model, frequencies=defined_frequencies, mine=None):
     options = dict(temperature=0.7, softcap=model.config.final_logit_softcapping, chunk=5)
     got = torch.stack(token_logprobs(hidden, mine.head_weight, targets.to(device), **options))
     want = torch.stack([logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
-    yield "log-probs and entropy in chunks", _relative(got, want)
-    yield "gradient in chunks, worst parameter", _worst_gradient(mine, got, model, want)
+    yield "log-probs and entropy in chunks", relative_error(got, want)
+    yield "gradient in chunks, worst parameter", worst_gradient(mine, got, model, want)
+
+    # Seven rows of three prompts in two slots, against the core's generation of all at once.
+    prompts = [documents[n].tolist() for n in (0, 1, 1, 2, 0, 0, 1)]
+    draws = torch.rand(7, 9, dtype=torch.float64).tolist()
+    ways = [[Row(prompt, u) for prompt, u in zip(prompts, draws)] for _ in range(2)]
+    options = dict(max_new_tokens=9, temperature=0.9, end=range(20))
+    generate(mine, ways[0], slots=2, **options)
+    simple_generate(model, ways[1], **options)
+    same = all(a.tokens == b.tokens for a, b in zip(*ways))
+    logprobs = [sum([row.logprobs for row in rows], []) for rows in ways]
+    got, want = (torch.tensor(values, dtype=torch.float64) for values in logprobs)
+    yield "generation by slots", relative_error(got, want) if same else math.inf
 
 
-def _logits_by_cache(model, documents, truth):
-    """Logits by halves as a ragged batch of prompts, then token by token, and the same of truth."""
+def logits_by_cache(model, documents, truth):
+    """Return logits by halves as ragged prompts, then token by token, and the same of `truth`."""
     got = []
     want = []
     # A row: a document, its logits by the definition, and how many of its tokens the cache has.
@@ -4098,58 +3158,59 @@ def _logits_by_cache(model, documents, truth):
         cache.select(keep)
         rows = [(d, z, n + 1) for d, z, n in (rows[b] for b in keep)]
         tokens = torch.stack([d[n - 1 : n] for d, _, n in rows])
-        logits = extend(model, cache, tokens.to(logits.device))
+        logits = forward_with_cache(model, cache, tokens.to(logits.device))
 
 
-# O. main --------------------------------------------------------------------------------------
-# For the command line: which command is here, which in tests/measure_models.py, the exit code.
-# Skip it unless a command does not start.
-
-def _measuring_file(name="measure_models"):
-    """A file of tests/; ImportError where it, or a file that it needs, is missing."""
+def measuring_file(name="measure_models"):
+    """Import a file of tests/. ImportError where it, or a file that it needs, is missing."""
     sys.path.append(str(Path(__file__).resolve().parent / "tests"))
     return __import__(name)
 
 
+USAGE = "usage: python models.py core | check [--device cuda] | inspect DIR | bench"
+
+
 def main(argv) -> int:
-    """check is here; inspect, bench and control in tests/measure_models.py. The exit code."""
+    """Run a command, and return its exit code. inspect and bench are in tests/measure_models.py."""
     return quietly(_run_command, argv)
 
 
 def quietly(command, argv) -> int:
-    """The exit code of a command whose output may go to `| head`."""
+    """Return the exit code of a command whose output may go to `| head`."""
     try:
         code = command(argv)
         print(end="", flush=True)
         return code
     except BrokenPipeError:
-        # Whoever read our output has seen enough (`| head`). What is still buffered would fail once
-        # more as Python ends, so it goes nowhere; 141 is what a shell gives for such an end.
+        # The reader of our output has seen enough. What is still buffered would fail once more as
+        # Python ends, so it goes nowhere. 141 is what a shell gives for such an end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _run_command(argv) -> int:
+    if argv[:1] == ["core"]:
+        return core_main(argv[1:]) or 0
     if argv == ["check"]:
         return 0 if check() else 1
-
-    # The other commands are long, need what only tests need, and are imported when asked for.
     inspects = argv[:1] == ["inspect"] and len(argv) == 2
-    if inspects or argv[:1] in (["bench"], ["control"]) or argv[:2] == ["check", "--device"]:
-        try:
-            if argv[0] == "check":
-                return _measuring_file("measure_gpu").check("models", argv[1:])
-            return _measuring_file().main(argv)
-        except ModuleNotFoundError as missing:
-            print(f"{argv[0]} needs the tests beside this file: {missing}", file=sys.stderr)
-        except ValueError as error:
-            if not inspects:
-                raise
-            print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
-            return 1
-    usage = "usage: python models.py check [--device cuda] | inspect DIR | bench | control"
-    print(usage, file=sys.stderr)
-    return 2
+    if not inspects and argv[:1] != ["bench"] and argv[:2] != ["check", "--device"]:
+        print(USAGE, file=sys.stderr)
+        return 2
+
+    # These commands need what only tests need, and are imported when they are asked for.
+    try:
+        if argv[0] == "check":
+            return measuring_file("measure_gpu").check("models", argv[1:])
+        return measuring_file().main(argv)
+    except ModuleNotFoundError as missing:
+        print(f"{argv[0]} needs the tests of this repository: {missing}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        if not inspects:
+            raise
+        print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
+        return 1
 
 
 if __name__ == "__main__":

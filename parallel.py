@@ -341,9 +341,9 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
             split_parameters(linear, mesh, weight=rows, bias=rows)
         split_parameters(attention.o_proj, mesh, weight=columns)
 
-        # o's bias comes before the sum over ranks, which would add it t times. So the first rank
-        # sees the bias and the others see zero times it. Its gradient is then whole on the first
-        # rank and 0 on the others, and the sum of these terms is right on all.
+        # A row-parallel layer adds its bias before the sum over ranks, which would add it t times.
+        # So the first rank sees the bias and the others see zero times it. Its gradient is then
+        # whole on the first rank and 0 on the others, and the sum of these terms is right on all.
         factor = 1 if mesh.get_local_rank() == 0 else 0
         split_parameters(attention.o_proj, mesh, bias=whole, terms=True, factor=factor)
 
@@ -369,8 +369,9 @@ def tensor_parallel(model, mesh, *, sequence=True, expert_tensor=1) -> None:
                 enter_and_leave(mlp, mlp, group, sequence)
         else:
             for linear in (mlp.gate_proj, mlp.up_proj):
-                split_parameters(linear, mesh, weight=rows)
+                split_parameters(linear, mesh, weight=rows, bias=rows)
             split_parameters(mlp.down_proj, mesh, weight=columns)
+            split_parameters(mlp.down_proj, mesh, bias=whole, terms=True, factor=factor)
             enter_and_leave(mlp, mlp.down_proj, group, sequence)
 
     # The last states are gathered, so that the caller has whole sequences. What follows is computed
@@ -954,16 +955,16 @@ def _vocabulary_parallel(model, mesh, sequence):
         x_BSM = F.embedding(local_BS.masked_fill(~here_BS, 0), embedding.weight)
         return leave_split(x_BSM * here_BS[..., None], group, sequence)
 
-    def head_rows():
+    def lm_head_shard():
         # The whole (N, V) logits never exist: each rank has its rows of the head, and
         # `token_logprobs` adds up over the group what the softmax needs of them.
         weight_vM = model.head_weight.to_local(grad_placements=[Shard(0)])
         return weight_vM, dict(group=group, vocab_start=first)
 
-    # `logprobs` asks model.head_rows() for its weight: from here on it gets this rank's part.
+    # `logprobs` asks model.lm_head_shard() for its weight: from here on it gets this rank's part.
     if hasattr(model, "lm_head"):
         _place_parameter(model.lm_head, "weight", mesh, (Shard(0),))
-    model.head_rows = head_rows
+    model.lm_head_shard = lm_head_shard
 
     # `embed` replaces the lookup of this one module; the hooks that show it the plain rows still
     # run around it. A rank may hold two stages that share this embedding, the first and the last
@@ -1103,7 +1104,7 @@ class Pipeline:
         rank = grid.dense["pp"].get_local_rank()
         dtype = next(model.parameters()).dtype
         self.behind_norm = compute_dtype or dtype  # the last stage's states
-        dtype = getattr(model, "states_dtype", None) or self.behind_norm
+        dtype = getattr(model, "residual_dtype", None) or self.behind_norm
         self.grid = grid
         self.config = model.config
         self.like = dict(dtype=dtype, device=_device_of_grid(grid))  # the states between stages
@@ -1693,7 +1694,7 @@ MODES = "ddp", "fsdp", "zero1"
 #     always   hidden(tokens, positions=, attention=), logprobs(hidden, targets, temperature=),
 #              model.layers, and the fields of `config` in _NEEDED
 #     c        attention: what layers call unless `hidden` is given another
-#     t        head_rows(), head_weight, model.embed_tokens, model.norm, lm_head if not tied; of
+#     t        lm_head_shard(), head_weight, model.embed_tokens, model.norm, lm_head if not tied; of
 #              each layer self_attn's q_proj k_proj v_proj o_proj q_norm k_norm, and mlp's
 #              gate_proj up_proj down_proj, or gate and experts
 #     e        of sparse layers mlp.experts(rows, counts): weights gate_proj up_proj down_proj
@@ -1774,7 +1775,7 @@ _NEEDED = {
     "": "hidden logprobs model.layers config.num_hidden_layers config.num_attention_heads "
         "config.num_key_value_heads config.intermediate_size config.sparse_layers",
     "c": "attention",
-    "t": "head_rows head_weight model.embed_tokens model.norm lm_head config.vocab_size "
+    "t": "lm_head_shard head_weight model.embed_tokens model.norm lm_head config.vocab_size "
          "config.tie_word_embeddings",
     "e": "config.num_experts config.moe_intermediate_size",
     "p": "attention require_tokens model.embed_tokens model.norm lm_head config.hidden_size "
@@ -3666,7 +3667,7 @@ def copy_weights(source, target, optimizer=None) -> None:
 # ranks. `LocalOptimizer` holds the masters, and under zero1 those of its own rows alone.
 #
 # The states between layers, to which each layer adds, stay in the weights' precision, if the model
-# has a `states_dtype` and is told so (models.Transformer): the trainer does, torch.autocast does.
+# has a `residual_dtype` and is told so (models.Transformer): the trainer does, torch.autocast does.
 # With states in bf16 the gradients' error was 1.15 to 1.41 times that of autocast training of the
 # same model, with states in float32 it is 1.05 to 1.22 times that (tests/RESULTS.md). What enters a
 # matrix is rounded right before it. So a layer's input takes 4 bytes an entry while it waits for

@@ -811,7 +811,7 @@ class Play(Row):
 
 def rollout(
     model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
-    ending=None,
+    ending=None, slots=None,
 ):  # fmt: skip
     """Play every start `group` times; lists of trajectories, by group, in rollout order.
 
@@ -822,6 +822,7 @@ def rollout(
     key             (seed, step); draw t of rollout r of group g is uniforms((seed, step, g, r))[t]
     forks           children of a trajectory at each of its first fork_turns turn boundaries
     ending          called with the plays whose turn has ended, see `SharedTask`
+    slots           rollouts that are decoded at a time; when one ends, the next one takes its slot
     """
     # Without forks a play for each rollout. With them each play begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with plays 0 and 2, which stand for rollouts 0 1 and 2 3.
@@ -832,11 +833,13 @@ def rollout(
             how = dict(first=first, count=share, forks_left=fork_turns)
             plays.append(Play(key, number, state, prompt, max_new_tokens, **how))
 
-    # All groups are decoded in one batch. `generate` computes equal prompts once, lets go of rows
-    # that have ended, and calls end_turn wherever a token of task.end was sampled.
+    # `generate` computes equal prompts once, lets a waiting play in where one has ended, and calls
+    # end_turn wherever a token of task.end was sampled. A play that will fork reserves a slot for
+    # each rollout, so that a fork finds its parent's keys in the cache.
     ended = generate(
         model, plays, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        ending=ending, after=lambda play: play.end_turn(task, forks),
+        ending=ending, after=lambda play: play.end_turn(task, forks), slots=slots,
+        branches=lambda play: play.count,
     )  # fmt: skip
 
     # Plays end in any order; a group's rollouts are put back into theirs.
@@ -911,7 +914,7 @@ class Config:
     prompts: int = 28  # groups a step, over all ranks
     group: int = 16  # rollouts of one prompt
     staleness: int = 0  # K: batch b is sampled with the weights of step b - K; 0: on-policy
-    batch_rows: int = 1024  # rollouts that a rank decodes at a time, in whole groups
+    batch_rows: int = 1024  # rollouts that a rank decodes at a time; a new one enters as one ends
     max_new_tokens: int = 16  # a trajectory's limit after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
     forks: int = 1  # children of a trajectory at a turn boundary (tree rollouts)
@@ -1301,7 +1304,7 @@ def keep_states_wide(config, model):
     """In mixed precision a model's states between layers stay in --dtype, the generator's too."""
     if is_mixed(config):
         own = next(model.parameters()).dtype
-        model.states_dtype = torch.promote_types(own, getattr(torch, config.dtype))
+        model.residual_dtype = torch.promote_types(own, getattr(torch, config.dtype))
     return model
 
 
@@ -1488,10 +1491,8 @@ def document_attention(method):
     """
 
     def attention_of_row(document_1S, group):
-        if group is None:
-            return models.packed_attention(doc_ids=document_1S)
-        # The block-diagonal mask of the whole row; the ring cuts it to what each pair of ranks
-        # needs.
+        # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
+        # cuts the mask to what each pair of ranks needs.
         mask = ring_attention.Mask.documents(doc_ids=document_1S)
         return masked_attention(mask, group, method)
 
@@ -1675,7 +1676,7 @@ def fork(play, forks):
     share = play.count // forks
     for first in range(play.first, play.first + play.count, share):
         child = copy.copy(play)
-        for name in ("tokens", "mask", "logprobs", "full_logprobs", "queue"):
+        for name in ("tokens", "mask", "logprobs", "queue"):
             setattr(child, name, getattr(play, name).copy())
         child.draws = uniforms((*play.key, play.group, first), len(play.draws))
         child.first = first
@@ -2465,7 +2466,7 @@ class Jsonl(Task):
     def _read(self, file, learnt=False):
         """The Lines of a file. learnt: it is that of --demo-data. ValueError names a bad line."""
         lines = []
-        for number, row in models.read_json_lines(file):
+        for number, row in read_json_lines(file):
             where = f"{file} line {number}"
             try:
                 how = self._messages if "messages" in row else self._question
@@ -2856,7 +2857,7 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
 
 
 def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, `batch_rows` rollouts at a time. Collective under a plan."""
+    """`rollout` by the configuration, in `batch_rows` slots. Collective under a plan."""
     # Ranks that decode together play the prompts of all of them. The draws are the plays' own, and
     # the logits are alike on all of these ranks, so they sample the same tokens without a word.
     # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
@@ -2872,14 +2873,11 @@ def play(config, task, generator, starts, key):
         task = SharedTask(task, generator)
         ending = task.ask
 
-    groups = []
-    size = max(1, config.batch_rows // config.group)  # groups are never divided
-    for n in range(0, len(starts), size):
-        groups += rollout(
-            generator, task, starts[n : n + size], group=config.group, key=key, forks=config.forks,
-            max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-            fork_turns=config.fork_turns, ending=ending,
-        )  # fmt: skip
+    groups = rollout(
+        generator, task, starts, group=config.group, key=key, forks=config.forks,
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
+        fork_turns=config.fork_turns, ending=ending, slots=config.batch_rows,
+    )  # fmt: skip
     parallel.end_together(generator)
 
     # What has been played together is shared out again: each rank goes on with its own groups.
@@ -3788,11 +3786,41 @@ def writing(path, advice):
         ) from error
 
 
+def read_json_lines(path, *, skip_torn_last=False) -> list:
+    """[(line number from 1, object)] of a file with one JSON object a line; empty lines are none.
+
+    ValueError names file and line of what is not an object. skip_torn_last: leave out the last line
+    if it is damaged and no newline ends it, as a kill or a full disk leaves a file.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")  # JSON strings may hold other line breaks
+    except FileNotFoundError as error:
+        raise ValueError(f"no {path}; expected a file of JSON lines") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        problem = None
+        try:
+            value = json.loads(line.decode("utf-8")) if line.strip() else {}
+            if not isinstance(value, dict):
+                problem = f"it is a {type(value).__name__}"
+        except (ValueError, RecursionError) as error:
+            problem = error
+        # After the last newline split leaves an empty piece, so a last piece that is not empty is a
+        # line that nobody has finished.
+        if problem is not None and not (skip_torn_last and number == len(lines)):
+            raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
+        if problem is None and line.strip():
+            found.append((number, value))
+    return found
+
+
 def whole_lines(path) -> list[dict]:
     """The JSON objects in a run's file of lines, without a last one that a kill has torn."""
     if not path.exists():
         return []
-    return [line for _, line in models.read_json_lines(path, skip_torn_last=True)]
+    return [line for _, line in read_json_lines(path, skip_torn_last=True)]
 
 
 def cut_lines(path, step):
@@ -4200,8 +4228,8 @@ class Answer(Row):
         self.start = len(tokens)
         self.printed = ""
 
-    def append(self, token, *logprobs):
-        sampled = super().append(token, *logprobs)
+    def append(self, token, logprob):
+        sampled = super().append(token, logprob)
         self.print_whole()
         return sampled
 
@@ -4588,12 +4616,12 @@ def distance(a, b) -> float:
 
 def read_alone(model, s, temperature, spelled_out=False):
     """One sequence by itself: log-probs of all tokens at its sampled targets, a row for each, and
-    their values or None. spelled_out: by `models.definition`, which uses none of the model's code.
+    their values or None. spelled_out: by `models.full_definition`, not by the model's code.
     """
     # The state of the token before a target predicts it: target `at` is tokens[at + 1].
     tokens = torch.tensor(s.tokens)
     states = model.hidden(tokens[None])[0, s.at]
-    logits = models.definition(model, tokens)[s.at] if spelled_out else model.logits(states)
+    logits = models.full_definition(model, tokens)[s.at] if spelled_out else model.logits(states)
     values = model.values(states) if model.config.value_head else None
 
     # Log-probs are in float32 at least, as the trainer's and the sampler's are.
@@ -4842,7 +4870,7 @@ def step_by_hand(
     reference         of the KL, in that precision; None: there is none
     version, skipped  optimiser steps taken and skipped before the step
     sampled_by        optimiser steps that the sampler's weights had taken; None: version
-    spelled_out       numbers of groups that are read by `models.definition`
+    spelled_out       numbers of groups that are read by `models.full_definition`
     """
     # Rewards and lengths are of all that was played. Groups whose rewards are all equal may be
     # left out of the training.
@@ -5353,8 +5381,8 @@ def unsplit_copy(model, dtype):
     copied = copy.deepcopy(model, {id(grid): None}).to(dtype)
     for p in copied.parameters():
         p.grad_dtype = dtype
-    if copied.states_dtype is not None:
-        copied.states_dtype = torch.promote_types(copied.states_dtype, dtype)
+    if copied.residual_dtype is not None:
+        copied.residual_dtype = torch.promote_types(copied.residual_dtype, dtype)
     return copied
 
 
@@ -5675,7 +5703,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
 
     ropes = {rope["rope_type"] for rope in trainer.model.config.rope_parameters.values()}
     if group is not None and not ropes <= {"default", "linear"}:
-        raise ValueError(f"--group: models.definition has no rope of {', '.join(sorted(ropes))}")
+        raise ValueError(f"--group: the definition has no rope of {', '.join(sorted(ropes))}")
 
     # The step by hand, in float64 and in the precision that tells of rounding.
     before = dict(version=trainer.policy_version, skipped=trainer.skipped, sampled_by=sampled_by)
@@ -5818,7 +5846,7 @@ def audit(argv) -> int:
     parser = argparse.ArgumentParser("train_grpo.py audit", allow_abbrev=False)
     parser.add_argument("run", help="directory of a run; nothing is written there")
     parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
-    parser.add_argument("--group", type=int, help="spell this group out, by models.definition")
+    parser.add_argument("--group", type=int, help="spell this group out, by models.full_definition")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")

@@ -250,7 +250,7 @@ def model_rows(device, few):
     for name, (model_type, changes) in cases.items():
         model = models.tiny_model(model_type, **changes)
         there = models.tiny_model(model_type, **changes).to(device)
-        for path, error in models._path_errors(model, mine=there):
+        for path, error in models.path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
     for name in () if few else measure_models.CASES:
         for path, error in measure_models.rope_errors(name, device):

@@ -1,7 +1,6 @@
-"""What `python models.py inspect | bench | control` run, and the longer half of its `check`.
+"""What `python models.py inspect | bench` run, and the longer half of its `check`.
 
 inspect: what a checkpoint holds and what of it would be loaded.
-control: trains a tiny Gemma 3 with an action expert on a toy control task, by flow matching.
 bench: tokens a second of generation and of training, against transformers if it is installed,
 parameters, FLOPs and peak memory. One thread, CPU seconds, alternating; with --device cuda seconds
 of the wall, and with --size large a Qwen3-0.6B in bfloat16.
@@ -15,47 +14,34 @@ import resource
 import statistics
 import tempfile
 import time
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 import models
 from models import (
-    SLIDING,
-    ActionExpert,
     Balance,
     ModelConfig,
-    Prefix,
     Transformer,
-    block_attention,
-    flow_matching_loss,
-    flow_time,
     generate,
     grouped_linear,
     load_hf,
-    rotate,
-    sample_actions,
     save_hf,
-    time_features,
-    tiny,
     tiny_model,
 )  # fmt: skip
-from models import _relative as relative
+from models import relative_error as relative
 
 # check -----------------------------------------------------------------------------------------
 
-ROPES = {  # one of each other type, short enough that a few tokens tell them apart
-    "dynamic": {"factor": 2.0},
+ROPES = {  # one of each type that mixes, short enough that a few tokens tell them apart
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 64},
 }  # fmt: skip
 CASES = {
-    f"qwen3 {kind}": ("qwen3", dict(
-        max_position_embeddings=40, rope_parameters={models.FULL: {"rope_type": kind, **rope}}))
-    for kind, rope in ROPES.items()
-}  # fmt: skip
+    f"{family} {kind}": (family, dict(rope_parameters={models.FULL: {"rope_type": kind, **rope}}))
+    for family, (kind, rope) in zip(("qwen3", "llama"), ROPES.items())
+}
 
 
 def rows(cases, transformers):
@@ -67,26 +53,17 @@ def rows(cases, transformers):
 
 
 def rope_errors(name, device="cpu"):
-    """(path, error) of one of CASES against `models.definition`."""
+    """(path, error) of one of CASES against `models.full_definition`."""
     model_type, changes = CASES[name]
     model = tiny_model(model_type, **changes)
     there = tiny_model(model_type, **changes).to(device)
-    errors = models._path_errors(model, defined_frequencies, there)
-    if name != "qwen3 dynamic":
-        return [*errors]
-    # it depends on the call's longest row: neither packed nor in pieces
-    long = torch.randint(model.config.vocab_size, (50,))
-    truth = models.definition(model, long, defined_frequencies)
-    logits = there(long[None].to(device))[0]
-    return [*islice(errors, 2), ("beyond its length", relative(logits, truth))]
+    return [*models.path_errors(model, defined_frequencies, there)]
 
 
-def defined_frequencies(rope, D, length, longest):
-    """f_n of (5) as Python floats, and the factor on cos and sin: rope's five types, one by one."""
+def defined_frequencies(rope, D):
+    """f_n of (5), (D/2,) float64, by Python's floats: RoPE's four types, one by one."""
     kind, theta, out = rope["rope_type"], rope["rope_theta"], []
     factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
-    if kind == "dynamic":  # a longer call turns more slowly
-        theta *= (factor * max(length, longest) / longest - factor + 1) ** (D / (D - 2))
     for n in range(D // 2):
         f = theta ** (-2 * n / D)
         turns = old and old * f / (2 * math.pi)  # over the length that the model was trained on
@@ -101,17 +78,15 @@ def defined_frequencies(rope, D, length, longest):
                 D * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta))
                 for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
             ]
-            if rope.get("truncate", True):
-                ends = [math.floor(ends[0]), math.ceil(ends[1])]
-            low, high = max(ends[0], 0), min(ends[1], D - 1)
+            low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), D - 1)
             keep = 1 - min(max((n - low) / (high - low or 0.001), 0), 1)
             f = keep * f + (1 - keep) * f / factor
         out.append(f)
-    return out, models._yarn_attention_factor(rope) if kind == "yarn" else 1.0
+    return torch.tensor(out, dtype=torch.float64)
 
 
 def expert_errors(device="cpu"):
-    """(path, error, bound): the grouped product, the balance loss, the action expert."""
+    """(path, error, bound): the grouped product, the balance loss."""
     counts = torch.tensor([3, 0, 5, 4])
     x, weight = torch.randn(12, 16), torch.randn(4, 8, 16)
     truth = grouped_linear(x.double(), weight.double(), counts)
@@ -127,52 +102,6 @@ def expert_errors(device="cpu"):
         for s in sequences
     )
     yield "balance loss, shared tokens", abs((got - want) / want).item(), 1e-12
-    model = tiny_model("gemma3_text")
-    small = dataclasses.replace(model.config, hidden_size=16, intermediate_size=20)
-    expert = ActionExpert(small, action_dim=3, state_dim=2).double().init_weights(2)
-    tokens, tau = torch.randint(53, (2, 6)), torch.rand(2).double()
-    actions, state = torch.randn(2, 5, 3).double(), torch.randn(2, 2).double()
-    want = joint(model, expert, tokens, actions, tau, state)
-    model, expert, tokens, actions, tau, state = (
-        x.to(device) for x in (model, expert, tokens, actions, tau, state)
-    )
-    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
-    model.hidden(tokens, attention=prefix.record)
-    start = torch.full((2, 1), 6, device=device)
-    got = expert(actions, tau, prefix, positions_B1=start, state=state)
-    yield "action expert, two streams as one", relative(got, want), 1e-12
-
-
-def joint(model, expert, tokens, actions, tau, state):
-    """The expert's velocity with prefix and suffix in one dense attention a layer: definition."""
-    time = time_features(tau, expert.config.hidden_size)[:, None]
-    s = torch.cat([expert.action_in_proj(actions), time.expand(-1, actions.shape[1], -1)], -1)
-    s = expert.action_time_mlp_out(torch.nn.functional.silu(expert.action_time_mlp_in(s)))
-    s = torch.cat([expert.state_proj(state)[:, None], s], 1)
-    x, P, T, D = model.embed(tokens), tokens.shape[1], s.shape[1], model.config.head_dim
-    block = torch.cat([torch.zeros(P), torch.ones(1), torch.full((T - 1,), 2.0)])
-    place = torch.arange(P + T)
-    for n, kind in enumerate(model.config.layer_types):
-        parts, layers = [], (model.model.layers[n], expert.layers[n])
-        for layer, stream, first in zip(layers, (x, s), (0, P)):
-            at, h = layer.self_attn, layer.input_layernorm(stream)
-            q, k, v = (f(h).unflatten(-1, (-1, D)) for f in (at.q_proj, at.k_proj, at.v_proj))
-            turn = model.rope(first + torch.arange(stream.shape[1])[None], x.dtype)[kind]
-            parts.append((rotate(at.q_norm(q), *turn), rotate(at.k_norm(k), *turn), v))
-        q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*parts))
-        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
-        seen = block <= block[:, None]
-        if kind == SLIDING:
-            seen = seen & (place[:, None] - place < model.config.sliding_window)
-        score = (q @ k.mT * at.scale).masked_fill(~seen, -math.inf)
-        a = (score.softmax(-1) @ v).transpose(1, 2).flatten(2).split([P, T], 1)
-        outs = []
-        for layer, stream, part in zip(layers, (x, s), a):
-            y = stream + layer.post_attention_layernorm(layer.self_attn.o_proj(part))
-            h = layer.mlp(layer.pre_feedforward_layernorm(y))
-            outs.append(y + layer.post_feedforward_layernorm(h))
-        x, s = outs
-    return expert.action_out_proj(expert.norm(s)[:, 1:])
 
 
 def transformers_errors(cases):
@@ -229,7 +158,7 @@ def inspect(directory):
     """
     config = ModelConfig.from_hf(directory)
     weights = [name for name in WEIGHTS if (Path(directory) / name).exists()]
-    tensors, others = models._open_checkpoint(directory) if weights else ({}, 0)
+    tensors, others = models.open_checkpoint(directory) if weights else ({}, 0)
     print(json.dumps(dataclasses.asdict(config), indent=2))
 
     # The number in front is exact: who reads it with a program need not round.
@@ -245,9 +174,9 @@ def inspect(directory):
     with torch.device("meta"):
         model = Transformer(config)
     wanted = {
-        piece.name: name
+        place.name: name
         for name, p in model.named_parameters()
-        for piece in models._pieces(name, p.shape, tensors)
+        for place in models.places_of(name, p.shape, tensors)
     }
     for name, stored in sorted(tensors.items()):
         part, into = stored.part, wanted.get(name, "not loaded")
@@ -260,72 +189,6 @@ def inspect(directory):
     print(f"{size}; missing {sorted(wanted.keys() - tensors.keys())}, "
           f"refused {sorted(tensors.keys() - wanted.keys() - tied)}, "
           f"not of the text model {others} tensors")  # fmt: skip
-
-
-# control ---------------------------------------------------------------------------------------
-
-
-def control_case(dtype, rows=3, seed=0):
-    """A prefix model, an action expert and a batch of the toy task.
-
-    The task: go from `state` to the goal that two of six tokens name, in 4 equal steps.
-    """
-    base = dict(model_type="gemma3_text", head_dim=8, num_attention_heads=4, vocab_size=32,
-                num_key_value_heads=2, num_hidden_layers=2, sliding_window=5)  # fmt: skip
-    big = tiny(**base, hidden_size=48, intermediate_size=96, initializer_range=0.1)
-    small = dataclasses.replace(big, hidden_size=24, intermediate_size=48)
-    model = Transformer(big).to(dtype).init_weights(seed)
-    expert = ActionExpert(small, action_dim=2, state_dim=2).to(dtype).init_weights(seed + 1)
-    expert.require_fits(big)
-    return model, expert, control_batch(dtype, rows, seed)
-
-
-def control_batch(dtype, rows, seed):
-    """Tokens (rows, 6): words that mean nothing, and the goal's two coordinates; actions in steps
-    of a quarter of the way, (rows, 4, 2); noise and times for (12)."""
-    generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(16, (rows, 4), generator=generator)
-    bins = torch.randint(16, (rows, 2), generator=generator)
-    state = torch.rand(rows, 2, generator=generator).to(dtype) * 2 - 1
-    goal = (bins + 0.5).to(dtype) / 8 - 1
-    return dict(
-        tokens=torch.cat([words[:, :2], bins[:, :1] + 16, words[:, 2:], bins[:, 1:] + 16], 1),
-        state=state, actions=(goal - state)[:, None].expand(-1, 4, -1),
-        noise=torch.randn(rows, 4, 2, generator=generator).to(dtype),
-        tau=flow_time(torch.rand(rows, generator=generator).to(dtype)),
-    )  # fmt: skip
-
-
-def velocity_of(model, expert, batch):
-    """v(x, tau) of (12) with this batch's prefix, which is computed here, once."""
-    tokens = batch["tokens"]
-    prefix = Prefix(block_attention(torch.zeros_like(tokens)))
-    model.hidden(tokens, attention=prefix.record)
-    start = torch.full((len(tokens), 1), tokens.shape[1])
-    return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state=batch["state"])
-
-
-def control(steps=400):
-    """Train both streams; sample with 10 Euler steps; 0 if the hand arrives."""
-    model, expert, _ = control_case(torch.float32)
-    parameters = [*model.parameters(), *expert.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(steps + 1):
-        batch = control_batch(torch.float32, 128, 1 + step)
-        velocity = velocity_of(model, expert, batch)
-        loss = flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).mean()
-        if step % 100 == 0:
-            with torch.no_grad():
-                actions = sample_actions(velocity, batch["noise"])
-            missed = (actions - batch["actions"]).mean(1).norm(dim=-1).mean().item()
-            print(f"step {step:4}  loss {loss.item():.4f}  distance from the goal {missed:.3f}")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    print(json.dumps({"control": "flow", "ok": missed < 0.15, "distance": round(missed, 4)}))
-    return 0 if missed < 0.15 else 1
 
 
 # bench -----------------------------------------------------------------------------------------
@@ -532,7 +395,7 @@ def pair_of(config, device="cpu", dtype=torch.float32):
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=["inspect", "bench", "control"])
+    parser.add_argument("command", choices=["inspect", "bench"])
     parser.add_argument("directory", nargs="?", help="inspect's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="bench's")
@@ -540,6 +403,4 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.command == "inspect":
         return inspect(args.directory) or 0
-    if args.command == "control":
-        return control()
     return bench(args.repeats, args.device, args.size)

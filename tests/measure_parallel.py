@@ -44,7 +44,7 @@ from parallel import (
 KINDS = {
     "dense": dict(model_type="qwen3", vocab_size=57, num_hidden_layers=2),
     "tied": dict(model_type="gemma3_text", vocab_size=57),
-    "bias": dict(model_type="qwen2", vocab_size=56),
+    "bias": dict(model_type="llama", vocab_size=56, qkv_bias=True, o_bias=True, mlp_bias=True),
     "moe": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4),
     "starved": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4, router_bias_rate=1.0),
 }
@@ -442,7 +442,7 @@ class Rank:
     def tensor(self):
         t, m = self.plan.tp, self.step.micros
         blocks = 2 * len(self.layers) - self.apart
-        dropped = 0 if self.config.sandwich_norms else len(self.layers) - self.apart
+        dropped = 0 if self.config.post_norms else len(self.layers) - self.apart
         gathers = blocks * (2 + self.again) + self.first + self.last
         scatters = blocks * (2 + self.again) - dropped * self.again + self.first
         yield Message("t", "allgather", t, m * gathers * self.x / t)
@@ -791,7 +791,7 @@ def handed_over(text, kind, options, micros, rows=8, length=LENGTH):
     """What `Sent` counts in a step and its update, of a model of KINDS with 56 words."""
     plan, model = Plan.parse(text), build(kind, torch.float32, vocab_size=56)
     if options.get("compute_dtype"):
-        model.states_dtype = torch.float32
+        model.residual_dtype = torch.float32
     model, step = stepper(plan, model, options, rows, length, micros)
     zero = options.get("mode") == "zero1"
     optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.0), zero=zero)

@@ -9,19 +9,19 @@ compute the whole suffix, each, by `attend`. Losses, where <> is a mean over all
     (2)  text  =  - mean log p(t_(j+1) | what j sees)         over the scored j of all rings
     (3)  loss  =  flow + TEXT text
 
-with a the actions, eps noise, tau a random time, no stopped gradient. (1) is pi0's,
-arXiv:2410.24164, with the sign of models.py; (3) is pi0.5's, arXiv:2504.16054. (1) is replicated
-over a ring and (2) is not, so they have different factors (`loss_scale`) under one sum of gradients
-over the ranks, (4). The prefix gets gradients from (2) by the ring's backward, and from (1) by the
-gather's too.
+with a the actions, eps noise, tau a random time, no stopped gradient. (1) is the loss of pi0,
+arXiv:2410.24164, and equation (1) of example_action_expert.py. (3) is pi0.5's, arXiv:2504.16054.
+(1) is replicated over a ring and (2) is not, so they have different factors (`loss_scale`) under
+one sum of gradients over the ranks, (4). The prefix gets gradients from (2) by the ring's backward,
+and from (1) by the gather's too.
 
     (4)  d loss / d w  =  sum over ranks of d(s_flow flow_rank + TEXT s_text text_rank) / d w,
          s_flow = 1/2, s_text = 1, flow_rank and text_rank divided by the *global* counts
 
 What it must equal. float64, every step: loss, each gradient and each parameter after AdamW are
-one process's on the batch of both rings, whose attention is one dense mask (`models.Prefix`), to
-1e-10. bf16: all finite; the first gradient is at most twice as far from float64's as one process's
-in bf16; the last epoch's mean loss is at most FALL times the first's; the curve stays within CURVE
+one process's on the batch of both rings, whose attention is one dense mask (`Prefix`), to 1e-10.
+bf16: all finite; the first gradient is at most twice as far from float64's as one process's in
+bf16; the last epoch's mean loss is at most FALL times the first's; the curve stays within CURVE
 first losses of the float64 one (root mean square over the steps).
 
 bf16 is what FSDP2's mixed precision makes of it: bf16 weights, activations and gradients; float32
@@ -42,10 +42,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from measure_models import control_batch, control_case
+from example_action_expert import Prefix, control_batch, control_case, flow_matching_loss
 
 import ring_attention as ra
-from models import Prefix, flow_matching_loss, masked_attention
 from ring_attention import Mask, digest, indices, launch, loss_scale, make_ring, relative
 
 WORLD, RING = 4, 2
@@ -199,14 +198,7 @@ class OneProcess:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def prefix(self, batch, step):
-        valid_BP, at_BP = batch["valid"], batch["positions"]
-        seen_BPP = (BLOCK_P <= BLOCK_P[:, None]) & valid_BP[:, None] & valid_BP[:, :, None]
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            near_BPP = at_BP[:, :, None] - at_BP[:, None] < (window or P)
-            return masked_attention(q, k, v, seen_BPP & near_BPP, scale=scale, softcap=softcap)
-
-        return Prefix(attention, valid_BP=valid_BP, positions_BP=at_BP)
+        return Prefix(batch["block"], batch["valid"], batch["positions"])
 
     def sum(self, x, over=1):
         return x
@@ -222,9 +214,10 @@ def mask_of(block_BS, valid_BS, position_BS):
 
 
 class RingPrefix:
-    """A `models.Prefix` whose tokens a ring holds; each of its ranks computes the whole suffix.
+    """Replace a `Prefix` by one that a ring holds. Each rank computes the whole suffix.
 
-    valid_BP, positions_BP: as of `Prefix`. options: of `prefix_attention`.
+    block_BP, valid_BP, positions_BP: the arguments of `Prefix`, of the whole prefix.
+    options: passed to `prefix_attention`.
     """
 
     def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
@@ -234,8 +227,8 @@ class RingPrefix:
         self.positions_BP = every_BP.cumsum(1) - 1 if positions_BP is None else positions_BP
         self.mask = mask_of(self.block_BP, self.valid_BP, self.positions_BP)
 
-    def record(self, q, k, v, /, *, layer, scale, window=None, softcap=None):
-        options = dict(mask=self.mask.with_window(window), scale=scale, softcap=softcap)
+    def record(self, q, k, v, /, *, layer, scale, window=None):
+        options = dict(mask=self.mask.with_window(window), scale=scale)
         options |= dict(length=self.block_BP.shape[1], **self.options)
         out, *self.layers[layer] = prefix_attention(q, k, v, **options)
         return out
@@ -246,8 +239,8 @@ class RingPrefix:
         parts = *parts, (self.positions_BP, positions_BT)
         whole = mask_of(*(torch.cat(part, 1) for part in parts))
 
-        def suffix(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            options = dict(mask=whole.with_window(window), scale=scale, softcap=softcap)
+        def suffix(q, k, v, /, *, layer, scale, window=None):
+            options = dict(mask=whole.with_window(window), scale=scale)
             return suffix_attention(q, k, v, *self.layers[layer], **options)
 
         return suffix

@@ -1,12 +1,14 @@
-"""Checkpoints as they are released: Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3, small, random weights.
+"""Make checkpoints as they are released: Llama 3, Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3.
+
+They are small and have random weights.
 
     directory = make("gemma3", folder)                          # 8 to 16 M parameters
     directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
 
 The files and the fields of their configurations are those of the published repositories, in the
 spelling of transformers 4. The chat templates are the real ones, which the package trl carries. The
-tokenizers are of the same kind, trained on made-up words: byte-level BPE (Qwen), and what
-SentencePiece's BPE with byte fallback becomes in a tokenizer.json (Gemma).
+tokenizers are of the same kind, trained on made-up words: byte-level BPE for Llama and Qwen, and
+for Gemma the tokenizer.json that SentencePiece's BPE with byte fallback becomes.
 """
 
 import dataclasses
@@ -23,8 +25,9 @@ from tokenizers.trainers import BpeTrainer
 
 from models import ModelConfig, Transformer, save_hf
 
-FAMILIES = "qwen2", "qwen3", "qwen3_moe", "gemma3"
-TEMPLATES = {"qwen2": "qwen2_5", "qwen3": "qwen3", "qwen3_moe": "qwen3", "gemma3": "gemma3"}
+FAMILIES = "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"
+TEMPLATES = {"llama": "llama3", "qwen2": "qwen2_5", "qwen3": "qwen3", "qwen3_moe": "qwen3",
+             "gemma3": "gemma3"}  # fmt: skip
 VOCABULARY = 4000
 
 # How Qwen cuts text into words before BPE: letters with one sign before them, single digits, signs,
@@ -33,6 +36,12 @@ QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA_WORDS = QWEN_WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)  # up to three digits
+LLAMA_MARKS = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eot_id|>",
+)  # fmt: skip
+
 # Added tokens in the order of their ids. The tags are no "special" ones: decoding keeps them.
 QWEN_MARKS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|image_pad|>"
 QWEN_TAGS = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
@@ -52,7 +61,10 @@ def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Pa
         end, that of a document.
     """
     directory = Path(directory)
-    tokenizer = gemma_tokenizer() if family == "gemma3" else qwen_tokenizer(family != "qwen2")
+    if family == "gemma3":
+        tokenizer = gemma_tokenizer()
+    else:
+        tokenizer = llama_tokenizer() if family == "llama" else qwen_tokenizer(family != "qwen2")
     raw = config_of(family, tokenizer, layers, width, template)
     config = dataclasses.replace(ModelConfig.from_hf(raw), initializer_range=0.08)
     model = Transformer(config).init_weights(seed)
@@ -106,11 +118,16 @@ def corpus():
 
 
 @functools.cache
-def qwen_vocabulary() -> str:
-    """Byte-level BPE without any mark, as the text of a tokenizer.json."""
+def byte_vocabulary(words, nfc=False) -> str:
+    """Train byte-level BPE without any mark. Return the text of its tokenizer.json.
+
+    words: regular expression. How text is cut into words before BPE.
+    nfc: bool. Compose characters first. Default: False.
+    """
     tokenizer = Tokenizer(BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated")
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(words), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -122,9 +139,21 @@ def qwen_vocabulary() -> str:
     return tokenizer.to_str()
 
 
+def llama_tokenizer():
+    """Return Llama 3's kind of tokenizer: it begins each text with <|begin_of_text|>."""
+    tokenizer = Tokenizer.from_str(byte_vocabulary(LLAMA_WORDS))
+    tokenizer.add_special_tokens(list(LLAMA_MARKS))
+    bos = LLAMA_MARKS[0]
+    begin = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))])  # fmt: skip
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), begin])
+    return tokenizer
+
+
 def qwen_tokenizer(thinks):
     """With the marks behind the vocabulary, as in the released ones. thinks: those of Qwen3 too."""
-    tokenizer = Tokenizer.from_str(qwen_vocabulary())
+    tokenizer = Tokenizer.from_str(byte_vocabulary(QWEN_WORDS, nfc=True))
     tokenizer.add_special_tokens(list(QWEN_MARKS))
     tokenizer.add_tokens([*QWEN_TAGS, *(QWEN3_TAGS if thinks else ())])
     return tokenizer
@@ -189,6 +218,18 @@ def config_of(family, tokenizer, layers, width, template) -> dict:
             vocab_size=tokenizer.get_vocab_size() - 1,
         )  # fmt: skip
 
+    if family == "llama":
+        end = tokenizer.token_to_id("<|eot_id|>" if template else "<|end_of_text|>")
+        return shared | dict(
+            architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False,
+            bos_token_id=tokenizer.token_to_id("<|begin_of_text|>"), eos_token_id=end,
+            head_dim=width // 4, hidden_act="silu", max_position_embeddings=131072,
+            mlp_bias=False, pretraining_tp=1, rope_theta=500000.0, tie_word_embeddings=True,
+            vocab_size=tokenizer.get_vocab_size(), rope_scaling=dict(
+                factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0,
+                original_max_position_embeddings=8192, rope_type="llama3"),
+        )  # fmt: skip
+
     document = tokenizer.token_to_id("<|endoftext|>")
     end = tokenizer.token_to_id("<|im_end|>") if template else document
     qwen = shared | dict(
@@ -219,6 +260,13 @@ def config_of(family, tokenizer, layers, width, template) -> dict:
 def generation_config_of(family, raw) -> dict:
     """generation_config.json: how its authors sample, and where an answer ends."""
     ends = raw["eos_token_id"]
+    if family == "llama":
+        document = raw["bos_token_id"] + 1
+        return dict(
+            bos_token_id=raw["bos_token_id"], do_sample=True, max_length=4096, temperature=0.6,
+            eos_token_id=ends if ends == document else [document, ends], top_p=0.9,
+            transformers_version="4.40.0",
+        )  # fmt: skip
     if family == "gemma3":
         return dict(
             bos_token_id=raw["bos_token_id"], cache_implementation="hybrid", do_sample=True,
@@ -249,6 +297,13 @@ def tokenizer_config_of(family, tokenizer, template) -> dict:
             image_token="<image_soft_token>", model_max_length=1000000000000000019884624838656,
             pad_token="<pad>", sp_model_kwargs=None, spaces_between_special_tokens=False,
             tokenizer_class="GemmaTokenizer", unk_token="<unk>", use_default_system_prompt=False,
+        )  # fmt: skip
+    elif family == "llama":
+        settings |= dict(
+            bos_token="<|begin_of_text|>", clean_up_tokenization_spaces=True,
+            eos_token="<|eot_id|>" if template else "<|end_of_text|>",
+            model_input_names=["input_ids", "attention_mask"], model_max_length=131072,
+            tokenizer_class="PreTrainedTokenizerFast",
         )  # fmt: skip
     else:
         settings |= dict(

@@ -1,17 +1,25 @@
-"""The action expert: two streams are one sequence, by any attention; flow matching; the toy."""
+"""Test the action expert: two streams are one sequence, flow matching, the toy task, commands."""
 
 import dataclasses
+import json
+from unittest import mock
 
+import example_action_expert as example
 import pytest
 import torch
 import torch.distributed as dist
-from measure_models import control, control_case, velocity_of
+from conftest import ROOT
+from example_action_expert import (
+    ActionExpert, Prefix, block_attention, control, control_case, flow_matching_loss, flow_time,
+    masked_attention, sample_actions, time_features, velocity_of,
+)  # fmt: skip
 from measure_vla import RingPrefix
-from test_ranks import ranks
+from test_ranks import as_script, ranks
 
-import models
 import ring_attention as ra
-from models import ActionExpert, Prefix, block_attention, flow_matching_loss, sample_actions, tiny
+from models import tiny
+
+SCRIPT = ROOT / "tests/example_action_expert.py"
 
 
 def loss_of(velocity, batch):
@@ -34,7 +42,7 @@ def _ring(rank, layout):
         model.hidden(shown, attention=prefix.record, **placed)
         return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state=batch["state"])
 
-    truth = loss_of(velocity(Prefix(block_attention(block))), batch)
+    truth = loss_of(velocity(Prefix(block)), batch)
     want = torch.autograd.grad(truth, parameters, allow_unused=True)
     index = ra.indices(P, rank, world, layout)
     placed = dict(tokens=tokens[:, index], positions=index.expand(len(tokens), -1))
@@ -47,7 +55,7 @@ def _ring(rank, layout):
             continue
         ours = ours.contiguous()
         dist.all_reduce(ours)
-        errors.append(models._relative(ours, theirs))
+        errors.append(ra.relative(ours, theirs))
     return errors
 
 
@@ -76,37 +84,46 @@ def test_padding_in_the_prefix_changes_nothing():
     positions = torch.zeros(len(tokens), 8, dtype=torch.long)
     positions[:, at] = torch.arange(6)
 
-    def rule(block):  # windows by position, as the suffix has them
-        seen = valid[:, None] & valid[:, :, None]
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            near = positions[:, :, None] - positions[:, None] < (window or 99)
-            return models.masked_attention(q, k, v, seen & near, scale=scale)
-
-        return attention
-
-    prefix = Prefix(rule(None), valid_BP=valid, positions_BP=positions)
+    prefix = Prefix(torch.zeros_like(padded), valid, positions)
     model.hidden(padded, positions=positions, attention=prefix.record)
     start = torch.full((len(tokens), 1), 6)
     got = expert(batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"])
-    assert models._relative(got, want) < 1e-12
+    assert ra.relative(got, want) < 1e-12
 
 
 @pytest.mark.quick
-def test_block_attention_is_the_rule_in_words():
+def test_padding_gives_zero_not_nan():
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    seen = torch.tensor([[[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]]).bool()
+    out = masked_attention(q, k, v, seen, scale=1.0)
+    out.sum().backward()
+    assert not out[:, :, [1, 3]].any() and out[:, :, [0, 2]].all()
+    assert not q.grad[:, :, [1, 3]].any() and all(x.grad.isfinite().all() for x in (q, k, v))
+    assert not k.grad[:, :, [1, 3]].any() and not v.grad[:, :, [1, 3]].any()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("skip_pad", [False, True])
+def test_block_attention_is_the_rule_in_words(skip_pad):
     block = torch.tensor([[0, 0, 1, 1, 1, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2]])
-    valid = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0], [1] * 8])
+    valid = torch.tensor([[1, 1, 0, 1, 1, 1, 1, 0], [1] * 8]).bool()
+    at = torch.arange(8).expand(2, 8)
+    if skip_pad:
+        at = torch.tensor([[0, 1, 1, 2, 3, 4, 5, 5], [*range(8)]])
     q, k, v = (torch.randn(2, h, 8, 4, dtype=torch.float64) for h in (4, 2, 2))
     for window in (None, 3):
-        got = block_attention(block, valid)(q, k, v, layer=0, scale=0.5, window=window)
+        attention = block_attention(block, valid, at)
+        got = attention(q, k, v, layer=0, scale=0.5, window=window)
         for b in range(2):
             for i in range(8):
                 keys = [j for j in range(8) if valid[b, i] and valid[b, j]
                         and block[b, j] <= block[b, i]
-                        and i - j < (window or 9)]  # fmt: skip
+                        and at[b, i] - at[b, j] < (window or 9)]  # fmt: skip
                 for h in range(4):
                     score = (k[b, h // 2, keys] @ q[b, h, i] * 0.5).softmax(0)
                     assert torch.allclose(got[b, h, i], score @ v[b, h // 2, keys], atol=1e-14)
+        last = attention(q[:, :, -3:], k, v, layer=0, scale=0.5, window=window)
+        assert torch.allclose(last, got[:, :, -3:], atol=1e-14)
 
 
 @pytest.mark.quick
@@ -114,7 +131,7 @@ def test_detach_stops_the_gradient_at_the_prefix():
     model, expert, batch = control_case(torch.float64)
     tokens, start = batch["tokens"], torch.full((3, 1), 6)
     for detach in (False, True):
-        prefix = Prefix(block_attention(torch.zeros_like(tokens)), detach=detach)
+        prefix = Prefix(torch.zeros_like(tokens), detach=detach)
         model.hidden(tokens, attention=prefix.record)
         out = expert(
             batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"]
@@ -148,7 +165,7 @@ def test_euler_follows_the_true_field_to_the_actions():
 
 @pytest.mark.quick
 def test_flow_times_are_beta_distributed():
-    tau = models.flow_time((torch.arange(100_000).double() + 0.5) / 100_000)
+    tau = flow_time((torch.arange(100_000).double() + 0.5) / 100_000)
     s = 1 - tau / 0.999  # Beta(1.5, 1): mean 0.6, P(s < x) = x^1.5
     assert s.mean().item() == pytest.approx(0.6, abs=1e-4)
     assert (s < 0.3).double().mean().item() == pytest.approx(0.3**1.5, abs=1e-4)
@@ -157,7 +174,7 @@ def test_flow_times_are_beta_distributed():
 @pytest.mark.quick
 def test_time_features_have_unit_circles_and_their_periods():
     tau = torch.tensor([0.0, 0.004, 1.0], dtype=torch.float64)
-    x = models.time_features(tau, 8)
+    x = time_features(tau, 8)
     assert torch.allclose(x[:, :4] ** 2 + x[:, 4:] ** 2, torch.ones(3, 4).double())
     assert torch.allclose(x[0], x.new_tensor([0.0] * 4 + [1.0] * 4))
     assert x[1, 0].abs() < 1e-12 and x[1, 4] == pytest.approx(1)  # a whole period of 0.004
@@ -182,8 +199,29 @@ def test_an_expert_that_does_not_fit_is_named():
         ActionExpert(tiny("qwen3_moe"), action_dim=2)
 
 
+# The commands ----------------------------------------------------------------------------------
+
+
+def test_the_check_passes_and_fails(capsys, tmp_path):
+    code, out, err = as_script(SCRIPT, "check", cwd=tmp_path)
+    assert code == 0 and 0 < float(out.split()[-1]) <= 1e-12, err
+
+    def without_windows(*tokens):
+        attention = block_attention(*tokens)
+        return lambda q, k, v, /, *, window=None, **options: attention(q, k, v, **options)
+
+    def not_a_number(*tokens):
+        return lambda q, k, v, /, **options: torch.full_like(q, torch.nan)
+
+    for fault in (without_windows, not_a_number):
+        with mock.patch.object(example, "block_attention", fault):
+            assert example.main(["check"]) == 1
+    assert example.main([]) == example.main(["check", "control"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
 def test_the_toy_task_is_being_learnt(capsys):
-    """In a third of its steps; behind `-m slow` to its end."""
+    """Train a third of the steps. The slow test below trains all of them."""
     control(steps=130)
     lines = capsys.readouterr().out.splitlines()
     first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
@@ -191,8 +229,10 @@ def test_the_toy_task_is_being_learnt(capsys):
 
 
 @pytest.mark.slow
-def test_the_toy_task_is_learnt(capsys):
-    assert models.main(["control"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_toy_task_is_learnt(tmp_path):
+    code, out, err = as_script(SCRIPT, "control", cwd=tmp_path)
+    assert code == 0, err
+    lines = out.splitlines()
     first, last = (float(line.split()[-1]) for line in (lines[0], lines[-2]))
     assert last < 0.15 < 1 < first
+    assert json.loads(lines[-1])["ok"]

@@ -41,6 +41,7 @@ def test_the_whole_file_runs_its_core_too(path):
 
 SLIPS = {  # a line of each core, and a wrong one
     "ring_attention": ("    return ds_BHqk @ k_BHkD,", "    return 2 * ds_BHqk @ k_BHkD,"),
+    "models": ("weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
     "tree_attention": ("visit(child, state, path)", "visit(child, None, path)"),
 }
 

@@ -1,7 +1,7 @@
-"""Decoding: a step without modules is `extend`'s, for every family that has one and every cache."""
+"""Generation: slots, turns and forks change no token, and the cache holds what it needs."""
 
 import copy
-import math
+import weakref
 
 import pytest
 import torch
@@ -9,132 +9,211 @@ from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from models import FULL, SLIDING, PlainStep, Row, extend, generate, prefill, tiny_model
+from models import FULL, SLIDING, Batch, Row, forward_with_cache, generate, prefill, tiny_model
 from parallel import Grid, Plan, split_for_decoding
 
 pytestmark = pytest.mark.quick
 CASES = {
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "gemma3_text": ("gemma3_text", {}),
+    **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
     "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),
     "softcap": ("gemma3_text", dict(final_logit_softcapping=1.5)),
     "sliding qwen": ("qwen2", dict(layer_types=(SLIDING, FULL), sliding_window=3)),
     "one key head": ("qwen3", dict(num_attention_heads=3, num_key_value_heads=1)),
-    "dynamic": ("qwen3", dict(max_position_embeddings=8, rope_parameters={
-        FULL: dict(rope_type="dynamic", rope_theta=100.0, factor=4.0)})),
-}  # fmt: skip
-MODULES = {"qwen3_moe": ("qwen3_moe", {})}  # these decode by their modules
-PROMPTS = {
-    "one row": [[4]],
-    "of one length": [[1, 2, 3], [4, 5, 6]],
-    "of unequal lengths": [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]],
 }
+STARTS = {
+    "shared": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]],
+    "distinct": [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3], [9, 10, 11], [8, 1]],
+}
+ENDS = tuple(range(1, 53, 3))  # a third of the vocabulary
+NEW = 16
 
 
-def model_of(name, dtype=torch.float64):
-    model_type, changes = (CASES | MODULES)[name]
-    model = tiny_model(model_type, seed=3, dtype=dtype, **changes)
-    with torch.no_grad():  # biases begin as zeros, and a bias that is left out would not show
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+def model_of(name):
+    model_type, changes = CASES[name]
+    return tiny_model(model_type, seed=3, **changes)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=list(PROMPTS))
+class Talk(Row):
+    """A conversation that forks at the end of its first turn, and ends with its third."""
+
+    def __init__(self, prompt, draws, place=()):
+        super().__init__(prompt, draws)
+        self.place, self.turns = place, 0
+
+    def reply(self):
+        """Queue the next turn, and return whether there is one."""
+        self.turns += 1
+        self.queue.extend([5, 6, 7, 50][: len(self.tokens) % 5])
+        return self.turns < 3
+
+    def fork(self):
+        if not self.reply():
+            return []
+        other = copy.deepcopy(self)
+        other.draws = other.draws[::-1]
+        self.place, other.place = (*self.place, 0), (*self.place, 1)
+        return [self, other] if self.turns == 1 else [self]
+
+
+def talks(starts="shared"):
+    draws = torch.rand(5, NEW, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    rows = zip(STARTS[starts], draws.tolist(), strict=True)
+    return [Talk(prompt, own, (n,)) for n, (prompt, own) in enumerate(rows)]
+
+
+def require_same(rows, truth):
+    def told(row):
+        return row.tokens, row.mask, row.truncated, row.turns, row.new
+
+    assert [told(row) for row in rows] == [told(row) for row in truth]
+    for a, b in zip(rows, truth):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-12, rel=0)
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """All caches that are fed one token a row, with the number of rows of each forward."""
+    fed, forward = [], models.forward_with_cache
+
+    def watched(model, cache, tokens, counts=None):
+        logits = forward(model, cache, tokens, counts)
+        if counts is None:
+            fed.append((len(cache.lengths), max(x.shape[1] for x in cache.layers.values())))
+        return logits
+
+    monkeypatch.setattr(models, "forward_with_cache", watched)
+    return fed
+
+
+# Slots -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0])
+@pytest.mark.parametrize("starts", STARTS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_extend(name, prompts, shared):
-    torch.manual_seed(0)
+def test_slots_change_no_token_and_no_logprob(name, starts, temperature, caches):
     model = model_of(name)
-    step = model.one_token_step()
-    assert isinstance(step, PlainStep)
-    caches = [prefill(model, prompts)[0] for _ in range(2)]
-    if shared:
-        for cache in caches:
-            cache.share([*range(len(prompts)), 0, 0])
-    for n in range(9):
-        tokens = torch.randint(53, (len(caches[0].lengths.of_B), 1))
-        truth = extend(model, caches[0], tokens)
-        assert (step(caches[1], tokens) - truth).abs().max() < 1e-12 * truth.abs().max()
-        assert caches[0].lengths.of_B.equal(caches[1].lengths.of_B)
-        if n == 4:
-            for cache in caches:
-                cache.select([0, 0])
+    options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS)
+    truth = generate(model, talks(starts), **options)
+    assert len({row.new for row in truth}) > 1
+    for row in truth:  # the log-probs are those of a forward of the whole row
+        logp = (model(torch.tensor([row.tokens[:-1]]))[0] / (temperature or 1)).log_softmax(-1)
+        logp = logp.gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0].detach()
+        assert row.logprobs == pytest.approx((logp * torch.tensor(row.mask)).tolist(), abs=1e-12)
+    for slots in (1, 2, 3):
+        caches.clear()
+        require_same(generate(model, talks(starts), slots=slots, **options), truth)
+        assert all(rows <= stored <= slots for rows, stored in caches)
 
 
-def test_in_float32_a_step_is_as_near_to_the_truth_as_extend():
-    torch.manual_seed(0)
-    exact = model_of("qwen3")
-    model = copy.deepcopy(exact).to(torch.float32)
-    exact.load_state_dict(model.state_dict())
-    caches = [prefill(m, PROMPTS["of unequal lengths"])[0] for m in (exact, model, model)]
-    steps = extend_of(exact), extend_of(model), model.one_token_step()
-    errors = torch.zeros(2)
-    for _ in range(20):
-        tokens = torch.randint(53, (3, 1))
-        truth, *found = (step(cache, tokens) for step, cache in zip(steps, caches, strict=True))
-        errors += torch.stack([(x - truth).norm() / truth.norm() for x in found])
-    assert 0 < errors[1] < 2 * errors[0]
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0])
+@pytest.mark.parametrize("starts", STARTS)
+@pytest.mark.parametrize("name", CASES)
+def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperature, caches):
+    model, asked = model_of(name), []
+    options = dict(max_new_tokens=NEW, temperature=temperature, end=ENDS, after=Talk.fork)
+    options |= dict(ending=lambda rows: asked.append(len(rows)))
+    truth = generate(model, talks(starts), **options)
+    assert len(truth) > 5 and [row.place for row in truth] == sorted(row.place for row in truth)
+    turns, asked[:] = sum(asked), []
+    for slots in (2, 3, 5):
+        caches.clear()
+        branches = dict(slots=slots, branches=lambda row: 1 if row.turns else 2)
+        require_same(generate(model, talks(starts), **options, **branches), truth)
+        assert all(rows <= stored <= slots for rows, stored in caches)
+        assert sum(asked) == turns and (slots < 5 or max(asked) > 1)  # all rows in one call
+        asked.clear()
 
 
-def extend_of(model):
-    return lambda cache, tokens: extend(model, cache, tokens)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_waiting_row_takes_the_slot_of_an_ended_row_at_the_next_token(slots, monkeypatch):
+    rows, draw, used = talks(), Batch.draw, []
+
+    def watched(self, *options):
+        waiting = [row for row in rows if not row.new and row not in [x for _, x in self.rows]]
+        assert len(self.rows) == slots or not waiting
+        used.append(len(self.rows))
+        return draw(self, *options)
+
+    monkeypatch.setattr(Batch, "draw", watched)
+    generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=slots)
+    assert sum(used) == sum(row.new for row in rows) and len(used) >= sum(used) / slots
 
 
-# Models that decode by their modules -------------------------------------------------------------
+def test_a_prompt_is_computed_once_and_kept_while_rows_need_it(monkeypatch):
+    rows, go_on, computed, kept = talks(), Batch.go_on, [], []
+    hidden = models.Transformer.hidden
+
+    def watched(self, going):
+        go_on(self, going)
+        needed = {row.tokens[0] for row in rows if not row.new} | {x.tokens[0] for *_, x in going}
+        kept.append(len(self.prompts.lengths))
+        assert kept[-1] <= len(needed)
+
+    def counted(self, tokens, **options):
+        computed.extend(tokens[:, 0].tolist())
+        return hidden(self, tokens, **options)
+
+    monkeypatch.setattr(Batch, "go_on", watched)
+    monkeypatch.setattr(models.Transformer, "hidden", counted)
+    generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=2)
+    assert len(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
+    assert kept[-1] == 0 < max(kept)
 
 
-def _with_hook(model):
-    model.model.layers[0].register_forward_hook(lambda *args: None)
+# The cache's memory ------------------------------------------------------------------------------
 
 
-def _with_forward(model):
-    model.model.layers[0].mlp.forward = lambda x, balance=None: x
+class Live(TorchDispatchMode):
+    """Measures a cache's stores and the results of operations that still exist, in bytes."""
+
+    def __init__(self, cache):
+        super().__init__()
+        self.cache, self.results, self.worst = cache, weakref.WeakValueDictionary(), 0.0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        found = out if isinstance(out, tuple | list) else (out,)
+        self.results.update({id(x): x for x in found if isinstance(x, torch.Tensor)})
+        stores = list(self.cache.layers.values())
+        self.worst = max(self.worst, held([*stores, *self.results.values()]) / held(stores))
+        return out
 
 
-def _with_hidden(model):
-    model.hidden = model.hidden
+def held(tensors):
+    """Return the bytes of the tensors' storages."""
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
-def _with_module(model):
-    class Other(torch.nn.Linear):
-        pass
-
-    model.lm_head.__class__ = Other
-
-
-def _compiled(model):
-    model.model.layers[0].compile(backend="eager")
-
-
-def _of_two_dtypes(model):
-    model.lm_head.to(torch.float32)
-
-
-def _in_bfloat16(model):
-    model.to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_a_cache_never_holds_a_second_copy_of_itself(name):
+    changes = dict(num_hidden_layers=16)
+    if name == "mistral":
+        changes |= dict(layer_types=(SLIDING,) * 16, sliding_window=250)
+    model = tiny_model(name, **changes)
+    cache, _ = prefill(model, [[5] * (200 - n) for n in range(8)])
+    with Live(cache) as live:
+        forward_with_cache(model, cache, torch.ones(8, 1).long())  # the stores grow
+        for rows in range(7, 0, -1):
+            cache.select([*range(1, rows + 1)])  # the worst order: all rows change places
+            forward_with_cache(model, cache, torch.ones(rows, 1).long())
+    assert 1.05 < live.worst <= 1.15  # one layer of 16 at a time
 
 
-CHANGES = [
-    _with_hook, _with_forward, _with_hidden, _with_module, _compiled, _of_two_dtypes, _in_bfloat16,
-]  # fmt: skip
+# Turns, queues, weights --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_decodes_by_its_modules(change):
-    model = model_of("qwen2")
-    assert isinstance(model.one_token_step(), PlainStep)
-    change(model)
-    assert not isinstance(model.one_token_step(), PlainStep)
-
-
-def test_experts_and_large_models_decode_by_their_modules(monkeypatch):
-    assert not isinstance(tiny_model("qwen3_moe").one_token_step(), PlainStep)
-    model = model_of("qwen2")
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    monkeypatch.setattr(models, "COPIED", size - 1)
-    assert not isinstance(model.one_token_step(), PlainStep)
+@pytest.mark.parametrize("temperature", [0.7, 0])
+@pytest.mark.parametrize("name", CASES)
+def test_the_core_generates_the_same_rows(name, temperature):
+    model, options = model_of(name), dict(max_new_tokens=NEW, temperature=temperature, end=ENDS)
+    rows, truth = talks(), talks()
+    for row in (rows[1], truth[1]):
+        row.queue.extend([4, 2])  # tokens that nobody sampled end no turn
+    models.simple_generate(model, truth, **options, after=Talk.reply)
+    generate(model, rows, **options, slots=2, after=lambda row: [row] if row.reply() else [])
+    require_same(rows, truth)
 
 
 def test_new_weights_are_used_by_the_next_call():
@@ -152,9 +231,6 @@ def test_new_weights_are_used_by_the_next_call():
     assert found[0] != found[1]
 
 
-# Queued tokens ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", [-1, 53])
 @pytest.mark.parametrize("later", [False, True])
 def test_a_queued_token_outside_of_the_vocabulary_is_named(token, later):
@@ -167,117 +243,16 @@ def test_a_queued_token_outside_of_the_vocabulary_is_named(token, later):
     if not later:
         after(row)
     every = tuple(range(53))
-    with pytest.raises(ValueError, match=rf"queued tokens must be of 0..52, got \[3, {token}\]"):
+    with pytest.raises(ValueError, match=rf"token id {token} at row 0, column 0 .* ids are 0..52"):
         generate(model_of("qwen3"), [row], max_new_tokens=9, seed=0, end=every, after=after)
 
 
-# Ahead of Python -------------------------------------------------------------------------------
+# Python and the device ---------------------------------------------------------------------------
 
-STARTS = [[1, 2, 3, 4, 5, 6, 7], [8], [1, 2, 3, 4, 5, 6, 7], [9, 10, 11], [8]]
-ENDS = tuple(range(0, 53, 2))  # half of the vocabulary
-
-
-class Talk(Row):
-    """A conversation that forks at the end of its first turn, and ends with its third."""
-
-    def __init__(self, prompt, draws):
-        super().__init__(prompt, draws)
-        self.turns = 0
-
-    def reply(self):
-        self.turns += 1
-        if self.turns == 3:
-            return []
-        self.queue.extend([5, 6, 7, 50][: len(self.tokens) % 5])
-        if self.turns == 2:
-            return [self]
-        other = copy.deepcopy(self)
-        other.draws = other.draws.flip(0)
-        return [self, other]
-
-
-def talks(model, look_every, temperature, **options):
-    """What came of each conversation, in the order in which `generate` returns them."""
-    draws = torch.rand(len(STARTS), 16, dtype=torch.float64, generator=seeded(5))
-    asked = []
-    rows = generate(
-        model, [Talk(prompt, own) for prompt, own in zip(STARTS, draws, strict=True)],
-        max_new_tokens=16, temperature=temperature, end=ENDS, look_every=look_every,
-        ending=lambda rows: asked.append(len(rows)), after=Talk.reply, **options,
-    )  # fmt: skip
-    ends = sum(row.tokens[-1] in ENDS and row.mask[-1] for row in rows)
-    return rows, asked, ends
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def told(rows):
-    return [(row.tokens, row.mask, row.truncated, row.turns, row.new) for row in rows]
-
-
-@pytest.mark.parametrize("temperature, top_k", [(1.0, None), (0.7, 9), (0, None)])
-@pytest.mark.parametrize("name", CASES | MODULES)
-def test_looking_less_often_changes_nothing(name, temperature, top_k):
-    torch.manual_seed(0)
-    model = model_of(name)
-    if name == "dynamic":  # its rows need positions, and get them
-        model.config.max_position_embeddings = 64
-    rows, asked, ends = talks(model, 1, temperature, top_k=top_k)
-    assert len(rows) > len(STARTS), "some have forked"
-    if temperature:
-        assert len({len(row.tokens) for row in rows}) > 2 and ends > 0
-    for look_every in (3, 8, 50):
-        less, asked_less, _ = talks(model, look_every, temperature, top_k=top_k)
-        assert told(less) == told(rows)
-        for a, b in zip(less, rows, strict=True):
-            for key in ("logprobs", "full_logprobs"):
-                apart = torch.tensor([getattr(a, key), getattr(b, key)]).diff(dim=0).abs().max()
-                assert apart < 1e-12
-        assert sum(asked_less) == sum(asked) and len(asked_less) <= len(asked)
-
-
-def test_rows_come_back_by_length_and_then_in_their_order():
-    torch.manual_seed(0)
-    rows, *_ = talks(model_of("qwen3"), 1, 1.0)
-    assert [row.new for row in rows] == sorted(row.new for row in rows)
-
-
-@pytest.mark.parametrize("name", CASES | MODULES)
-def test_tokens_that_are_given_back_leave_nothing_behind(name):
-    """A cache that was fed 4 tokens too many, of which rows give back 4, 0 and 3."""
-    torch.manual_seed(0)
-    model = model_of(name)
-    prompts, back = PROMPTS["of unequal lengths"], torch.tensor([4, 0, 3])
-    cache, _ = prefill(model, prompts, slack=4)
-    cache.share([0, 1, 2])
-    rows = [list(prompt) for prompt in prompts]
-    for _ in range(6):
-        fed = torch.randint(53, (3, 4))
-        for token in fed.T:
-            extend(model, cache, token[:, None])
-        cache.advance(-back)
-        rows = [row + some[: 4 - n].tolist() for row, some, n in zip(rows, fed, back, strict=True)]
-        assert cache.lengths.of_B.tolist() == [len(row) for row in rows]
-        next_token = torch.randint(53, (3, 1))
-        found = extend(model, cache, next_token)
-        rows = [[*row, int(token)] for row, token in zip(rows, next_token, strict=True)]
-        if name != "dynamic":  # whose angles are those of the longest row
-            truth = torch.stack([model(torch.tensor([row]))[0, -1] for row in rows])
-            assert (found - truth).abs().max() < 1e-12 * truth.abs().max()
-
-
-def test_a_ring_has_so_many_slots_more_as_tokens_can_be_given_back():
-    torch.manual_seed(0)
-    model = model_of("gemma3_text")
-    rings = []
-    for slack in (0, 5):
-        cache, _ = prefill(model, [[1, 2, 3]], slack=slack)
-        for _ in range(60):
-            extend(model, cache, torch.tensor([[1]]))
-        rings.append(cache.layers[0].shape[3])
-    assert rings == [4, 9]
+WAITING = (
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal,
+    torch.ops.aten.unique_dim, torch.ops.aten._unique2,
+)  # fmt: skip
 
 
 def waits(function):
@@ -302,70 +277,28 @@ def waits(function):
     return count
 
 
-WAITING = (
-    torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal,
-    torch.ops.aten.unique_dim, torch.ops.aten._unique2,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "sliding qwen"])
-def test_python_waits_once_for_several_tokens(name, modules, monkeypatch):
-    torch.manual_seed(0)
-    model = model_of(name)
-    if modules:  # as on a GPU, where ids are checked by the device
-        model.one_token_step = lambda: models.extend_one_token(model)
-        monkeypatch.setattr(models, "require_tokens_in_vocabulary", lambda *args, **how: None)
-    prompts = [[1, 2, 3, 4, 5], [6], [1, 2, 3, 4, 5]]
-
-    def run(new, look_every):
-        return waits(lambda: generate(
-            model, prompts, max_new_tokens=new, seed=0, look_every=look_every))  # fmt: skip
-
-    begin = run(1, 1)
-    assert run(33, 1) == begin + 32
-    assert run(33, 8) == begin + 4
-    assert run(33, 33) == begin
-
-
-def test_look_every_is_a_number_of_tokens():
-    with pytest.raises(ValueError, match="look_every must be at least 1, got 0"):
-        generate(model_of("qwen3"), [[1]], max_new_tokens=2, seed=0, look_every=0)
-
-
-def test_a_gpu_is_asked_every_eighth_token():
-    model = model_of("qwen3")
-    assert models.checked_look_every(None, model) == 1
-    with torch.device("meta"):
-        elsewhere = models.Transformer(model.config)
-    assert models.checked_look_every(None, elsewhere) == 8
-    assert models.checked_look_every(3, elsewhere) == 3
-    assert models.checked_look_every(3, model_of("dynamic")) == 1
+def test_python_waits_only_for_the_tokens_and_their_logprobs(name, monkeypatch):
+    # As on a GPU, where the device checks the ids.
+    monkeypatch.setattr(models, "require_tokens_in_vocabulary", lambda *args, **how: None)
+    model, draws = model_of(name), [0.5] * 33
+    for slots, forwards in (None, 33), (2, 66):
+        rows = [Row(prompt, draws) for prompt in ([1, 2, 3, 4, 5], [6], [1, 2, 3, 4, 5])]
+        options = dict(max_new_tokens=33, slots=slots)
+        assert waits(lambda: generate(model, rows, **options)) == 2 * forwards  # noqa: B023
 
 
 def _talks_of_a_plan(rank, plan):
-    """What is told, and log-probs, with a look at every third token, on this rank."""
-    torch.manual_seed(0)
+    """Conversations in three slots, on this rank."""
     model = model_of("gemma3_text").requires_grad_(False)
     if plan:
         grid = Grid.make(Plan.parse(plan))
         split_for_decoding(model, grid.plan, device_mesh=grid)
-    rows, *_ = talks(model, 3, 1.0)
-    return told(rows), [row.logprobs for row in rows]
+    options = dict(slots=3, branches=lambda row: 1 if row.turns else 2, after=Talk.fork)
+    return generate(model, talks(), max_new_tokens=NEW, end=ENDS, **options)
 
 
-def test_a_generator_split_by_t_may_look_less_often(tmp_path):
-    truth, true_logprobs = _talks_of_a_plan(0, "")
-    for rows, logprobs in ranks(tmp_path, 2, _talks_of_a_plan, "t2"):
-        assert rows == truth
-        for some, true in zip(logprobs, true_logprobs, strict=True):
-            assert (torch.tensor(some) - torch.tensor(true)).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("vocab", [11, 300, 40001])
-def test_a_row_of_nan_draws_a_token_whose_logprob_is_nan(vocab):
-    logits = torch.randn(2, vocab)
-    logits[1] = math.nan
-    drawn = models.sample(logits, torch.tensor([0.5, 0.999], dtype=torch.float64), temperature=1.0)
-    assert 0 <= drawn.tokens.min() and drawn.tokens.max() < vocab
-    assert drawn.logprobs.isfinite().tolist() == [True, False]
+def test_a_generator_split_by_t_forks_alike(tmp_path):
+    truth = _talks_of_a_plan(0, "")
+    for rows in ranks(tmp_path, 2, _talks_of_a_plan, "t2"):
+        require_same(rows, truth)

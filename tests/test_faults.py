@@ -804,7 +804,7 @@ def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(
 
 
 def test_a_run_that_trains_nothing_says_so(tmp_path):
-    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --temperature 1e-300")
+    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --temperature 1e-320")
     assert codes == [2] and "step 0: no finite token" in err[0] and "--temperature" in err[0]
     flags = f"{TINY} --out other --steps 2 --dynamic-sampling --entropy-coef 0 --max-new-tokens 1"
     _, err = good(tmp_path, flags)

@@ -7,7 +7,7 @@ from test_ranks import ranks
 
 import models
 import ring_attention as ra
-from models import packed_attention, tiny_model
+from models import packed_attention, relative_error, tiny_model
 
 LENGTHS = (7, 1, 6, 12, 5)
 
@@ -36,16 +36,15 @@ def test_interval_masks_and_packed_attention_are_one_rule(model_type):
     model, tokens, positions, ids, upstream = packed_case(model_type)
     mask = ra.Mask.documents(doc_ids=ids)
 
-    def interval(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        options = dict(scale=scale, softcap=softcap)
-        return ra.attend(q, k, v, mask.with_window(window), **options)[0]
+    def interval(q, k, v, /, *, layer, scale, window=None):
+        return ra.attend(q, k, v, mask.with_window(window), scale=scale)[0]
 
     found = []
     for attention in (interval, packed_attention(doc_ids=ids)):
         out = model.hidden(tokens, positions=positions, attention=attention)
         found.append((out.detach()[ids >= 0], *gradients(model, out, upstream)))
     for a, b in zip(*found):
-        assert models._relative(a, b) < 1e-12 < models._relative(0 * a, b)
+        assert relative_error(a, b) < 1e-12 < relative_error(0 * a, b)
 
 
 def _ring(rank, model_type, layout, method):
@@ -55,17 +54,17 @@ def _ring(rank, model_type, layout, method):
     want = gradients(model, truth, upstream)
     index, mask = ra.indices(ids.shape[1], rank, world, layout), ra.Mask.documents(doc_ids=ids)
 
-    def ring(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        options = dict(layout=layout, method=method, scale=scale, softcap=softcap)
+    def ring(q, k, v, /, *, layer, scale, window=None):
+        options = dict(layout=layout, method=method, scale=scale)
         return ra.ring_attention(q, k, v, mask=mask.with_window(window), **options)
 
     out = model.hidden(tokens[:, index], positions=positions[:, index], attention=ring)
     real = ids[:, index] >= 0
-    errors.append(models._relative(out.detach()[real], truth.detach()[:, index][real]))
+    errors.append(relative_error(out.detach()[real], truth.detach()[:, index][real]))
     for ours, theirs in zip(gradients(model, out, upstream[:, index]), want, strict=True):
         ours = ours.contiguous()
         dist.all_reduce(ours)
-        errors.append(models._relative(ours, theirs))
+        errors.append(relative_error(ours, theirs))
     return errors
 
 

@@ -91,10 +91,9 @@ def attention(document_1S, group):
         return models.packed_attention(doc_ids=document_1S)
     mask = ring_attention.Mask.documents(doc_ids=document_1S)
 
-    def ring(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        return ring_attention.ring_attention(
-            q, k, v, group=group, mask=mask.with_window(window), scale=scale, softcap=softcap
-        )
+    def ring(q, k, v, /, *, layer, scale, window=None):
+        options = dict(group=group, mask=mask.with_window(window), scale=scale)
+        return ring_attention.ring_attention(q, k, v, **options)
 
     return ring
 
@@ -255,7 +254,7 @@ class _Incomplete(torch.nn.Module):
 
 ABSENT = {
     "d2": ".logprobs .config.intermediate_size .hidden(.., attention=)",
-    "t2": ".logprobs .config.intermediate_size .head_rows .head_weight .model.norm .lm_head "
+    "t2": ".logprobs .config.intermediate_size .lm_head_shard .head_weight .model.norm .lm_head "
     ".config.vocab_size .config.tie_word_embeddings .hidden(.., attention=) "
     ".model.layers[0].mlp.up_proj.weight .model.layers[1].self_attn.q_proj.weight",
     "p2": ".logprobs .config.intermediate_size .attention .require_tokens .model.norm .lm_head "

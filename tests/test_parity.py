@@ -57,7 +57,11 @@ SIZES = dict(
     max_position_embeddings=64, pad_token_id=None,
 )  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LLAMA3 = ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                 "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
 FAMILIES = {
+    "llama": dict(model_type="llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3),
+    "mistral": dict(model_type="mistral", head_dim=10, sliding_window=7, rope_parameters=ROPE),
     "qwen2": dict(model_type="qwen2", rope_parameters=ROPE),
     # 57 words: the vocabulary's parts under t are unequal
     "qwen3": dict(model_type="qwen3", head_dim=10, vocab_size=57, rope_parameters=ROPE),
@@ -285,6 +289,8 @@ DEFAULT = {
     "d2 fsdp": Case("d2", "gemma3", FSDP),
     "d2 zero1": Case("d2", "qwen2", ZERO1),
     "t2": Case("t2", "qwen3"),
+    "t2 llama": Case("t2", "llama"),
+    "c2 mistral": Case("c2", "mistral"),
     "c2": Case("c2", "gemma3"),
     "p2": Case("p2", "gemma3"),
     "p2 zbv": Case("p2", "qwen3", ZBV),

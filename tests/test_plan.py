@@ -327,7 +327,7 @@ def _kept(text, kind, dtype, layers, mixed):
     options = {}
     if mixed:
         options["compute_dtype"] = torch.bfloat16
-        model.states_dtype = dtype
+        model.residual_dtype = dtype
     model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan), **options)
     if mixed:
         parallel.LocalOptimizer(model, torch.optim.AdamW)
@@ -344,19 +344,25 @@ def _kept(text, kind, dtype, layers, mixed):
     return sum(size for pointer, size in seen.items() if pointer not in own)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("case", ["float32", "bfloat16", "mixed"])
 @pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
-def test_activations_are_what_is_kept(text, kind, dtype):
+def test_activations_are_what_is_kept(text, kind, case):
     """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
     plan = Plan.parse(text)
-    mixed = dtype == "mixed"
-    dtype = torch.float32 if mixed else getattr(torch, dtype)
+    mixed = case == "mixed"
+    dtype = torch.float32 if mixed else getattr(torch, case)
     args = text, kind, dtype
     kept = [max(ring.launch(plan.world, _kept, *args, layers, mixed)) for layers in (2, 3)]
     config = measure_parallel.build(kind, dtype, **kept_shape(kind, 3)).config
     step = Step(tokens=32, micros=1, size=dtype.itemsize, ac="none", compute=2 if mixed else 0)
     rank = Rank(plan, config, step)
-    assert kept[1] - kept[0] == pytest.approx(rank.layer(), rel=0.05)
+    # On a CPU, F.rms_norm of float32 is several operations and keeps its normalized input. On CUDA
+    # it is one kernel, which does not, and neither does it in bfloat16.
+    heads = config.num_attention_heads + config.num_key_value_heads
+    widths = {"float32": 2 * config.hidden_size + heads * config.head_dim,
+              "mixed": 2 * config.hidden_size}  # fmt: skip
+    norms = 32 * 4 * widths.get(case, 0) / plan.tp
+    assert kept[1] - kept[0] == pytest.approx(rank.layer() + norms, rel=0.05)
     assert rank.activations() == 3 * rank.layer()
 
 

@@ -32,7 +32,7 @@ TINY += "--lr 0.01 --lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 
 def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
     """A model and its optimiser in mixed precision, of a plan of one rank by default."""
     plan = plan or Plan()
-    model.states_dtype = next(model.parameters()).dtype
+    model.residual_dtype = next(model.parameters()).dtype
     grid = Grid.make(plan)
     model = parallelize(model, plan, device_mesh=grid, compute_dtype=dtype, **options)
     zero = options.get("mode") == "zero1"

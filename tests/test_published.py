@@ -1,7 +1,8 @@
-"""The configurations that Qwen2.5, Qwen3 and Gemma 3 are published with, as `inspect` reads them.
+"""Read the published configurations of Llama, Mistral, Qwen and Gemma 3 as `inspect` does.
 
-Each is the released config.json, less what no reader of a model asks for (versions, names of
-classes, ids of images). No weights are here: a model on the meta device has shapes alone.
+Each one is the released config.json without the fields that no reader of a model asks for, such as
+versions, names of classes and ids of images. No weights are needed: a model on the meta device has
+shapes alone.
 """
 
 import copy
@@ -36,8 +37,52 @@ GEMMA = dict(
     ),
 )  # fmt: skip
 
+# SmolLM2 and TinyLlama are Llamas in all but name.
+LLAMA = dict(
+    bos_token_id=1, eos_token_id=2, hidden_act="silu",
+    initializer_range=0.02, model_type="llama", pretraining_tp=1, rms_norm_eps=1e-5,
+    rope_scaling=None, tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+    vocab_size=32000,
+)  # fmt: skip
+SMOLLM2 = LLAMA | dict(
+    attention_bias=False, attention_dropout=0.0, bos_token_id=0, eos_token_id=0,
+    is_llama_config=True, max_position_embeddings=8192, mlp_bias=False, rope_interleaved=False,
+    rope_theta=100000, tie_word_embeddings=True, vocab_size=49152,
+)  # fmt: skip
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+          "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
+MISTRAL = dict(
+    bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096, initializer_range=0.02,
+    intermediate_size=14336, max_position_embeddings=32768, model_type="mistral",
+    num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8, rms_norm_eps=1e-5,
+    tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True,
+)  # fmt: skip
+
 # name -> (parameters of the text model, config.json)
 PUBLISHED = {
+    "SmolLM2-135M": (134_515_008, SMOLLM2 | dict(
+        hidden_size=576, initializer_range=0.041666666666666664, intermediate_size=1536,
+        num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3)),
+    "SmolLM2-360M": (361_821_120, SMOLLM2 | dict(
+        hidden_size=960, intermediate_size=2560, num_attention_heads=15, num_hidden_layers=32,
+        num_key_value_heads=5)),
+    "TinyLlama-1.1B": (1_100_048_384, LLAMA | dict(
+        attention_bias=False, hidden_size=2048, intermediate_size=5632,
+        max_position_embeddings=2048, num_attention_heads=32, num_hidden_layers=22,
+        num_key_value_heads=4, rope_theta=10000.0)),
+    "Llama-2-7b": (6_738_415_616, LLAMA | dict(
+        hidden_size=4096, intermediate_size=11008, max_position_embeddings=4096,
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32,
+        torch_dtype="float16")),
+    "Llama-3.2-1B": (1_235_814_400, LLAMA | dict(
+        attention_bias=False, attention_dropout=0.0, bos_token_id=128000, eos_token_id=128001,
+        head_dim=64, hidden_size=2048, intermediate_size=8192, max_position_embeddings=131072,
+        mlp_bias=False, num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8,
+        rope_scaling=LLAMA3, rope_theta=500000.0, tie_word_embeddings=True, vocab_size=128256)),
+    "Mistral-7B-v0.1": (7_241_732_096, MISTRAL | dict(
+        rope_theta=10000.0, sliding_window=4096, vocab_size=32000)),
+    "Mistral-7B-v0.3": (7_248_023_552, MISTRAL | dict(
+        attention_dropout=0.0, rope_theta=1000000.0, sliding_window=None, vocab_size=32768)),
     "Qwen2.5-0.5B": (494_032_768, QWEN | dict(
         eos_token_id=151643, hidden_size=896, intermediate_size=4864, max_position_embeddings=32768,
         max_window_layers=24, model_type="qwen2", num_attention_heads=14, num_hidden_layers=24,
@@ -118,6 +163,33 @@ def test_a_published_config_is_read_as_transformers_reads_it(name):
     # The text model alone does not know the ends of turns that stand outside.
     text_config = ModelConfig.from_hf(theirs.get_text_config().to_dict())
     assert dataclasses.replace(text_config, eos_token_id=ours.eos_token_id) == ours
+
+
+ROPE = {"rope_type": "default"}
+LLAMAS = {  # name -> (head_dim, type of every layer, window, RoPE, ends)
+    "SmolLM2-135M": (64, FULL, None, ROPE | {"rope_theta": 1e5}, (0,)),
+    "SmolLM2-360M": (64, FULL, None, ROPE | {"rope_theta": 1e5}, (0,)),
+    "TinyLlama-1.1B": (64, FULL, None, ROPE | {"rope_theta": 1e4}, (2,)),
+    "Llama-2-7b": (128, FULL, None, ROPE | {"rope_theta": 1e4}, (2,)),
+    "Llama-3.2-1B": (64, FULL, None, LLAMA3 | {"rope_theta": 5e5}, (128001,)),
+    "Mistral-7B-v0.1": (128, SLIDING, 4096, ROPE | {"rope_theta": 1e4}, (2,)),
+    "Mistral-7B-v0.3": (128, FULL, None, ROPE | {"rope_theta": 1e6}, (2,)),
+}  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", LLAMAS)
+def test_a_published_llama_or_mistral_has_its_window_and_its_rope(name):
+    width, kind, window, rope, ends = LLAMAS[name]
+    config = ModelConfig.from_hf(PUBLISHED[name][1])
+    assert config.head_dim == width and config.eos_token_id == ends
+    assert config.layer_types == (kind,) * config.num_hidden_layers
+    assert config.sliding_window == window and config.rope_parameters == {kind: rope}
+    biased = config.qkv_bias, config.o_bias, config.mlp_bias
+    assert not any(biased) and not config.qk_norm and config.rms_norm_eps == 1e-5
+
+    # transformers 5 writes head_dim and rope_parameters. What we write says the same.
+    assert ModelConfig.from_hf(config.to_hf()) == config
 
 
 @pytest.mark.quick

@@ -122,6 +122,8 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
+    "python tests/example_action_expert.py check": "tests/test_action.py::"
+    "test_the_check_passes_and_fails",
     "python models.py bench --repeats 7": " --repeats 1",
     **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_recipes_have_plans_that_fit"),
     **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_results_are_what_plan_prints"),

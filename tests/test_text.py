@@ -10,6 +10,7 @@ import models
 from models import TEXT_FILES, Text, copy_text_files
 
 SETTINGS = "tokenizer_config.json"
+BOS = {"llama": "<|begin_of_text|>", "gemma3": "<bos>"}  # Qwen has none
 HELLO = [{"role": "user", "content": "Hello?"}]
 
 
@@ -130,9 +131,9 @@ def test_raw_text_is_that_of_transformers_with_one_bos(texts, theirs, family):
             raw = message["content"]
             assert text.encode(raw, bos=True) == theirs[family](raw).input_ids
             assert text.encode(raw) == theirs[family](raw, add_special_tokens=False).input_ids
-    if family == "gemma3":
-        once = text.encode("<bos>a")
-        assert text.encode("a", bos=True) == text.encode("<bos>a", bos=True) == once
+    if family in BOS:
+        once = text.encode(f"{BOS[family]}a")
+        assert text.encode("a", bos=True) == text.encode(f"{BOS[family]}a", bos=True) == once
 
 
 def test_what_is_no_utf8_is_refused_by_name(texts):
@@ -222,7 +223,9 @@ def test_without_a_template_rendering_says_so(tmp_path):
 @pytest.mark.quick
 def test_bos_is_what_the_checkpoint_says(texts, changed):
     for family in released.FAMILIES:
-        assert texts[family].bos == (2 if family == "gemma3" else None)
+        mark = BOS.get(family, "")  # "" is not a token
+        assert texts[family].bos == texts[family].tokenizer.token_to_id(mark)
+    assert texts["gemma3"].bos == 2 and texts["llama"].bos is not None
     for value, wanted in ((True, 2), (False, None), (None, 2), (..., 2)):
         directory = changed("gemma3", {"tokenizer_config.json": {"add_bos_token": value}})
         text = Text(directory)
@@ -245,7 +248,7 @@ def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
 # Turns -----------------------------------------------------------------------------------------
 
 
-TALKERS = "qwen2", "qwen3", "gemma3"  # the text of Qwen3-MoE is that of Qwen3
+TALKERS = "llama", "qwen2", "qwen3", "gemma3"  # the text of Qwen3-MoE is that of Qwen3
 
 
 def row_of(text, messages, *, answers=None):
@@ -271,7 +274,7 @@ def test_turns_one_by_one_are_the_whole_conversation(texts, family):
     text = texts[family]
     for name in ("short", "code", "marks of Gemma", "two turns", "six turns"):
         messages = CONVERSATIONS[name]
-        if name == "six turns":  # Gemma's template trims what is said
+        if name == "six turns":  # the templates of Llama and Gemma trim the content
             messages = [m | {"content": m["content"].strip()} for m in messages]
         assert row_of(text, messages) == text.prompt(messages), name
 
@@ -344,7 +347,8 @@ def test_a_template_must_write_an_answer_once(changed, times):
 @pytest.mark.quick
 @pytest.mark.parametrize("family", TALKERS)
 def test_ends_are_those_of_both_configs_and_the_templates_mark(texts, changed, family):
-    marks = ("<end_of_turn>", "<eos>") if family == "gemma3" else ("<|im_end|>", "<|endoftext|>")
+    marks = {"gemma3": ("<end_of_turn>", "<eos>"), "llama": ("<|eot_id|>", "<|end_of_text|>")}
+    marks = marks.get(family, ("<|im_end|>", "<|endoftext|>"))
     mark, document = map(texts[family].tokenizer.token_to_id, marks)
     assert texts[family].end == (mark, document)
 
@@ -393,23 +397,24 @@ DAMAGE = {
     "special_tokens_map.json is not JSON": {
         "special_tokens_map.json": "{", SETTINGS: {"added_tokens_decoder": ...}},
     "generation_config.json is not JSON": {"generation_config.json": "{'a': 1}"},
-    "generation_config.json: eos_token_id must be": {
+    "generation_config.json: eos_token_id: expected .*got '<eos>'": {
         "generation_config.json": {"eos_token_id": "<eos>"}},
-    "generation_config.json: eos_token_id must be an integer": {
-        "generation_config.json": {"eos_token_id": True}},
-    "generation_config.json: eos_token_id must be at least 0": {
-        "generation_config.json": {"eos_token_id": [-1]}},
-    "config.json: eos_token_id must be": {"config.json": {"eos_token_id": {}}},
+    "generation_config.json: eos_token_id: expected .*got \\['<eos>'\\]": {
+        "generation_config.json": {"eos_token_id": ["<eos>"]}},
+    "generation_config.json: eos_token_id: expected .*got \\[1, None\\]": {
+        "generation_config.json": {"eos_token_id": [1, None]}},
+    "/config.json: vocab_size: expected a positive integer": {"config.json": {"vocab_size": 0}},
     "no .*/config.json; expected": {"config.json": None},
-    "chat_template.jinja is no text": {"chat_template.jinja": b"\xff"},
+    "chat_template.jinja is not a text": {"chat_template.jinja": b"\xff"},
     "tokenizer_config.json: chat_template must be a string": {SETTINGS: {"chat_template": 5}},
     "tokenizer_config.json: chat_template .*with a default": {
         SETTINGS: {"chat_template": NAMED[:1]}},
     "chat_template.jinja fails: TemplateSyntaxError": {"chat_template.jinja": "{% if %}"},
     "tokenizer_config.json fails: TemplateSyntaxError": {SETTINGS: {"chat_template": "{{"}},
-    "tokenizer_config.json: bos_token must be": {SETTINGS: {"bos_token": 2}},
-    "tokenizer_config.json: content must be": {SETTINGS: {"bos_token": {"content": 2}}},
-    "tokenizer_config.json: add_bos_token must be": {SETTINGS: {"add_bos_token": "yes"}},
+    "tokenizer_config.json: bos_token: expected .*got 2": {SETTINGS: {"bos_token": 2}},
+    "tokenizer_config.json: content: expected .*got 2": {SETTINGS: {"bos_token": {"content": 2}}},
+    "tokenizer_config.json: add_bos_token: expected .*got 'yes'": {
+        SETTINGS: {"add_bos_token": "yes"}},
     "tokenizer_config.json has add_bos_token, but": {SETTINGS: {"bos_token": None}},
 }  # fmt: skip
 
