@@ -353,16 +353,18 @@ def test_shared_prompts_change_nothing(seed):
 
 @pytest.mark.quick
 def test_a_bfloat16_cache_of_shared_prompts_is_as_exact_as_one_of_copies():
-    truth, low = model_of(), model_of(dtype=torch.bfloat16)
-    with torch.no_grad():
-        for p, q in zip(truth.parameters(), low.parameters()):
-            p.copy_(q)
-    prompt, errors = documents(lengths=(12,))[0].tolist(), []
+    generator, errors = torch.Generator().manual_seed(0), []
+    q, k, v = (3 * torch.randn(1, h, 40, 16, generator=generator).bfloat16() for h in (4, 2, 2))
+    row, options = [0] * 4, dict(layer=0, scale=1.0)
     for share in (True, False):
-        cache = KVCache()
-        cache.begin(models.prefill(low, [prompt])[0], [0] * 4, share=share)
-        got = forward_with_cache(low, cache, torch.tensor([[5], [6], [7], [8]]))
-        errors.append(relative(got, full_forward(truth, [[*prompt, t] for t in (5, 6, 7, 8)])))
+        prompt, cache = KVCache(1), KVCache()
+        prompt.attention(q[:, :, :39], k[:, :, :39], v[:, :, :39], **options)
+        prompt.lengths = [39]
+        cache.begin(prompt, row, share=share)
+        assert bool(prompt.layers) == share  # rows that do not share take the keys over
+        got = cache.attention(*(x[row, :, 39:] for x in (q, k, v)), **options)
+        truth = ATTEND(*(x.double() for x in (q[:, :, 39:], k, v)), scale=1.0, enable_gqa=True)
+        errors.append(relative(got, truth.expand(4, -1, -1, -1)))
     assert errors[0] < 1.5 * errors[1]
 
 
@@ -391,7 +393,7 @@ def test_a_row_does_not_depend_on_its_batch():
     together = rows()
     generate(model, together, max_new_tokens=12, temperature=1.0)
     for alone, row in zip(rows(), together):
-        generate(model, [alone], max_new_tokens=12, temperature=1.0)
+        generate(model, [alone], max_new_tokens=12, temperature=1.0, seed=5)  # its draws stay
         assert alone.tokens == row.tokens
         assert np.allclose(alone.logprobs, row.logprobs, rtol=0, atol=1e-12)
 
@@ -517,7 +519,8 @@ def test_bf16_model_keeps_float32_rope_angles():
     assert cos.dtype == sin.dtype == torch.float32
     # Float32 angles of size 1e5 are exact to 1e5 * 2^-24 = 6e-3. Bfloat16 angles would be random.
     assert (cos[:, :, 0, :4] - angles.cos()).abs().max() < 1e-2 and cos[..., :4].equal(cos[..., 4:])
-    assert (sin[:, :, 0, 4:] - angles.sin()).abs().max() < 1e-2 and sin[..., 4:].equal(-sin[..., :4])
+    assert (sin[:, :, 0, 4:] - angles.sin()).abs().max() < 1e-2
+    assert sin[..., 4:].equal(-sin[..., :4])
 
 
 @pytest.mark.quick
