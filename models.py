@@ -466,10 +466,9 @@ def simple_generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), aft
     after: after(row), called at the end of a turn. If it returns true, the row goes on, with what
         `after` has put into its queue. Default: every row ends with its first turn.
     """
-    cache = SimpleCache(len(rows), max(len(row.tokens) for row in rows) + max_new_tokens)
+    fresh = [torch.tensor(row.tokens) for row in rows]  # tokens that the cache does not hold
+    cache = SimpleCache(len(rows), max(len(tokens) for tokens in fresh) + max_new_tokens)
     while rows:
-        # Feed the tokens that the cache does not hold: the prompts, then one token of each row.
-        fresh = [torch.tensor(row.tokens[n:]) for row, n in zip(rows, cache.lengths)]
         tokens_BS = nn.utils.rnn.pad_sequence(fresh, batch_first=True)
         counts = [len(tokens) for tokens in fresh]
         logits_BV = simple_forward_with_cache(model, cache, tokens_BS, counts)
@@ -486,9 +485,10 @@ def simple_generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), aft
             row.truncated = bool(goes_on and row.new >= max_new_tokens)
             if goes_on and not row.truncated:
                 going.append(b)
-        # Rows that have ended leave the batch.
+        # Rows that have ended leave the batch. Of the others, the cache lacks the last token.
         cache.select(going)
         rows = [rows[b] for b in going]
+        fresh = [torch.tensor(row.tokens[-1:]) for row in rows]
 
 
 # 4. The same model token by token, and the check ------------------------------------------------
@@ -595,7 +595,7 @@ def check_family(family, temperature):
     rows = [Row(document.tolist(), torch.rand(12).tolist()) for document in documents]
     for row in rows:
         row.queue.extend([3, 9])  # 3 is an end, but nobody sampled it
-    options = dict(max_new_tokens=12, end=range(7), after=lambda row: row.new < 8)
+    options = dict(max_new_tokens=12, end=range(7), after=lambda row: 2 < row.new < 8)
     simple_generate(model, rows, temperature=temperature, **options)
     for row, document in zip(rows, documents):
         plain = [*document.tolist(), 3, 9]
