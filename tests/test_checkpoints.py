@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -159,6 +160,15 @@ def test_the_frequencies_in_old_files_of_llama_are_not_loaded(tmp_path, capsys):
     assert "rotary_emb.cos (5,) for no parameter" in complaint_of(load_hf, tmp_path)
 
 
+@pytest.mark.quick
+def test_a_tied_matrix_may_be_stored_twice(tmp_path):
+    model = model_of("llama", dtype=torch.float32, tie_word_embeddings=True)
+    save_hf(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    rewrite(path, lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()})
+    assert all(map(torch.equal, model.parameters(), load_hf(tmp_path).parameters()))
+
+
 DTYPES = {  # dtype and torch_dtype of config.json, the dtype of a loaded model
     "as config.json says": ("bfloat16", None, torch.bfloat16),
     "in the older spelling": (None, "float16", torch.float16),
@@ -278,8 +288,9 @@ class Reads(TorchDispatchMode):
 def test_loading_holds_one_tensor_at_a_time(tmp_path):
     model = model_of("qwen3_moe")
     save_hf(model, tmp_path)
-    with Reads() as reads:
+    with Reads() as reads, bytes_read() as sizes:
         load_hf(tmp_path, model=Transformer(model.config).double())
+    assert sorted(sizes) == sorted(reads.sizes)
     stored = 8 * sum(p.numel() for p in model.parameters())
     largest = 8 * max(p[0].numel() if ".experts." in n else p.numel()
                       for n, p in model.named_parameters())  # fmt: skip
@@ -419,6 +430,38 @@ def test_inspect_says_what_would_be_loaded(tmp_path, capsys):
 # Into a sharded model --------------------------------------------------------------------------
 
 
+class CountedPart:
+    """A slice of safetensors that adds the bytes of each read to a list."""
+
+    def __init__(self, part, sizes):
+        self.part = part
+        self.sizes = sizes
+
+    def __getattr__(self, name):
+        return getattr(self.part, name)
+
+    def __getitem__(self, cut):
+        found = self.part[cut]
+        self.sizes.append(found.numel() * found.element_size())
+        return found
+
+
+@contextlib.contextmanager
+def bytes_read():
+    """Collect the bytes of each tensor, or part of a tensor, that is read from a file."""
+    sizes = []
+    whole = models.open_checkpoint
+
+    def counted(directory):
+        tensors, others = whole(directory)
+        for name, (path, part) in tensors.items():
+            tensors[name] = models.Stored(path, CountedPart(part, sizes))
+        return tensors, others
+
+    with mock.patch.object(models, "open_checkpoint", counted):
+        yield sizes
+
+
 def _shards(rank, folder, model_type, cut):
     """Load into a model that is cut like so; the whole parameters, and what this rank read."""
     config = tiny(model_type)
@@ -448,9 +491,9 @@ def _shards(rank, folder, model_type, cut):
                     place = [Shard(0), Replicate()]
                 whole = torch.nn.Parameter(distribute_tensor(p.data, mesh, place))
                 module.register_parameter(name, whole)
-    with Reads() as reads:
+    with bytes_read() as sizes:
         load_hf(folder, model=model)
-    read = sum(reads.sizes)
+    read = sum(sizes)
     save_hf(model, f"{folder}-again", max_shard_bytes=20_000)
     dist.barrier()
     whole = {

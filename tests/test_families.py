@@ -286,6 +286,9 @@ def test_both_spellings_of_a_config_are_read():
             SLIDING: {"rope_type": "default", "rope_theta": 3e4}}},
         model_type="gemma3_text")  # fmt: skip
     assert old == new and old.rope_parameters[SLIDING]["rope_theta"] == 3e4
+    old, new = pair_of({"rope_scaling": {"type": "yarn", "factor": 4.0},
+                        "original_max_position_embeddings": 16}, {"rope_parameters": YARN})
+    assert old == new and old.rope_parameters[FULL]["original_max_position_embeddings"] == 16
     scaling = LLAMA3 | {"original_max_position_embeddings": 8192}
     old, new = pair_of({"rope_theta": 5e5, "rope_scaling": scaling},
                        {"rope_parameters": scaling | {"rope_theta": 5e5}},
@@ -329,6 +332,8 @@ def test_small_things_of_a_config():
             assert config.head_dim == width and config.eos_token_id == (2,)
         heads = ModelConfig.from_hf(RAW | {"model_type": kind, "num_key_value_heads": None})
         assert heads.num_key_value_heads == 4
+    listed = RAW | {"model_type": "llama", "layer_types": [SLIDING] * 2, "sliding_window": 4}
+    assert ModelConfig.from_hf(listed).layer_types == (FULL, FULL)  # a Llama has no window
     every = RAW | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 7}
     for first in ({}, {"max_window_layers": 1}, {"max_window_layers": 2}):  # not read by its class
         config = ModelConfig.from_hf(every | first)
