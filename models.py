@@ -720,6 +720,7 @@ class ModelConfig(SimpleConfig):
             "query_pre_attn_scalar, final_logit_softcapping: positive, or null":
                 all(x is None or x > 0
                     for x in (self.query_pre_attn_scalar, self.final_logit_softcapping)),
+            "eos_token_id: integers": all(isinstance(token, int) for token in self.eos_token_id),
             f"rope_parameters: for {FULL} or {SLIDING} layers": set(given) <= {FULL, SLIDING},
         }  # fmt: skip
         wrong = [need for need, met in needs.items() if not met]
@@ -2151,11 +2152,12 @@ def read_config(raw) -> ModelConfig:
         "gemma3_text": lambda n: (n + 1) % pattern,
     }.get(family, lambda n: raw.get("use_sliding_window") and n >= raw["max_window_layers"])
     window = raw["sliding_window"]
-    kinds = tuple(SLIDING if window is not None and slides(n) else FULL for n in layers)
+    has_window = window is not None or family == "gemma3_text"  # which is refused without one
+    kinds = tuple(SLIDING if has_window and slides(n) else FULL for n in layers)
     listed = tuple(raw.get("layer_types") or kinds)
     if family in ("llama", "mistral", "qwen3_moe") and len(set(listed)) > 1:
         raise ValueError(f"layer_types {list(listed)} in {family}: transformers has no mix")
-    kinds = kinds if family in ("llama", "mistral") else listed
+    kinds = kinds if family == "llama" else listed
 
     # Every step-th layer has experts, from layer step - 1 on, unless it is listed as dense.
     experts = 0
@@ -2214,7 +2216,7 @@ def read_rope(raw, kind) -> dict:
 
 def write_config(config) -> dict:
     """Return the config.json of a `ModelConfig`, in both spellings of transformers."""
-    ropes = config.rope_parameters
+    ropes = {kind: dict(rope) for kind, rope in config.rope_parameters.items()}
     full = ropes.get(FULL) or ropes[SLIDING]
     raw = {name: getattr(config, name) for name in SAME}
     raw |= {name: getattr(config, name) for name in MAYBE if getattr(config, name)}

@@ -12,7 +12,7 @@ import models
 from models import FULL, SLIDING, Batch, Row, forward_with_cache, generate, prefill, tiny_model
 from parallel import Grid, Plan, split_for_decoding
 
-pytestmark = pytest.mark.quick
+
 CASES = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
     "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),
@@ -126,6 +126,7 @@ def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperatu
         asked.clear()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_waiting_row_takes_the_slot_of_an_ended_row_at_the_next_token(slots, monkeypatch):
     rows, draw, used = talks(), Batch.draw, []
@@ -210,6 +211,7 @@ def test_a_cache_never_holds_a_second_copy_of_itself(name):
 # Turns, queues, weights --------------------------------------------------------------------------
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("temperature", [0.7, 0])
 @pytest.mark.parametrize("name", CASES)
 def test_the_core_generates_the_same_rows(name, temperature):

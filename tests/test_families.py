@@ -347,6 +347,18 @@ def test_small_things_of_a_config():
 
 
 @pytest.mark.quick
+def test_a_list_of_layers_and_a_dict_of_ropes_are_what_they_say():
+    full = ModelConfig.from_hf(RAW | {"model_type": "mistral", "layer_types": [FULL] * 2})
+    assert full.layer_types == (FULL, FULL)  # transformers follows the list too
+    full.to_hf()["rope_parameters"]["rope_theta"] = 1.0
+    assert full.rope_parameters[FULL]["rope_theta"] != 1.0
+    with pytest.raises(ValueError, match="sliding_window"):
+        ModelConfig.from_hf(RAW | {"model_type": "gemma3_text", "sliding_window": None})
+    with pytest.raises(ValueError, match="eos_token_id"):
+        ModelConfig.from_hf(RAW | {"eos_token_id": "</s>"})
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("field, named", [
     ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
     ({"rope_scaling": {"type": "su", "factor": 4.0}}, "'su'"),  # an older spelling

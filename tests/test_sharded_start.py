@@ -17,6 +17,7 @@ from parallel import Grid, Plan, full, materialise, parallelize, parts_of
 
 CASES = {
     "t2": (2, "t2", "qwen3", {}),
+    "t2 biased": (2, "t2", "llama", {}),
     "t2 tied": (2, "t2", "gemma3_text", {}),
     "d2 fsdp": (2, "d2", "qwen3", dict(mode="fsdp")),
     "d2 fsdp offload": (2, "d2", "qwen3", dict(mode="fsdp", offload=True)),
@@ -59,6 +60,8 @@ class LiveBytes(TorchDispatchMode):
 
 def shape_of(family):
     more = dict(num_experts=8) if family == "qwen3_moe" else {}
+    if family == "llama":
+        more = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
     if family == "gemma3_text":
         more = dict(layer_types=["sliding_attention", "full_attention"] * 2)
     return models.tiny(family, **SHAPE, **more)
