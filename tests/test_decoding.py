@@ -127,6 +127,14 @@ def test_forks_stay_within_the_slots_and_change_no_token(name, starts, temperatu
 
 
 @pytest.mark.quick
+def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
+    start, options = Talk([1], [0.5]), dict(max_new_tokens=1, end=range(53))
+    rows = generate(model_of("qwen3"), [start], after=Talk.fork, **options)
+    found = [(row.place, row.new, row.truncated) for row in rows]
+    assert found == [((0,), 1, True), ((1,), 1, True)]
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_waiting_row_takes_the_slot_of_an_ended_row_at_the_next_token(slots, monkeypatch):
     rows, draw, used = talks(), Batch.draw, []

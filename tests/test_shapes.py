@@ -50,9 +50,8 @@ def models_check():
     few = {name: models.CASES[name] for name in ("qwen3", "qwen3_moe", "gemma3_text")}
     assert models.check(few, transformers=False)
     model = models.tiny_model("gemma3_text")
-    options = dict(max_new_tokens=9, seed=0, end=range(0, 53, 4))
     for prompts in ([[1, 2, 3], [4], [1, 2, 3]], [[1, 2, 3], [4], [5]]):
-        models.generate(model, prompts, slots=2, **options)
+        models.generate(model, prompts, max_new_tokens=9, seed=0, end=range(0, 53, 4), slots=2)
     cache, _ = models.prefill(model, [[1, 2, 3, 4, 5, 6], [4]])
     models.forward_with_cache(model, cache, torch.ones(2, 3).long(), [3, 2])
 
