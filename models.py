@@ -1540,7 +1540,7 @@ def packed_attention(lengths=None, /, *, doc_ids=None):
     Adds to `simple_packed_attention`: no work between documents. Give one of two.
     lengths: list of int. Documents lie end to end in one row (1, S).
     doc_ids: int64, (B, S). One number per document, whose tokens are side by side; -1 for PAD,
-        anywhere. Nothing sees PAD, and its output is 0.
+        between documents. Nothing sees PAD, and its output is 0.
     """
     # Documents of one length are attended in one call. Flattened tokens of two rows:
     #
@@ -1800,7 +1800,7 @@ class KVCache:
         B, G, C, _ = k_BGCD.shape
         S = q_BHSD.shape[2]
         # NUMERICS: scores and sums in float32 or better, keys and values cast up for it. Pinned by
-        # tests/test_models.py::test_shared_prompts_change_nothing.
+        # tests/test_models.py::test_bfloat16_shared_prompts_are_as_exact_as_copies.
         wide = torch.promote_types(q_BHSD.dtype, torch.float32)
         q_BGhD = q_BHSD.reshape(B, G, -1, q_BHSD.shape[3]).to(wide)
 

@@ -352,7 +352,7 @@ def test_shared_prompts_change_nothing(seed):
 
 
 @pytest.mark.quick
-def test_a_bfloat16_cache_of_shared_prompts_is_as_exact_as_one_of_copies():
+def test_bfloat16_shared_prompts_are_as_exact_as_copies():
     generator, errors = torch.Generator().manual_seed(0), []
     q, k, v = (3 * torch.randn(1, h, 40, 16, generator=generator).bfloat16() for h in (4, 2, 2))
     row, options = [0] * 4, dict(layer=0, scale=1.0)
