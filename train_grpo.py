@@ -118,8 +118,8 @@ import ring_attention
 from models import ModelConfig, Row, Transformer, generate
 from parallel import (
     Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
-    gather_replica, local, lr_factor, newest_checkpoint, parallelize, parts_of, read_checkpoint,
-    read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
+    gather_replica, local, lr_factor, newest_checkpoint, parallelize, part_of, read_checkpoint,
+    read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import Cost, TokenTrie, partition, redistribute, tree_backward, tree_scores
 
@@ -625,7 +625,7 @@ class Trainer:
 
         # Without a plan every rank has the whole model, and plan and grid are None (appendix B).
         self.model, self.plan, self.grid = split_over_ranks(config, model, self.device)
-        self.optimizer = adamw(config, self.model, self.plan)
+        self.optimizer = adamw(config, self.model)
         self.generator = split_generator(self, generator)
         self.reference = like_the_policy(self, reference)
         self.experts = ExpertLoads(config, self.model, self.device)
@@ -945,7 +945,7 @@ class Config:
     router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
     # the optimiser
     lr: float = None  # AdamW
-    lr_warmup: int = 5  # steps of linear warm-up
+    lr_warmup: int = 5  # steps of linear warm-up, at most --steps; 0: none
     lr_first_step: str = "nonzero"  # the first step of a warm-up of 5 uses: nonzero 1/5 | zero 0
     lr_decay: str = "linear"  # from there to the last step: constant | linear | cosine
     lr_min: float = 0.0  # share of lr that the decay ends at
@@ -960,7 +960,7 @@ class Config:
     offload: bool = False  # fsdp: shards, gradients and optimiser stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: str = "none"  # activations computed again: none | full | layers (every second) | op
-    plan: str = ""  # who does what: d2t2, p2c2; A|B: generator A, trainer B; A+B: on other ranks
+    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B; A+B: on other ranks
     cp_method: str = "ring"  # the plan's c: ring | allgather | ulysses | usp
     pp_schedule: str = "1f1b"  # the plan's p: 1f1b | interleaved1f1b | zbv
     tree: str = "disabled"  # share prefixes: disabled | sparse (packed) | dta (block by block)
@@ -1091,12 +1091,11 @@ class Config:
             f"--staleness {self.staleness}: so many batches are kept in memory, and in each "
             f"checkpoint; at most {MOST_UNDER_WAY}")
         yield self.lr_min > 1, f"--lr-min is a share of --lr, at most 1, got {self.lr_min}"
-        yield self.lr_first_step == "zero" and not self.lr_warmup, (
-            "--lr-first-step zero is the first step of a warm-up: it needs --lr-warmup")
+        yield self.lr_first_step == "zero" and (self.lr_warmup == 0 or self.steps == 1), (
+            "--lr-first-step zero begins a warm-up with a step that changes no weight: it needs "
+            "--lr-warmup, and --steps 2 or more")
         yield self.minibatches > self.prompts, (
             f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty")
-        yield self.lr_warmup >= self.steps, (
-            f"--lr-warmup {self.lr_warmup} must be under --steps {self.steps}; 0 has no warm-up")
 
         # Plans and trees. A plan's own mistakes are named by Plan.parse, here before anything runs.
         sides = parallel.Allocation.parse(self.plan or "d1").groups
@@ -1106,6 +1105,17 @@ class Config:
         yield len(sides[0]) > 2, (
             f"--plan {self.plan}: A|B has two plans, the generator's and the trainer's")
         plan = sides[-1][-1]
+
+        # A plan may name an engine. archon is AReaL's engine in plain torch, and it is accepted
+        # because this project is in plain torch too. Other names promise engines that do not run.
+        engines = [one.backend for side in sides for one in side]
+        absent = [engine for engine in engines if engine not in (None, "archon")]
+        same = re.sub(rf"({'|'.join(parallel.BACKENDS)})(\[\w+\])?:", "", self.plan)
+        if plan.backend == "fsdp":
+            same += " --data-parallel fsdp"
+        yield absent, (
+            f"--plan {self.plan}: only the engine archon runs here, got {' and '.join(absent)}; "
+            f"write {same}")
         if sides[0][0] is not plan:
             parallel.require_generator_plan(sides[0][0])
         yield self.cp_method != "ring" and plan.cp == 1, "--cp-method needs a --plan with c"
@@ -1257,9 +1267,13 @@ def resumed_config(path, given) -> Config:
             )
         stored[field] = given[field]
 
-    # A decaying learning rate depends on the last step, so `steps` is then not free.
+    # `steps` is not free if the rates depend on the last step. They do if they decay, and if the
+    # old or the new number of steps is shorter than the warm-up, which then ends with the run.
     free = set(Config.FREE)
-    if stored["lr_decay"] != "constant":
+    # Stored values may be of any type. `check` refuses them by name.
+    are_counts = all(type(stored[name]) is int for name in ("steps", "lr_warmup"))
+    fewest = min(given["steps"], stored["steps"]) if "steps" in given and are_counts else math.inf
+    if stored["lr_decay"] != "constant" or (are_counts and fewest < stored["lr_warmup"]):
         free.remove("steps")
     changed = [
         f"{_flag(name)} {value!r} (the run has {stored[name]!r})"
@@ -1269,7 +1283,8 @@ def resumed_config(path, given) -> Config:
     if changed:
         why = ""
         if "steps" not in free and "steps" in given and given["steps"] != stored["steps"]:
-            why = f"; with --lr-decay {stored['lr_decay']} every rate depends on the last step"
+            why = (f"; with --lr-decay {stored['lr_decay']} and --lr-warmup {stored['lr_warmup']} "
+                   f"the rates depend on the last step")  # fmt: skip
         raise ValueError(
             f"--resume cannot change {', '.join(changed)}{why}; start a new run instead")
     return Config(**(stored | given))
@@ -1405,11 +1420,11 @@ def first_weights(config, model, whole):
 
     whole: on the meta device, it has the shapes of all tensors, of which the model may have parts.
     """
-    for part in parts_of(model):
+    for stage in part_of(model).stages:
         if config.model:
-            models.load_hf(config.model, model=part, whole=whole)
+            models.load_hf(config.model, model=stage, whole=whole)
         else:
-            models.draw_weights(part, config.seed, whole)
+            models.draw_weights(stage, config.seed, whole)
 
 
 def like_the_policy(trainer, reference):
@@ -1424,7 +1439,7 @@ def like_the_policy(trainer, reference):
 @torch.no_grad()
 def copy_part(source, target):
     """Copy what this rank has of a model into one that is split in the same way; sends nothing."""
-    parallel.reshard(source)
+    part_of(source).reshard()
     into = parallel.tensors_of(target)
     for name, x in parallel.tensors_of(source).items():
         local(into[name]).copy_(local(x))
@@ -1432,13 +1447,14 @@ def copy_part(source, target):
 
 def learning_rate(config, step) -> float:
     """AdamW's rate in a step of the loop."""
+    warmup = min(config.lr_warmup, config.steps)
     return config.lr * lr_factor(
-        step, warmup=config.lr_warmup, total=config.steps, decay=config.lr_decay,
+        step, warmup=warmup, total=config.steps, decay=config.lr_decay,
         min_ratio=config.lr_min, first_step=config.lr_first_step,
     )  # fmt: skip
 
 
-def adamw(config, model, plan):
+def adamw(config, model):
     """The optimiser of this rank's parameters; `zero1` keeps a share of the moments."""
 
     def make(parameters):
@@ -1447,8 +1463,6 @@ def adamw(config, model, plan):
             weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
 
-    if plan is None:
-        return make(model.parameters())
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
@@ -1638,10 +1652,10 @@ class ExpertLoads:
         """(11) of models.py: the optimiser has made its step with gradients of these counts."""
         if not self.rate:
             return
-        for part in parts_of(model):
-            has = [module.layer for module in part.modules() if hasattr(module, "votes")]
+        for stage in part_of(model).stages:
+            has = [module.layer for module in stage.modules() if hasattr(module, "votes")]
             counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-            models.update_router_bias(part, counts)
+            models.update_router_bias(stage, counts)
 
     def reset(self):
         """An optimiser step is done, or was skipped: the next one counts from nothing."""
@@ -1759,7 +1773,7 @@ def batches_of_trees(trainer, model, batch) -> list:
     shared = None
     if is_pipelined or sum(lengths) > trainer.config.micro_tokens:
         shared = shared_with_previous(batch)
-    cuts = parallel.micro_batches(model, lengths, trainer.config.micro_tokens, shared)
+    cuts = parallel.cut_into_micro_batches(model, lengths, trainer.config.micro_tokens, shared)
     return [[batch[i] for i in indices] or [FILLER] for indices in cuts]
 
 
@@ -1846,7 +1860,7 @@ def balance_of_tree(trainer, micro, trie):
 class TreeBatches(PackedBatches):
     """`PackedBatches` for a pipeline: each micro-batch is the packed tree of some sequences."""
 
-    def lay_out(self, sequences, masks):
+    def pack_micro_batches(self, sequences, masks):
         """The sequences of each tree, as lists of indices, and the `PackedRow` of each tree."""
         # All trees are padded to the longest, so they should cost the same. `partition` cuts the
         # sorted sequences into stretches, and prefixes stay together as far as the cuts allow.
@@ -1861,7 +1875,7 @@ class TreeBatches(PackedBatches):
         rows = []
         for indices, trie, length in zip(micros, tries, lengths, strict=True):
             row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
-            rows.append(row if indices else parallel.of_nobody(row))
+            rows.append(row if indices else row.without_sequences())
         return micros, rows
 
 
@@ -1933,7 +1947,7 @@ def scores_by_trees(trainer, model, batch) -> list:
         for b, t in enumerate(micro):
             if t is not FILLER:
                 found.append(tuple(x_BT[b, : len(t.mask)] for x_BT in columns))
-    parallel.reshard(model)  # without a backward FSDP would leave the gathered weights lying there
+    part_of(model).reshard()  # without a backward FSDP would keep the gathered weights
     return found
 
 
@@ -2866,7 +2880,8 @@ def play(config, task, generator, starts, key):
     own = starts
     first = 0
     ending = None
-    if parallel.shares_sequences(generator):
+    plan = parallel.plan_of(generator)
+    if plan.world > plan.dp:  # other ranks decode the same sequences
         prompts, first = gather_replica(generator, [(n, prompt) for n, _, prompt in own])
         starts = [(n, ELSEWHERE, prompt) for n, prompt in prompts]
         starts[first : first + len(own)] = own
@@ -3297,9 +3312,10 @@ def run(config, task, trainer, out) -> int:
     under_way = []
     with parallel.naming_lost_ranks(lambda: f"step {step}", log.advice):
         # From the newest checkpoint, or from the start.
-        found = agree(lambda: newest_checkpoint(out) if config.resume else None)
+        found, state = None, None
+        if config.resume:
+            found, state = read_newest(out, trainer.load_checkpoint)
         if found:
-            state = trainer.load_checkpoint(found)
             step = state["step"]
             under_way = batches_under_way(config, trainer, found, state)
             keep_reference(out, trainer, resumed=True)
@@ -3361,11 +3377,13 @@ def supervised_start(config, task, trainer, log, stop, out) -> int:
     ended them, or 0.
     """
     # Where the weights come from: a supervised start that was interrupted, or the very beginning.
-    found = agree(lambda: newest_checkpoint(out, "demos") if config.resume else None)
+    found, state = None, None
+    if config.resume:
+        found, state = read_newest(out, trainer.load_checkpoint, "demos")
     step = 0
     origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
     if found:
-        step = trainer.load_checkpoint(found)["step"]
+        step = state["step"]
         origin = f"the weights of {found}"
     elif config.resume:
         log.say(f"no checkpoint in {out} yet: from the start")
@@ -3470,7 +3488,7 @@ def export(config, task, generator, out, log):
 
     # A generator that is whole is written by rank 0. Of one that is split every rank gives its
     # parts, one tensor at a time, and rank 0 writes them.
-    if is_mixed(config) or not any(map(parallel.is_split, generator.parameters())):
+    if is_mixed(config) or not any(place.cuts for place in part_of(generator).places.values()):
         agree(write)
         return
     agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
@@ -3970,14 +3988,13 @@ def policy_of_run(run, step, task, dtype=""):
     dtype   default: the generator's, in which the run evaluates
     """
     config = settings_of_run(run)
-    if step is None:
-        path = newest_checkpoint(run)
-    else:
-        path = f"{run}/step-{step:08d}"
-    if path is None and parallel.checkpoints(run, "demos"):
+    found = parallel.checkpoints(run)
+    if step is not None:
+        found = [path for path in found if path.name == f"step-{step:08d}"]
+    elif not found and parallel.checkpoints(run, "demos"):
         raise ValueError(f"{run} is still in its supervised start: its first checkpoint of the "
                          f"loop, step-00000000, comes at the end of that")  # fmt: skip
-    if path is None or not Path(path).exists():
+    if not found:
         steps = ", ".join(f"{int(path.name[5:])}" for path in parallel.checkpoints(run)) or "none"
         raise ValueError(f"{run} holds no such checkpoint; those that it holds are of: {steps}")
 
@@ -3988,7 +4005,14 @@ def policy_of_run(run, step, task, dtype=""):
             f"the shape and the text of this run's model are those of its --model "
             f"{config.model}, which is gone: put it back"
         )
-    return policy_in(path, config, task, dtype or of_sampler(config)), Path(path).name
+
+    def read(path):
+        return policy_in(path, config, task, dtype or of_sampler(config))
+
+    if step is not None:
+        return read(found[0]), found[0].name
+    path, policy = read_newest(run, read)
+    return policy, Path(path).name
 
 
 def policy_in(path, config, task, dtype, alone=False):
@@ -4806,10 +4830,12 @@ def rate_by_hand(config, step) -> float:
     """The learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
     # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
     # --lr-first-step zero the warm-up is 0 .5; with --lr-min 0.2 the last one is .3.
-    if step < config.lr_warmup:
+    # The warm-up is at most the whole run: the default 5 is 2 under --steps 2, .5 1 of --lr.
+    warmup = min(config.lr_warmup, config.steps)
+    if step < warmup:
         begun = 1 if config.lr_first_step == "nonzero" else 0
-        return config.lr * (step + begun) / config.lr_warmup
-    done = (step - config.lr_warmup) / (config.steps - config.lr_warmup)
+        return config.lr * (step + begun) / warmup
+    done = (step - warmup) / (config.steps - warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
     return config.lr * (config.lr_min + (1 - config.lr_min) * left[config.lr_decay])
 
@@ -5376,9 +5402,9 @@ def state_before(files, task, step, say) -> Before:
 
 def unsplit_copy(model, dtype):
     """A copy in a precision of a model that is whole, though `parallelize` may have seen it."""
-    # A grid is of process groups, which cannot be copied.
-    grid = getattr(model, "grid", None)
-    copied = copy.deepcopy(model, {id(grid): None}).to(dtype)
+    # A part has process groups, which cannot be copied. Without one a model is whole.
+    part = getattr(model, "part", None)
+    copied = copy.deepcopy(model, {id(part): None}).to(dtype)
     for p in copied.parameters():
         p.grad_dtype = dtype
     if copied.residual_dtype is not None:
@@ -5404,8 +5430,7 @@ def copy_of_state(trainer, dtype):
     # Before its first step torch's optimiser has no moments yet; they begin at 0.
     moments = {}
     for name, p in trainer.model.named_parameters():
-        owner = trainer.optimizer.mine[name] if is_mixed(trainer.config) else p
-        state = trainer.optimizer.state.get(owner) or {}
+        state = parallel.state_of(trainer.optimizer, name, p)
         zero = torch.zeros_like(stored[name])
         m = state.get("exp_avg", zero).detach().to(kept, copy=True)
         v = state.get("exp_avg_sq", zero).detach().to(kept, copy=True)

@@ -15,6 +15,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -53,7 +54,9 @@ def watch(events, began):
             try:
                 return original(*args, **how)
             finally:
-                events.append((letter, start - began, time.time() - began))
+                # The thread that receives weights waits too, and is not what is drawn.
+                if threading.current_thread() is threading.main_thread():
+                    events.append((letter, start - began, time.time() - began))
 
         setattr(owner, name, watched)
 

@@ -33,6 +33,7 @@ from parallel import (
     Plan,
     clip_grad_norm,
     full,
+    messages_of,
     parallelize,
     reduce_gradients,
     require_generator_plan,
@@ -258,7 +259,6 @@ CASES = {
     "d2 compile": ("d2", "dense", dict(compile=True)),
     "t2 compile": ("t2", "dense", dict(compile=True)),
     "d2 fsdp compile ac": ("d2", "dense", dict(mode="fsdp", ac="full", compile=True)),
-    "d2 memory budget": ("d2", "dense", dict(compile=True, ac="memory_budget")),
     "p2": ("p2", "dense", {}),
     "p2 tied": ("p2", "tied", {}),
     "p2 interleaved": ("p2", "deep", dict(schedule="interleaved1f1b")),
@@ -275,7 +275,7 @@ CASES = {
 }
 
 
-def matrix(skip=("compile", "budget")):
+def matrix(skip=("compile",)):
     """{case: the worst error of any rank}: CASES but those that wait for a compiler."""
     names = [name for name in CASES if not any(word in name for word in skip)]
     found = {}
@@ -316,7 +316,7 @@ PUBLISHED = {
 }  # fmt: skip
 CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens"), 0)
 CUT |= dict(lm_head=0, o_proj=1, down_proj=1)  # the dimension that t splits; experts': one on
-TERMS = "norm.weight", "mlp.gate.weight", "o_proj.bias"  # whole, their gradients summed over t
+TERMS = "norm.weight", "mlp.gate.weight", "o_proj.bias", "down_proj.bias"  # whole, summed over t
 WIRE = {  # bytes that a rank puts on the wire for each that it hands over, by the ring algorithm
     "allgather": lambda k: k - 1, "reducescatter": lambda k: (k - 1) / k,
     "allreduce": lambda k: 2 * (k - 1) / k, "alltoall": lambda k: (k - 1) / k,
@@ -376,7 +376,7 @@ class Rank:
       t  m (2 + R) times a layer's attention, and its MLP unless its experts are whole: a gather of
          n M w / t and a scatter-add of n M w, but a layer's last scatter-add only m 2 times; m
          times one each for the embedding, a gather of the last states, 5 n f for log-probs, n M w
-         for their gradient; gradients of norms and gates once, under fsdp m times
+         for their gradient; gradients of norms, gates and biases after g once
       c  m (c - 1) L of: (2 + R) 2 G D n w, k and v; 2 G D n f, their gradients. Causal, by ring
       e  m (4 + 2 R) n K M w a sparse layer, n a t-th unless t splits experts: on average over ranks
       p  m n M w / t forward, unless last, and as much backward, unless first; 1F1B
@@ -447,10 +447,10 @@ class Rank:
         scatters = blocks * (2 + self.again) - dropped * self.again + self.first
         yield Message("t", "allgather", t, m * gathers * self.x / t)
         yield Message("t", "reducescatter", t, m * scatters * self.x)
-        terms = sum(math.prod(shape) for k, shape in self.shapes.items() if k.endswith(TERMS))
+        whole = [name for name in self.shapes if name.endswith(TERMS)]
+        is_fsdp = self.step.mode == "fsdp"
+        terms = sum(self.shard(k) if is_fsdp else math.prod(self.shapes[k]) for k in whole)
         once = terms * self.step.size
-        if self.step.mode == "fsdp":
-            once = terms * m * self.step.product
         scores = self.last * m * (5 * self.n * self.wide + self.x)
         yield Message("t", "allreduce", t, once + scores)
 
@@ -461,7 +461,8 @@ class Rank:
         sent = numbers * ((2 + self.again) * self.step.product + self.wide)
         yield Message("c", "send", c, calls * (c - 1) * sent)
         agreed = 8 * 3  # a problem, a digest and a count of tokens, which the ranks compare
-        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
+        lengths = 8 * (self.step.micros if self.plan.pp == 1 else 1) * (self.plan.tp > 1)
+        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed + lengths)
 
     def experts(self):
         rows = self.x * self.config.num_experts_per_tok
@@ -531,8 +532,8 @@ class Rank:
 
     def buffers(self):
         """Bytes of the head's gradient while it is summed up, and of what is whole for a moment:
-        under fsdp weights and gradients of the ends, of two layers, and of one; else a message of
-        64 gradients."""
+        under fsdp weights and gradients of the ends, of two layers, and of one; else the longest
+        message of several gradients."""
         head = TIED if self.config.tie_word_embeddings else "lm_head.weight"
         summed = math.prod(self.shapes[head]) * self.wide if self.last else 0
         numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
@@ -543,12 +544,16 @@ class Rank:
             if self.step.compute:  # and the gradients of one unit, as wide as they are summed
                 summed += max(ends, layer) * self.step.size
             return summed + (2 * ends + 3 * layer) * self.step.product
-        longest = 0
-        for experts in (False, True):
-            some = [n for name, n in numbers.items() if (".mlp.experts." in name) == experts
-                    and self._copies(name) > 1][::-1]  # fmt: skip
-            longest = max([longest, *(sum(some[n : n + 64]) for n in range(0, len(some), 64))])
-        return summed + longest * self.step.size
+        together = {}  # gradients that are summed over one group, from the last to the first
+        for name, shape in reversed(self.shapes.items()):
+            is_cut = self.plan.tp > 1 and bool(self.cuts(name))
+            if self._copies(name) > 1:
+                size = math.prod(shape) * self.step.size
+                gradient = torch.empty(size, dtype=torch.uint8, device="meta")
+                together.setdefault((".mlp.experts." in name, is_cut), []).append(gradient)
+        messages = (message for some in together.values() for message in messages_of(some))
+        longest = max((sum(g.nbytes for g in m) for m in messages if len(m) > 1), default=0)
+        return summed + longest
 
     def cuts(self, name, copies=False) -> list:
         """(dimension, parts, how far apart their ranks are) of each cut of a parameter; copies:

@@ -92,6 +92,17 @@ def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(
     assert "not compared" in text and "parameters" not in rows
 
 
+@pytest.mark.quick
+def test_a_run_shorter_than_its_warm_up_is_all_warm_up_and_passes(honest, capsys):
+    """The default --lr-warmup 5 is 2 under --steps 2."""
+    run = honest(RUN.replace("--lr-warmup 0 ", "").replace("--steps 4", "--steps 2"))
+    rates = [json.loads(line)["lr"] for line in (run / "metrics.jsonl").open()]
+    assert rates == [0.01, 0.02]
+    for step in ("0", "1"):
+        assert main(["audit", str(run), "--step", step]) == 0
+        assert rows_of(capsys.readouterr().out)["lr"][4] == "ok"
+
+
 SETTINGS = {
     "plain float64": "--dtype float64 --minibatches 1",
     "critic": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --aggregation constant",

@@ -162,7 +162,7 @@ def test_padding_and_what_fills_up_is_nobodys():
         got.update(options, pairs=list(zip(sequence_j.tolist(), token_j.tolist())))
 
     batches = PackedBatches(model, attention=document_attention("ring"), balance=balance)
-    _, (row,) = batches.lay_out([[1, 2], [3]], [[True], []])
+    _, (row,) = batches.pack_micro_batches([[1, 2], [3]], [[True], []])
     balance_of_rank(model, row.sequence_J, row.token_J, torch.arange(3), balance)
     assert got == dict(pairs=[(0, 0), (0, 1), (1, 2)], sequences=2, groups=[])
     balance_of_rank(model, row.sequence_J[:0], row.token_J[:0], torch.arange(3), balance)

@@ -33,7 +33,11 @@ def test_a_core_runs_alone_and_prints_its_largest_error(path, folder_of_cores):
         assert float(done.stdout.split()[-1]) <= 1e-10
 
 
-@pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
+# The core of parallel.py takes longest, and `python parallel.py check` runs it too: test_readme.py.
+SLOW = [pytest.param(x, marks=pytest.mark.slow) if x.stem == "parallel" else x for x in CORES]
+
+
+@pytest.mark.parametrize("path", SLOW, ids=lambda path: path.stem)
 def test_the_whole_file_runs_its_core_too(path):
     done = run_core(ROOT, path.name, "core")
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
@@ -42,6 +46,7 @@ def test_the_whole_file_runs_its_core_too(path):
 SLIPS = {  # a line of each core, and a wrong one
     "ring_attention": ("    return ds_BHqk @ k_BHkD,", "    return 2 * ds_BHqk @ k_BHkD,"),
     "models": ("weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
+    "parallel": ('layout(name, grid)["partial"]', 'layout(name, grid)["replicas"]'),
     "tree_attention": ("visit(child, state, path)", "visit(child, None, path)"),
 }
 

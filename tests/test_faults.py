@@ -34,13 +34,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import shortened
-from test_ranks import UNEQUAL, as_script, read_metrics
+from test_ranks import UNEQUAL, as_script, ranks, read_metrics
 from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
 from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good
+from test_run import verified
 
-from parallel import checkpoints, is_lost_rank, newest_checkpoint, store_of_this_attempt
-from parallel import verify_checkpoint
+import parallel
+from parallel import Damaged, agree, checkpoints, is_lost_rank, newest_checkpoint, read_checkpoint
+from parallel import store_of_this_attempt
 from train_grpo import holder_of, locked, whole_lines
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
@@ -76,7 +79,7 @@ def sleep(seconds, *call, **options):
     time.sleep(seconds)
 
 
-def full(name, tensors, storage_writer):
+def full(name, tensors, storage_writer, **options):
     """The file of this name in a checkpoint is on a device that is full."""
     (storage_writer.path / name).symlink_to("/dev/full")
 
@@ -136,7 +139,7 @@ def intact(run, truth, least=0):
         assert least == 0
         return 0
     assert found == str(checkpoints(run)[-1])
-    files, true = (verify_checkpoint(x / Path(found).name)["files"] for x in (run, truth))
+    files, true = (verified(x / Path(found).name)["files"] for x in (run, truth))
     ranks = [f"__{rank}_0.distcp" for rank in range(2)]
     assert [files[name] for name in ranks] == [true[name] for name in ranks]
     step = int(found[-8:])
@@ -293,20 +296,29 @@ def flip(path, at):
     path.write_bytes(raw)
 
 
-def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth):
+def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth, process_group):
     whole, draw = checkpoints(truth(STEPS))[0], random.Random(0)
-    copy, state = shutil.copytree(whole, tmp_path / "copy"), verify_checkpoint(whole)
+    copy, state = shutil.copytree(whole, tmp_path / "copy"), verified(whole)
+    entries = dcp.FileSystemReader(whole).read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
+
+    def read(file):
+        """All of it, or if the file is not one of tensors, everything but the tensors."""
+        if file.suffix == ".distcp":
+            return read_checkpoint(copy, tensors)
+        return read_checkpoint(copy, {}, only="none of its names")
+
     for file in sorted(copy.iterdir()):
         size = file.stat().st_size
         some = [0, size - 1, *draw.choices(range(size), k=5)]
         for place in range(size) if file.name == "state.json" else some:
             flip(file, place)
             try:
-                assert verify_checkpoint(copy) == state, f"{place} of {file.name} is not seen"
+                assert read(file) == state, f"{place} of {file.name} is not seen"
             except ValueError as error:
-                assert file.name in str(error)
+                assert isinstance(error, Damaged) and file.name in str(error)
             flip(file, place)
-    assert verify_checkpoint(copy) == state
+        assert read(file) == state
 
 
 def _damage(step, name, how):
@@ -650,10 +662,61 @@ def test_a_lost_rank_is_known_by_where_the_error_was_raised():
         raise RuntimeError("Connection closed by peer: timed out")
 
     assert not is_lost_rank(raised(says_it))
+    source = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    assert is_lost_rank(RuntimeError(source))
     assert is_lost_rank(dist.DistBackendError("anything"))
     wrapped = RuntimeError("a stage failed")
     wrapped.__cause__ = dist.DistNetworkError("reset")
     assert is_lost_rank(wrapped)
+
+
+def _agreed(rank, error):
+    """The text of what `agree` raises on this rank, and how long it took."""
+    def fails():
+        raise error
+
+    began = time.monotonic()
+    with pytest.raises(Exception) as caught:
+        agree(fails)
+    return caught.type.__name__, str(caught.value), time.monotonic() - began
+
+
+FAILURES = [  # raised on rank 0, and what rank 0 and rank 1 say
+    (ValueError("no run"), "ValueError: no run", "ValueError: no run"),
+    (FileNotFoundError("no file"), "ValueError: no file", "ValueError: no file"),
+    (KeyError("x"), "KeyError: 'x'", "RuntimeError: rank 0 ended with KeyError: 'x'"),
+]
+
+
+@pytest.mark.parametrize("error, first, other", FAILURES)
+def test_any_error_of_rank_0_reaches_all_ranks_at_once(tmp_path, error, first, other):
+    found = ranks(tmp_path, 2, _agreed, error)
+    assert [f"{kind}: {text}" for kind, text, _ in found] == [first, other]
+    assert max(seconds for _, _, seconds in found) < 10
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("device", ["cuda", "cdua", "cuda:0", "CPU"])
+def test_a_device_that_is_not_there_is_refused_before_ranks_meet(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = {parallel.GENERATOR: 0, parallel.TRAINER: 1}
+    before = dist.is_initialized()
+    for join in (parallel.connect, lambda device: parallel.connect_side(device, sizes)):
+        with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
+            join(device)
+    assert dist.is_initialized() == before
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("device, there, chosen", [
+    ("", False, "cpu"), ("cpu", True, "cpu"), ("", True, "cuda:3"), ("cuda", True, "cuda:3")])
+def test_a_process_takes_the_device_of_its_local_rank(monkeypatch, device, there, chosen):
+    taken = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    assert parallel.own_device(device) == chosen
+    assert taken == [chosen] * (chosen != "cpu")
 
 
 # Nobody gets in ------------------------------------------------------------------------------

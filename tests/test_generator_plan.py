@@ -32,7 +32,7 @@ import models
 import parallel
 import train_grpo
 from parallel import (
-    Allocation, Grid, Plan, full, local, parts_of, split_for_decoding, tensors_of,
+    Allocation, Grid, Plan, full, local, split_for_decoding, tensors_of,
 )  # fmt: skip
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
@@ -274,7 +274,7 @@ def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
 def _checked(rank, truths, fault):
     """What `train_grpo.py check` finds of a generator, with something broken."""
     if fault == "no sum over ranks":
-        parallel.leave_split = lambda x, group, sequence: x
+        parallel.reduce_from_tp_region = lambda x, group, sequence: x
     if fault == "one rank's part is lost":
         copy_weights = train_grpo.copy_weights
 
@@ -357,7 +357,7 @@ def _pushed(rank, name):
     truth = models.Transformer(shape).double().init_weights(3)
     found = [_equal(trainer.generator, truth, dtype)]
     masters = []
-    if parallel.has_masters(trainer.optimizer):
+    if trainer.optimizer.has_masters:
         masters = [*trainer.optimizer.mine.values()]
     with torch.no_grad():
         for p in [*truth.parameters(), *trainer.model.parameters(), *masters]:
@@ -371,7 +371,7 @@ def _pushed(rank, name):
         path for path, q in tensors_of(trainer.generator).items()
         if path in policy and local(q).is_set_to(local(policy[path].detach()))
     }
-    parts = {local(p) for part in parts_of(trainer.model) for p in part.parameters()}
+    parts = {local(p) for p in trainer.model.parameters()}
     own = sum(p.numel() * p.element_size() for p in [*parts, *masters])
     generators = sum(
         local(q).numel() * q.element_size() for path, q in tensors_of(trainer.generator).items()
@@ -385,7 +385,7 @@ def _pushed(rank, name):
 def _bytes_that_come():
     """A list of the bytes that this rank gets by each message of a push."""
     came = []
-    gather, broadcast = parallel._gather_pieces, dist.broadcast
+    gather, broadcast = parallel.gather_pieces, dist.broadcast
 
     def gathering(x, *how):
         out = gather(x, *how)
@@ -397,7 +397,7 @@ def _bytes_that_come():
         return broadcast(x, src=src, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "_gather_pieces", gathering)
+        patch.setattr(parallel, "gather_pieces", gathering)
         patch.setattr(dist, "broadcast", broadcasting)
         yield came
 

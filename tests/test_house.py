@@ -163,3 +163,21 @@ def test_a_core_can_be_imported_alone(path, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, other.stem, raising=False)
     core = importlib.import_module(path.stem)
     assert core.__file__ == str(tmp_path / path.name) and callable(core.core_main)
+
+
+SENDS = (
+    r"dist\.(all_|reduce_scatter|broadcast|send|recv|batch_|barrier|new_)|\.full_tensor\("
+    r"|weights\.broadcast\("
+)
+
+
+def test_every_message_of_the_full_version_has_its_note():
+    """As the README says: `grep COMM` lists every message between ranks."""
+    path = ROOT / "parallel.py"
+    lines, above = path.read_text().split("\n"), core_of(path).count("\n")
+    methods = [x for top in TREE[path].body if isinstance(top, ast.ClassDef) for x in top.body]
+    functions = [x for x in [*TREE[path].body, *methods] if isinstance(x, ast.FunctionDef)]
+    for x in functions:
+        source = "\n".join(lines[x.lineno - 1 : x.end_lineno])
+        if x.lineno > above and re.search(SENDS, source) and not x.name.startswith("_check"):
+            assert "COMM: " in source, x.name

@@ -606,3 +606,13 @@ def test_the_flags_of_the_rate_are_the_schedule_and_the_rate_by_hand(decay, firs
     assert np.allclose(rates, by_hand, rtol=1e-15)
     assert rates[0] == (1.0 if first == "nonzero" else 0.0) and max(rates) == 2.0
     assert min(rates[2:]) >= 2 * least
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("decay", Config.CHOICES["lr_decay"])
+@pytest.mark.parametrize("warmup", [3, 4, 2**62])
+def test_a_warm_up_is_at_most_the_whole_run(decay, warmup):
+    config = Config(lr=2.0, steps=4, lr_warmup=warmup, lr_decay=decay).check()
+    rates = [learning_rate(config, step) for step in range(4)]
+    assert rates == [rate_by_hand(config, step) for step in range(4)]
+    assert rates == pytest.approx([2 / 3, 4 / 3, 2, 2] if warmup == 3 else [0.5, 1, 1.5, 2])

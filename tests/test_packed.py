@@ -268,7 +268,7 @@ def _incomplete(rank):
         plan, model = Plan.parse(text), _Incomplete()
         grid = Grid.make(plan)
         texts.append(_fails(parallelize, model, plan, device_mesh=grid))
-        assert not hasattr(model, "grid")
+        assert not hasattr(model, "part")
     return texts
 
 

@@ -65,25 +65,25 @@ def _truths(rank, file):
 
 def _cells(rank, world, cells, fault, file):
     if fault == "masters are rounded":  # what pure bfloat16 would do to them, here float32
-        show = parallel.show_updates
+        copy_to_model = LocalOptimizer.copy_to_model
 
         def rounded(optimizer):
             for rows in optimizer.mine.values():
                 rows.data.copy_(rows.data.bfloat16())
-            show(optimizer)
+            copy_to_model(optimizer)
 
-        parallel.show_updates = rounded
+        LocalOptimizer.copy_to_model = rounded
     if fault == "updates are not shown":
-        parallel.show_updates = lambda optimizer: None
+        LocalOptimizer.copy_to_model = lambda optimizer: None
     if fault == "gradients add up in bfloat16":
-        parallel.round_parameters = _narrow(parallel.round_parameters)
+        LocalOptimizer.master_parameters = _narrow(LocalOptimizer.master_parameters)
     return measure_grpo.run_cells(world, cells, *torch.load(file, weights_only=False))
 
 
-def _narrow(round_parameters):
-    def narrow(model):
-        for name, p in round_parameters(model):
-            (here,) = (q for other, q in model.named_parameters() if other == name)
+def _narrow(master_parameters):
+    def narrow(optimizer):
+        for name, p in master_parameters(optimizer):
+            (here,) = (q for other, q in optimizer.model.named_parameters() if other == name)
             here.register_hook(lambda dx: dx.bfloat16().to(dx.dtype))
             yield name, p
 
@@ -494,9 +494,9 @@ def test_products_finer_than_the_weights_are_refused():
 @pytest.mark.quick
 def test_parallelize_refuses_a_compute_dtype_that_is_no_lower(process_group, monkeypatch):
     for dtype in (torch.float32, torch.float64, torch.int64):
-        with pytest.raises(ValueError, match="must be coarser than the weights' torch.float32"):
+        with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(models.tiny_model(dtype=torch.float32), dtype)
-    with pytest.raises(ValueError, match="zero=True shares out"):
+    with pytest.raises(ValueError, match="zero=True shards the states"):
         model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
         LocalOptimizer(model, torch.optim.AdamW, zero=True)
 

@@ -26,7 +26,7 @@ from conftest import shortened
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
-from parallel import checkpoints, sealed, verify_checkpoint
+from parallel import checkpoints, sealed
 from test_ranks import join, read_metrics, start
 
 SCRIPT = str(Path(train_grpo.__file__).resolve())
@@ -105,9 +105,19 @@ def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+def verified(path):
+    """The JSON state of a checkpoint, whose seal and checksums all hold."""
+    state = json.loads((path / "state.json").read_text())
+    assert state == sealed(state)
+    for name, sums in state["files"].items():
+        raw = (path / name).read_bytes()
+        assert sums[-1][0] == len(raw) and all(zlib.crc32(raw[:end]) == x for end, x in sums), name
+    return state
+
+
 def same_run(run, truth):
     """Metrics bit for bit but for seconds, and the checksums of the newest checkpoint's tensors."""
-    files = [verify_checkpoint(checkpoints(path)[-1])["files"] for path in (run, truth)]
+    files = [verified(checkpoints(path)[-1])["files"] for path in (run, truth)]
     assert len(files[0]) > 1 and files[0]["__0_0.distcp"] == files[1]["__0_0.distcp"]
     assert read_metrics(run) == read_metrics(truth)
 
@@ -138,11 +148,11 @@ KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
     (1, "", "train_grpo.train_step", 1), (1, "", "train_grpo.train_step", 4),
     (1, "", "train_grpo.Log.step", 5), (1, "", "train_grpo.evaluate", 2),
     (1, "", "pathlib.Path.rename", 1), (1, "", "pathlib.Path.rename", 2),  # DCP's, then the last
-    (1, "", "pathlib.Path.rename", 4), (1, "", "parallel._crc32", 3),
+    (1, "", "pathlib.Path.rename", 4), (1, "", "os.fsync", 5),
     (1, "--keep 1", "shutil.rmtree", 4), (1, KL, "train_grpo.train_step", 4),
     (1, KL, "pathlib.Path.rename", 3),
     (1, DEMOS, "train_grpo.train_step", 4), (1, DEMOS, "train_grpo.Log.step", 1),
-    (2, "", "train_grpo.train_step", 4), (2, KL, "parallel._crc32", 6),
+    (2, "", "train_grpo.train_step", 4), (2, KL, "os.fsync", 6),
 ]  # fmt: skip
 
 
@@ -259,7 +269,24 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     resume = "--resume --out run --keep 1 --save-every 1"
     codes, _, _ = cli(finished.parent, resume, die=("train_grpo.train_step", 2))
     assert codes == [-signal.SIGKILL]
-    verify_checkpoint(finished / "step-00000003")
+    verified(finished / "step-00000003")
+
+
+def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
+    pytest.importorskip("safetensors")
+    good(finished.parent, "export run before --step 2")
+    newest = finished / "step-00000004"
+    places = pickle.loads((newest / ".metadata").read_bytes()).storage_data
+    place = next(place for index, place in places.items() if index.fqn.startswith("model."))
+    raw = bytearray((newest / place.relative_path).read_bytes())
+    raw[place.offset + place.length // 2] ^= 1
+    (newest / place.relative_path).write_bytes(raw)
+    _, err = good(finished.parent, "export run after")
+    assert "warning" in err and "step-00000004: __0_0.distcp is damaged" in err
+    written = [finished.parent / name / "model.safetensors" for name in ("before", "after")]
+    assert written[0].read_bytes() == written[1].read_bytes()
+    codes, _, err = cli(finished.parent, "export run none --step 4")
+    assert codes == [2] and "step-00000004: __0_0.distcp is damaged" in err[0]
 
 
 @pytest.mark.parametrize("every, kept", [(1, ["4", "5"]), (0, ["5"])])
@@ -273,11 +300,12 @@ class Evil:
         return os.system, ("touch executed",)
 
 
-def _replace(path, raw):
-    """Write a file of a checkpoint, and the manifest that agrees with it."""
+def _replace(path, raw, chunks=1):
+    """Write a file of a checkpoint of `chunks` equal chunks, and the state that agrees with it."""
     path.write_bytes(raw)
     state = json.loads((path.parent / "state.json").read_text())
-    state["files"][path.name] = [len(raw), zlib.crc32(raw)]
+    ends = range(len(raw) // chunks, len(raw) + 1, len(raw) // chunks)
+    state["files"][path.name] = [[end, zlib.crc32(raw[:end])] for end in ends]
     (path.parent / "state.json").write_text(json.dumps(sealed(state)))
 
 
@@ -295,7 +323,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
     else:
         torch.save(Evil(), data := newest / "__0_0.distcp")
         raw, places = data.read_bytes(), metadata.storage_data.values()
-        _replace(data, raw * len(places))
+        _replace(data, raw * len(places), len(places))
         for n, place in enumerate(places):
             place.offset, place.length = n * len(raw), len(raw)
     _replace(newest / ".metadata", pickle.dumps(metadata))
@@ -385,10 +413,18 @@ REFUSED = {
     "--objective cispo --ratio sequence": "--ratio", "--max-rounds 2": "--dynamic-sampling",
     "--dynamic-sampling": "--entropy-coef 0", "--importance-cap 2": "--proximal",
     "--dynamic-sampling --entropy-coef 0 --kl-coef 1": "--kl-coef 0",
-    "--prompts 2 --minibatches 3": "--minibatches 3", "--lr-warmup 2": "--lr-warmup 2",
+    "--prompts 2 --minibatches 3": "--minibatches 3",
+    "--lr-first-step zero": "--lr-warmup",
+    "--lr-first-step zero --lr-warmup 5 --steps 1": "--steps 2",
     "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
     "--task sort --length 4": "--length 4",
+    "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; write d2|d2",
+    "--plan vllm[actor]:d1+megatron:(attn:d2t2|ffn:t2)":
+        "only the engine archon runs here, got vllm and megatron; write d1+(attn:d2t2|ffn:t2)",
+    "--plan sglang:d1": "got sglang; write d1",
+    "--plan fsdp:d1": "got fsdp; write d1 --data-parallel fsdp",
+    "--plan archon:d2|fsdp:d2": "got fsdp; write d2|d2 --data-parallel fsdp",
 }  # fmt: skip
 REFUSED_LATER = {  # only when a task or a model is made
     "--device cuda": "--device cuda", "--task nonsense": "nonsense", "--resume": "no run",
@@ -434,6 +470,30 @@ def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
         codes, _, err = cli(finished.parent, flags)
         assert codes == [2] and text in err[0] and err[0].count("\n") == 1
     assert contents(finished) == before
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "stored, steps, free",
+    [
+        ("--steps 9 --lr-decay linear", 8, False),
+        ("--steps 2 --lr-decay constant", 4, False),  # a warm-up of 2 would become one of 4
+        ("--steps 9 --lr-decay constant", 4, False),  # a warm-up of 5 would become one of 4
+        ("--steps 9 --lr-decay constant", 5, True),
+        ("--steps 2 --lr-decay constant", 2, True),
+        ("--steps 2 --lr-decay constant --lr-warmup 0", 1, True),
+    ],
+)
+def test_steps_are_free_while_the_rates_do_not_depend_on_them(tmp_path, stored, steps, free):
+    config = train_grpo.parse_config(stored.split())
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+    flags = ["--resume", "--out", str(tmp_path), "--steps", str(steps)]
+    if free:
+        assert train_grpo.parse_config(flags).check().steps == steps
+        return
+    text = f"--resume cannot change --steps {steps} .*the rates depend on the last step"
+    with pytest.raises(ValueError, match=text):
+        train_grpo.parse_config(flags)
 
 
 TASK = """
@@ -590,16 +650,17 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
 @pytest.mark.parametrize(
     "flags, text",
     [
-        ("--plan d2d2", "expected one of t p c e, each once; came 'd2'"),
-        ("--plan sglang:d1+archon:d1", "on 1 ranks of their own are 2 ranks, but there are 1"),
-        ("--plan d2|t2", "t2 is for p * d * c * t = 2 ranks, but there are 1"),
-        ("--plan d1|d2", "need one world: d1 has 1 ranks, d2 has 2 ranks"),
+        ("--plan d2d2", "expected letters of d t p c e, each at most once, got 'd2d2'"),
+        ("--plan archon[rollout]:d1+archon:d1",
+         "expected 2 ranks, 1 to generate and 1 to train, got 1"),
+        ("--plan d2|t2", "plan t2: expected p * d * c * t = 2 ranks, got 1"),
+        ("--plan d1|d2", "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks"),
         ("--plan d1|d1|d1", "A|B has two plans, the generator's and the trainer's"),
         ("--plan c2|d2", "a generator has d, t and e, and no c"),
-        ("--plan sglang:p2|archon:d2", "a generator has d, t and e, and no p"),
+        ("--plan archon:p2|d2", "a generator has d, t and e, and no p"),
         ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
         ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
-        ("--plan d2", "d2 is for p * d * c * t = 2 ranks, but there are 1"),
+        ("--plan d2", "plan d2: expected p * d * c * t = 2 ranks, got 1"),
         ("--tree dta", "--tree dta needs --max-tokens"),
         ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
         ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p: a schedule runs forward"),

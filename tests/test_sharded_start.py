@@ -13,7 +13,7 @@ from test_ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from parallel import Grid, Plan, full, materialise, parallelize, parts_of
+from parallel import Grid, Plan, full, materialise, parallelize, part_of
 
 CASES = {
     "t2": (2, "t2", "qwen3", {}),
@@ -85,11 +85,11 @@ def _start(rank, name, directory):
             model = models.Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        for part in parts_of(model):
+        for part in part_of(model).stages:
             models.draw_weights(part, 3, whole)
     found = [_apart(model, truth)]
 
-    for part in parts_of(model):
+    for part in part_of(model).stages:
         for p in part.parameters():
             getattr(p, "_local_tensor", p.detach()).fill_(7.0)
         models.load_hf(directory, model=part, whole=whole)
