@@ -227,8 +227,8 @@ def shard_layer(layer, group, sequence):
         return copy_to_tp_region(args[0], group, sequence), *args[1:]
 
     # Norms, routers and experts stay as they are.
-    is_sparse = hasattr(layer.mlp, "experts")
-    for block in [layer.self_attn] if is_sparse else [layer.self_attn, layer.mlp]:
+    blocks = [layer.self_attn] if hasattr(layer.mlp, "experts") else [layer.self_attn, layer.mlp]
+    for block in blocks:
         block.register_forward_pre_hook(enter)
         for name, linear in list(block.named_children()):
             if name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
@@ -369,7 +369,7 @@ def run_1f1b(forward, number, like, group):
     pending = deque(maxlen=stages - stage)  # (input, output) of micro-batches, until backward
 
     def exchange(neighbor, send=None, receive=False):
-        if neighbor not in range(stages):
+        if neighbor not in range(stages) or (send is None and not receive):
             return None
         # COMM: both messages start in one batch, so no two stages wait for each other's first one.
         rank = dist.get_global_rank(group, neighbor)
@@ -377,7 +377,7 @@ def run_1f1b(forward, number, like, group):
         messages = [dist.P2POp(dist.irecv, received, rank, group)] if receive else []
         if send is not None:
             messages.append(dist.P2POp(dist.isend, send.contiguous(), rank, group))
-        for request in dist.batch_isend_irecv(messages) if messages else ():
+        for request in dist.batch_isend_irecv(messages):
             request.wait()
         return received
 
@@ -570,7 +570,7 @@ class ToyTransformer(nn.Module):
             dense = dict(up_proj=nn.Linear(WIDTH, 8), act=nn.GELU(), down_proj=nn.Linear(8, WIDTH))
             experts = ToyExperts()
             experts.weight = nn.Parameter(torch.normal(0, 0.25, (4, WIDTH, WIDTH)))
-            sparse = dict(gate=nn.Linear(WIDTH, 4, bias=False), experts=experts)
+            sparse = dict(gate=nn.Linear(WIDTH, 4, bias=False), experts=experts)  # gate: the router
             norms = {f"{at}_layernorm": nn.RMSNorm(WIDTH) for at in ("input", "post_attention")}
             mlp = ToySparseMLP(sparse) if n % 2 else nn.Sequential(OrderedDict(dense))
             parts = norms | {"self_attn": ToyAttention(linears), "mlp": mlp}
@@ -600,8 +600,9 @@ def check_plan(text):
     tensor_parallel(model, grid.group["t"], grid.sequence)
     expert_parallel(model, grid.group["e"])
     keep_stage(model, grid.group["p"])
-    for layer in model.model.layers if grid.fsdp else ():
-        fully_shard_layer(layer, grid.group["dc"])
+    if grid.fsdp:
+        for layer in model.model.layers:
+            fully_shard_layer(layer, grid.group["dc"])
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
     optimizer = SimpleZeroAdamW(model, grid, **ADAMW)  # ZeRO-1 under every plan
     # Ranks of different d or c take different rows. Ranks of different t or p take the same rows.
@@ -1462,7 +1463,9 @@ def require_possible(
     config = model.config
     plan.require_fits(world=dist.get_world_size(), config=config)
 
-    t, p = plan.tp, plan.pp
+    # Pairs of a condition and its text, for options that need or exclude one another.
+    t = plan.tp
+    p = plan.pp
     fsdp_on = mode == "fsdp"
     stages = p * SCHEDULES[schedule][1]
     vocab = config.vocab_size if t > 1 else 0
@@ -1827,7 +1830,8 @@ def checkpoint_layers(layers, ac) -> None:
 
     # The layer object keeps its place and its names; only its forward is replaced. run=run binds
     # each layer's own forward.
-    for layer in layers[::2] if ac == "layers" else layers:
+    chosen = layers[::2] if ac == "layers" else layers
+    for layer in chosen:
         run = layer.forward
         layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
 
@@ -2432,7 +2436,8 @@ def replica_difference(model, optimizer=None) -> str | None:
     # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
     tables = [None] * dist.get_world_size()
     dist.all_gather_object(tables, digests)
-    first, names = None, set()
+    first = None
+    names = set()
     for key in dict.fromkeys(key for table in tables for key in table):
         ranks_of = {}  # digest -> the ranks that have it
         for rank, table in enumerate(tables):
@@ -2446,7 +2451,10 @@ def replica_difference(model, optimizer=None) -> str | None:
 
     # Nobody can say which of two replicas is right. The largest set comes first.
     sets = sorted(first[1].values(), key=lambda ranks: (-len(ranks), ranks))
-    said = [f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks))}" for ranks in sets]
+    said = []
+    for ranks in sets:
+        word = "ranks" if len(ranks) > 1 else "rank"
+        said.append(f"{word} {' '.join(map(str, ranks))}")
     more = f"; {len(names) - 1} more tensors differ" if len(names) > 1 else ""
     return f"replicas differ in {first[0]}: {' / '.join(said)} hold other bits{more}"
 
@@ -2573,6 +2581,7 @@ class PackedBatches:
 
     def __init__(self, model, *, attention, indices=None, balance=None, micro_tokens=8192,
                  temperature=1.0):  # fmt: skip
+        # Under c the callers say which tokens a rank has, because it depends on their attention.
         self.model = model
         self.part = part_of(model)
         self.plan = self.part.plan
@@ -2666,6 +2675,7 @@ class PackedBatches:
         A micro-batch without sequences has one token.
         """
         require_batch(self.model, sequences, masks)
+        # Other ranks may need more micro-batches than this one has data for.
         lengths = [len(tokens) for tokens in sequences]
         micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
         contents = []
@@ -3217,7 +3227,9 @@ def connect(device="", *, timeout=60, threads=1) -> str:
 
     patience = datetime.timedelta(seconds=timeout)
     with naming_lost_ranks(lambda: "starting", "look at its error"):
-        store, rank, world = dist.HashStore(), 0, 1
+        store = dist.HashStore()
+        rank = 0
+        world = 1
         if "RANK" in os.environ:  # torchrun's ranks meet in its store
             store, rank, world = next(dist.rendezvous("env://", timeout=patience))
             store = store_of_this_attempt(store, rank, world, timeout)
@@ -3233,6 +3245,7 @@ def own_device(device) -> str:
                          f"torch.cuda.is_available() is {has_cuda}")  # fmt: skip
     if device == "cpu" or not has_cuda:
         return "cpu"
+    # One process drives one device.
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     torch.cuda.set_device(device)
     return device
@@ -3669,6 +3682,7 @@ def read_newest(directory, read, kind="step"):
 
 def _newest(found, read):
     """Implement `read_newest` for the paths of checkpoints, oldest first."""
+    # The newest first. Only damage leads to an older one.
     for path in reversed(found):
         try:
             return str(path), read(path)
@@ -4261,6 +4275,7 @@ class WeightReceiver:
     @torch.no_grad()
     def next(self) -> dict:
         """Return the next order, with its weights copied into the generator."""
+        # An error of the thread is raised here, where it can end the run.
         self.side.wait(lambda: self.orders)
         order = self.orders.pop(0)
         if isinstance(order, Exception):
@@ -4326,6 +4341,7 @@ def _check_toy(rank, mode, folder):
 
 def check() -> bool:
     """Compare every plan with one process, print a table of errors, and return whether it is ok."""
+    # The core comes first: its ranks are forks, which need a process where autograd has not run.
     errors = {f"core, {name}": error for name, error in core_main([]).items()}
     with tempfile.TemporaryDirectory() as folder:
         for mode in MODES:

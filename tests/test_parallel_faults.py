@@ -731,36 +731,3 @@ def test_replicas_hold_the_same_bits_after_three_steps(tmp_path, cases):
     """Three ranks a sum: two orders of addition would show, unlike with two."""
     for said in ranks(tmp_path, 6, _after_three_steps, cases):
         assert said == [None] * len(cases), said
-
-
-# A budget of torch.compile ------------------------------------------------------------------------
-
-
-class _Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(8, 32)
-        self.down = torch.nn.Linear(32, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.silu(self.up(x)).sin())
-
-
-@pytest.mark.slow  # waits for a compiler
-def test_a_memory_budget_is_that_of_its_own_layers_only():
-    """Layers of one class share torch's cache of compiled graphs, but not with another budget."""
-    counts = []
-
-    def count(x):
-        counts[-1] += x.numel()
-        return x
-
-    before = torch._functorch.config.activation_memory_budget
-    with torch._functorch.config.patch(activation_memory_budget=before):
-        for budget in (None, 0.0, None, 0.0):
-            layer = _Layer()
-            parallel._compile_layers([layer], budget)
-            counts.append(0)
-            with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-                layer(torch.ones(3, 8, requires_grad=True)).sum().backward()
-    assert counts[0] == counts[2] > counts[1] == counts[3]
