@@ -215,7 +215,7 @@ class VocabParallelEmbedding(nn.Module):
         # Each word is on one rank, and the others add zeros. On rank 1, word 8 is row 2.
         row_BS = tokens_BS - self.first
         is_own_BS = (row_BS >= 0) & (row_BS < len(self.weight))
-        x_BSM = self.weight[row_BS.where(is_own_BS, 0)] * is_own_BS[..., None]
+        x_BSM = F.embedding(row_BS.where(is_own_BS, 0), self.weight) * is_own_BS[..., None]
         return reduce_from_tp_region(x_BSM, *self.region)
 
 
@@ -731,6 +731,7 @@ import time  # noqa: E402
 import types  # noqa: E402
 import uuid  # noqa: E402
 import warnings  # noqa: E402
+import weakref  # noqa: E402
 import zlib  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NamedTuple  # noqa: E402
@@ -1110,8 +1111,9 @@ def timeout_of_world(device_type) -> datetime.timedelta:
 #
 # A plan cuts a parameter once or several times. `Place` says, for one parameter, which entries are
 # on this rank, and which ranks have other terms of their gradient. `Part` has the places of all
-# parameters. `parallelize` makes them once. Whatever sums gradients, clips them, updates, compares,
-# writes, reads or sends weights reads them, and looks at no plan, no mode and no DTensor.
+# parameters. `parallelize` makes them once. The functions that sum and clip gradients, and that
+# update, compare, write, read or send weights, read the places. They do not ask how a model was
+# split.
 
 
 class Place(NamedTuple):
@@ -1245,12 +1247,18 @@ def gather_pieces(x, dim, size, group):
 TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
 
 
+class Places(dict):
+    """The places of a model's parameters, by name."""
+
+    def __missing__(self, name):
+        raise ValueError(f"expected a parameter that parallelize has seen, got {name}")
+
+
 class Part:
-    """What one rank has of a model: its stages, the place of each parameter, and the plan.
+    """Say where all parameters of this rank's stages of a model lie, and under which plan.
 
     grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy of all of it.
-    plan: Plan. That of the grid. Without a grid: data parallelism over all ranks.
-    stages: list of modules. This rank's stages of a pipeline, or the model itself.
+    plan: Plan. The plan of the grid. Without a grid: data parallelism over all ranks.
     places: dict. Name of a parameter -> Place.
     device: torch.device. Where the model runs.
     mode, sequence, offload, compute_dtype: as given to `parallelize`.
@@ -1259,13 +1267,13 @@ class Part:
     def __init__(self, model, grid=None, *, mode="ddp", sequence=False, offload=False,
                  compute_dtype=None):  # fmt: skip
         self.grid = grid
-        self.stages = list(getattr(model, "parts", {0: model}).values())  # a Pipeline has `parts`
+        self.model = weakref.ref(model)  # which refers to this Part: memory is freed with the model
         self.split_tie = getattr(model, "split_tie", False)
         self.mode = mode
         self.sequence = sequence
         self.offload = offload
         self.compute_dtype = compute_dtype
-        self.places = {}
+        self.places = Places()
         if grid is not None:
             self.plan = grid.plan
             self.device = grid.device
@@ -1273,7 +1281,7 @@ class Part:
 
         if any(isinstance(p, DTensor) for p in model.parameters()):
             raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
-        # Without a process group there is one rank, and nobody to sum with.
+        # Without a process group there is one rank, and no other rank to sum with.
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.plan = Plan(dp=world)
         self.device = next(model.parameters()).device
@@ -1321,9 +1329,15 @@ class Part:
         # sees all rows, but only a partial sum of the outputs that it weighs.
         if ".mlp.gate." in name:
             return True
-        # After the last norm all t ranks compute the same: a critic's head has the whole gradient.
-        # Every other norm and bias sees this rank's tokens, which are all tokens without SP.
-        return self.sequence and not name.startswith("score.")
+        # Up to the last norm, norms and biases see this rank's tokens, and without SP all tokens.
+        # After it all t ranks compute the same: a critic's head has the whole gradient.
+        return self.sequence and name.startswith("model.")
+
+    @property
+    def stages(self) -> list:
+        """List this rank's stages of a pipeline, or the model itself."""
+        model = self.model()
+        return [model] if isinstance(model, nn.Module) else list(model.parts.values())
 
     @property
     def is_pipeline(self) -> bool:
@@ -1395,11 +1409,11 @@ def parallelize(
 
     model: a `models.Transformer`, or a module with the names in NEEDED. On the device where it will
         run, or on the meta device, for `materialise`. It is changed.
-    plan: Plan. For as many ranks as there are.
+    plan: Plan. Its world is the number of ranks.
     device_mesh: Grid. `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
-        HSDP if the grid replicates). Section 9 compares them.
+        HSDP if the grid replicates). Section 8 compares them.
     sequence: bool. Sequence parallelism: distribute tokens over the t ranks where no matrix is cut.
         t must divide the number of tokens.
     schedule: str. A key of SCHEDULES, for p > 1.
@@ -1411,7 +1425,7 @@ def parallelize(
         dtype of the weights. Section 17 has the details.
 
     Returns the model, or with p > 1 a `Pipeline`. Both have a `part`. ValueError on every rank,
-    before the first message and before the model is changed, for what cannot be.
+    before the first message and before the model is changed, if options do not fit together.
 
     `PackedBatches` runs the result. If you write your own loop: data-parallel ranks get different
     sequences, tensor- and pipeline-parallel ranks the same ones, and context-parallel ranks
@@ -1427,6 +1441,8 @@ def parallelize(
     if plan.pp > 1:
         model = Pipeline(model, device_mesh, schedule, compute_dtype)
     model.part = Part(model, device_mesh, **options)
+    for stage in model.part.stages:
+        stage.part = model.part
 
     # The order matters. Cut plain weights by t and e. Then wrap the layers: what is computed again
     # includes the messages inside a layer. FSDP is last, because it cuts what the others have left.
@@ -1447,7 +1463,7 @@ def parallelize(
 def require_possible(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, offload, compute_dtype
 ):
-    """Raise a ValueError for what cannot be, from what every rank has.
+    """Raise a ValueError if options do not fit together, on every rank.
 
     The parameters are those of `parallelize`. No message was sent yet, and nothing of the model was
     changed, so that a caller may correct the call and repeat it.
@@ -1470,6 +1486,7 @@ def require_possible(
     stages = p * SCHEDULES[schedule][1]
     vocab = config.vocab_size if t > 1 else 0
     uneven = vocab % t > 0 and plan.dp * plan.cp > 2
+    named = list(model.named_parameters(remove_duplicate=False))
     same_rows = bool(config.sparse_layers) and t > 1 and not sequence and plan.etp == 1
     for refused, text in (
         (p == 1 and schedule != "1f1b",
@@ -1491,6 +1508,8 @@ def require_possible(
         (schedule == "zbv" and fsdp_on,
          "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
          'follow; use schedule="1f1b" or mode="zero1"'),
+        (t > 1 and len(named) > len(list(model.named_parameters())),
+         f"plan {plan}: one parameter with two names cannot be cut; set tie_word_embeddings"),
         (same_rows,
          f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
          f"the experts; use ffn's t = {t}"),
@@ -1566,7 +1585,8 @@ def require_lower_precision(dtype, model):
     """Raise a ValueError unless products in `dtype` make mixed precision of the model's weights."""
     # Only a coarser dtype saves anything: the masters are then worth their memory.
     of_weights = next(model.parameters()).dtype
-    lower = dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
+    lower = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    lower = lower and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
     if not lower:
         raise ValueError(
             f"compute_dtype: expected a coarser dtype than the weights' {of_weights}, got {dtype}; "
@@ -1586,7 +1606,7 @@ def require_divisible(length, t):
 
 
 def require_even_lengths(grid, lengths) -> None:
-    """Raise a ValueError if t does not divide these lengths, or those of another rank of c.
+    """Raise a ValueError if t does not divide these lengths, or the lengths on another rank of c.
 
     lengths: list of int. Of the sequences of one forward, or of all micro-batches of a step.
     """
@@ -1640,7 +1660,7 @@ def split_weights(part, shapes) -> None:
             for layer in stage.model.layers:
                 shard_layer(layer, group, part.sequence)
                 # The core leaves experts whole, and each t rank sends its own tokens to them. If
-                # their width is split, f and g stand around router and experts.
+                # their width is split, f is applied before the router, and g after the experts.
                 if hasattr(layer.mlp, "experts") and plan.etp > 1:
                     enter_and_leave(layer.mlp, group, part.sequence)
             shard_ends(stage, part, embeddings)
@@ -1712,7 +1732,9 @@ def label_parameters(stage, part) -> None:
     for prefix, module in stage.named_modules():
         cut = {}
         for name, p in list(module.named_parameters(recurse=False)):
-            place = part.places[join_name(prefix, name)]
+            place = part.places.get(join_name(prefix, name))
+            if place is None:  # a second name of a parameter, such as a tied head's
+                continue
             cuts = tuple(cut for cut in place.cuts if cut[1] != place.replicas)  # FSDP comes later
             if cuts and not isinstance(p, DTensor):
                 labeled = place._replace(cuts=cuts).label(p.detach())
@@ -1995,8 +2017,9 @@ class Pipeline:
             raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
 
         # torch makes a schedule for one shape, because its stages keep buffers of that shape. Only
-        # the latest schedule is kept: each padded length brings new ones. The stages hold on to the
-        # list `micros`, so it is filled and not replaced.
+        # the latest schedule is kept, because each padded length brings new buffers. A length that
+        # changes in every step costs a new schedule each time, some milliseconds. The stages hold
+        # on to the list `micros`, so it is filled and not replaced.
         if self.run_for != (shape, n):
             self.run_for, self.run = (shape, n), None  # the old buffers go before the new ones come
             self.run = self._schedule_of(shape, n)
@@ -2426,8 +2449,12 @@ def replica_difference(model, optimizer=None) -> str | None:
         if getattr(optimizer, "has_masters", False):
             enter(f"{name} (master)", optimizer.mine[name], box)
         state = {} if optimizer is None else state_of(optimizer, name, p)
+        # A state that one replica has and another lacks is a difference too.
+        keys = torch.tensor([*repr(sorted(state)).encode()], dtype=torch.uint8)
+        enter(f"{name} (names of its states)", keys)
         for key, x in state.items():
-            enter(f"{name} ({key})", x, box if x.dim() else ())
+            if torch.is_tensor(x):
+                enter(f"{name} ({key})", x, box if x.dim() else ())
     for name, buffer in persistent_buffers(model).items():
         enter(name, buffer)
 
@@ -2880,7 +2907,7 @@ def require_batch(model, sequences, masks):
     sequences that differ among the ranks."""
     found = ""
     if len(sequences) != len(masks):
-        found = f"{len(sequences)} sequences came with {len(masks)} masks"
+        found = f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"
     for i, (tokens, mask) in enumerate(zip(sequences, masks)):
         if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
             found = (
@@ -3020,7 +3047,7 @@ def share_out_rows(mlp, group):
         N = len(rows_NM)
         padded_NM = F.pad(rows_NM, (0, 0, 0, -N % world))
         out_1nM = run(own_chunk(padded_NM, group)[None], balance)
-        # COMM: an all-gather over the t ranks, which all have as many rows. Pinned by
+        # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
         # tests/test_generator_plan.py::test_experts_of_a_generator_too.
         return all_gather(out_1nM[0], group)[:N].view_as(x_BSM)
 
@@ -3067,8 +3094,10 @@ def end_together(model) -> None:
 
 
 def share_or_allocate(source, target, device) -> None:
-    """Give `target`, a model on the meta device, memory: the source's own where both have the same
-    entries of a parameter in one dtype, and new memory elsewhere, whose content is undefined.
+    """Give a model on the meta device memory, the source's own where that is possible.
+
+    It is possible where both have the same entries of a parameter in one dtype. The content of new
+    memory is undefined.
 
     What an optimizer writes into a shared parameter of the source is in the target at once, and
     `copy_weights` leaves it out. Degrees decide what is shared, so it is the same on all ranks.
@@ -3077,8 +3106,10 @@ def share_or_allocate(source, target, device) -> None:
     # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
     # which the other ranks of its pipeline need to be sent.
     sources = {}
-    if source is not None and not (part_of(source).is_fsdp or part_of(source).is_pipeline):
-        sources = dict(source.named_parameters())
+    if source is not None:
+        given = part_of(source)
+        if not (given.is_fsdp or given.is_pipeline):
+            sources = dict(source.named_parameters())
     part = part_of(target)
     for prefix, module in target.named_modules():
         for name, q in module.named_parameters(recurse=False):
@@ -3086,7 +3117,7 @@ def share_or_allocate(source, target, device) -> None:
             place = part.places[full_name]
             p = sources.get(full_name)
             same = p is not None and p.dtype == q.dtype
-            if same and part_of(source).places[full_name].pattern == place.pattern:
+            if same and given.places[full_name].pattern == place.pattern:
                 memory = local(p.detach())
             else:
                 memory = torch.empty_like(local(q.detach()), device=device)

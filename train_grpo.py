@@ -1292,7 +1292,7 @@ def resumed_config(path, given) -> Config:
 
 # B. A batch on many ranks: shards, plans, and metrics of all ranks ----------------------------
 # How the Trainer's few calls reach other ranks. Packed batches under a plan are parallel.py's, its
-# section 10. On one device, or with whole copies (DDP), all of it does nothing: skip it.
+# section 18. On one device, or with whole copies (DDP), all of it does nothing: skip it.
 
 
 def products(config) -> str:

@@ -1,5 +1,6 @@
 """What parallel.py must refuse, keep and notice: hostile checkpoints, buffers, calls, replicas."""
 
+import gc
 import json
 import os
 import pickle
@@ -7,6 +8,7 @@ import pkgutil
 import random
 import re
 import time
+import weakref
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -731,3 +733,63 @@ def test_replicas_hold_the_same_bits_after_three_steps(tmp_path, cases):
     """Three ranks a sum: two orders of addition would show, unlike with two."""
     for said in ranks(tmp_path, 6, _after_three_steps, cases):
         assert said == [None] * len(cases), said
+
+
+def _unequal_states(rank):
+    """What is said where rank 0 alone has made a step, and of a state that is not a tensor."""
+    plan = Plan.parse("d2")
+    model = parallelize(_model(), plan, device_mesh=Grid.make(plan))
+    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.0))
+    if rank == 0:
+        for p in optimizer.mine.values():
+            p.grad = torch.zeros_like(p)
+        optimizer.inner.step()
+    said = [replica_difference(model, optimizer)]
+    optimizer.state[next(iter(optimizer.mine.values()))]["calls"] = 3
+    return [*said, replica_difference(model, optimizer)]
+
+
+def test_a_state_that_one_replica_lacks_is_named(tmp_path):
+    first, second = ranks(tmp_path, 2, _unequal_states)
+    assert first == second and all("(names of its states): rank 0 / rank 1" in x for x in first)
+
+
+def _odd_modules(rank):
+    """Gradients of a parameter after the last norm under t2, and errors of what cannot be."""
+    plan = Plan.parse("t2")
+    grid, model = Grid.make(plan), _model()
+    model.scale = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model = parallelize(model, plan, device_mesh=grid)
+    model.scale.grad = torch.ones(3, dtype=torch.float64)
+    reduce_gradients(model)
+    model.late = torch.nn.Parameter(torch.ones(1))
+    tied = _model()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    texts = [_fails(lambda: reduce_gradients(model))]
+    texts.append(_fails(lambda: parallelize(tied, plan, device_mesh=grid)))
+    part = parallelize(tied, Plan.parse("d2"), device_mesh=Grid.make(Plan.parse("d2")))
+    reduce_gradients(part)
+    pipeline = parallelize(_model(), Plan.parse("p2"), device_mesh=Grid.make(Plan.parse("p2")))
+    (stage,) = pipeline.parts.values()
+    again = lambda: parallelize(stage, Plan.parse("d2"), device_mesh=part.part.grid)  # noqa: E731
+    texts.append(_fails(again))
+    return model.scale.grad.tolist(), texts
+
+
+def test_modules_with_parameters_of_their_own(tmp_path):
+    said = ["that parallelize has seen, got late", "one parameter with two names", "split or shard"]
+    for gradient, texts in ranks(tmp_path, 2, _odd_modules):
+        assert gradient == [1.0] * 3
+        for text, pattern in zip(texts, said, strict=True):
+            assert pattern in text
+
+
+@pytest.mark.quick
+def test_a_model_is_freed_without_the_garbage_collector(process_group):
+    plan = Plan.parse("d1")
+    model = parallelize(_model(), plan, device_mesh=Grid.make(plan))
+    dropped = weakref.ref(model)
+    gc.disable()
+    del model
+    gc.enable()
+    assert dropped() is None
