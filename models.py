@@ -162,10 +162,9 @@ class SimpleAttention(nn.Module):
     def forward(self, x_BSM, ropes, attention, /):
         # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
         # Each head is normalized by itself, and before RoPE, as the models were trained.
-        B, S, _ = x_BSM.shape
-        q_BSHD = self.q_norm(self.q_proj(x_BSM).view(B, S, -1, self.head_dim))
-        k_BSGD = self.k_norm(self.k_proj(x_BSM).view(B, S, -1, self.head_dim))
-        v_BGSD = self.v_proj(x_BSM).view(B, S, -1, self.head_dim).transpose(1, 2)
+        q_BSHD = self.q_norm(self.q_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
+        k_BSGD = self.k_norm(self.k_proj(x_BSM).unflatten(-1, (-1, self.head_dim)))
+        v_BGSD = self.v_proj(x_BSM).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q_BHSD = apply_rope(q_BSHD, *ropes[self.kind]).transpose(1, 2)
         k_BGSD = apply_rope(k_BSGD, *ropes[self.kind]).transpose(1, 2)
 
@@ -1019,8 +1018,6 @@ class Transformer(SimpleTransformer):
         # In mixed precision the sum of all layers stays wide, and each layer computes narrow: its
         # norms cast to the dtype of the weights.
         x_BSM = x_BSM.to(self.residual_dtype or x_BSM.dtype)
-        if not x_BSM.numel():
-            return x_BSM  # no tokens, no states
         if positions is None:
             positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
         ropes = self.rope(positions, x_BSM.dtype)
