@@ -30,6 +30,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -97,8 +98,10 @@ class Ours:
             t.reward = float(n % 3)
         for tree in ("disabled", "sparse"):
             self.trainer.config, start = replace(config, tree=tree), time.process_time()
-            train_grpo.prepare(config, self.trainer, [mine[0]])
-            train_grpo.update(config, self.trainer, mine, kept, 0, self.trainer.policy_version)
+            version = self.trainer.policy_version
+            batch = train_grpo.SampledBatch(mine, kept, config.minibatches, version)
+            source = SimpleNamespace(get=lambda step, batch=batch: batch)
+            train_grpo.do_step(config, source, self.trainer, 0)
             seconds.append(time.process_time() - start)
         self.trainer.config = config
         trie = TokenTrie([t.tokens for t in mine[0]])
@@ -114,7 +117,7 @@ class Ours:
             train_grpo.Trajectory(0, row, mask, 0.0 * mask, advantages=np.full(len(mask), a))
             for row, a in zip(tokens_BL.tolist(), prepared["advantages"].tolist())
         ]
-        Z, worst = train_grpo.denominator(batch, self.config), [0.0, 0.0]
+        Z, worst = self.trainer.loss_denominator(batch), [0.0, 0.0]
         for tree in ("disabled", "sparse"):
             self.trainer.config = replace(self.config, tree=tree)
             got = self.trainer.forward_backward(batch, Z)["loss/token_mean"]

@@ -8,6 +8,8 @@ import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every subprocess
 ROOT = Path(__file__).resolve().parent.parent
+SORT = f"{ROOT}/tests/example_tasks.py:Sort"  # for --task
+LOOKUP = f"{ROOT}/tests/example_tasks.py:Lookup"
 sys.path.insert(0, str(ROOT))
 
 WORKERS = 4  # at most: each holds torch, transformers and a server of ranks, 1.5 GB
@@ -58,6 +60,13 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(skip)
+
+
+def batch_of(groups):
+    """Groups of trajectories as a batch of one minibatch, which policy version 0 has sampled."""
+    import train_grpo
+
+    return train_grpo.SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
 
 
 @pytest.fixture(scope="module")

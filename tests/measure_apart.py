@@ -34,8 +34,9 @@ FLAGS += "--entropy-coef 0.02 --log-rollouts none --save-every 0 --hidden 128 --
 WATCHED = {
     "collect": ("s", "samples a batch"),
     "evaluate": ("e", "evaluates"),
-    "prepare": ("T", "trains"),
-    "update": ("T", "trains"),
+    "Trainer.prepare": ("T", "trains"),
+    "Trainer.forward_backward": ("T", "trains"),
+    "Trainer.optim_step": ("T", "trains"),
     "ApartTrainer.push_weights": ("p", "sends weights"),
     "Side.wait": (".", "waits"),
 }
@@ -69,7 +70,7 @@ def one_rank(port, flags, began):
         watch(events, began)
     config = train_grpo.parse_config(flags.split()).check()
     with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
-        train_grpo.train(config, device, side)
+        train_grpo.start_run(config, device, side)
     return side.name if side else "", events
 
 

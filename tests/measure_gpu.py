@@ -531,12 +531,12 @@ def memory(name, device, size, steps=3) -> int:
     print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
 
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
-    where = parallel.connect(device, threads=config.threads)
+    parallel.connect(device, threads=config.threads)
     task = measure_grpo.Work(config, shape.vocab_size)
     train_grpo.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     with Peak(device) as peak:
-        model, generator, _ = train_grpo.build(config, task, where)
+        model, generator, _ = train_grpo.build(config, task)
         trainer = train_grpo.Trainer(config, model, generator=generator)
         del model, generator
         for step in range(steps):
@@ -546,7 +546,7 @@ def memory(name, device, size, steps=3) -> int:
             peaks["rollout"] = max(peaks["rollout"], peak.bytes)
 
             peak.forget()
-            loss = trainer.forward_backward(batch, train_grpo.denominator(batch, config))
+            loss = trainer.forward_backward(batch, trainer.loss_denominator(batch))
             trainer.optim_step(config.lr)
             peaks["train"] = max(peaks["train"], peak.bytes)
             print(f"step {step}: loss {loss['loss/token_mean']:.3g}, rollouts at most "

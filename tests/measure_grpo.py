@@ -1,6 +1,6 @@
 """What `python train_grpo.py check | bench` run.
 
-check: whole steps against `step_by_hand`, the gradient's invariances, and the matrix: every plan,
+check: whole steps against audit.py, the gradient's invariances, and the matrix: every plan,
 every tree mode and every family of models against one process that trains without trees, in
 float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
 critic. Cells that say `mixed` compute in float32, with masters in float64, against the same float64
@@ -21,6 +21,7 @@ import socket
 import statistics
 import tempfile
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -31,12 +32,13 @@ from measure_models import QWEN3_06B
 import models
 import ring_attention as ring
 import train_grpo
+from audit import copy_of_state, groups_again, metrics_by_hand
 from parallel import (
     clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, Task, Trainer, build, collect, copy_of_state, denominator, generator_plan,
-    groups_again, make_task, plans_of, prepare, rollout_line, step_by_hand, update,
+    Config, RolloutQueue, SampledBatch, Task, Trainer, build, collect, do_step, first_weights,
+    generator_plan, make_task, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -46,10 +48,18 @@ SMALL = dict(dtype="float64", prompts=4, group=4, hidden=32, minibatches=1, fork
 BOUND = 1e-10
 
 
+def built(config, task, device):
+    """Policy, generator and reference of `build`, the policy in memory: on any device."""
+    model, generator, reference = build(config, task)
+    whole = copy.deepcopy(model)
+    first_weights(config, model.to_empty(device=device), whole)
+    return model, generator, reference
+
+
 def rollouts(config, device="cpu"):
     """Trajectories of one step, with an old policy and advantages of their own; forks share."""
     task = make_task(config)
-    model, generator, _ = build(config, task, device)
+    model, generator, _ = built(config, task, device)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     mine, kept, _ = collect(config, task, generator, 0)
@@ -61,7 +71,7 @@ def rollouts(config, device="cpu"):
     return trainer, batch
 
 
-STEPS = {  # settings that between them reach every line of `definition` and of `step_by_hand`
+STEPS = {  # settings that between them reach every line of `definition` and `step_by_hand`
     "group_mean, 2 updates": dict(minibatches=2),
     "group_std, GSPO, KL": dict(
         advantage="group_std", ratio="sequence", aggregation="sequence_mean", kl_coef=0.1,
@@ -83,7 +93,7 @@ STEPS = {  # settings that between them reach every line of `definition` and of 
 
 
 def step_error(device="cpu", **changes) -> float:
-    """The second step of a run against `step_by_hand`: the worst of metrics and parameters.
+    """The second step of a run against audit.py: the worst of metrics and parameters.
 
     The run's step is done on the device, the step by hand on the CPU.
     """
@@ -94,32 +104,28 @@ def step_error(device="cpu", **changes) -> float:
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
             models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
             config = dataclasses.replace(config, model=folder)
-        model, generator, reference = build(config, task, device)
+        model, generator, reference = built(config, task, device)
     trainer = Trainer(config, model, generator=generator, reference=reference)
     if reference is not None:
         copy_weights(model, reference)
     trainer.push_weights()
     queue = RolloutQueue(config, task, trainer)
     for step in range(2):
-        state, moments, frozen = copy_of_state(trainer, torch.float64)
-        counts = dict(version=trainer.policy_version, skipped=trainer.skipped)
-        rollouts, chosen, counts["sampled_by"], found = queue.take(step)
-        lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
-                 for n in rollouts}  # fmt: skip
-        found |= prepare(config, trainer, [rollouts[n] for n in chosen])
-        found |= update(config, trainer, rollouts, chosen, step, counts["sampled_by"])
+        state = copy_of_state(trainer, torch.float64)  # on the CPU
+        batch = queue.get(step)
+        lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(batch.groups[n])]
+                 for n in batch.groups}  # fmt: skip
+        source = SimpleNamespace(get=lambda step, batch=batch: batch)
+        found = do_step(config, source, trainer, step)
     groups = groups_again(config, task, step, lines)
-    state = state.cpu()
-    frozen = None if frozen is None else frozen.cpu()
-    moments = {name: [count, m.cpu(), v.cpu()] for name, (count, m, v) in moments.items()}
-    truth = step_by_hand(config, groups, state, moments, step, reference=frozen, **counts)
+    truth = metrics_by_hand(config, groups, state, step, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     assert missing <= not_by_hand, missing
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
-    hand = dict(state.named_parameters())
+    hand = state.weights
     worst += [(p.cpu() - hand[name]).abs().max().item() for name, p in model.named_parameters()]
-    votes = persistent_buffers(state)
+    votes = persistent_buffers(state.model)
     for name, x in persistent_buffers(model).items():
         worst.append((x.cpu() - votes[name]).abs().max().item())
     return float(max(worst))
@@ -131,7 +137,7 @@ def invariances(device="cpu", steps=STEPS):
         connect(device)
     config = Config(**SMALL).check()
     trainer, batch = rollouts(config, device)
-    Z, model = denominator(batch, config), trainer.model
+    Z, model = trainer.loss_denominator(batch), trainer.model
 
     def gradient(batch, **changes):
         trainer.config = dataclasses.replace(config, **changes)
@@ -217,7 +223,7 @@ def three_steps(config, family, batch, device="cpu"):
     train_grpo.clip_grad_norm = watched
     try:
         for _ in range(3):
-            metrics = trainer.forward_backward(mine, denominator(batch, config))
+            metrics = trainer.forward_backward(mine, trainer.loss_denominator(batch))
             loss = metrics["loss/token_mean"] + metrics.get("balance/loss", 0.0)
             loss += metrics.get("experts/load_max", 0.0)
             norm = trainer.optim_step(lr=0.01)["grad_norm"]
@@ -255,7 +261,7 @@ def refused(config, family, world):
         config.check()
         if config.plan:
             fits = dict(world=world, config=model_of(family).config)
-            _, trainer = plans_of(config)
+            _, trainer = config.plans
             trainer.require_fits(**fits)
             if "|" in config.plan:
                 generator_plan(config).require_fits(**fits)
@@ -465,7 +471,7 @@ def whole_run(port, flags):
     leave_launch(port)
     config = train_grpo.parse_config(flags.split()).check()
     with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
-        return train_grpo.train(config, device, side)
+        return train_grpo.start_run(config, device, side)
 
 
 def metrics_of_run(folder, world, flags):
@@ -587,7 +593,7 @@ def made(name, device):
     """Config, task and a trainer of a shape, without a tree."""
     config = dataclasses.replace(SHAPES[name], device=device).check()
     task = make_task(config) if name.startswith("guess") else Work(config)
-    model, generator, _ = build(config, task, device)
+    model, generator, _ = built(config, task, device)
     if "0.6B" in name:
         task = Work(config, QWEN3_06B["vocab_size"])
         shape = models.ModelConfig(**QWEN3_06B)
@@ -646,11 +652,12 @@ def rolled_out(config, task, trainer, clock, step):
     """A step's trajectories, ready for the loss."""
     clock.time("push", trainer.push_weights)
     mine, kept, _ = clock.time("rollout", collect, config, task, trainer.generator, step)
-    groups = [mine[g] for g in kept]
-    for t in (t for group in groups for t in group if isinstance(task, Work)):
+    batch = SampledBatch(mine, kept, 1, trainer.policy_version)
+    rollouts = [t for group in batch.trained() for t in group]
+    for t in (t for t in rollouts if isinstance(task, Work)):
         t.reward = float(t.tokens[-1] % 3)
-    clock.time("prepare", prepare, config, trainer, groups)
-    return [t for group in groups for t in group]
+    clock.time("prepare", trainer.prepare, batch)
+    return rollouts
 
 
 def measure(name, device, steps):
@@ -659,7 +666,7 @@ def measure(name, device, steps):
     clock, memory, spent = Clock(device), {}, []
     for step in range(steps + 1):
         batch = rolled_out(config, task, trainer, clock, step)
-        Z, tokens = denominator(batch, config), sum(len(t.tokens) for t in batch)
+        Z, tokens = trainer.loss_denominator(batch), sum(len(t.tokens) for t in batch)
         trie = TokenTrie([t.tokens for t in batch])
         spent.append(flops(trainer.model.config, trie, [t.mask for t in batch]))
         for mode in ("flat", "tree")[:: 1 if step % 2 else -1]:

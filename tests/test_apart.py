@@ -16,7 +16,7 @@ from pathlib import Path
 import measure_apart
 import pytest
 import torch.distributed as dist
-from conftest import shortened
+from conftest import LOOKUP, shortened
 from test_audit import audited
 from test_faults import torchruns, wait_for, workers
 from test_plan_run import SHAPE, mixture  # noqa: F401, a fixture
@@ -84,7 +84,7 @@ OPTIONS = {
     "a critic": "--advantage gae",
     "KL in the reward": "--kl-coef 0.1 --kl-in reward --clip-low 0.9 --clip-high 9",
     "decoupled": "--proximal --importance-cap 2",
-    "demonstrations": "--task lookup --size 2 --demos 2 --kl-coef 0.1",
+    "demonstrations": f"--task {LOOKUP} --size 2 --demos 2 --kl-coef 0.1",
     "dynamic sampling, forks": (
         "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
     "more trainers than groups": "--prompts 2 --plan d1+d3",
@@ -170,7 +170,7 @@ def test_a_signal_to_either_side_saves_and_ends_both(tmp_path, victim):
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     """Both sides die in a step; from the checkpoint on it is the same run, and so is the audit."""
     flags = f"{TINY} --out run --save-every 2 --staleness 1 --steps 6 --plan d1+d1 --timeout 20"
-    codes, _, _ = cli(tmp_path, f"{flags} --timeout 5", 2, die=("train_grpo.train_step", 4))
+    codes, _, _ = cli(tmp_path, f"{flags} --timeout 5", 2, die=("train_grpo.RolloutQueue.get", 4))
     assert codes[1] == -signal.SIGKILL and codes[0] == 2
     good(tmp_path, "--resume --out run --timeout 20", 2)
     (tmp_path / "b").mkdir()
@@ -287,8 +287,8 @@ def test_an_error_of_one_side_is_the_error_of_both(tmp_path):
 
 
 @pytest.mark.parametrize("flags, text", [
-    ("--plan d1+d1+d1", "A+B has two plans, the generator's and the trainer's"),
-    ("--plan d1|d1+d1", "A+B has two plans, the generator's and the trainer's"),
+    ("--plan d1+d1+d1", "A|B and A+B have two plans, the generator's and the trainer's"),
+    ("--plan d1|d1+d1", "A|B and A+B have two plans, the generator's and the trainer's"),
     ("--plan p2+d1", "a generator has d, t and e, and no p"),
 ])  # fmt: skip
 def test_other_plans_are_refused(flags, text):
@@ -379,14 +379,14 @@ def test_nothing_is_left_in_the_store(tmp_path):
 
 def _both_slow(rank, world, port, cwd, log, flags, die):
     """Sampling and training of a batch take a fifth of a second, of sleep."""
-    for name in ("collect", "prepare"):
-        original = getattr(train_grpo, name)
+    for owner, name in ((train_grpo, "collect"), (train_grpo.Trainer, "prepare")):
+        original = getattr(owner, name)
 
         def slowed(*args, original=original, **how):
             time.sleep(0.2)
             return original(*args, **how)
 
-        setattr(train_grpo, name, slowed)
+        setattr(owner, name, slowed)
     _main(rank, world, port, cwd, log, flags, die)
 
 

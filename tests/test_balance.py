@@ -29,9 +29,7 @@ from parallel import (
     Grid, PackedBatches, PaddedTokens, Plan, balance_of_rank, full, parallelize,
     persistent_buffers, reduce_gradients,
 )  # fmt: skip
-from train_grpo import (
-    Config, Trainer, build, denominator, document_attention, main, make_task,
-)  # fmt: skip
+from train_grpo import Config, Trainer, build, main, make_task, masked_attention
 from tree_attention import TokenTrie, tree_backward
 
 # One batch, by parallel.py and models.py alone ------------------------------------------------
@@ -49,6 +47,11 @@ PLANS = {  # what a router sees under them: its stretch; all tokens; its tokens 
     "p2": ("p2", {}),
     "p2 zbv": ("p2", dict(schedule="zbv")),
 }
+
+
+def document_attention(document_1S, group):
+    """What `PackedBatches` asks for: each document of a row by itself."""
+    return masked_attention(ring_attention.Mask.documents(doc_ids=document_1S), group, "ring")
 
 
 def experts():
@@ -116,7 +119,7 @@ def _packed(rank, names, fault):
             return made
 
         batches = PackedBatches(
-            model, attention=document_attention("ring"), indices=ring_attention.indices,
+            model, attention=document_attention, indices=ring_attention.indices,
             balance=balance, micro_tokens=10,
         )  # fmt: skip
         masks = [[True] * (len(x) - 1) for x in SEQUENCES]
@@ -161,7 +164,7 @@ def test_padding_and_what_fills_up_is_nobodys():
     def balance(sequence_j, token_j, **options):
         got.update(options, pairs=list(zip(sequence_j.tolist(), token_j.tolist())))
 
-    batches = PackedBatches(model, attention=document_attention("ring"), balance=balance)
+    batches = PackedBatches(model, attention=document_attention, balance=balance)
     _, (row,) = batches.pack_micro_batches([[1, 2], [3]], [[True], []])
     balance_of_rank(model, row.sequence_J, row.token_J, torch.arange(3), balance)
     assert got == dict(pairs=[(0, 0), (0, 1), (1, 2)], sequences=2, groups=[])
@@ -193,8 +196,8 @@ def numbers(trainer):
 def test_two_calls_make_one_step(batch):
     """`sequences` says how many both have: gradient, metrics and votes are those of one call."""
     config, batch = batch
-    Z = denominator(batch, config)
     whole = Trainer(config, measure_grpo.model_of("balanced moe"))
+    Z = whole.loss_denominator(batch)
     parts = Trainer(config, measure_grpo.model_of("balanced moe"))
     before = {name: votes_E.clone() for name, votes_E in persistent_buffers(whole.model).items()}
     found = whole.forward_backward(batch, Z)
@@ -339,7 +342,7 @@ def test_the_loss_balances(mixture, tmp_path):
 def test_a_model_without_experts_refuses_what_is_about_them(name):
     config = Config(**{name: 0.1}).check()
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is about experts"):
-        build(config, make_task(config), "cpu")
+        build(config, make_task(config))
 
 
 @pytest.mark.parametrize("balanced", shortened([True, False], True))

@@ -4,7 +4,6 @@ Runs are processes of their own, as in test_run.py; the commands are called in t
 checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
 """
 
-import functools
 import io
 import itertools
 import json
@@ -13,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +20,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import shortened
+from conftest import ROOT
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, begin, cli, contents, end, good
 
 import models
+import text as text_file
 import train_grpo
-from train_grpo import Answer, Config, Words, evaluated, main, make_task, pass_at_k, wilson
+from text import Answer, evaluated, pass_at_k, wilson
+from train_grpo import Config, main, make_task
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
@@ -35,17 +37,16 @@ ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".spli
 NAMED = """
 from pathlib import Path
 Path("imported").touch()
-from train_grpo import Symbols
-class Echo(Symbols):
-    def __init__(self, config):
-        super().__init__(["a", "b", "!"])
+from train_grpo import Task
+class Echo(Task):
+    vocab_size = 3
+    end = (2,)
+    def show(self, tokens):
+        return " ".join("ab!"[t] for t in tokens)
     def prompt(self, rng, index, held_out):
         return None, [index % 2]
     def reply(self, state, answer):
         return None, None, float(len(answer) == 2)
-class Mute(Echo):
-    def __init__(self, config):
-        self.vocab_size, self.end, self.names = 3, (2,), ["a", "b b", "!"]
 """
 
 
@@ -66,7 +67,6 @@ def echo(tmp_path_factory):
     (folder / "echo.py").write_text(NAMED)
     flags = SMALL.replace("--size 3", "--task echo.py:Echo --lr-decay constant")
     good(folder, f"{flags} 2")
-    good(folder, f"{flags.replace('Echo', 'Mute').replace('--out run', '--out mute')} 2")
     (folder / "imported").unlink()
     return folder
 
@@ -89,16 +89,37 @@ def figures_of(out):
 def test_the_plain_prompt_of_a_run_is_what_it_is_talked_to_in():
     """A conversation with a run of --template raw, or of a text."""
     def heard(**settings):
-        config = Config(task="jsonl", data="d", model="m", **settings)
-        options = SimpleNamespace(system="")
-        plain = functools.partial(train_grpo.plain_prompt, config)
-        talk = train_grpo.Conversation(None, Words([*"ab", "Q:", "A:", "x"], (4,)), options, plain)
-        talk.hear("a b")
-        return talk.tokens
+        return text_file.plain_prompt(Config(task="jsonl", data="d", model="m", **settings), "a b")
 
-    assert heard(template="Q: {question} A:") == [2, 0, 1, 3]
-    assert heard(template="raw", instruction="x") == [0, 1, 4]
-    assert heard(template="raw", instruction="") == [0, 1]
+    assert heard(template="Q: {question} A:") == "Q: a b A:"
+    assert heard(template="raw", instruction="x") == "a b\nx\n"
+    assert heard(template="raw", instruction="") == heard(instruction="") == "a b\n"
+
+
+def test_text_is_imported_only_where_text_is(tmp_path):
+    """Neither by --help nor by a run on token ids, which needs no transformers either."""
+    code = "import sys, train_grpo\n"
+    code += "try: train_grpo.main(sys.argv[1:])\n"
+    code += "finally: print(sorted({'text', 'audit', 'transformers'} & {*sys.modules}))"
+    small = f"{SMALL.replace('--prompts 12', '--prompts 2')} 1"
+    for flags in ("--help", small, "audit run", "export run again"):
+        environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, *flags.split()], cwd=tmp_path, env=environment,
+            capture_output=True, text=True)  # fmt: skip
+        loaded = done.stdout.splitlines()[-1]
+        assert "transformers" not in loaded and ("text" in loaded) == flags.startswith("export")
+        assert "audit" not in loaded or flags.startswith("audit")
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["eval", "chat"])
+def test_help_says_in_which_dtype_a_model_is_read(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert left.value.code == 0 and said.count("--dtype {float32,float64,bfloat16}") == 2
+    assert "weights [of a run: its generator's; of a directory: as stored]" in said
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
@@ -154,9 +175,9 @@ def test_figures_are_of_the_groups_that_were_played(monkeypatch):
     rewards = [[1, 1, 2, 1], [0, 0.9, 0, 1], [0, 0, 0.5, 0], [0, 0, 0, 0.5]]
     starts = [(n, state, [0]) for n, state in enumerate("abcc")]
     played = [[SimpleNamespace(reward=r, tokens=[0, 1]) for r in group] for group in rewards]
-    monkeypatch.setattr(train_grpo, "evaluate", lambda *args: (0.25, None))
-    monkeypatch.setattr(train_grpo, "draw_prompts", lambda *args, **how: starts)
-    monkeypatch.setattr(train_grpo, "play", lambda *args, **how: played)
+    monkeypatch.setattr(text_file, "evaluate", lambda *args: (0.25, None))
+    monkeypatch.setattr(text_file, "draw_prompts", lambda *args, **how: starts)
+    monkeypatch.setattr(text_file, "play", lambda *args, **how: played)
     found = evaluated(Config(eval_prompts=4), make_task(Config()), None, 4)
     values = {name: value for name, (value, *_) in found.figures.items()}
     assert values == {"solved": 0.25, "pass@1": 5 / 16, "pass@2": 1.5 / 4, "pass@4": 0.5}
@@ -195,7 +216,6 @@ REFUSED = {
     "eval {run} --samples 0": "--samples must be positive, got 0",
     "eval {run} --step 4": "no such checkpoint; those that it holds are of: 3, 6, 9",
     "eval {run} --temperature 0": "--temperature must be positive",
-    "eval {run} --dtype float8": "--dtype must be one of",
     "eval {run} --size 4": "is of another model",
     "eval {run} --max-new-tokens 40000": "exceed the 32768 positions",
     "eval {run} --all-lines": "--all-lines is for --task jsonl, not guess",
@@ -204,13 +224,13 @@ REFUSED = {
     "eval {run}/hf --task guess": "the task has 11 tokens, ",
     "eval {run}/step-00000003": "expected the directory of a run, or of a checkpoint",
     "eval {run} --task echo.py:Echo": "no FILE.py:Class",
-    "chat {run} --task echo.py:Echo": "needs none here",
-    "chat {run} --system x": "--system needs a chat template",
-    "chat {run}/hf --task guess": "--task is for a run",
+    "export {run} new --task echo.py:Echo": "needs none",
+    "chat {run}": "has no tokenizer, because it began without --model",
+    "chat {run}/hf": "has no tokenizer.json",
     "chat {run} --max-new-tokens 0": "--max-new-tokens must be positive",
     "export {run} {run}": "is not empty",
     "export {run} {run}/lock": "is not empty",
-    "export {run}/hf new": "is no run",
+    "export {run}/hf new": "is not a run",
     "export {run} new --step 4": "those that it holds are of: 3, 6, 9",
     "export nothing new": "no nothing/config.json; expected",
 }
@@ -232,6 +252,13 @@ def test_what_stands_where_an_export_is_first_written_is_refused(run, tmp_path, 
     assert code == 2 and "new.tmp is there" in err and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("command", ["eval", "chat"])
+def test_a_dtype_that_is_none_is_refused(run, capsys, command):
+    with pytest.raises(SystemExit) as left:
+        main([command, str(run), "--dtype", "float8"])
+    assert left.value.code == 2 and "argument --dtype: invalid choice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--lr", "--steps", "--model", "--advantage", "--out"])
 def test_a_flag_that_does_nothing_in_an_evaluation_is_refused(run, capsys, flag):
     with pytest.raises(SystemExit) as left:
@@ -242,8 +269,8 @@ def test_a_flag_that_does_nothing_in_an_evaluation_is_refused(run, capsys, flag)
 def test_commands_are_one_process(run, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(train_grpo, "leave", lambda code: code)
-    for command in ("eval", "chat"):
-        code, _, err = call(capsys, command, run)
+    for command in (["eval", run], ["export", run, "new"]):
+        code, _, err = call(capsys, *command)
         assert code == 2 and "is one process: start it without torchrun" in err
 
 
@@ -252,11 +279,10 @@ def test_commands_are_one_process(run, monkeypatch, capsys):
 
 def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypatch, capsys):
     monkeypatch.chdir(echo)
-    said(monkeypatch, "")
-    for command in (["eval", "run"], ["chat", "run"], ["export", "run", "new"]):
+    for command in (["eval", "run"], ["export", "run", "new"]):
         code, _, err = call(capsys, *command)
         assert code == 2 and "give it again, as --task FILE.py:Echo" in err, err
-    call(capsys, "chat", "run/hf")
+    call(capsys, "chat", "run")
     call(capsys, "eval", "run/hf", "--task", "guess", "--size", 1)
     assert not Path("imported").exists() and not Path("new").exists()
 
@@ -264,44 +290,22 @@ def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypat
     assert code == 0 and Path("imported").exists(), err
     assert "prompt: a\n" in out
     assert figures_of(out).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
-    said(monkeypatch, "a b\n")
-    assert call(capsys, "chat", "run", "--task", "echo.py:Echo")[0] == 0
     assert call(capsys, "export", "run", "new", "--task", "echo.py:Echo")[0] == 0
     assert contents(Path("new")) == contents(Path("run/hf"))
-
-
-def test_tokens_without_names_get_no_tokenizer(echo, monkeypatch, capsys):
-    monkeypatch.chdir(echo)
-    said(monkeypatch, "a\n")
-    assert {x.name for x in Path("mute/hf").iterdir()} == {"config.json", "model.safetensors"}
-    code, _, err = call(capsys, "chat", "mute", "--task", "echo.py:Mute")
-    assert code == 2 and "the tokens of Mute have no names" in err
-    assert call(capsys, "eval", "mute/hf", "--task", "echo.py:Mute", "--samples", 1)[0] == 0
 
 
 # Hugging Face's directory ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["guess", "sort", "lookup"])
-def test_transformers_reads_a_tasks_own_symbols(tmp_path, task):
-    """The ids are the task's, there and back, and a word that is none is an error."""
+def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
+    """The tokens have no text, so the directory has no tokenizer."""
     transformers = pytest.importorskip("transformers")
-    task = make_task(Config(task=task))
-    names = train_grpo.token_names(task)
-    shape = models.tiny(vocab_size=len(names), eos_token_id=task.end)
-    model = models.Transformer(shape).init_weights(0)
-    train_grpo.write_hf(model, tmp_path / "hf", names=names)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    ids = [*range(len(names)), 0, 0, len(names) - 1]
-    assert tokenizer(task.show(ids)).input_ids == ids and len(tokenizer) == len(names)
-    assert tokenizer.decode(ids) == task.show(ids)
-    assert train_grpo.words_of(tmp_path / "hf") == names
-    with pytest.raises(Exception, match="Missing"):
-        tokenizer("nonsense")
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert {x.name for x in (run / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    model = models.load_hf(run / "hf")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(torch.tensor([ids])).logits, model(torch.tensor([ids])))
+        logits = [x.float()(torch.tensor([[3, 0, 6, 4]])) for x in (model, theirs)]
+    torch.testing.assert_close(logits[1].logits, logits[0])
 
 
 def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, capsys):
@@ -318,15 +322,15 @@ def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, cap
 
 def test_a_run_goes_on_from_what_it_wrote(run):
     good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
-    theirs = models.read_json(run.parent / "again" / "hf" / "tokenizer.json")
-    assert theirs == models.read_json(run / "hf" / "tokenizer.json")
+    assert {x.name for x in (run.parent / "again" / "hf").iterdir()} == {
+        "config.json", "model.safetensors"}  # fmt: skip
 
 
 def test_a_kill_while_the_directory_is_written_leaves_none(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "hf")
-    for where in ("train_grpo.word_tokenizer", "pathlib.Path.rename"):
-        codes, _, _ = cli(tmp_path, "--resume --out run", die=(where, 1))
+    for where in (("shutil.rmtree", 2), ("pathlib.Path.rename", 1)):
+        codes, _, _ = cli(tmp_path, "--resume --out run", die=where)
         assert codes == [-signal.SIGKILL]
         assert (tmp_path / "run" / "hf.tmp").exists() and not (tmp_path / "run" / "hf").exists()
     good(tmp_path, "--resume --out run")
@@ -365,45 +369,59 @@ def test_the_model_that_a_run_began_with_is_named_if_it_is_gone(run, tmp_path, c
 # Conversation ----------------------------------------------------------------------------------
 
 
-def test_a_pipe_is_answered_a_line_a_line(run, monkeypatch, capsys):
-    """At temperature 0 the solved policy finds the number that only the replies tell it."""
-    said(monkeypatch, "?\n\nhigher\nhigher\n")
-    code, out, err = call(capsys, "chat", run, "--temperature", 0)
-    answers = out.split("\n")
-    assert code == 0 and len(answers) == 4 and answers[-1] == ""
-    assert all(answer.endswith(" .") for answer in answers[:-1])
-    assert "symbols, with spaces between them: 0 1 2 ? higher lower ." in err and "> " not in out
-    for source in (run, run / "hf"):
-        said(monkeypatch, "?\n\nhigher\nhigher")  # the last line without its end
-        assert call(capsys, "chat", source, "--temperature", 0)[:2] == (0, out)
+@pytest.fixture
+def talker(checkpoint, tmp_path):  # noqa: F811
+    """A checkpoint without a chat template, with room for a conversation."""
+    shutil.copytree(checkpoint, tmp_path / "talker")
+    path = tmp_path / "talker" / "config.json"
+    raw = json.loads(path.read_text()) | {"max_position_embeddings": 4096}
+    path.write_text(json.dumps(raw))
+    return tmp_path / "talker"
+
+
+def test_a_pipe_is_answered_a_line_a_line(talker, monkeypatch, capsys):
+    said(monkeypatch, "What is 1?\n\nAnd 2?\nAnd 3?\n")
+    code, out, err = call(capsys, "chat", talker, "--temperature", 0, "--max-new-tokens", 8)
+    assert code == 0 and out.endswith("\n") and err.count("cut off after 8 tokens") <= 3
+    assert "no chat template, so each line is plain text" in err and "> " not in out
+    said(monkeypatch, "What is 1?\n\nAnd 2?\nAnd 3?")  # the last line without its end
+    assert call(capsys, "chat", talker, "--temperature", 0, "--max-new-tokens", 8)[:2] == (0, out)
     told = []
     for seed in (0, 0, *range(1, 5)):
         said(monkeypatch, "?\n?\n?\n")
-        told.append(call(capsys, "chat", run, "--step", 3, "--seed", seed)[1])
+        told.append(call(capsys, "chat", talker, "--max-new-tokens", 4, "--seed", seed)[1])
     assert told[0] == told[1] and len(set(told)) > 2
 
 
-def test_a_symbol_that_is_none_ends_a_pipe_and_not_a_terminal(run, monkeypatch, capsys):
-    said(monkeypatch, "?\nhello\n?\n")
-    code, out, err = call(capsys, "chat", run)
-    assert code == 2 and out.count("\n") == 1 and "'hello' is none of the symbols: 0 1" in err
+def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, monkeypatch, capsys):
+    command = "chat", talker, "--max-new-tokens", 1
+    said(monkeypatch, "?\n\udcff\n?\n")
+    code, _, err = call(capsys, *command)
+    assert code == 2 and err.count("cut off") <= 1 and "expected text in UTF-8" in err
 
-    said(monkeypatch, "?\nhello\n?\n")
+    said(monkeypatch, "?\n\udcff\n?\n")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    code, out, err = call(capsys, "chat", run)
-    assert code == 0 and out.count("> ") == 4 and "'hello' is none" in err and out[-1] == "\n"
+    code, out, err = call(capsys, *command)
+    assert code == 0 and out.count("> ") == 4 and "expected text in UTF-8" in err
+    assert out[-1] == "\n"
 
 
-def test_ctrl_c_ends_a_conversation_with_0(run, monkeypatch, capsys):
+def test_ctrl_c_ends_a_conversation_with_0(talker, monkeypatch, capsys):
     def interrupt():
         raise KeyboardInterrupt
 
     said(monkeypatch, "?\n")
     monkeypatch.setattr(sys.stdin, "readline", interrupt)
-    assert call(capsys, "chat", run)[:2] == (0, "\n")
+    assert call(capsys, "chat", talker)[:2] == (0, "\n")
     said(monkeypatch, "?\n")
-    monkeypatch.setattr(train_grpo, "generate", lambda *args, **how: interrupt())
-    assert call(capsys, "chat", run)[:2] == (0, "\n")
+    monkeypatch.setattr(text_file, "generate", lambda *args, **how: interrupt())
+    assert call(capsys, "chat", talker)[:2] == (0, "\n")
+
+
+def test_chat_with_a_run_of_plain_text_takes_no_system_message(talker, monkeypatch, capsys):
+    said(monkeypatch, "?\n")
+    code, out, err = call(capsys, "chat", talker, "--system", "Be brief.")
+    assert (code, out) == (2, "") and "--system needs a chat template" in err
 
 
 class Bytes:
@@ -436,13 +454,6 @@ def test_a_conversation_beyond_the_models_positions_is_a_sentence(
     assert "(cut off after " in err
 
 
-def test_words_are_a_tasks_names():
-    words = Words(["a", "b", "."], (2,))
-    assert words.encode("b  a .") == [1, 0, 2] and words.decode([1, 0, 2]) == "b a ."
-    with pytest.raises(ValueError, match="'c' is none of the symbols: a b ."):
-        words.encode("a c")
-
-
 # Released checkpoints --------------------------------------------------------------------------
 
 REWARD = """
@@ -472,7 +483,7 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     # Random weights hardly ever draw an end, and greedily they repeat themselves. Here the token
     # that they say first ends an answer, and so do two tokens of three.
     turn = [{"role": "user", "content": "What is 3 and 3?"}]
-    text = models.Text("released")
+    text = text_file.Text("released")
     greedy = dict(max_new_tokens=1, temperature=0.0)
     (row,) = models.generate(models.load_hf("released"), [text.prompt(turn)], **greedy)
     last = row.tokens[-1]
@@ -488,7 +499,7 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     # The same tokenizer and template, and the same numbers.
     theirs = transformers.AutoModelForCausalLM.from_pretrained("run/hf", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained("run/hf")
-    ours, text = models.load_hf("run/hf"), models.Text("run/hf")
+    ours, text = models.load_hf("run/hf"), text_file.Text("run/hf")
     prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
     assert prompt == text.prompt(turn)
     with torch.no_grad():
@@ -522,7 +533,7 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
         rows.append(list(given[0].tokens))
         return models.generate(model, given, **how)
 
-    monkeypatch.setattr(train_grpo, "generate", recorded)
+    monkeypatch.setattr(text_file, "generate", recorded)
     said(monkeypatch, "What is 3 and 3?\nAnd 4?\n")
     code, out, err = call(capsys, "chat", "run/hf", "--temperature", 0, "--max-new-tokens", 6)
     first = answer(prompt)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from conftest import LOOKUP, batch_of
 
 from train_grpo import (
     Config,
@@ -14,7 +15,6 @@ from train_grpo import (
     demonstrations,
     gae,
     make_task,
-    prepare,
     value_loss,
 )
 
@@ -81,9 +81,9 @@ def start(**changes):
         dtype="float64", prompts=4, group=4, hidden=16, layers=2, advantage="gae", **changes
     ).check()
     task = make_task(config)
-    model, generator, _ = build(config, task, "cpu")
-    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
+    model, generator, _ = build(config, task)
     trainer = Trainer(config, model, generator=generator)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     trainer.push_weights()
     mine, kept, _ = collect(config, task, generator, 0)
     rng = np.random.default_rng(0)
@@ -108,7 +108,7 @@ def test_values_are_the_heads_of_each_sequence_by_itself(process_group, tree):
 
 
 def test_a_turns_reward_stands_at_its_last_token(process_group):
-    config = Config(task="lookup", size=3, group=4, prompts=4, hidden=16, layers=1).check()
+    config = Config(task=LOOKUP, size=3, group=4, prompts=4, hidden=16, layers=1).check()
     task = make_task(config)
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(4)]
     for t in demonstrations(task, starts, (0,)):
@@ -120,7 +120,7 @@ def test_a_turns_reward_stands_at_its_last_token(process_group):
 
 def test_advantages_are_whitened_over_the_step(process_group):
     config, trainer, groups = start(gae_lambda=1.0)
-    metrics = prepare(config, trainer, groups)
+    metrics = trainer.prepare(batch_of(groups))
     batch = [t for group in groups for t in group]
     A = np.concatenate([t.advantages[t.mask] for t in batch])
     assert abs(A.mean()) < 1e-12 and abs(A.std() - 1) < 1e-6
@@ -136,7 +136,7 @@ def test_advantages_are_whitened_over_the_step(process_group):
 def test_a_truncated_trajectory_ends_with_nothing(process_group):
     config, trainer, groups = start(max_new_tokens=3)
     cut = [t for group in groups for t in group if t.truncated]
-    prepare(config, trainer, groups)
+    trainer.prepare(batch_of(groups))
     assert cut
     for t in cut:
         assert abs(t.returns[np.flatnonzero(t.mask)[-1]]) < 1e-12
@@ -144,7 +144,7 @@ def test_a_truncated_trajectory_ends_with_nothing(process_group):
 
 def test_the_critic_learns_and_only_from_its_own_term(process_group):
     config, trainer, groups = start(value_coef=1.0)
-    prepare(config, trainer, groups)
+    trainer.prepare(batch_of(groups))
     batch = [t for group in groups for t in group]
     trainer.forward_backward(batch, 100.0)
     assert trainer.model.score.weight.grad.abs().max() > 1e-6

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from conftest import shortened
 
+import audit
+import models
+import text
 import train_grpo
 from train_grpo import Config, demonstrations, draw_prompts, is_held_out, make_task
 
-pytest.importorskip("tokenizers", reason="text needs tokenizers")
+pytest.importorskip("transformers", reason="text needs transformers")
 pytest.importorskip("safetensors", reason="checkpoints are safetensors")
 pytest.importorskip("trl", reason="has the published chat templates")
 import released  # noqa: E402
@@ -45,7 +48,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def by_transformers(directory):
     """The tokens of a conversation by transformers' apply_chat_template."""
-    transformers = pytest.importorskip("transformers", reason="the truth about tokens")
+    transformers = pytest.importorskip("transformers")
     loaded = {}
 
     def tokens(family, messages, answer=False):
@@ -282,7 +285,7 @@ def test_an_answer_is_needed_only_where_nothing_else_says_what_is_right(director
 # 4. Demonstrations ---------------------------------------------------------------------------
 
 
-def learnt(task, count=4, groups=()):
+def learned(task, count=4, groups=()):
     """Demonstrations as a run's supervised steps make them."""
     config = task.config
     starts = draw_prompts(config, task, train_grpo.DEMO_PROMPT, 0, groups or range(count))
@@ -290,22 +293,22 @@ def learnt(task, count=4, groups=()):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_learnt_is_the_template_with_the_answers(
+def test_what_is_learned_is_the_template_with_the_answers(
     directory, by_transformers, tmp_path, family, process_group
 ):
     """One turn in full by transformers, up to the end of the turn; of two, each answer's tokens."""
     demo = [user("Hi."), assistant(" So. ")]
     task = task_of(directory(family), tmp_path, learn=[{"messages": demo}])
     truth = by_transformers(family, demo, answer=True)
-    (t,) = learnt(task, 1)
+    (t,) = learned(task, 1)
     assert t.tokens == truth[: len(t.tokens)] and t.tokens[-1] == task.end[0]
     assert task.show(truth[len(t.tokens) :]) == "\n"
     prompt = len(by_transformers(family, [user("Hi.")]))
     assert t.mask.tolist() == [n >= prompt for n in range(1, len(t.tokens))] and t.reward == 0.0
 
-    # Answers in between are learnt too, in the row that a rollout would have.
+    # Answers in between are learned too, in the row that a rollout would have.
     demo = [system("Be kind."), user("2 + 2?"), assistant("four"), user("3 + 3?"), assistant("six")]
-    (t,) = learnt(task_of(directory(family), tmp_path, learn=[{"messages": demo}]), 1)
+    (t,) = learned(task_of(directory(family), tmp_path, learn=[{"messages": demo}]), 1)
     spoken = [task.show([token]) for token, on in zip(t.tokens[1:], t.mask) if on]
     thoughts = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
     end = task.show([task.end[0]])
@@ -314,19 +317,19 @@ def test_what_is_learnt_is_the_template_with_the_answers(
     assert task.show(t.tokens).replace(thoughts, "") + "\n" == truth.replace(thoughts, "")
 
 
-def test_lines_of_the_data_are_learnt_as_they_are_played(directory, tmp_path, process_group):
+def test_lines_of_the_data_are_learned_as_they_are_played(directory, tmp_path, process_group):
     rows = numbered([*HISTORY, assistant("#### 4")])
     task = task_of(directory("qwen2"), tmp_path, [*QUESTIONS, *rows], demos=1)
-    shown = [task.show(t.tokens) for t in learnt(task, 30)]
-    assert all(t.reward == 1.0 and t.mask[-1] for t in learnt(task, 30))
+    shown = [task.show(t.tokens) for t in learned(task, 30)]
+    assert all(t.reward == 1.0 and t.mask[-1] for t in learned(task, 30))
     history = [text for text in shown if "Hello." in text]
     assert 0 < len(history) < 30
     assert all(text.endswith("assistant\n#### 4<|im_end|>") for text in history)
-    t = learnt(task_of(directory("qwen2"), tmp_path, template="Q: {question} A:", demos=1), 1)[0]
+    t = learned(task_of(directory("qwen2"), tmp_path, template="Q: {question} A:", demos=1), 1)[0]
     assert re.fullmatch(r"Q: (\d+) \+ \1\? A:so\n#### \d+<\|im_end\|>", task.show(t.tokens))
 
 
-def test_a_file_of_demonstrations_is_dealt_and_nothing_held_out_is_learnt(
+def test_a_file_of_demonstrations_is_dealt_and_nothing_held_out_is_learned(
     directory, tmp_path, process_group
 ):
     task = task_of(directory("qwen2"), tmp_path, learn=QUESTIONS)
@@ -335,7 +338,7 @@ def test_a_file_of_demonstrations_is_dealt_and_nothing_held_out_is_learnt(
     assert held_out and re.search(said, task.note)
     count = 40 - len(held_out)
     for deck in range(2):
-        dealt = learnt(task, groups=range(deck * count, (deck + 1) * count))
+        dealt = learned(task, groups=range(deck * count, (deck + 1) * count))
         assert len({str(t.tokens) for t in dealt}) == count
         assert not any(line.prompt == t.tokens[: len(line.prompt)] for t in dealt
                        for line in task.rows[True])  # fmt: skip
@@ -352,18 +355,18 @@ def test_an_answer_that_says_nothing_is_refused(directory, tmp_path, answer):
 
 
 @pytest.mark.parametrize("said", ["{}", "{}\n" + INSTRUCTION])
-def test_a_held_out_question_is_not_learnt_from_messages_either(directory, tmp_path, said):
+def test_a_held_out_question_is_not_learned_from_messages_either(directory, tmp_path, said):
     learn = [
         {"messages": [user(said.format(row["question"])), assistant(row["answer"])]}
         for row in QUESTIONS
     ]
     task = task_of(directory("qwen3"), tmp_path, learn=learn, system="Be brief.")
     held_out = {line.shown for line in task.rows[True]}
-    learnt = {line.messages[-1]["content"].partition("\n")[0] for line in task.demos}
-    assert held_out and learnt == {row["question"] for row in QUESTIONS} - held_out
+    learned = {line.messages[-1]["content"].partition("\n")[0] for line in task.demos}
+    assert held_out and learned == {row["question"] for row in QUESTIONS} - held_out
 
 
-def test_a_held_out_conversation_is_not_learnt_with_answers_in_it(directory, tmp_path):
+def test_a_held_out_conversation_is_not_learned_with_answers_in_it(directory, tmp_path):
     rows = numbered(TWICE)
     learn = [
         {"messages": [turn for said in row["messages"] for turn in (said, assistant("#### 4"))]}
@@ -371,8 +374,8 @@ def test_a_held_out_conversation_is_not_learnt_with_answers_in_it(directory, tmp
     ]
     task = task_of(directory("qwen3"), tmp_path, rows, learn, max_new_tokens=90)
     held_out = {line.messages[0]["content"] for line in task.rows[True]}
-    learnt = {line.messages[0]["content"] for line in task.demos}
-    assert held_out and learnt == {row["messages"][0]["content"] for row in rows} - held_out
+    learned = {line.messages[0]["content"] for line in task.demos}
+    assert held_out and learned == {row["messages"][0]["content"] for row in rows} - held_out
 
 
 def test_a_task_that_knows_no_demo_prompt_is_asked_for_a_prompt(process_group):
@@ -394,13 +397,13 @@ BAD = {
     "message 3 has no role": {"messages": [*HISTORY[:2], {"role": "user"}]} | ANSWER,
     "message 2 is the system's": {"messages": [user("Hi."), system("Be kind.")]} | ANSWER,
     "end with no user's": {"messages": [assistant("Hi.")]} | ANSWER,
-    "message 3 is the assistant's, behind an answer that the policy has to give": {
+    "message 3 is the assistant's, after an answer that the policy has to give": {
         "messages": [user("a"), user("b"), assistant("c"), user("d")]} | ANSWER,
     "it holds no answer, a string": {"messages": [user("Hi.")], "answer": 4},
     "roles must alternate": {"messages": [assistant("Hi."), user("2 + 2?")]} | ANSWER,
     "tokens are said after the policy's answers": {
         "messages": [user("a"), user("why " * 60)]} | ANSWER,
-    r"it holds token 4000, '<image_soft_token>'; those of the model end at 3999": {
+    r"it holds token 4000, '<image_soft_token>'; the model's last token is 3999": {
         "question": "What is on <image_soft_token>?"} | ANSWER,
 }  # fmt: skip
 BAD_DEMOS = {
@@ -423,7 +426,7 @@ def test_a_line_that_cannot_be_played_is_named(directory, tmp_path, message):
 
 
 @pytest.mark.parametrize("message", BAD_DEMOS)
-def test_a_demonstration_that_cannot_be_learnt_is_named(directory, tmp_path, message):
+def test_a_demonstration_that_cannot_be_learned_is_named(directory, tmp_path, message):
     with pytest.raises(ValueError, match=f"demos.jsonl line 2: .*{message}"):
         task_of(directory("gemma3"), tmp_path, learn=[QUESTIONS[0], BAD_DEMOS[message]])
 
@@ -437,13 +440,14 @@ def test_a_line_without_a_demonstration_is_named(directory, tmp_path):
 JSONL = dict(task="jsonl", data="rows.jsonl", model="DIR")
 FLAGS = [
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
-    ("--template with {question} is the whole", dict(template="{question}", system="Be kind.")),
-    ("--template with {question} is the whole", dict(template="{question}", instruction="Go.")),
-    ("--system is for --template chat, not raw", dict(template="raw", system="Be kind.")),
-    ("--demo-data needs --demos N", dict(demo_data="demos.jsonl")),
-    ("--reward and --demo-data: for --task jsonl, not guess", dict(
+    ("--system needs --template chat", dict(template="{question}", system="Be kind.")),
+    ("--instruction needs a --template without {question}", dict(
+        template="{question}", instruction="Go.")),
+    ("--system needs --template chat", dict(template="raw", system="Be kind.")),
+    ("--demo-data needs --demos", dict(demo_data="demos.jsonl")),
+    ("--reward needs --task jsonl; --demo-data needs --task jsonl", dict(
         task="guess", data="", model="", reward="a.py:f", demo_data="b", demos=1)),
-    ("--data: for --task jsonl, not sort", dict(task="sort")),
+    ("--data needs --task jsonl", dict(task="guess")),
 ]  # fmt: skip
 
 
@@ -461,14 +465,14 @@ def test_flags_that_a_checkpoint_or_a_file_rules_out_are_named(directory, tmp_pa
     refuses("--template chat: .*DIR has no chat template", base=True, template="chat")
     refuses("--system: .*DIR has no chat template", base=True, system="Be kind.")
     refuses("rows.jsonl line 1: .* only --template chat can say", numbered(HISTORY), template="raw")
-    refuses("--instruction goes behind a question; .*rows.jsonl asks none", numbered(HISTORY),
+    refuses("--instruction follows a question; .*rows.jsonl has none", numbered(HISTORY),
             instruction="Go.")  # fmt: skip
-    refuses("--reward 'gone.py:f' is no FILE.py:function", reward="gone.py:f")
+    refuses("expected --reward FILE.py:function, got 'gone.py:f'", reward="gone.py:f")
     both = [{"question": "?", "messages": [user("?")], "answer": "1"}]
     refuses("line 1: it holds both a question and messages", both)
     refuses("no question and answer, two strings, .* 'answer': 'int'",
             [{"question": "?", "answer": 1}])  # fmt: skip
-    refuses("--demo-lr is of supervised steps", demo_lr=0.125)
+    refuses("--demo-lr needs --demos", demo_lr=0.125)
     (tmp_path / "one.py").write_text("def one(text):\n    return 1.0\n")
     refuses("one.py:one cannot be called with .text, row.: too many",
             reward=f"{tmp_path / 'one.py'}:one")  # fmt: skip
@@ -506,15 +510,28 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     lines = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
     rewards = {reward for line in lines for _, reward in line["rewards"]}
     assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
-    assert train_grpo.audited("run", 1, reward="rewards.py:close").wrong is None
+    assert audit.audited("run", 1, reward="rewards.py:close").wrong is None
 
     # An evaluation has the run's settings, but for those of its supervised start.
     evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close"
     assert train_grpo.main(evaluate.split()) == 0
 
-    # Who talks to it does so as it was trained, and a run does not go on with other questions.
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is 1?\n")))
+    # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
+    rows = []
+
+    def recorded(model, given, **how):
+        rows.append(list(given[0].tokens))
+        return models.generate(model, given, **how)
+
+    monkeypatch.setattr(text, "generate", recorded)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
     assert train_grpo.main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
+    assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err
+    show = text.Text("DIR").decode
+    assert show(rows[0], special=True) == f"0 + 0?\n{INSTRUCTION}\n"
+    assert show(rows[1], special=True).endswith(f"And 1?\n{INSTRUCTION}\n")
+
+    # A run does not go on with other questions.
     write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
     again = f"{again.replace('2', '3')} --reward rewards.py:close"
     assert train_grpo.main(again.split()) == 2

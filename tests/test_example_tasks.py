@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from example_tasks import Addition, Calculator, spell
+from example_tasks import Addition, Calculator, Sort, spell
 
 from conftest import ROOT, shortened
 from test_run import good
@@ -62,6 +62,16 @@ def test_addition_of_more_digits():
     answer = task.demo((999, 1), None)
     assert len(answer) == 23 and task.reply((999, 1), answer)[2] == 1.0
     assert spell(7, 2) == [0, 7]
+
+
+def test_sort_refuses_sizes_that_leave_nothing_to_sort_or_to_hold_out():
+    class Two(Sort):
+        length = 2
+
+    with pytest.raises(ValueError, match="--size 3: expected at least 4 symbols to sort"):
+        Sort(Config(size=3))
+    with pytest.raises(ValueError, match="--size 3: too few prompts of 2 to hold some out"):
+        Two(Config(size=3))
 
 
 def test_demonstrations_of_the_calculator_are_valid_and_not_always_right():

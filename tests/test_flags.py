@@ -33,25 +33,26 @@ import time
 import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import shortened
+from conftest import LOOKUP, SORT, shortened
 
 import models
 import train_grpo
 from test_ranks import CONTEXT, largest_difference, read_metrics
 
+CHOICES = {f.name: get_args(f.type) for f in dataclasses.fields(train_grpo.Config)}
 SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
 BATCH = 100  # combinations that a worker goes through before it is started anew
 LIMIT = 60  # seconds after which a run has hung; its own --timeout is shorter, so that it can tell
 
 # What may end a run that was configured well, after its directory was made.
 LATE = [
-    r"\d+ optimiser steps in a row had a non-finite gradient",
+    r"\d+ optimizer steps in a row had a non-finite gradient",
     r"the run ends in steps that were skipped for a non-finite gradient",
     r"step \d+: no finite token",
 ]
@@ -97,7 +98,7 @@ TAME_EXTREMES = {
     "log-every": [1, HUGE], "micro-tokens": [1, HUGE], "max-grad-norm": [FAR, 1e-3],
     "max-skipped": [1, HUGE], "minibatches": [1, 2, 3, HUGE], "prompts": [1], "group": [1],
     "timeout": [HUGE, 2**31], "threads": [2, HUGE, 2**31], "steps": [1],
-    "max-new-tokens": [1, HUGE, 32767], "size": [1], "length": [1, 9], "demos": [1, 2],
+    "max-new-tokens": [1, HUGE, 32767], "size": [1], "demos": [1, 2],
     "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1], "gae-lambda": [0.0, 1.0, 2.0],
     "gamma": [0.9, 2.0], "value-clip": [0.0, FAR], "value-coef": [NEAR], "weight-decay": [0.1],
     "beta2": [0.0, 0.5, 1.0], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
@@ -137,18 +138,17 @@ def draw(seed, number, models_of) -> Case:
         return rng.random() < p
 
     world, tame = one([1, 2]), True
-    task = one(["guess", "sort", "lookup"])
+    task = one(["guess", SORT, LOOKUP])
     flags = dict(task=task, device="cpu", timeout=20, steps=one([2, 2, 3]), prompts=one([1, 2, 3]))
     flags |= {"group": one([2, 3, 4]), "eval-prompts": one([1, 2, 3]), "lr": 0.01}
     flags |= {"lr-warmup": one([0, 0, 1]), "max-new-tokens": one([3, 5, 8]), "minibatches": 1}
-    flags |= {"guess": {"size": 3, "turns": 2}, "sort": {"size": 5, "length": 3},
-              "lookup": {"size": 2}}[task]  # fmt: skip
+    flags |= {"guess": {"size": 3, "turns": 2}, SORT: {"size": 5}, LOOKUP: {"size": 2}}[task]
     flags["dtype"] = one(["float64"] * 4 + ["float32"])
     flags |= dict(layers=one([1, 2]), hidden=8, heads=one([1, 2, 4]))
 
     # The loss. What excludes each other is mostly, and not always, drawn apart.
-    flags["advantage"] = one(train_grpo.Config.CHOICES["advantage"])
-    flags["aggregation"] = one(train_grpo.Config.CHOICES["aggregation"])
+    flags["advantage"] = one(CHOICES["advantage"])
+    flags["aggregation"] = one(CHOICES["aggregation"])
     dynamic = flags["advantage"] != "gae" and chance(0.15)
     if dynamic:
         flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
@@ -173,12 +173,12 @@ def draw(seed, number, models_of) -> Case:
         flags["staleness"] = one([1, 2])
     if chance(0.2):
         flags["overlong"] = "filter"
-    if task != "sort" and flags["group"] in (2, 4) and chance(0.3):
+    if task != SORT and flags["group"] in (2, 4) and chance(0.3):
         flags |= {"forks": 2, "fork-turns": 1}
-    if task == "lookup" and chance(0.3):
+    if task == LOOKUP and chance(0.3):
         flags["demos"] = one([1, 2])
     if chance(0.3):
-        flags["lr-decay"] = one(train_grpo.Config.CHOICES["lr_decay"])
+        flags["lr-decay"] = one(CHOICES["lr_decay"])
     if chance(0.2):
         flags |= {"save-every": 1, "keep": 1}
 
@@ -226,10 +226,10 @@ def extremes():
     base |= dict(layers=1, hidden=8, heads=2)
     needs = {
         "max-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "max-tokens": 4},
-        "cispo-bound": {"objective": "cispo"}, "demos": {"task": "lookup", "size": 2},
-        "length": {"task": "sort", "size": 5}, "dynamic-sampling": {"entropy-coef": 0},
+        "cispo-bound": {"objective": "cispo"}, "demos": {"task": LOOKUP, "size": 2},
+        "dynamic-sampling": {"entropy-coef": 0},
         "max-rounds": {"dynamic-sampling": True, "entropy-coef": 0},
-        "max-new-tokens": {"task": "sort", "size": 5, "length": 3},  # a prompt of four tokens
+        "max-new-tokens": {"task": SORT, "size": 5},  # a prompt of five tokens
     }  # fmt: skip
     of_gae = "gae-lambda", "gamma", "value-clip", "value-coef"
     needs |= dict.fromkeys(of_gae, {"advantage": "gae"})

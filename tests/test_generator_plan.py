@@ -267,7 +267,7 @@ def test_a_task_is_asked_once(tmp_path):
 
 def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
     first, second = ranks(tmp_path, 2, _asked, True)
-    assert "no mood" in second and "a rank that decodes the same plays: " in first
+    assert "no mood" in second and "a rank that decodes the same episodes: " in first
     assert "no mood" in first
 
 
@@ -556,7 +556,7 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
 
 
 @pytest.mark.parametrize("where", shortened(
-    ["train_grpo.SharedTask.ask", "models.gather_logits"], "train_grpo.SharedTask.ask"
+    ["train_grpo.Replies.ask", "models.gather_logits"], "train_grpo.Replies.ask"
 ))  # fmt: skip
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     fault = (1, where, 5, kill)

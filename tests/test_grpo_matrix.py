@@ -54,8 +54,9 @@ def test_check_shows_each_pair_that_can_be_shown():
 def _faulty(rank, fault, truths, batch):
     """The error of a cell after something has been broken."""
     if fault == "a rank loses its share":
-        deal = train_grpo.deal_trees
-        train_grpo.deal_trees = lambda t, x: deal(t, x)[: None if rank == 0 else 0]
+        share_out = train_grpo.TreeBatches.share_out
+        kept = slice(None if rank == 0 else 0)
+        train_grpo.TreeBatches.share_out = lambda run, x: share_out(run, x)[kept]
     if fault == "the critic is not trained":
         train_grpo.value_loss = lambda value, *rest: torch.zeros_like(value)
     config = measure_grpo.setting(tree="sparse").check()

@@ -1,4 +1,4 @@
-"""The loss and its normalisers, advantages, and the Trainer's gradient and optimiser step.
+"""The loss and its denominators, advantages, and the Trainer's gradient and optimizer step.
 
 Oracles: TRL's numbers (trl_loss_golden.json), formulas per token in plain Python, finite
 differences, and each sequence alone through the whole model. Everything is float64.
@@ -6,25 +6,31 @@ differences, and each sequence alone through the whole model. Everything is floa
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from conftest import LOOKUP
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
 import models
+import train_grpo
+from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
-    SUMS, Config, Recorded, Trainer, Trajectory, advantages, branch_advantages, build, definition,
-    demonstrations, denominator, grpo_loss, learning_rate, loss_metrics, loss_weight, lr_factor,
-    make_task, normaliser, policy_loss, rate_by_hand, score_alone, shared_with_previous,
+    METRICS, Config, Trainer, Trajectory, advantages, branch_advantages, build, demonstrations,
+    grpo_loss, loss_denominator, loss_metrics, loss_weight, lr_factor, make_task, mean_metrics,
 )  # fmt: skip
+from tree_attention import TokenTrie
 
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
+CHOICES = {f.name: get_args(f.type) for f in fields(Config)}
 COVERED = [c for c in GOLDEN["cases"] if not c["kl_times_ratio"]]  # we have no such option
 
 
@@ -39,8 +45,16 @@ POLICY = (
 
 
 def settings(config):
-    """The keyword arguments of `policy_loss` that are flags."""
+    """The keyword arguments of `grpo_loss` that are about the policy, and flags."""
     return {name: getattr(config, name) for name in POLICY}
+
+
+def token_losses(lp, old, A, mask, importance=None, **how):
+    """What `grpo_loss` sums up: the loss of each token, and what is measured of each token."""
+    if importance is not None:
+        how |= dict(sampler_BT=old - importance.log(), importance_cap=1e9)
+    with mock.patch.object(train_grpo, "weighted_sum", lambda l, *rest, **_: (l, rest[-1])):
+        return grpo_loss(lp, old, A, mask, **how)
 
 
 def weight(t, aggregation):
@@ -70,10 +84,10 @@ def our_loss_and_gradient(case):
         kl="k3", kl_coef=case["beta"], dual_clip=case["dual_clip"] or 0.0, entropy_coef=0.0,
         clip_low=GOLDEN["clip"][0], clip_high=GOLDEN["clip"][1], cispo_bound=GOLDEN["cispo_bound"],
     )  # fmt: skip
-    l, stats = policy_loss(
+    l, stats = token_losses(
         lp, given["old_logprobs"] if case["old"] else lp.detach(), given["advantages"][:, None],
         mask, entropy_BT=given["entropy"], ref_BT=given["ref_logprobs"], **settings(config),
-        importance_BT=given["importance_weights"] if case["importance"] else None,
+        importance=given["importance_weights"] if case["importance"] else None,
     )  # fmt: skip
     w = loss_weight(mask, aggregation)
     # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
@@ -122,13 +136,13 @@ def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
     names |= dict(return_BT=returns, sampler_BT=x.old + 0.1)
     how = dict(aggregation=aggregation, kl_coef=0.1, entropy_coef=0.2, importance_cap=2.0)
     whole, sums = grpo_loss(x.lp, x.old, x.A, x.mask, **names, **how)
-    Z = normaliser(x.mask, aggregation=aggregation, max_new_tokens=16)
+    Z = loss_denominator(x.mask, aggregation=aggregation, max_new_tokens=16)
     parts = []
     for b in range(len(x.mask)):
         row = {name: tensor[b] for name, tensor in names.items()}
         parts.append(grpo_loss(x.lp[b], x.old[b], x.A[b], x.mask[b], Z=Z, **row, **how))
     assert sum(loss for loss, _ in parts).item() == pytest.approx(whole.item(), abs=1e-13)
-    for name in SUMS:
+    for name in {"tokens"} | {key for key, how, _ in METRICS.values() if how not in ("", "max")}:
         total = sum(some[name].item() for _, some in parts)
         assert total == pytest.approx(sums[name].item(), abs=1e-12), name
     metrics = loss_metrics({name: value.item() for name, value in sums.items()})
@@ -163,7 +177,7 @@ SETTINGS = [
 
 
 def made(seed, B=5, T=7):
-    """Random inputs of policy_loss; row 0 has no sampled token."""
+    """Random inputs of grpo_loss; row 0 has no sampled token."""
     rng = torch.Generator().manual_seed(seed)
     lp, old, ref, A, entropy, weight, mask = torch.randn(7, B, T, generator=rng).double()
     return SimpleNamespace(
@@ -175,8 +189,8 @@ def made(seed, B=5, T=7):
 
 
 def loss_of(x, config):
-    more = dict(entropy_BT=x.entropy, ref_BT=x.ref, importance_BT=x.importance)
-    return policy_loss(x.lp, x.old, x.A, x.mask, **settings(config), **more)
+    more = dict(entropy_BT=x.entropy, ref_BT=x.ref, importance=x.importance)
+    return token_losses(x.lp, x.old, x.A, x.mask, **settings(config), **more)
 
 
 def textbook(lp, old, ref, entropy, weight, A, c):
@@ -214,7 +228,7 @@ def test_the_slow_definition_gives_the_loss_and_its_gradient(options, critic):
     """Of the whole loss, with the importance weight and the critic, under each aggregation."""
     x, c = made(1), Config(**dict(entropy_coef=0.1, importance_cap=2.0, value_clip=0.3) | options)
     smp, v, v_old, g = x.old - x.importance.log(), *torch.randn(3, *x.lp.shape).double()
-    for aggregation in Config.CHOICES["aggregation"]:
+    for aggregation in CHOICES["aggregation"]:
         leaves = [y.clone().requires_grad_() for y in (x.lp, x.entropy, v)]
         more = dict(value_BT=leaves[2], old_value_BT=v_old, return_BT=g, value_clip=0.3)
         loss, _ = grpo_loss(
@@ -262,7 +276,7 @@ def test_the_gradient_is_the_finite_difference(options):
 def test_cispo_has_the_gradient_of_weighted_log_likelihood():
     x, lp = made(3), made(3).lp.requires_grad_()
     config = Config(objective="cispo", cispo_bound=1.3, entropy_coef=0.0)
-    policy_loss(lp, x.old, x.A, x.mask, **settings(config))[0].sum().backward()
+    token_losses(lp, x.old, x.A, x.mask, **settings(config))[0].sum().backward()
     weight = torch.exp(x.lp - x.old).minimum(tensor(1.3))
     assert torch.allclose(lp.grad, -weight * x.A * x.mask, rtol=0, atol=1e-13)
     assert ((weight == 1.3) & x.mask).any()  # and such a token keeps a gradient
@@ -271,7 +285,7 @@ def test_cispo_has_the_gradient_of_weighted_log_likelihood():
 def test_a_log_ratio_is_clamped_to_ten_before_exp():
     one, config = torch.ones(1, 2).double(), Config(clip_low=0.2, entropy_coef=0.0)
     given = tensor([[500.0, -500.0]]), 0 * one, -one, one.bool()
-    l, _ = policy_loss(*given, **settings(config))
+    l, _ = token_losses(*given, **settings(config))
     assert l.tolist() == [[pytest.approx(math.exp(10)), pytest.approx(0.8)]]
 
 
@@ -281,7 +295,7 @@ def test_a_log_ratio_is_clamped_to_ten_before_exp():
 def test_a_token_counts_as_clipped_where_its_ratio_has_no_gradient(A, dual, lost):
     lp, config = tensor([[0.5, 1.1, 1.5, 4.0]]).log().requires_grad_(), Config(dual_clip=dual)
     given = lp, torch.zeros_like(lp), tensor([[A]]), lp < 9
-    l, stats = policy_loss(*given, **settings(config))
+    l, stats = token_losses(*given, **settings(config))
     l.sum().backward()
     assert stats["clipped"][0].tolist() == lost == (lp.grad[0] == 0).tolist()
 
@@ -345,10 +359,8 @@ def test_branch_advantages_without_forks_are_group_mean():
 def test_weights_and_denominators_count_sampled_tokens():
     rows = [np.array(m, dtype=bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
     batch = [Trajectory(0, [], mask, np.zeros(len(mask))) for mask in rows]
-    assert denominator(batch, Config(aggregation="token_mean")) == 4.0
-    assert denominator(batch, Config(aggregation="sequence_mean")) == 2.0
-    constant = Config(aggregation="constant", max_new_tokens=10)
-    assert denominator(batch, constant) == 10.0 * len(batch)
+    for aggregation, Z in {"token_mean": 4.0, "sequence_mean": 2.0, "constant": 30.0}.items():
+        assert loss_denominator(rows, aggregation=aggregation, max_new_tokens=10) == Z
     assert [weight(t, "sequence_mean") for t in batch] == [1 / 3, 1.0, 1.0]
     assert {weight(t, a) for a in ("token_mean", "constant") for t in batch} == {1.0}
 
@@ -358,8 +370,42 @@ def test_weights_and_denominators_count_sampled_tokens():
 
 def make_trainer(**options):
     config = Config(hidden=16, heads=2, layers=1, dtype="float64", **options)
-    model, generator, _ = build(config, make_task(config), "cpu")
+    model, generator, _ = build(config, make_task(config))
     return Trainer(config, model, generator=generator)
+
+
+def test_one_process_has_a_plan_and_a_generator_in_the_policys_memory(process_group):
+    trainer = make_trainer()
+    assert str(trainer.plan) == "d1" and trainer.grid.plan == trainer.plan
+    trainer.push_weights()
+    both = zip(trainer.model.parameters(), trainer.generator.parameters(), strict=True)
+    assert all(p.is_set_to(q) and p.abs().sum() > 0 for p, q in both)
+
+
+def test_a_generator_that_has_memory_stays_a_copy(process_group):
+    config = Config(hidden=16, heads=2, layers=1).check()
+    model, generator, _ = build(config, make_task(config))
+    own = generator.to_empty(device="cpu").head_weight
+    trainer = Trainer(config, model, generator=generator)
+    assert trainer.generator.head_weight is own and not own.is_set_to(trainer.model.head_weight)
+
+
+def test_demonstrations_and_rollouts_in_one_call_are_refused(process_group):
+    trainer, batch = make_trainer(), some_batch()
+    batch[0].supervised = True
+    with pytest.raises(ValueError, match="got both: make two calls"):
+        trainer.forward_backward(batch, 9.0)
+
+
+def test_the_table_says_how_updates_become_one():
+    first = {"loss/token_mean": 1.0, "ratio/max": 2.0, "logprob_gap/mean": 3.0}
+    second = {"loss/token_mean": 2.0, "ratio/max": 1.0, "logprob_gap/mean": 9.0}
+    age = "policy_age/update_mean"
+    assert mean_metrics([first | {age: 0, "lr": 0.1}, second | {age: 1, "lr": 0.1}], 0) == {
+        "loss/token_mean_first": 1.0, "loss/token_mean": 1.5, "ratio/max_first": 2.0,
+        "ratio/max": 2.0, "logprob_gap/mean": 3.0, age: 0.5,
+    }  # fmt: skip
+    assert mean_metrics([first], 0) == first
 
 
 def some_batch():
@@ -420,7 +466,7 @@ AGGREGATED = [
 @pytest.mark.parametrize("options", AGGREGATED, ids=label)
 def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(process_group, options):
     trainer, batch = make_trainer(**options), some_batch()
-    Z = denominator(batch, trainer.config)
+    Z = trainer.loss_denominator(batch)
     truth = gradient_by_definition(trainer, batch, Z)
     assert truth[1:].norm() > 1e-3
     for micro_tokens in (1, 8, 13, 10**6):
@@ -434,7 +480,7 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(proces
 def test_every_family_trains_with_the_gradient_of_the_definition(process_group, family):
     trainer, batch = make_trainer(), some_batch()
     trainer = Trainer(trainer.config, models.tiny_model(family, vocab_size=11))
-    Z = denominator(batch, trainer.config)
+    Z = trainer.loss_denominator(batch)
     truth = gradient_by_definition(trainer, batch, Z)
     assert (gradient(trainer, [batch[:3], batch[3:]], Z) - truth).norm() <= 1e-12 * truth.norm()
 
@@ -442,9 +488,9 @@ def test_every_family_trains_with_the_gradient_of_the_definition(process_group, 
 @pytest.mark.parametrize("options", AGGREGATED[:2], ids=label)
 def test_a_denominator_per_call_would_change_the_gradient(process_group, options):
     trainer, batch = make_trainer(**options), some_batch()
-    truth = gradient(trainer, [batch], denominator(batch, trainer.config))
+    truth = gradient(trainer, [batch], trainer.loss_denominator(batch))
     parts = batch[:1], batch[1:]
-    mean = sum(gradient(trainer, [p], denominator(p, trainer.config)) for p in parts) / 2
+    mean = sum(gradient(trainer, [p], trainer.loss_denominator(p)) for p in parts) / 2
     assert (mean - truth)[1:].norm() > 0.05 * truth[1:].norm()
 
 
@@ -464,11 +510,11 @@ def test_forward_only_gives_each_trajectorys_own_logprobs(process_group):
 
 
 def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(process_group):
-    trainer = make_trainer(task="lookup", importance_cap=2.0)  # the policy's loss has no part in it
+    trainer = make_trainer(task=LOOKUP, importance_cap=2.0)  # the policy's loss has no part in it
     task = make_task(trainer.config)
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(4)]
     batch = demonstrations(task, starts, (0,))
-    got = gradient(trainer, [batch], denominator(batch, trainer.config), supervised=True)
+    got = gradient(trainer, [batch], trainer.loss_denominator(batch))
     trainer.model.zero_grad()
     lp = [alone(trainer, t)[np.arange(len(t.mask)), t.tokens[1:]][t.mask] for t in batch]
     loss = -torch.cat(lp).mean()
@@ -482,7 +528,7 @@ def test_a_denominator_of_0_is_refused(process_group):
         make_trainer().forward_backward(some_batch(), 0)
 
 
-# 4. The optimiser step -----------------------------------------------------------------------
+# 4. The optimizer step -----------------------------------------------------------------------
 
 
 def put_gradients(trainer, scale=1.0, seed=0, **spoilt):
@@ -533,13 +579,20 @@ def test_a_nonfinite_gradient_skips_the_step_and_is_named(process_group, value):
     assert gradients_are_zero(trainer)
 
 
-def test_trees_are_cut_by_their_own_tokens():
-    batch = [SimpleNamespace(tokens=[*range(8), *some]) for some in ([8], [9, 9], [9, 9, 1], [7])]
-    batch.append(SimpleNamespace(tokens=[0, 1]))  # a prefix, and then nothing in common
-    batch.append(SimpleNamespace(tokens=[5] * 4))
-    lengths = [len(t.tokens) for t in batch]
-    cuts = [len(micro) for micro in pack(lengths, 12, shared_with_previous(batch))]
-    assert cuts == [3, 2, 1]  # 9 + 2 + 1, then 9 + 0, and 4 more than 12 - 9
+def test_trees_are_cut_by_their_own_tokens(process_group):
+    batch = [[*range(8), *some] for some in ([8], [9, 9], [9, 9, 1], [7])]
+    batch += [[0, 1], [5] * 4]  # a prefix, and then nothing in common
+    masks = [np.ones(len(tokens) - 1, dtype=bool) for tokens in batch]
+    # All together have 8 + 1 + 2 + 1 + 1 + 4 tokens; a longer sequence is alone in a tree.
+    for micro_tokens, count in {17: 1, 16: 2, 12: 3, 10: 4, 1: 6}.items():
+        run = make_trainer(tree="sparse", micro_tokens=micro_tokens)
+        run = run.batches(run.model)
+        cuts, rows = run.pack_micro_batches(batch, masks)
+        sizes = [len(TokenTrie([batch[i] for i in cut])) for cut in cuts]
+        assert sorted(i for cut in cuts for i in cut) == [*range(6)] and len(cuts) == count
+        assert all(len(cut) == 1 or n <= micro_tokens for cut, n in zip(cuts, sizes))
+        assert run.tokens_run == sum(sizes) == sum(row.tokens_1S.shape[1] for row in rows)
+    lengths = [len(tokens) for tokens in batch]
     assert [len(micro) for micro in pack(lengths, 12)] == [1, 1, 1, 2, 1]
 
 
@@ -596,12 +649,12 @@ def test_lr_factor_is_torchtitans_schedule_and_never_zero(decay):
     assert factors == pytest.approx(SCHEDULES[decay], abs=5e-5 if decay == "cosine" else 1e-15)
 
 
-@pytest.mark.parametrize("decay", Config.CHOICES["lr_decay"])
+@pytest.mark.parametrize("decay", CHOICES["lr_decay"])
 @pytest.mark.parametrize("first, least", [("nonzero", 0.0), ("zero", 0.25), ("nonzero", 1.0)])
 def test_the_flags_of_the_rate_are_the_schedule_and_the_rate_by_hand(decay, first, least):
     how = dict(lr=2.0, lr_warmup=2, steps=10, lr_decay=decay, lr_min=least, lr_first_step=first)
     config = Config(**how).check()
-    rates = [learning_rate(config, step) for step in range(10)]
+    rates = [Trainer.learning_rate(SimpleNamespace(config=config), step) for step in range(10)]
     by_hand = [rate_by_hand(config, step) for step in range(10)]
     assert np.allclose(rates, by_hand, rtol=1e-15)
     assert rates[0] == (1.0 if first == "nonzero" else 0.0) and max(rates) == 2.0
@@ -609,10 +662,10 @@ def test_the_flags_of_the_rate_are_the_schedule_and_the_rate_by_hand(decay, firs
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("decay", Config.CHOICES["lr_decay"])
+@pytest.mark.parametrize("decay", CHOICES["lr_decay"])
 @pytest.mark.parametrize("warmup", [3, 4, 2**62])
 def test_a_warm_up_is_at_most_the_whole_run(decay, warmup):
     config = Config(lr=2.0, steps=4, lr_warmup=warmup, lr_decay=decay).check()
-    rates = [learning_rate(config, step) for step in range(4)]
+    rates = [Trainer.learning_rate(SimpleNamespace(config=config), step) for step in range(4)]
     assert rates == [rate_by_hand(config, step) for step in range(4)]
     assert rates == pytest.approx([2 / 3, 4 / 3, 2, 2] if warmup == 3 else [0.5, 1, 1.5, 2])

@@ -20,9 +20,11 @@ from test_run import cli, good, same_run
 
 import models
 import parallel
+import text
 import train_grpo
+from audit import audited
 from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
-from train_grpo import Config, audited
+from train_grpo import Config
 
 BF16 = "--compute-dtype bfloat16"
 TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
@@ -345,7 +347,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, more):
         (tmp_path / name).mkdir()
     good(tmp_path / "straight", f"{flags} --steps 4", world)
     codes, _, _ = cli(tmp_path / "stopped", f"{flags} --steps 4", world,
-                      die=("train_grpo.train_step", 3))  # fmt: skip
+                      die=("train_grpo.RolloutQueue.get", 3))  # fmt: skip
     assert codes != [0] * world
     good(tmp_path / "stopped", "--resume --out run", world)
     same_run(tmp_path / "stopped" / "run", tmp_path / "straight" / "run")
@@ -368,8 +370,8 @@ def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         run / "hf" / "model.safetensors").read_bytes()  # fmt: skip
 
-    config = train_grpo.settings_of_run(run)
-    policy, _ = train_grpo.policy_of_run(run, None, train_grpo.make_task(config))
+    task = train_grpo.make_task(text.settings_of_run(run))
+    policy, _ = text.load_policy(run, task)
     for name, p in policy.named_parameters():
         assert torch.equal(p, stored[f"model.{name}"].bfloat16())
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -381,7 +383,7 @@ def _pushed(rank, more, generator_dtype):
     flags = [*TINY.split(), *more.split(), "--compute-dtype", "bfloat16"]
     config = train_grpo.parse_config([*flags, "--generator-dtype", generator_dtype]).check()
     task = train_grpo.make_task(config)
-    model, generator, _ = train_grpo.build(config, task, "cpu")
+    model, generator, _ = train_grpo.build(config, task)
     trainer = train_grpo.Trainer(config, model, generator=generator)
     weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
     trainer.push_weights()
@@ -488,7 +490,7 @@ def test_products_finer_than_the_weights_are_refused():
         with pytest.raises(ValueError, match="--compute-dtype float.* is finer than --dtype"):
             Config(dtype=dtype, compute_dtype=compute).check()
     for dtype in ("float32", "float64", "bfloat16"):
-        assert not train_grpo.is_mixed(Config(dtype=dtype, compute_dtype=dtype).check())
+        assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
 
 
 @pytest.mark.quick

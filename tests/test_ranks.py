@@ -25,12 +25,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, shortened
+from conftest import LOOKUP, ROOT, batch_of, shortened
 
 import parallel
 import train_grpo
 from parallel import full, training_tensors
-from train_grpo import Trainer, build, denominator, make_task, parse_config, prepare, rollout
+from train_grpo import Trainer, build, make_task, parse_config, rollout
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
@@ -137,7 +137,7 @@ def read_metrics(out):
 
 def _train(rank, flags, out):
     with contextlib.redirect_stdout(None):
-        train_grpo.train(parse_config([*flags.split(), "--out", str(out)]).check(), "cpu")
+        train_grpo.start_run(parse_config([*flags.split(), "--out", str(out)]).check(), "cpu")
 
 
 def trained(tmp_path, world, flags):
@@ -206,7 +206,7 @@ OPTIONS = {
         "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
         lambda x: abs(x["kl/token_mean"]) > 1e-6),
     "a warm start": (
-        "--task lookup --size 2 --demos 3 --demo-lr 0.01 --prompts 3 --kl-coef 0.1 "
+        f"--task {LOOKUP} --size 2 --demos 3 --demo-lr 0.01 --prompts 3 --kl-coef 0.1 "
         "--entropy-coef 0.02",
         lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
     "decoupled": (
@@ -261,14 +261,14 @@ def test_every_option_gives_the_same_run_on_several_ranks(run_of, tmp_path, name
     assert largest_difference(found, truth) < 1e-9
 
 
-# One optimiser step --------------------------------------------------------------------------
+# One optimizer step --------------------------------------------------------------------------
 
 
 def _trainer(flags, seed=0):
     """A trainer at step 0, and a batch of trajectories that is the same on every rank."""
     config = parse_config([*TINY.split(), *flags.split(), "--seed", str(seed)]).check()
     task = make_task(config)
-    model, generator, _ = build(config, task, "cpu")
+    model, generator, _ = build(config, task)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
@@ -276,7 +276,7 @@ def _trainer(flags, seed=0):
     groups = rollout(generator, task, starts, **play)
     for n, trajectory in enumerate(t for group in groups for t in group):
         trajectory.reward = n % 7 / 7
-    prepare(config, trainer, groups)
+    trainer.prepare(batch_of(groups))
     return trainer, [t for group in groups for t in group]
 
 
@@ -310,7 +310,7 @@ def _step(rank, flags, share):
     """Loss and norm, gradient, and new weights of one step on the given shares."""
     trainer, batch = _trainer(flags)
     mine = SHARES[share](rank, batch)
-    metrics = trainer.forward_backward(mine, total(denominator(mine, trainer.config)))
+    metrics = trainer.forward_backward(mine, total(trainer.loss_denominator(mine)))
     gradient = reduced_gradient(trainer)
     numbers = [metrics["loss/token_mean"], trainer.optim_step()["grad_norm"]]
     weights = torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()])
@@ -321,7 +321,7 @@ def _means(rank, flags, share):
     """What others compute: the mean over ranks of the sums, and the mean of the ranks' means."""
     trainer, batch = _trainer(flags)
     mine, world, gradients = SHARES[share](rank, batch), dist.get_world_size(), []
-    own = denominator(mine, trainer.config)
+    own = trainer.loss_denominator(mine)
     for Z in (total(own) * world, own * world):
         trainer.model.zero_grad()
         trainer.forward_backward(mine, Z)
@@ -371,7 +371,7 @@ def _plant(rank, flags, where, culprit, name, steps):
         for step in steps:
             planted = step == "x" and rank == culprit
             batch[0].advantages = bad if planted and where == "batch" else good
-            trainer.forward_backward(batch, total(denominator(batch, trainer.config)))
+            trainer.forward_backward(batch, total(trainer.loss_denominator(batch)))
             if planted and where == "gradient":
                 dict(trainer.model.named_parameters())[name].grad.view(-1)[3] = np.nan
             seen.append(trainer.optim_step().get("nonfinite"))
@@ -397,7 +397,7 @@ def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, na
     (first, second, last), moved, version = results[0]
     assert f"{name} on rank {culprit}" in first and first == second and first in last
     assert mode == "fsdp" or first == f"{name} on rank {culprit}"  # shards spread a NaN to all
-    assert "3 optimiser steps in a row" in last and not moved and version == 0
+    assert "3 optimizer steps in a row" in last and not moved and version == 0
 
 
 def test_a_finite_step_starts_the_count_of_skipped_steps_anew(tmp_path):
@@ -417,7 +417,7 @@ def _everything(trainer):
 
 def _update(trainer, batch, rank):
     mine = batch[rank :: dist.get_world_size()]
-    trainer.forward_backward(mine, total(denominator(mine, trainer.config)))
+    trainer.forward_backward(mine, total(trainer.loss_denominator(mine)))
     return trainer.optim_step()["grad_norm"]
 
 

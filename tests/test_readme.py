@@ -28,7 +28,7 @@ RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
 RESULTS = (ROOT / "tests" / "RESULTS.md").read_text()
 PAGES = "\n".join([README, RECIPES, RESULTS])
 FILES = ("train_grpo.py", "models.py", "parallel.py", "ring_attention.py", "tree_attention.py")
-SOURCES = {file: (ROOT / file).read_text() for file in FILES}
+SOURCES = {file: (ROOT / file).read_text() for file in (*FILES, "text.py")}
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES, flags=re.S | re.M)
 PROSE = re.sub(r"^```.*?^```$", "", PAGES, flags=re.S | re.M)
 SPANS = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", PROSE)]
@@ -53,6 +53,7 @@ RESTARTED = "tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_r
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
+CUT = [line for line in LINES_OF_SHELL if line.startswith(("for f in ", "(cd core;"))]
 BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it installs
     "python3 -m venv .venv": "python3 -m venv ",
     ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
@@ -66,12 +67,14 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
     "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
     "python -m pytest tests/test_precision.py -s -k autocast": "\npython -m pytest\n",
-    "pip install safetensors tokenizers": "safetensors>=0.4.3\ntokenizers>=",
+    "pip install safetensors transformers": "safetensors>=0.4.3\ntransformers>=",
     "pip install trl": "\ntrl>=",
 }
 TABLE = {
     "grep NUMERICS *.py": TAGS,
     "grep COMM *.py": TAGS,
+    **dict.fromkeys(CUT, "tests/test_cut_system.py::"
+                    "test_two_lines_of_the_readme_cut_the_files_out_and_run_them"),
     "python FILE check": CHECK,
     **{f"python {file} check": CHECK for file in FILES},
     "python ring_attention.py core": "tests/test_cores.py::"
@@ -108,13 +111,13 @@ TABLE = {
     "sh tests/gpu.sh results": f"{GPU}results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), f"{GPU}each_command_runs"),
     "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
-    "python train_grpo.py --task sort --steps 250": TINY,
+    f"{EXAMPLE}:Sort --steps 250": TINY,
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    "python train_grpo.py --task lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
+    f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
     "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
     "python train_grpo.py plot DIR [DIR ...]": "tests/test_run.py::"
-    "test_plot_is_text_without_matplotlib_and_a_png_with_it",
+    "test_plot_is_a_png_or_says_what_to_install",
     "python train_grpo.py --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
     "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "
@@ -187,7 +190,7 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
         assert not any(codes), err
         out = "".join(out)  # one rank prints, with generators apart the first that trains
         (run,) = (folder / "runs").iterdir()
-        names = ["mine", "guess-0", "sort-0", "lookup-0", "Addition-0", "Calculator-0"]
+        names = ["mine", "guess-0", "Sort-0", "Lookup-0", "Addition-0", "Calculator-0"]
         assert run.name in names
         assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
         assert (run / "hf" / "config.json").exists()
@@ -321,7 +324,8 @@ FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 @pytest.mark.quick
 def test_what_is_in_backticks_exists():
-    code = "\n".join(SOURCES.values())
+    more = [ROOT / "audit.py", ROOT / "tests" / "example_tasks.py"]
+    code = "\n".join([*SOURCES.values(), *(path.read_text() for path in more)])
     tests = "\n".join(path.read_text() for path in sorted(ROOT.glob("tests/test_*.py")))
     for span in SPANS:
         if re.match(r"(tests|assets|\.ci)/|\w+\.py$", span):

@@ -9,7 +9,8 @@ import released
 import torch
 from conftest import shortened
 
-from models import Text, copy_text_files, generate, load_hf, save_hf
+from models import copy_text_files, generate, load_hf, save_hf
+from text import Text
 
 CHAT = [
     {"role": "system", "content": "You add numbers."},

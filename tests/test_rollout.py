@@ -8,6 +8,8 @@ import itertools
 import json
 import math
 import re
+import threading
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -15,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import batch_of
+from example_tasks import Lookup, Sort
 
 import models
 import train_grpo
 from models import Transformer
+from text import final_answer, same_answer
 from train_grpo import (
-    Config, Task, Trainer, build, demonstrations, denominator, evaluate, final_answer, make_task,
-    prepare, rollout, same_answer,
+    Config, Replies, Task, Trainer, demonstrations, evaluate, loss_denominator, make_task, rollout,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -80,11 +84,15 @@ def task_of(name, **options):
     return make_task(Config(task=name, **options))
 
 
+class SortThree(Sort):
+    length = 3
+
+
 # 1. What is sampled and what is trained ------------------------------------------------------
 
 SMALL = {
-    "guess": task_of("guess", size=2), "sort": task_of("sort", size=4, length=3),
-    "lookup": task_of("lookup", size=2), "chat": Chat(),
+    "guess": task_of("guess", size=2), "sort": SortThree(Config(size=4)),
+    "lookup": Lookup(Config(size=2)), "chat": Chat(),
 }  # fmt: skip
 
 
@@ -150,7 +158,8 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
     assert (t.mask.tolist(), t.sampler_logprobs[2]) == ([False, True, False, True], 0.0)
     for aggregation, Z in {"token_mean": 2, "sequence_mean": 1, "constant": 16}.items():
         config = Config(aggregation=aggregation, entropy_coef=0.0)
-        assert denominator([t], config) == Z
+        how = dict(aggregation=aggregation, max_new_tokens=16)
+        assert loss_denominator([t.mask], **how) == Z
         t.advantages, t.old_logprobs = np.full(4, -1.0), np.where(t.mask, -99.0, 0.0)  # r = e^10
         loss = Trainer(config, random_model(10).requires_grad_(True)).forward_backward([t], Z)
         w = 1 / 2 if aggregation == "sequence_mean" else 1
@@ -258,7 +267,7 @@ def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
 
 def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked, process_group):
     config = Config(advantage="per_branch", group=8, forks=2, fork_turns=2)
-    prepare(config, SimpleNamespace(reference=None, device="cpu"), forked)
+    Trainer.prepare(SimpleNamespace(config=config, reference=None, device="cpu"), batch_of(forked))
     for group in forked:
         for t in group:
             parent, total = np.mean([u.reward for u in group]), 0.0
@@ -325,13 +334,13 @@ def test_guess_deals_each_number_equally_often_in_an_order_of_the_seed():
     ("s0 s2 s3 s3 .", 0.0), ("s0 s0 s0 .", 0.5 / 3), ("s0 s2 ? .", 1 / 3), (".", 0.0),
 ])  # fmt: skip
 def test_sort_rewards(answer, reward):
-    task = task_of("sort", size=4, length=3)
+    task = SortThree(Config(size=4))
     drawn = {task.show(prompt): state for _, state, prompt in opening(task, range(200))}
     assert converse(task, drawn["s3 s0 s2 ?"], answer) == ([None], reward)
 
 
 def test_sort_never_trains_on_a_held_out_prompt():
-    task = task_of("sort", size=5, length=4)
+    task = Sort(Config(size=5))
     drawn = [{task.show(p) for _, _, p in opening(task, range(2000), h)} for h in (False, True)]
     assert len(drawn[0]) + len(drawn[1]) == len(drawn[0] | drawn[1]) == 5 * 4 * 3 * 2
     assert 4 < len(drawn[1]) < 24
@@ -343,7 +352,7 @@ def test_sort_never_trains_on_a_held_out_prompt():
     (["v2 ."], [None], 0.0), (["k1 v2 ."], [None], 0.0), (["k1 .", "."], ["= v2", None], 0.5),
 ])  # fmt: skip
 def test_lookup_rewards(answers, heard, reward):
-    task, drawn = task_of("lookup", size=3), {}
+    task, drawn = Lookup(Config(size=3)), {}
     for _, state, prompt in opening(task, range(300)):
         replies = [converse(task, state, f"k{n} .")[0][0] for n in range(3)]
         drawn[task.show(prompt), *replies] = state
@@ -351,7 +360,7 @@ def test_lookup_rewards(answers, heard, reward):
 
 
 def test_demonstrations_are_valid_play_and_only_answers_are_trained():
-    task = task_of("lookup", size=4)
+    task = Lookup(Config(size=4))
     starts = opening(task, range(20))
     played = demonstrations(task, starts, (0, 4, 1))
     for t, (_, state, _) in zip(played, starts, strict=True):
@@ -359,8 +368,6 @@ def test_demonstrations_are_valid_play_and_only_answers_are_trained():
         assert t.mask.tolist() == [0, 1, 1, 0, 0, 1, 1] and not t.sampler_logprobs.any()
         assert converse(task, state, f"k{said[1]} .")[0] == [f"= {said[2]}"]
     assert len({str(t.tokens[2:]) for t in played}) > 15
-    with pytest.raises(ValueError, match="Guess has no demonstrations; use --demos 0"):
-        demonstrations(SMALL["guess"], opening(SMALL["guess"], [0]), (0,))
 
 
 @pytest.mark.parametrize("text, found", [
@@ -381,6 +388,77 @@ def test_the_final_answer_follows_the_last_mark(text, found):
 ])  # fmt: skip
 def test_answers_are_equal_as_numbers_or_else_as_text(a, b, same):
     assert same_answer(a, b) is same_answer(b, a) is same
+
+
+# Replies in threads --------------------------------------------------------------------------
+
+
+class Meeting(Chat):
+    """A task whose reply waits until `parties` replies are asked for at the same time."""
+
+    def __init__(self, parties):
+        self.barrier = threading.Barrier(parties, timeout=20)
+        self.asked = []
+
+    def reply(self, turn, answer):
+        self.asked.append((threading.get_ident(), tuple(answer)))
+        self.barrier.wait()
+        return super().reply(turn, answer)
+
+
+def test_replies_of_one_decoding_step_are_asked_for_together():
+    """12 episodes of one script end their turns together: one by one they would wait for ever."""
+    script = dict(groups=range(3), group=4, temperature=0)
+    played = play(Meeting(12), Script(SCRIPT), replies=Replies(Meeting(12), 12), **script)
+    assert [t.tokens for t in sum(played, [])] == [
+        t.tokens for t in sum(play(Chat(), Script(SCRIPT), **script), [])
+    ]
+
+
+def test_threads_change_no_token_and_no_order():
+    class Slow(Chat):
+        """Answers the later the shorter the answer, so replies come back in another order."""
+
+        def reply(self, turn, answer):
+            time.sleep(0.002 / len(answer))
+            return super().reply(turn, answer)
+
+    model = random_model(10)
+    one, many = (
+        play(Slow(), model, group=8, replies=Replies(Slow(), threads)) for threads in (1, 16)
+    )
+    for a, b in zip(sum(one, []), sum(many, []), strict=True):
+        assert a.tokens == b.tokens and a.turn_rewards == b.turn_rewards
+        assert (a.sampler_logprobs == b.sampler_logprobs).all()
+
+
+def test_a_task_that_is_not_safe_in_threads_is_asked_by_one():
+    task = Meeting(1)
+    task.threads = False
+    play(task, Script(SCRIPT), temperature=0, replies=Replies(task, 16))
+    assert {thread for thread, _ in task.asked} == {threading.get_ident()}
+
+
+def test_a_task_may_have_slots(tmp_path):
+    file = tmp_path / "task.py"
+    file.write_text(
+        "class Slotted:\n    __slots__ = ()\n    vocab_size, end = 10, (9,)\n"
+        "    def __init__(self, config): pass\n    def show(self, tokens): return 'x'\n"
+        "    def prompt(self, rng, index, held_out): return None, [0]\n"
+        "    def reply(self, state, answer): return 3\n"
+    )
+    task = make_task(Config(task=f"{file}:Slotted").check())
+    with pytest.raises(ValueError, match="TypeError: cannot unpack.*task.py"):
+        play(task, Script(SCRIPT), temperature=0)
+
+
+def test_an_error_of_a_reply_in_a_thread_is_raised():
+    class Broken(Chat):
+        def reply(self, turn, answer):
+            raise KeyError("no mood")
+
+    with pytest.raises(ValueError, match="KeyError: 'no mood' .*, in reply"):
+        play(Broken(), Script(SCRIPT), temperature=0, replies=Replies(Broken(), 4))
 
 
 # 5. Errors, files, checkpoints ---------------------------------------------------------------
@@ -434,7 +512,7 @@ def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
 @pytest.mark.parametrize("task, message", [
     ("mine.py:Nothing", "mine.py has no class 'Nothing'"), ("mine.py:", "has no class ''"),
     ("mine.py:Endless", r"Endless needs vocab_size and end, .* got 4 and \(4,\)"),
-    ("other.py:Echo", "'other.py:Echo' is none of guess, sort, lookup, jsonl.* no FILE.py:Class"),
+    ("other.py:Echo", "'other.py:Echo' is none of guess, jsonl.* no FILE.py:Class"),
     ("gues", "'gues' is none of guess"),
 ])  # fmt: skip
 def test_a_task_that_cannot_be_had_says_what_is_missing(tmp_path, monkeypatch, task, message):
@@ -450,7 +528,8 @@ LINES = [{"question": f"What is {n} and {n}?", "answer": f"It is\n#### {2 * n}"}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A directory with random weights and a byte-level BPE tokenizer of a few sentences."""
-    tokenizers = pytest.importorskip("tokenizers", reason="jsonl reads tokenizer.json")
+    tokenizers = pytest.importorskip("tokenizers", reason="makes a tokenizer.json")
+    pytest.importorskip("transformers", reason="jsonl reads it")
     pytest.importorskip("safetensors", reason="checkpoints are safetensors")
     path = tmp_path_factory.mktemp("checkpoint")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -487,8 +566,7 @@ def jsonl(checkpoint, folder, *extra_lines, **options):
 def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(checkpoint, tmp_path):
     config = jsonl(checkpoint, tmp_path, template="Q: {question} A:")
     task = make_task(config)
-    model, _, _ = build(config, task, "cpu")
-    models.load_hf(checkpoint, model=model.requires_grad_(False))
+    model = models.load_hf(checkpoint, dtype=torch.float64).requires_grad_(False)
     played = sum(play(task, model, groups=range(20), temperature=0.9), [])
     assert_scored_as_sampled(model, played, 0.9)
     trained, held_out = (

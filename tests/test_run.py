@@ -5,6 +5,7 @@ with their own working directory and files for their output; a few are real subp
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -19,14 +20,15 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
-from conftest import shortened
+from conftest import LOOKUP, SORT, shortened
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
-from parallel import checkpoints, sealed
+from parallel import Plan, checkpoints, sealed
 from test_ranks import join, read_metrics, start
 
 SCRIPT = str(Path(train_grpo.__file__).resolve())
@@ -34,7 +36,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 3 --group 4 "
 TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
-KL, DEMOS = "--kl-coef 0.1", "--kl-coef 0.1 --task lookup --size 2 --demos 2"
+KL, DEMOS = "--kl-coef 0.1", f"--kl-coef 0.1 --task {LOOKUP} --size 2 --demos 2"
 
 
 # The harness ---------------------------------------------------------------------------------
@@ -145,14 +147,14 @@ def finished(straight, tmp_path):
 # Killed and resumed --------------------------------------------------------------------------
 
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
-    (1, "", "train_grpo.train_step", 1), (1, "", "train_grpo.train_step", 4),
+    (1, "", "train_grpo.RolloutQueue.get", 1), (1, "", "train_grpo.RolloutQueue.get", 4),
     (1, "", "train_grpo.Log.step", 5), (1, "", "train_grpo.evaluate", 2),
     (1, "", "pathlib.Path.rename", 1), (1, "", "pathlib.Path.rename", 2),  # DCP's, then the last
     (1, "", "pathlib.Path.rename", 4), (1, "", "os.fsync", 5),
-    (1, "--keep 1", "shutil.rmtree", 4), (1, KL, "train_grpo.train_step", 4),
+    (1, "--keep 1", "shutil.rmtree", 4), (1, KL, "train_grpo.RolloutQueue.get", 4),
     (1, KL, "pathlib.Path.rename", 3),
-    (1, DEMOS, "train_grpo.train_step", 4), (1, DEMOS, "train_grpo.Log.step", 1),
-    (2, "", "train_grpo.train_step", 4), (2, KL, "os.fsync", 6),
+    (1, DEMOS, "train_grpo.RolloutQueue.get", 6), (1, DEMOS, "train_grpo.Log.step", 3),
+    (2, "", "train_grpo.RolloutQueue.get", 4), (2, KL, "os.fsync", 6),
 ]  # fmt: skip
 
 
@@ -167,7 +169,8 @@ SOME = [
 def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, where, count):
     codes, _, _ = cli(tmp_path, f"{SAVING} 6 {flags}", world, die=(where, count))
     assert -signal.SIGKILL in codes
-    good(tmp_path, "--resume --out run", world)
+    task = f"--task {LOOKUP}" if flags == DEMOS else ""  # a task from a file is named again
+    good(tmp_path, f"--resume --out run {task}", world)
     same_run(tmp_path / "run", straight(f"{SAVING} 6 {flags}", world))
     assert not list((tmp_path / "run").glob("*.tmp"))
 
@@ -267,7 +270,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_by_name(straight, finished, 
 def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     _damage(finished / "step-00000004", "one bit")
     resume = "--resume --out run --keep 1 --save-every 1"
-    codes, _, _ = cli(finished.parent, resume, die=("train_grpo.train_step", 2))
+    codes, _, _ = cli(finished.parent, resume, die=("train_grpo.RolloutQueue.get", 2))
     assert codes == [-signal.SIGKILL]
     verified(finished / "step-00000003")
 
@@ -406,7 +409,9 @@ REFUSED = {
     "--nonsense 3": "--nonsense", "--steps many": "--steps", "--lr": "--lr",
     "--steps 0": "--steps must", "--lr nan": "--lr must be finite", "--seed -1": "--seed",
     "--seed 99999999999999999999": "--seed", "--heads 0": "--heads must be positive",
-    "--temperature -1": "--temperature", "--kl k4": "k1, k2, k3", "--group 1": "--group 1",
+    "--temperature -1": "--temperature", "--kl k4": "argument --kl: invalid choice: 'k4'",
+    "--recompute": "--recompute needs --tree dta", "--demo-lr 0.5": "--demo-lr needs --demos",
+    "--gae-lambda 1.5": "--gae-lambda must be at most 1", "--group 1": "--group 1",
     "--group 4 --forks 3 --fork-turns 1": "--group 4", "--forks 2": "--fork-turns",
     "--fork-turns 2": "--forks", "--clip-low 1": "--clip-low", "--beta2 1": "--beta2",
     "--dual-clip 1.1": "--dual-clip", "--objective cispo --dual-clip 3": "--dual-clip",
@@ -418,19 +423,18 @@ REFUSED = {
     "--lr-first-step zero --lr-warmup 5 --steps 1": "--steps 2",
     "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
-    "--task sort --length 4": "--length 4",
-    "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; write d2|d2",
+    "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; leave",
     "--plan vllm[actor]:d1+megatron:(attn:d2t2|ffn:t2)":
-        "only the engine archon runs here, got vllm and megatron; write d1+(attn:d2t2|ffn:t2)",
-    "--plan sglang:d1": "got sglang; write d1",
-    "--plan fsdp:d1": "got fsdp; write d1 --data-parallel fsdp",
-    "--plan archon:d2|fsdp:d2": "got fsdp; write d2|d2 --data-parallel fsdp",
+        "only the engine archon runs here, got megatron, vllm; leave the name out",
+    "--plan sglang:d1": "got sglang; leave",
+    "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
+    "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel",
 }  # fmt: skip
 REFUSED_LATER = {  # only when a task or a model is made
-    "--device cuda": "--device cuda", "--task nonsense": "nonsense", "--resume": "no run",
+    "--device cuda": "got 'cuda'", "--task nonsense": "nonsense", "--resume": "no run",
     "--task gone.py:Task": "gone.py", "--task ../gone": "gone", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--demos 2": "--demos 0",
-    "--max-new-tokens 40000": "40000", "--task sort --length 2": "--size",
+    "--max-new-tokens 40000": "40000", f"--task {SORT}": "--size 3",
 }  # fmt: skip
 
 
@@ -550,8 +554,9 @@ def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
 
 
 def _documented():
-    """The names in the docstring's glossary; `a/b, /c` and `a/b_c, _d` are spelled out."""
-    section = train_grpo.__doc__.partition("\nMetrics")[2].partition("\nHow it deviates")[0]
+    """The names in the glossary below the core; `a/b, /c` and `a/b_c, _d` are spelled out."""
+    source = Path(train_grpo.__file__).read_text()
+    section = source.partition("\n# Metrics")[2].partition("\n# DEVIATES")[0].replace("\n#", "\n")
     names = ["step"]
     for word in re.findall(r"[a-z_]*/?[a-z_]+", section):
         if word[0] in "/_":
@@ -583,24 +588,93 @@ def test_help_shows_every_field_with_its_comment(capsys):
     with pytest.raises(SystemExit, match="0"):
         train_grpo.main(["--help"])
     shown = re.sub(r"\s", "", capsys.readouterr().out)
-    source = inspect.getsource(train_grpo.Config)
-    comments = dict(re.findall(r"^    (\w+): \w+ = .*?  # (.+)$", source, re.M))
+    source = inspect.getsource(train_grpo.SimpleConfig) + inspect.getsource(train_grpo.Config)
+    comments = dict(re.findall(r"^    (\w+): \w.*? = .*?  # (.+)$", source, re.M))
     for field in dataclasses.fields(train_grpo.Config):
         flag, comment = field.name.replace("_", "-"), re.sub(r"\s", "", comments[field.name])
-        kind = f",--no-{flag}" if field.type is bool else field.type.__name__
+        kind = "|".join(filter(None, get_args(field.type))) or field.type.__name__
+        if field.type is bool:
+            kind = f",--no-{flag}"
         assert f"--{flag}{kind}{comment}" in shown
 
 
-def test_plot_is_text_without_matplotlib_and_a_png_with_it(straight, tmp_path, monkeypatch, capsys):
+@dataclasses.dataclass
+class Longer(train_grpo.Config):
+    # the model
+    more: int = 3  # a flag of a subclass
+    # the run
+    layers: int = 9  # its own comment
+
+
+@pytest.mark.quick
+def test_help_has_the_comments_of_inherited_flags_and_keeps_groups_together(monkeypatch, capsys):
+    monkeypatch.setattr(train_grpo, "Config", Longer)
+    help_texts = functools.cache(train_grpo._help_texts.__wrapped__)  # a cache of its own
+    monkeypatch.setattr(train_grpo, "_help_texts", help_texts)
+    with pytest.raises(SystemExit, match="0"):
+        train_grpo.parse_config(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    places = [shown.index(text) for text in (
+        "the run: --seed", "--layers int its own comment [9]", "the model: --hidden",
+        "--heads int query heads; half as many key heads [4]",
+        "--more int a flag of a subclass [3]", "rollouts: --prompts")]  # fmt: skip
+    assert places == sorted(places)
+    assert train_grpo.parse_config(["--more", "4"]).more == 4
+
+
+@pytest.mark.quick
+def test_plans_and_precisions_are_settled_once():
+    config = train_grpo.Config()
+    assert config.plans == (None, None) and not config.is_disaggregated
+    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (False,)
+
+    config = train_grpo.Config(plan="t2|d2", dtype="float64", compute_dtype="float32").check()
+    assert config.plans == (Plan(tp=2), Plan(dp=2)) and config.plans is config.plans
+    config.plan = "d2"
+    assert config.plans == (None, Plan(dp=2))
+    config.plan = "t2|d2"
+    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (True,)
+    assert not config.is_disaggregated
+
+    config = dataclasses.replace(config, plan="d1+c2", generator_dtype="bfloat16").check()
+    assert config.plans.generator == Plan() and config.plans.trainer == Plan(cp=2)
+    assert config.is_disaggregated and config.rollout_dtype == "bfloat16"
+    assert "plans" not in dataclasses.asdict(config)
+
+
+@pytest.mark.quick
+def test_a_stored_value_of_another_type_is_named_before_it_is_compared(tmp_path):
+    stored = dataclasses.asdict(train_grpo.Config(lr_decay="constant"))
+    for name, value in (("steps", "9"), ("lr_decay", "never"), ("lr_warmup", None)):
+        (tmp_path / "config.json").write_text(json.dumps(stored | {name: value}))
+        with pytest.raises(ValueError, match=f"config.json: --{name.replace('_', '-')} must be"):
+            train_grpo.resumed_config(tmp_path / "config.json", {"steps": 8})
+    for other in (stored | {"length": 4}, {k: v for k, v in stored.items() if k != "staleness"}):
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        with pytest.raises(ValueError, match="is not of this version of Config"):
+            train_grpo.resumed_config(tmp_path / "config.json", {})
+
+
+@pytest.mark.quick
+def test_plot_has_a_help_and_names_what_it_needs(capsys):
+    for argv, code in ((["plot", "--help"], 0), (["plot"], 2), (["plot", "--steps", "3"], 2)):
+        with pytest.raises(SystemExit, match=str(code)):
+            train_grpo.main(argv)
+        told = capsys.readouterr()
+        assert "usage: train_grpo.py plot [-h] RUN [RUN ...]" in told.out + told.err
+
+
+def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, capsys):
     run = shutil.copytree(straight(f"{SAVING} 6"), tmp_path / "run")
     with monkeypatch.context() as without:
         for name in ("matplotlib", "matplotlib.figure"):
             without.setitem(sys.modules, name, None)
-        assert train_grpo.main(["plot", str(run)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7 and "matplotlib" in lines[0] and not (run / "curve.png").exists()
-    assert train_grpo.main(["plot", str(tmp_path)]) == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
+        assert train_grpo.main(["plot", str(run)]) == 2
+    told = capsys.readouterr()
+    assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
+    assert not told.out and not (run / "curve.png").exists()
+    assert train_grpo.main(["plot", str(run), str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no metrics.jsonl" in capsys.readouterr().err
     pytest.importorskip("matplotlib", reason="draws a PNG")
     assert train_grpo.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -655,24 +729,24 @@ def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
          "expected 2 ranks, 1 to generate and 1 to train, got 1"),
         ("--plan d2|t2", "plan t2: expected p * d * c * t = 2 ranks, got 1"),
         ("--plan d1|d2", "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks"),
-        ("--plan d1|d1|d1", "A|B has two plans, the generator's and the trainer's"),
+        ("--plan d1|d1|d1", "A|B and A+B have two plans, the generator's and the trainer's"),
         ("--plan c2|d2", "a generator has d, t and e, and no c"),
         ("--plan archon:p2|d2", "a generator has d, t and e, and no p"),
         ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
         ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
         ("--plan d2", "plan d2: expected p * d * c * t = 2 ranks, got 1"),
         ("--tree dta", "--tree dta needs --max-tokens"),
-        ("--tree sparse --max-tokens 9", "--max-tokens and --recompute are for --tree dta"),
-        ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p: a schedule runs forward"),
+        ("--tree sparse --max-tokens 9", "--max-tokens needs --tree dta"),
+        ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p; use --tree sparse"),
         ("--tree dta --max-tokens 9 --data-parallel fsdp", "--tree dta has no fsdp"),
         ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c"),
-        ("--tree dta --max-tokens 9 --ac full", "--tree dta has its own --recompute"),
-        ("--ac most", "--ac must be one of none, full, layers, op, got 'most'"),
-        ("--shard-ranks 2", "--shard-ranks is about shards of weights: it needs --data-parallel"),
-        ("--offload --plan d1", "--offload is about shards of weights"),
+        ("--tree dta --max-tokens 9 --ac full", "--tree dta has no --ac"),
+        ("--ac most", "argument --ac: invalid choice: 'most' (choose from"),
+        ("--shard-ranks 2", "--shard-ranks needs --data-parallel fsdp"),
+        ("--offload --plan d1", "--offload needs --data-parallel fsdp"),
         ("--data-parallel fsdp --shard-ranks 2", "2 ranks that shard must divide d = 1"),
         ("--tree dta --max-tokens 9 --compile", "--tree dta has no --compile"),
-        ("--lr-min 1.5", "--lr-min is a share of --lr, at most 1, got 1.5"),
+        ("--lr-min 1.5", "--lr-min must be at most 1, got 1.5"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):

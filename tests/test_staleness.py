@@ -8,6 +8,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import shortened
@@ -17,8 +18,11 @@ from test_ranks import largest_difference, learns_something, ranks, read_metrics
 from test_run import _main, begin, cli, end, good, wait_for_steps
 
 import train_grpo
+from audit import audited
 from parallel import checkpoints, sealed
-from train_grpo import Trainer, audited, build, collect, make_task, parse_config, prepare, update
+from train_grpo import (
+    SampledBatch, Trainer, build, collect, do_step, make_task, parse_config,
+)  # fmt: skip
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
@@ -40,7 +44,7 @@ def by_the_definition(flags):
     """The metrics of a run whose batch b is sampled with the weights of max(0, b - K) steps."""
     config = parse_config(flags.split()).check()
     task = make_task(config)
-    model, generator, reference = build(config, task, "cpu")
+    model, generator, reference = build(config, task)
     trainer = Trainer(config, model, generator=generator, reference=reference)
     if reference is not None:
         reference.load_state_dict(model.state_dict())
@@ -48,11 +52,13 @@ def by_the_definition(flags):
     weights = []
     lines = []
     for step in range(config.steps):
-        weights.append((trainer.policy_version, copy.deepcopy(generator)))
+        copied = copy.deepcopy(generator, {id(generator.part): None})
+        weights.append((trainer.policy_version, copied))
         version, sampler = weights[max(0, step - config.staleness)]
-        rollouts, chosen, metrics = collect(config, task, sampler, step)
-        metrics |= prepare(config, trainer, [rollouts[g] for g in chosen])
-        metrics |= update(config, trainer, rollouts, chosen, step, version)
+        groups, kept, metrics = collect(config, task, sampler, step)
+        batch = SampledBatch(groups, kept, config.minibatches, version, metrics)
+        source = SimpleNamespace(get=lambda step, batch=batch: batch)
+        metrics = do_step(config, source, trainer, step)
         if step % 2 or step + 1 == config.steps:  # --eval-every 2
             metrics["eval/solved"], _ = train_grpo.evaluate(config, task, generator)
         lines.append({"step": step} | metrics)
@@ -117,7 +123,7 @@ def one_process(tmp_path_factory):
 def _resumed(rank, flags, out, more):
     for again in (flags, f"--resume {more}"):
         words = [*again.split(), "--out", str(out)]
-        train_grpo.train(parse_config(words).check(), "cpu")
+        train_grpo.start_run(parse_config(words).check(), "cpu")
 
 
 CASES = [pytest.param(name, 4, marks=[pytest.mark.slow] * (name != "d2")) for name in PLANS]
@@ -142,7 +148,7 @@ def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
     flags = f"{TINY} --staleness 2 --minibatches 1 --save-every 2 --steps"
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    codes, _, _ = cli(tmp_path / "a", f"{flags} 4", die=("train_grpo.train_step", 4))
+    codes, _, _ = cli(tmp_path / "a", f"{flags} 4", die=("train_grpo.RolloutQueue.get", 4))
     assert codes == [-9]
     good(tmp_path / "a", "--resume --out run")
     good(tmp_path / "a", "--resume --out run --steps 6")
@@ -152,11 +158,11 @@ def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
     assert found == truth
     states = [json.loads((checkpoints(run)[-1] / "state.json").read_text()) for run in runs]
     for state in states:
-        for batch in state["under_way"]:
+        for batch in state["pending"]:
             for name in [name for name in batch["metrics"] if name.startswith("seconds/")]:
                 del batch["metrics"][name]
-    assert [batch["batch"] for batch in states[0]["under_way"]] == [6, 7]
-    assert states[0]["under_way"] == states[1]["under_way"]
+    assert [batch["batch"] for batch in states[0]["pending"]] == [6, 7]
+    assert states[0]["pending"] == states[1]["pending"]
 
 
 def test_sigterm_saves_the_batches_under_way(tmp_path):
@@ -186,27 +192,27 @@ def finished(tmp_path_factory):
 
 
 def _no_batch(state):
-    del state["under_way"]
+    del state["pending"]
 
 
 def _other_batch(state):
-    state["under_way"][0]["batch"] = 99
+    state["pending"][0]["batch"] = 99
 
 
 def _foreign_token(state):
-    state["under_way"][0]["groups"][0][1][0][0][1] = 10**6
+    state["pending"][0]["groups"][0][1][0]["tokens"][1] = 10**6
 
 
 def _short_mask(state):
-    state["under_way"][0]["groups"][0][1][0][1].pop()
+    state["pending"][0]["groups"][0][1][0]["sampled"].pop()
 
 
 def _missing_group(state):
-    state["under_way"][1]["groups"].pop()
+    state["pending"][1]["groups"].pop()
 
 
 def _no_form(state):
-    state["under_way"] = {"a": 1}
+    state["pending"] = {"a": 1}
 
 
 @pytest.mark.parametrize("change", [
@@ -218,7 +224,7 @@ def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
     change(state)
     path.write_text(json.dumps(sealed(state)))
     codes, _, err = cli(tmp_path, "--resume --out run --steps 7")
-    assert codes == [2] and "its batches under way are none" in err[0]
+    assert codes == [2] and "its pending batches are damaged" in err[0]
 
 
 def test_staleness_stays_what_it_was(finished, tmp_path):
@@ -282,8 +288,8 @@ def _fresh(original, queue, step):
 
 
 def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
-    original = train_grpo.RolloutQueue.take
-    train_grpo.RolloutQueue.take = lambda queue, step: _fresh(original, queue, step)
+    original = train_grpo.RolloutQueue.wait_for
+    train_grpo.RolloutQueue.wait_for = lambda queue, step: _fresh(original, queue, step)
     _main(rank, world, port, cwd, log, flags, die)
 
 

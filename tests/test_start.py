@@ -13,12 +13,16 @@ from pathlib import Path
 import pytest
 
 import train_grpo
+from conftest import LOOKUP
+
+from audit import RunFiles, audited, state_before
 from test_ranks import UNEQUAL, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
-from train_grpo import Config, Log, RunFiles, audited, make_task, parse_config, state_before
+from train_grpo import Config, Log, make_task, parse_config
 
-DEMOS = f"{TINY} --task lookup --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
+DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9 --log-every 4"
+RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
 
 
 def lines_of(path):
@@ -59,7 +63,7 @@ def test_defaults_depend_on_what_the_run_begins_with(given):
     given = parse_config([*flags, "--entropy-coef", "0.5", "--lr", "3"]).check()
     assert (given.entropy_coef, given.lr) == (0.5, 3.0)
     assert parse_config([*flags, "--entropy-coef", "0"]).check().entropy_coef == 0
-    with pytest.raises(ValueError, match="--demo-lr must be positive.* --lr must be positive"):
+    with pytest.raises(ValueError, match="--lr must be positive.* --demo-lr must be positive"):
         Config(lr=0.0, demo_lr=0.0).check()
 
 
@@ -81,7 +85,7 @@ def test_the_supervised_start_is_seen(straight):
     run, out = straight()
     lines = lines_of(run / "demos.jsonl")
     assert [line["step"] for line in lines] == list(range(10))
-    assert all(line.keys() == {"step", *train_grpo.DEMO_METRICS} for line in lines)
+    assert all(line.keys() == {"step", *Log.DEMO_METRICS} - {"seconds/total"} for line in lines)
     losses = [line["loss/token_mean"] for line in lines]
     assert losses[-1] < 1 < 1.9 < losses[0] < 2
     assert {line["lr"] for line in lines} == {0.03}  # --lr-warmup 0
@@ -102,9 +106,9 @@ def test_the_supervised_start_is_seen(straight):
     assert stored["entropy_coef"] == 0 and stored["lr"] == 0.01
 
 
-SUPERVISED = "train_grpo.supervised_step"
+SUPERVISED = "train_grpo.RolloutQueue.imitate"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.keep_reference", 1),
+    (1, SUPERVISED, 6), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.write_reference", 1),
     (1, "train_grpo.save", 3), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
     (2, SUPERVISED, 6), (2, "train_grpo.save", 3),
 ]  # fmt: skip
@@ -126,7 +130,7 @@ def same_start(run, truth):
 def test_a_killed_supervised_start_resumes_bit_for_bit(straight, tmp_path, world, where, count):
     codes, _, _ = cli(tmp_path, DEMOS, world, die=(where, count))
     assert -signal.SIGKILL in codes
-    out, _ = good(tmp_path, "--resume --out run", world)
+    out, _ = good(tmp_path, RESUME, world)
     assert count != 6 or "the weights of run/demos-00000004, first 6 supervised steps" in out
     same_start(tmp_path / "run", straight(world)[0])
 
@@ -150,13 +154,13 @@ def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, cou
     saved = "step-00000000" if count == 10 else f"demos-{count:08d}"
     assert (tmp_path / "run" / saved / "state.json").exists()
     assert read_metrics(tmp_path / "run") == []
-    good(tmp_path, "--resume --out run", world)
+    good(tmp_path, RESUME, world)
     same_start(tmp_path / "run", straight(world)[0])
 
 
 def test_supervised_steps_are_skipped_as_those_of_the_loop_and_overwritten(straight, tmp_path):
     """The second step's gradient is not finite: its state is not saved, as in the loop."""
-    for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimiser")):
+    for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimizer")):
         flags = f"--demos {demos} --demo-lr 1e30 --save-every 1 --overwrite"
         codes, _, err = cli(tmp_path, f"{DEMOS} {flags}")
         assert codes == [2] and "supervised step 1: skipped, non-finite gradient" in err[0]
@@ -173,14 +177,14 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     run = Path(shutil.copytree(straight()[0], tmp_path / "run"))
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert ["eval/solved_before" in json.loads(line) for line in lines] == [True, False]
-    report = audited(run, 0)
+    report = audited(run, 0, task=LOOKUP)
     assert report.wrong is None and "from step-00000000, the state before step 0" in report.intro
     before = [row for row in report.rows if row.key == "eval/solved_before"]
     assert len(before) == 1 and before[0].by_hand > 0.1
-    assert "eval/solved_before" not in {row.key for row in audited(run, 1).rows}
+    assert "eval/solved_before" not in {row.key for row in audited(run, 1, task=LOOKUP).rows}
 
     # The loop's optimiser begins anew: the moments of the supervised steps are gone.
-    files = RunFiles(run, "")
+    files = RunFiles(run, LOOKUP)
     trainer, again, *_ = state_before(files, make_task(files.config), 0, print)
     moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
     assert again == 0 and moments and not any(x.any() for x in moments)
@@ -190,9 +194,9 @@ def test_what_is_solved_before_the_first_step_is_audited(straight, tmp_path, pro
     first = json.loads(lines[0])
     first["eval/solved_before"] += 1 / 6
     (run / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
-    report = audited(run, 0)
+    report = audited(run, 0, task=LOOKUP)
     assert report.wrong == "eval/solved_before"
-    assert any("behind 10 supervised steps" in text for text in report.intro)
+    assert any("after 10 supervised steps" in text for text in report.intro)
 
 
 def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
@@ -201,10 +205,10 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
     (before,) = re.findall(r"^before +(\S+)$", out, re.M)
     assert float(before) == pytest.approx(lines[0]["eval/solved_before"], abs=1e-3)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    out, _ = good(tmp_path, "--resume --out run")
+    out, _ = good(tmp_path, RESUME)
     assert "before" not in out and read_metrics(run) == lines
     shutil.rmtree(run / "step-00000002")
-    out, _ = good(tmp_path, "--resume --out run")
+    out, _ = good(tmp_path, RESUME)
     assert f"before{before:>30}\n" in out and read_metrics(run) == lines
 
 

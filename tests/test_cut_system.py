@@ -1,0 +1,116 @@
+"""The five cores alone, cut out into an empty folder, are a system that learns."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from test_cores import cut_into
+from test_house import CORES
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut")
+    cut_into(folder)
+    return folder
+
+
+def run(folder, ranks, *words, **environment):
+    """Run the cut train_grpo.py. ranks: of torchrun; 0: as a plain process."""
+    left_out = ("RANK", "WORLD_SIZE", "PYTHONPATH")
+    environment = {key: x for key, x in os.environ.items() if key not in left_out} | environment
+    # Without `--`, the argparse of Python 3.11 takes --log for one of torchrun's own flags.
+    start = (*TORCHRUN, str(ranks), "--") if ranks else ()
+    command = [sys.executable, *start, "train_grpo.py", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@functools.cache
+def logged(folder, ranks, words, steps):
+    """The losses and norms of a float64 run, as its --log says."""
+    # The file exists already: a run writes it anew.
+    file = folder / "log.jsonl"
+    file.write_text("of an older run\n")
+    done = run(folder, ranks, *words, "--steps", steps, "--dtype", "float64", "--log", file.name)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"(^|\n)solved [01]\.\d\d\n$", done.stdout), done.stdout
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(int(steps)))
+    return [line[name] for line in lines for name in ("loss", "grad_norm")]
+
+
+def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
+    lines = re.search(r"^```\n(for f in .*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1]
+    for path in CORES:
+        shutil.copy(path, tmp_path)
+    lines = lines.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
+    lines = lines.replace("train_grpo.py)", "train_grpo.py --steps 1)")
+    done = subprocess.run(["sh", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"\nsolved [01]\.\d\d\n$", done.stdout), done.stderr
+    assert {path.name for path in (tmp_path / "core").glob("*.py")} == {x.name for x in CORES}
+
+
+CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",))]
+CASES += [(2, ("--plan", plan)) for plan in ("d2", "t2", "c2")] + [(3, ()), (4, ("--plan", "c4"))]
+BRIEF = [(2, ("--tree",)), (2, ("--plan", "t2")), (2, ("--plan", "c2"))]
+SLOW = [pytest.param(*case, "5", marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("ranks, words, steps", [(*case, "2") for case in BRIEF] + SLOW)
+def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks, words, steps):
+    expected = logged(folder, 0, (), steps)
+    found = logged(folder, ranks, words, steps)
+    assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    assert all(norm > 0 for norm in expected[1::2])
+
+
+REFUSED = [(2, "--tree --plan c2"), (1, "--plan p1")]
+MORE_REFUSED = [
+    (1, "--tree --plan t2"), (2, "--tree --plan t2"), (1, "--plan d2"), (3, "--plan d2"),
+    (4, "--plan t4"), (15, ""), (1, "--dtype float16"), (1, "--steps 0"), (1, "--unknown"),
+]  # fmt: skip
+REFUSED += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_REFUSED]
+
+
+@pytest.mark.parametrize("world, words", REFUSED)
+def test_what_cannot_run_is_refused_in_one_line_before_ranks_meet(folder, world, words):
+    """Only rank 0 is there, and it ends all the same."""
+    done = run(folder, 0, *words.split(), WORLD_SIZE=str(world), RANK="0")
+    assert done.returncode == 1 and not done.stdout
+    assert done.stderr.startswith("train_grpo.py: error: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--tree", "--plan", "c2"), ("--plan", "t3")])
+def test_torchrun_ends_with_the_line_of_rank_0(folder, words):
+    done = run(folder, 2, *words)
+    assert done.returncode != 0 and done.stderr.count("train_grpo.py: error: expected") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, seed", [(2, seed) for seed in range(5)] + [(0, 0)])
+def test_guess_is_learned(folder, ranks, seed):
+    done = run(folder, ranks, "--seed", str(seed))
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1].removeprefix("solved ")) >= 0.9
+
+
+@pytest.mark.slow
+def test_the_full_version_makes_the_run_of_its_core(folder, tmp_path):
+    """The same weights, tokens and updates, to the last digits of float64."""
+    words = "--dtype float64 --steps 5 --out run".split()
+    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [2 * line["loss/token_mean"] for line in lines]  # the mean of two minibatches
+    assert logged(folder, 0, (), "5")[::2] == pytest.approx(losses, rel=0, abs=1e-12)
