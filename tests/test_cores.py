@@ -63,7 +63,13 @@ SLIPS = [  # a line of a core, and a wrong one
 SOME = {path.stem for path in CORES}
 
 
-@pytest.mark.parametrize("stem, old, new", [slip for slip in SLIPS if slip[0] in SOME])
+SOME_SLIPS = [
+    pytest.param(*slip, marks=[pytest.mark.slow] if n > 5 else [])
+    for n, slip in enumerate(SLIPS) if slip[0] in SOME
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stem, old, new", SOME_SLIPS)
 def test_a_core_with_a_slip_exits_with_one(stem, old, new, folder_of_cores, tmp_path):
     text = (folder_of_cores / f"{stem}.py").read_text()
     assert text.count(old) == 1
