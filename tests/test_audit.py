@@ -542,8 +542,8 @@ FAULTS = {  # function, what stands in its place, ranks, flags, the first row ou
         "clip_grad_norm", _no_clip_of_the_norm, 1, f"{ONE} --max-grad-norm 0.01", "parameters"),
     "half the entropy": ("grpo_loss", _half_the_entropy, 1, RUN, "entropy/token_mean_first"),
     "another KL": ("divergence", _other_kl, 1, RUN, "kl/token_mean_first"),
-    "old weights in the sampler": (
-        "Trainer.push_weights", _stale_weights, 1, RUN, "sampling"),
+    "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
+        "Trainer.push_weights", _stale_weights, 1, f"{RUN} --generator-dtype bfloat16", "sampling"),
 }  # fmt: skip
 
 
