@@ -770,6 +770,7 @@ class Plans(NamedTuple):
 @functools.cache
 def parse_plans(text) -> Plans:
     """Return the plans of --plan, or raise ValueError."""
+    # One plan is the trainer's. Of two, A|B or A+B, the first is the generator's.
     if not text:
         return Plans(None, None)
     plans = [plan for side in parallel.Allocation.parse(text).groups for plan in side]
@@ -944,6 +945,8 @@ class Config(SimpleConfig):
 
     def _wrong_values(self) -> list[str]:
         """Return an error for each field whose value is wrong whatever the other fields are."""
+        # One error a field: the type first, since the comparisons need numbers. An int given for a
+        # float is stored as a float.
         wrong = []
         at_most = dict(gamma=1, gae_lambda=1, lr_min=1, timeout=self.YEAR, staleness=MOST_UNDER_WAY)
         for f in dataclasses.fields(self):
@@ -1077,6 +1080,7 @@ def _help_texts():
 
     The result is cached, because inspect parses this whole file to find a class.
     """
+    # A comment on a line of its own is the title of the fields below it.
     found = {}
     for cls in filter(dataclasses.is_dataclass, reversed(Config.__mro__)):
         title = None
@@ -1104,6 +1108,7 @@ def add_flags(parser, fields):
     for f in fields:
         _, text = _help_texts()[f.name]
         text = text.replace("%", "%%")
+        # A bool is --FLAG or --no-FLAG, and off by default.
         how = dict(help=f"{text} [{_default_text(f)}]")
         if f.type is bool:
             how = dict(action=argparse.BooleanOptionalAction, help=text)
@@ -2016,6 +2021,7 @@ class StepClock:
         """Return seconds of all phases, and memory/peak: the most megabytes at any moment, of the
         rank that had most: of its tensors on CUDA, of the process on a CPU. Collective.
         """
+        # What was neither sampling nor evaluation was training.
         total = time.perf_counter() - self.began
         train = total - sum(self.seconds.values())
         peak = resident_peak()
@@ -2387,16 +2393,6 @@ def branch_advantages(rewards_G, paths, /):
             parent_value = value
         marked.append(marks)
     return marked
-
-
-def shared_prefix(a, b) -> int:
-    """Return how many tokens two lists have in common before they differ."""
-    count = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        count += 1
-    return count
 
 
 class RowBatches(PackedBatches):
@@ -3012,6 +3008,7 @@ def from_file(spec, kind):
 
     kind: class or function, for the error.
     """
+    # The module gets a name of its own, so that a file called like a module of ours hides nothing.
     file, _, name = spec.rpartition(":")
     share_this_module()
     found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
