@@ -2,21 +2,20 @@
 
 This file is for an auditor who does not trust the trainer. It reads a run's files and shares no
 arithmetic with the trainer: no batch, padding, packing, cache, tree, plan or sum over ranks. Above
-the ruler is the whole of GRPO for one step, by loops over sequences and tokens. It needs torch and
-numpy, and nothing else of this project. Below the ruler are settings that few runs use, the
-metrics, the comparison with the run's files, and the report.
+the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch and numpy
+alone. Below are settings that few runs use, the metrics, the comparison and the report.
 
     python audit.py runs/guess-0                   # the newest step that a checkpoint has sampled
-    python audit.py runs/guess-0 --step 20 --group 3 --html page.html
+    python audit.py runs/guess-0 --step 20 --html page.html
 
 For token t of rollout i with reward R_i: lp, old, ref and smp are its log-probs under the policy
-now, the policy before the step, the reference and the sampler. H is the entropy, v the value that
-a critic predicts, g the return that it should have predicted. c holds the run's settings.
+now, the policy before the step, the reference and the sampler. H is the entropy, v a critic's
+value, g the return that it should have predicted. c holds the run's settings.
 
     (1)  A = (R_i - mean R) * scale       of its group
-    (2)  r = exp(lp - old)                `sequence`: of the mean of lp - old over the rollout
-    (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         `cispo`: -min(r, bound) A lp
-    (4)  l <- min(exp(old - smp), importance_cap) l
+    (2)  r = exp(lp - old)
+    (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         or that of another objective
+    (4)  l <- x l                         x = exp(old - smp), truncated or masked
     (5)  l <- l + kl_coef k(lp - ref) - entropy_coef H
     (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
     (7)  loss = sum over all sampled tokens of w l / Z
@@ -30,8 +29,7 @@ import torch
 
 
 # 1. A sequence by itself ----------------------------------------------------------------------
-# What is known of a rollout, and the log-probs that a model gives its tokens. If you know how a
-# causal language model scores a text, skip the two functions.
+# What is known of a rollout, and the log-probs that a causal language model gives its tokens.
 
 
 @dataclass
@@ -100,27 +98,51 @@ def score_alone(model, s, temperature):
 
 def group_advantages(c, group, R):
     """Set the A of a group's rollouts by (1). R holds their rewards."""
-    # Truncated rollouts count in the mean: they have rewards. Equal rewards teach nothing, whatever
-    # rounding makes of r - mean.
+    # Truncated rollouts count. Equal rewards teach nothing, whatever rounding makes of r - mean.
     G = len(R)
     mean = math.fsum(R) / G
     centered = [r - mean for r in R]
     if min(R) == max(R):
         centered = [0.0] * G
 
-    # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. `group_std` divides by
-    # 0.5, `leave_one_out` by 3/4: the mean of the others is 0, so the first is 1 better.
+    # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. Scale `group` divides by
+    # 0.5. `leave_one_out` divides by 3/4: the mean of the others is 0, so the first is 1 better.
     scale = 1.0
-    if c.advantage == "group_std":
+    if c.normalization[1] == "group":
         scale = 1 / (math.sqrt(math.fsum(x * x for x in centered) / (G - 1)) + 1e-4)
-    if c.advantage == "leave_one_out":
-        scale = G / (G - 1)
+    if c.normalization[0] == "leave_one_out":
+        scale *= G / (G - 1)
     for s, x in zip(group, centered):
         s.A = [x * scale] * len(s.at)  # (1)
 
 
 # 3. The loss ----------------------------------------------------------------------------------
 # Equations (2) to (7), token by token. They are also what train_grpo.py's tests compare with.
+
+
+def clip_terms(c, s):
+    """Return (r, whether the clip acts, l) of each sampled token, by (2) and (3)."""
+    found = []
+    for lp, old, A in zip(s.lp, s.old, s.A):
+        # The gain is r A. The clip takes the worse of the gain and the gain at the clipped ratio:
+        # once a token has moved far enough in the direction that A asks for, its gain is a
+        # constant, and its gradient is zero. A move the wrong way is never clipped.
+        r = (lp - old).clamp(-10, 10).exp()  # (2)
+        gain = min(r, c.dual_clip or math.inf) * A
+        clipped_gain = min(max(r, 1 - c.clip_low), 1 + c.clip_high) * A
+        clips = clipped_gain < gain or r > (c.dual_clip or math.inf) or abs(lp - old) > 10
+        found.append((r, clips, -min(gain, clipped_gain)))  # (3)
+    return found
+
+
+def truncated_weights(c, s) -> list:
+    """Return x of (4) for each sampled token: how much too rarely the sampler has drawn it."""
+    low, high = c.importance_low, c.importance_cap
+    return [min(max(math.exp(old - smp), low), high) for old, smp in zip(s.old, s.smp)]  # (4)
+
+
+OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler
+IMPORTANCE = {("truncate", "token"): truncated_weights}
 
 
 def definition(sequences, Z, c):
@@ -132,33 +154,13 @@ def definition(sequences, Z, c):
     loss = torch.zeros(())
     for s in sequences:
         s.terms = []
-        log_ratios = [lp - old for lp, old in zip(s.lp, s.old)]
-        if c.ratio == "sequence":
-            log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
-        for t, (lp, A) in enumerate(zip(s.lp, s.A)):
-            # How much likelier the token has become since the step began.
-            r = log_ratios[t].clamp(-10, 10).exp()  # (2)
-
-            # The gain is r A. The clip takes the worse of the gain and the gain at the clipped
-            # ratio: once a token has moved far enough in the direction that A asks for, its gain
-            # is a constant, and its gradient is zero. A move the wrong way is never clipped.
-            if c.objective == "cispo":
-                clips = r > c.cispo_bound
-                l = -min(r.item(), c.cispo_bound) * A * lp  # (3)
-            else:
-                gain = min(r, c.dual_clip or math.inf) * A
-                clipped_gain = min(max(r, 1 - c.clip_low), 1 + c.clip_high) * A
-                clips = clipped_gain < gain or r > (c.dual_clip or math.inf)
-                l = -min(gain, clipped_gain)  # (3)
-
-            # The sampler may be another program, so the token may have been drawn too often.
-            if c.importance_cap:
-                l = min(math.exp(s.old[t] - s.smp[t]), c.importance_cap) * l  # (4)
-            term = dict(r=r, clips=clips, H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
-
-            # The policy is kept close to the reference, and random. A critic learns g.
+        objective = "gspo" if c.ratio == "sequence" else c.objective
+        x = IMPORTANCE[c.importance, c.importance_of](c, s) if c.importance_cap else [1] * len(s.lp)
+        for t, (r, clips, l) in enumerate(OBJECTIVES[objective](c, s)):
+            l = x[t] * l  # (4)
+            term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
-                d = lp - s.ref[t]
+                d = s.lp[t] - s.ref[t]
                 term["k"] = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[c.kl]
             if c.kl_in == "loss":
                 l = l + c.kl_coef * term["k"]  # (5)
@@ -250,9 +252,8 @@ def step_by_hand(c, groups, state, lr) -> list:
     state: the State before the step, in the precision to compute in.
     lr: the learning rate.
     """
-    # What has no gradient is known before the first update: the log-probs of the reference, and
-    # `old`, which is the policy's own as it is now, or the sampler's. None: each update compares
-    # the policy with itself, and every ratio is 1. An `old` that is set stays; see `in_precision`.
+    # Before the first update: the reference's log-probs, and `old`, by the policy or the sampler.
+    # None: every ratio is 1. An `old` that is set stays; see `in_precision`.
     for s in [s for group in groups for s in group]:
         with torch.no_grad():
             if state.reference is not None:
@@ -272,8 +273,7 @@ def step_by_hand(c, groups, state, lr) -> list:
         if Z == 0:
             continue
 
-        # The gradient of a sum is the sum of the sequences' gradients, so memory holds one graph at
-        # a time. Afterwards only the numbers are kept.
+        # The gradient of a sum is the sum of gradients, so memory holds one graph at a time.
         parameters = list(state.model.parameters())
         for p in parameters:
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
@@ -307,7 +307,9 @@ import copy  # noqa: E402
 import dataclasses  # noqa: E402
 import html  # noqa: E402
 import os  # noqa: E402
+import string  # noqa: E402
 import sys  # noqa: E402
+import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
@@ -315,9 +317,9 @@ from typing import NamedTuple  # noqa: E402
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    EVALUATION, ONE_PROCESS, ROLLOUT, RolloutQueue, Trainer, Trajectory, asking, build, do_step,
-    draw_prompts, make_task, one_process, pending_batches, play, read_reference, resumed_config,
-    rollout_line, uniforms, whole_lines,
+    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, RolloutQueue, TaskError, Trainer, Trajectory, asking,
+    build, build_teacher, do_step, draw_prompts, make_task, one_process, pending_batches, play,
+    read_reference, resumed_config, rollout_line, uniforms, whole_lines,
 )  # fmt: skip
 
 
@@ -338,17 +340,41 @@ class FullState(State):
     """A State for all settings."""
 
     routed = ()  # of the update in progress, a Routed for each rollout
+    teacher = None  # the model of --teacher
 
     def set_advantages(self, c, groups):
-        """Add a critic, tree rollouts, and the KL that each token loses of its reward."""
-        if c.advantage == "gae":
-            critic_advantages(c, self.model, trained(c, [s for group in groups for s in group]))
+        """Add a teacher, a critic, tree rollouts, what lowers a reward, and scales of a step."""
+        everyone = [s for group in groups for s in group]
+        if self.teacher is not None:
+            for s in everyone:
+                with torch.no_grad():
+                    scores = numbers_of(score_alone(self.teacher, s, c.temperature)[0])
+                s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
             return
+        if c.advantage == "gae":
+            critic_advantages(c, self.model, trained(c, everyone))
+            return
+        all_R = []
         for group in groups:
-            R = [s.reward - math.fsum(penalties(c, s)) for s in group]
+            R = [s.reward - math.fsum(penalties(c, s)) - overlong_penalty(c, s) for s in group]
+            all_R += R
             group_advantages(c, group, R)
             if c.advantage == "per_branch":
                 branch_advantages(c, group, R)
+            if c.normalization[0] == "none":
+                for s, reward in zip(group, R):
+                    s.A = [reward] * len(s.at)  # (1)
+
+        # The spread of all rewards of the step, or without a baseline of all its tokens.
+        if c.normalization == ("none", "batch"):
+            whiten(everyone)
+        elif c.normalization[1] == "batch":
+            spread = float(np.std(all_R, ddof=1)) + 1e-4
+            for s in everyone:
+                s.A = [A / spread for A in s.A]  # (1)
+        if c.normalization[1] == "batch" and max(all_R) == min(all_R):
+            for s in everyone:
+                s.A = [0.0] * len(s.at)
 
     def add_balance(self, c, batch):
         """Add the gradient of (8), of all rollouts of an update; return a Routed for each."""
@@ -360,25 +386,138 @@ class FullState(State):
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
         """Also move the votes of each router by (11)."""
+        # An expert with too few tokens becomes likelier to be chosen.
         super().adamw(c, lr, shrink)
-        if not c.router_bias_rate:
-            return
-        for layer, counts in sum_of_counts(self.routed).items():
-            mean = sum(counts) / len(counts)
-            votes = self.model.model.layers[layer].mlp.votes
-            for e, count in enumerate(counts):
-                # An expert with too few tokens becomes likelier to be chosen.
-                if count != mean:
-                    votes[e] += 1 if count < mean else -1  # (11)
+        if c.router_bias_rate:
+            for layer, counts in sum_of_counts(self.routed).items():
+                votes = np.sign(counts.mean() - counts).astype(int)  # (11)
+                self.model.model.layers[layer].mlp.votes += torch.from_numpy(votes)
 
 
-def penalties(c, s) -> list:
+def gspo_terms(c, s):
+    """GSPO: the clip of the geometric mean of a rollout's ratios."""
+    n = len(s.lp)
+    mean = sum(lp - old for lp, old in zip(s.lp, s.old)) / n
+    return clip_terms(c, SimpleNamespace(lp=[mean] * n, old=[0.0] * n, A=s.A))
+
+
+def reinforce_terms(c, s):
+    """REINFORCE: -A lp."""
+    return [(r, False, -A * lp) for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp)]
+
+
+def cispo_terms(c, s):
+    """CISPO: the ratio is a bounded number."""
+    found = []
+    for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp):
+        bounded = min(max(r.item(), c.cispo_low), c.cispo_bound)
+        found.append((r, bounded != r.item(), -bounded * A * lp))  # (3)
+    return found
+
+
+def sapo_terms(c, s):
+    """SAPO: a sigmoid in place of the clip."""
+    found = []
+    for (r, _, _), A in zip(clip_terms(c, s), s.A):
+        tau = c.sapo_up if A > 0 else c.sapo_down
+        found.append((r, False, -4 / tau * torch.sigmoid(tau * (r - 1)) * A))  # (3)
+    return found
+
+
+def gmpo_terms(c, s):
+    """GMPO: the geometric mean of ratios, of which each is clipped by the sign of A."""
+    # A bound is a number, so a clipped token has no gradient.
+    ds = [lp - old for lp, old in zip(s.lp, s.old)]
+    kept = [min(d, c.clip_high) if A > 0 else max(d, -c.clip_low) for d, A in zip(ds, s.A)]
+    mean_ratio = (sum(kept) / len(kept) + s.lp[0] * 0).clamp(-10, 10).exp()
+    of_tokens = clip_terms(c, s)
+    found = []
+    for (r, _, _), d, bounded, A in zip(of_tokens, ds, kept, s.A):
+        found.append((r, bool(d != bounded), -mean_ratio * A))  # (3)
+    return found
+
+
+def dppo_excess(c, lp, old, A) -> float:
+    """Return how far a token's probability is past the bound on its move from exp(old)."""
+    p, q = math.exp(lp), math.exp(old)
+    distance = abs(p - q)
+    if c.dppo_distance == "kl":
+        # Of the two outcomes "this token" and "another one". A certain token leaves one rounding.
+        tiny = 2**-52
+        distance = q * (old - lp) + (1 - q) * math.log(max(1 - q, tiny) / max(1 - p, tiny))
+    return distance - (c.clip_high if A > 0 else c.clip_low)
+
+
+def dppo_terms(c, s):
+    """DPPO: a token learns until its probability has moved too far in the direction of A."""
+    found = []
+    for (r, _, _), lp, old, A in zip(clip_terms(c, s), s.lp, s.old, s.A):
+        clips = dppo_excess(c, lp.item(), old, A) > 0 and (lp.item() > old) == (A > 0)
+        weight = 0.0 if clips else min(r.item(), c.dppo_cap)
+        found.append((r, clips, -weight * A * lp))  # (3)
+    return found
+
+
+OBJECTIVES = OBJECTIVES | {
+    "reinforce": reinforce_terms, "cispo": cispo_terms, "gspo": gspo_terms, "sapo": sapo_terms,
+    "gmpo": gmpo_terms, "dppo": dppo_terms,
+}  # fmt: skip
+
+
+def clip_margins(c, s) -> list:
+    """Return how far each token of a rollout that was trained on is from where it clips."""
+    # A margin to each bound, not only to the nearest one: a ratio of 1 is in the middle of 0.8 and
+    # 1.2, and rounding would decide which margin is compared.
+    if c.objective == "dppo":
+        return [dppo_excess(c, *token) for token in zip(s.lp, s.old, s.A)]
+    of_tokens = [term["r"] for term in s.terms]
+    bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
+    if c.objective == "cispo":
+        bounds = [c.cispo_low, c.cispo_bound]
+    if c.objective == "gmpo":
+        of_tokens = [lp - old for lp, old in zip(s.lp, s.old)]
+        bounds = [-c.clip_low, c.clip_high]
+    if c.objective in ("reinforce", "sapo"):
+        bounds = []
+    return [x - bound for x in of_tokens for bound in bounds]
+
+
+def weights_of(c, s) -> list:
+    """Return x of (4) for each sampled token, under all settings."""
+    x = [math.exp(old - smp) for old, smp in zip(s.old, s.smp)]
+    total = math.fsum(old - smp for old, smp in zip(s.old, s.smp))
+    if c.importance_of == "sequence":
+        x = [math.exp(total)] * len(x)
+    if c.importance_of == "geometric":
+        x = [math.exp(total / len(x))] * len(x)
+
+    # Bounds 0.5 and 2 truncate 3 to 2. `mask` makes it 0, and keeps 1.5; `reject` makes 1.5 a 1.
+    low, high = c.importance_low, c.importance_cap
+    if c.importance == "truncate":
+        return [min(max(y, low), high) for y in x]
+    return [0.0 if not low <= y <= high else y if c.importance == "mask" else 1.0 for y in x]
+
+
+IMPORTANCE = {
+    (how, what): weights_of
+    for how in ("truncate", "mask", "reject") for what in ("token", "sequence", "geometric")
+} | IMPORTANCE  # fmt: skip
+
+
+def overlong_penalty(c, s) -> float:
+    """Return what `--overlong-buffer` takes off a reward: new tokens in the buffer / its size."""
+    if not c.overlong_buffer:
+        return 0.0
+    new = len(s.tokens) - s.prompt
+    return max(0, new - c.max_new_tokens + c.overlong_buffer) / c.overlong_buffer
+
+
+def penalties(c, s):
     """Return how much of its reward each sampled token loses by `--kl-in reward`."""
     if c.kl_in != "reward" or not c.kl_coef:
-        return [0.0] * len(s.at)
-    ds = [smp - ref for smp, ref in zip(s.smp, s.ref)]
-    k = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) + d - 1}
-    return [c.kl_coef * k[c.kl](d) for d in ds]
+        return np.zeros(len(s.at))
+    d = np.subtract(s.smp, s.ref)
+    return c.kl_coef * {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) + d - 1}[c.kl]
 
 
 def branch_advantages(c, group, R):
@@ -388,47 +527,49 @@ def branch_advantages(c, group, R):
     for s in group:
         for n, at in enumerate(s.at):
             worth = [math.fsum(R) / len(R)]
-            for turns in range(min(turns_before(s, at), c.fork_turns) + 1):
-                first, share = shared_by(c, s, turns)
+            for first, share in shares(c, s, at)[: c.fork_turns + 1]:
                 worth.append(math.fsum(R[first : first + share]) / share)
             s.A[n] = worth[-1] - worth[-2]  # (1)
 
 
-def turns_before(s, at) -> int:
-    return len([end for end, _ in s.rewards if end < at])
-
-
-def shared_by(c, s, turns):
-    """Return the first rollout, and the number of rollouts, that share s after `turns` turns."""
+def shares(c, s, at) -> list:
+    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
     # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
-    # 2 until turn 2 ends. Rollout 3 shares its second turn with rollout 2.
-    share = c.forks ** max(0, c.fork_turns - turns)
-    return s.number - s.number % share, share
+    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
+    found = []
+    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
+        share = c.forks ** max(0, c.fork_turns - turn)
+        found.append((s.number - s.number % share, share))
+    return found
 
 
 def critic_advantages(c, model, sequences):
     """Set v_old, A and g of all sequences of a step by (1), `gae`."""
     # The definition sums over all tokens that follow; a trainer has a recursion.
     decay = c.gamma * c.gae_lambda
-    raw = []
     for s in sequences:
         with torch.no_grad():
             s.v_old = numbers_of(score_alone(model, s, c.temperature)[2])
 
         # A turn's reward belongs to the last token that was sampled in it. After the last token
         # nothing more is expected.
-        u = [-penalty for penalty in penalties(c, s)]
+        u = -penalties(c, s)
         for end, reward in s.rewards:
             u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
+        u[-1] -= overlong_penalty(c, s)
         next_v = [*s.v_old[1:], 0.0]
         deltas = [u[t] + c.gamma * next_v[t] - v for t, v in enumerate(s.v_old)]
         s.A = []
         for t in range(len(deltas)):
             s.A.append(math.fsum(decay**n * delta for n, delta in enumerate(deltas[t:])))  # (1)
         s.g = [v + A for v, A in zip(s.v_old, s.A)]
-        raw += s.A
 
-    # A is whitened over all trained tokens of the step.
+    whiten(sequences)
+
+
+def whiten(sequences):
+    """Give the A of all sampled tokens of these sequences the mean 0 and the spread 1."""
+    raw = [A for s in sequences for A in s.A]
     mean = math.fsum(raw) / max(1, len(raw))
     spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
     for s in sequences:
@@ -439,7 +580,7 @@ class Routed(NamedTuple):
     """How the routers routed one sequence by itself."""
 
     balance: float  # the sequence's part of (8)
-    counts: dict  # layer -> how many of its tokens went to each expert
+    counts: dict  # layer -> array, how many of its tokens went to each expert
     margins: list  # for each layer and token, the lead of the last chosen expert over the next
 
 
@@ -455,18 +596,16 @@ def route_alone(c, model, s, sequences) -> Routed:
         # How many tokens chose each expert, times how likely it was to all of them.
         N, E = p_NE.shape
         K = chosen_NK.shape[1]
-        counts = [chosen_NK.flatten().tolist().count(e) for e in range(E)]
-        b = sum(counts[e] * p_NE[:, e].sum() for e in range(E)) * E / (K * N * N)
+        counts = np.bincount(chosen_NK.flatten(), minlength=E)
+        b = (torch.from_numpy(counts) * p_NE.sum(0)).sum() * E / (K * N * N)
         parts.append(c.balance_coef * b / sequences)  # (8)
         found.counts[layer] = counts
 
         # Experts are chosen by p plus the bias.
         mlp = model.model.layers[layer].mlp
-        biased_NE = p_NE.detach()
-        if mlp.rate:
-            biased_NE = biased_NE + mlp.rate * mlp.votes
+        biased_NE = p_NE.detach() + (mlp.rate * mlp.votes if mlp.rate else 0)
         if K < E:
-            best = biased_NE.sort(-1, descending=True).values
+            best = biased_NE.topk(K + 1).values
             found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
 
     model.hidden(torch.tensor(s.tokens)[None], balance=look)
@@ -478,11 +617,7 @@ def route_alone(c, model, s, sequences) -> Routed:
 
 def sum_of_counts(routed) -> dict:
     """Return layer -> how many tokens of these sequences went to each expert."""
-    total = {}
-    for one in routed:
-        for layer, counts in one.counts.items():
-            total[layer] = [a + b for a, b in zip(counts, total.get(layer, [0] * len(counts)))]
-    return total
+    return {layer: sum(one.counts[layer] for one in routed) for layer in routed[0].counts}
 
 
 def rate_by_hand(config, step) -> float:
@@ -505,8 +640,9 @@ def rate_by_hand(config, step) -> float:
 
 # The metrics of each update, causes before their effects.
 FIRST = (
-    "ratio/token_mean", "ratio/max", "ratio/clipped_fraction", "entropy/token_mean",
-    "kl/token_mean", "value/loss", "loss/policy_token_mean", "loss/token_mean",
+    "ratio/token_mean", "ratio/max", "ratio/clipped_fraction", "importance/masked_fraction",
+    "entropy/token_mean", "kl/token_mean", "value/loss", "loss/policy_token_mean",
+    "loss/token_mean",
     "experts/load_max", "balance/loss", "grad_norm",
 )  # fmt: skip
 
@@ -515,8 +651,8 @@ ORDER = (
     "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "rollouts/rewards",
     "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all",
     "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
-    "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "value/token_mean",
-    "value/explained_variance", "advantage/token_mean", "advantage/token_std",
+    "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "logprob_gap/kl",
+    "value/token_mean", "value/explained_variance", "advantage/token_mean", "advantage/token_std",
     "rollouts/advantage", "lr", "policy_age/update_mean", "policy/age_mean", "policy/age_max",
     *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
     "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
@@ -541,9 +677,12 @@ class Measured(NamedTuple):
     each: float = 0.0
 
 
+def sum_of(values) -> Measured:
+    return Measured(math.fsum(values), np.array(values, dtype=np.float64))
+
+
 def mean_of(values) -> Measured:
-    terms = np.array(values, dtype=np.float64) / max(1, len(values))
-    return Measured(math.fsum(terms), terms)
+    return sum_of(np.array(values, dtype=np.float64) / max(1, len(values)))
 
 
 def largest_of(values) -> Measured:
@@ -553,9 +692,8 @@ def largest_of(values) -> Measured:
 
 def deviation_of(values) -> Measured:
     """Measure a standard deviation: the length of all deviations over the root of their number."""
-    values = np.array(values, dtype=np.float64)
-    terms = values - math.fsum(values) / max(1, len(values))
-    terms = terms / math.sqrt(max(1, len(values)))
+    mean = math.fsum(values) / max(1, len(values))
+    terms = (np.array(values) - mean) / math.sqrt(max(1, len(values)))
     return Measured(math.sqrt(math.fsum(terms * terms)), terms, 2)
 
 
@@ -564,25 +702,27 @@ def teaches(config, group) -> bool:
     return not config.dynamic_sampling or len({s.reward for s in group}) > 1
 
 
-def metrics_by_hand(config, groups, state, step, sampled_by=None) -> dict:
+def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     """Do a step by hand and return {metric: Measured}; changes `groups` and `state`.
 
     groups: {number: its Recorded rollouts}, all that were played, in order.
-    sampled_by: optimizer steps that the sampler's weights had taken. Default: state.version.
+    sampled_by: optimizer steps that the sampler's weights had taken.
     """
-    sampled_by = state.version if sampled_by is None else sampled_by
     chosen = [group for group in groups.values() if teaches(config, group)]
     lr = rate_by_hand(config, step)
     updates = step_by_hand(config, chosen, state, lr)
 
     # Rewards and lengths are of all groups, dropped ones included. A critic compares the rewards of
-    # the whole step.
+    # the whole step. The age is of the sampler's weights, in steps.
     played = [s for group in groups.values() for s in group]
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
-    compared = [played] if config.advantage == "gae" else groups.values()
+    of_step = config.advantage == "gae" or config.normalization == ("none", "batch")
+    compared = [played] if of_step else groups.values()
     lengths = [len(s.at) for s in played]
     sequences = trained(config, [s for group in chosen for s in group])
     A = [A for s in sequences for A in s.A]
+    tokens = sum(len(s.tokens) for u in updates for s in u["batch"])
+    age = min(step, config.staleness)
     found = {
         "reward/mean": mean_of([s.reward for s in played]),
         "reward/solved": mean_of([one for row in solved for one in row]),
@@ -593,28 +733,23 @@ def metrics_by_hand(config, groups, state, step, sampled_by=None) -> dict:
         "tokens/truncated_fraction": mean_of([s.truncated for s in played]),
         "length/rollout_mean": mean_of(lengths), "length/max": Measured(max(lengths)),
         "advantage/token_mean": mean_of(A), "advantage/token_std": deviation_of(A),
+        "lr": Measured(lr), "policy_version": Measured(state.version),
+        "updates/skipped": Measured(state.skipped), "tokens/trained_flat": Measured(tokens),
+        "policy/age_mean": Measured(age), "policy/age_max": Measured(age),
     }  # fmt: skip
+
+    # How many tokens a tree runs depends on where it is cut, which no equation says.
+    if config.tree == "disabled":
+        found["tokens/trained"] = Measured(tokens)
     if config.advantage == "gae":
         found |= critic_metrics(sequences)
 
     # With several updates the line also has the metrics of the first by itself: only that update
     # sees the weights from before the step.
-    if updates:
-        found |= update_metrics(config, updates, sampled_by)
     if len(updates) > 1:
         first = update_metrics(config, updates[:1], sampled_by)
         found |= {f"{name}_first": first[name] for name in FIRST if name in first}
-
-    # How many tokens a tree runs depends on where it is cut, which no equation says.
-    tokens = sum(len(s.tokens) for u in updates for s in u["batch"])
-    age = min(step, config.staleness)
-    counts = {
-        "lr": lr, "policy_version": state.version, "updates/skipped": state.skipped,
-        "tokens/trained_flat": tokens, "policy/age_mean": age, "policy/age_max": age,
-    }  # fmt: skip
-    if config.tree == "disabled":
-        counts["tokens/trained"] = tokens
-    return found | {name: Measured(x) for name, x in counts.items()}
+    return found | update_metrics(config, updates, sampled_by) if updates else found
 
 
 def critic_metrics(sequences) -> dict:
@@ -627,10 +762,9 @@ def critic_metrics(sequences) -> dict:
 
     # The change of a^2 / b^2 is 2 a^2 / b^2 times the sum of the relative changes of a and b. The
     # last term is of a size that counts what the run loses by b^2 = mean g^2 - (mean g)^2.
-    slope = 2 * (1 - explained)
-    lost = slope * math.fsum(x * x for x in g) / max(1, len(g))
-    terms = [*(slope * a.terms / max(a.value, 1e-300)), *(slope * b.terms / max(b.value, 1e-300))]
-    terms = np.array([*terms, lost / max(b.value**2, 1e-300)]) * math.sqrt(2)
+    relative = [one.terms / max(one.value, 1e-300) for one in (a, b)]
+    lost = mean_of(np.square(g)).value / max(b.value**2, 1e-300)
+    terms = 2 * math.sqrt(2) * (1 - explained) * np.concatenate([*relative, [lost]])
     return {"value/token_mean": mean_of(v),
             "value/explained_variance": Measured(explained, terms, 2)}  # fmt: skip
 
@@ -647,17 +781,10 @@ def update_metrics(c, updates, sampled_by) -> dict:
         for batch in batches:
             count = max(1, sum(len(s.at) for s in batch)) if per_token else 1
             terms += [term[name] / count / U for s in batch for term in s.terms]
-        return Measured(math.fsum(terms), np.array(terms))
+        return sum_of(terms)
 
-    # A ratio has a margin to each bound past which it clips, not only to the nearest one: a ratio
-    # of 1 is in the middle of 0.8 and 1.2, and rounding would decide which margin is compared.
-    bounds = [1 - c.clip_low, 1 + c.clip_high]
-    if c.dual_clip:
-        bounds.append(c.dual_clip)
-    if c.objective == "cispo":
-        bounds = [c.cispo_bound]
     ratios = [term["r"] for batch in batches for s in batch for term in s.terms]
-    margins = np.array([r - bound for r in ratios for bound in bounds])
+    margins = np.array([x for batch in batches for s in batch for x in clip_margins(c, s)])
     clipped = mean_over_updates("clips")
 
     # The gap to the sampler is of the first update alone, where both have the same weights and
@@ -675,6 +802,7 @@ def update_metrics(c, updates, sampled_by) -> dict:
         "ratio/clipped_fraction": clipped._replace(margins=margins, each=1 / max(1, len(ratios))),
         "logprob_gap/max": largest_of(gaps),
         "logprob_gap/mean": mean_of(abs(gaps))._replace(terms=gaps / max(1, len(gaps))),
+        "logprob_gap/kl": mean_of(np.expm1(gaps) - gaps),
         "grad_norm": Measured(norm, gradient, 2),
         "policy_age/update_mean": mean_of([u["version"] - sampled_by for u in updates]),
     }
@@ -682,6 +810,15 @@ def update_metrics(c, updates, sampled_by) -> dict:
         found["kl/token_mean"] = mean_over_updates("k")
     if c.advantage == "gae":
         found["value/loss"] = mean_over_updates("value")
+    if c.importance_cap:
+        terms = [term for batch in batches for s in batch for term in s.terms]
+        for term in terms:
+            term["masked"] = term["x"] == 0
+        bounds = [c.importance_low, c.importance_cap]
+        margins = np.array([term["x"] - bound for term in terms for bound in bounds])
+        each = 1 / max(1, len(terms))
+        found["importance/masked_fraction"] = mean_over_updates("masked")._replace(
+            margins=margins, each=each)
     routed = [r for u in updates for r in u["routed"]]
     if not routed:
         return found
@@ -690,17 +827,16 @@ def update_metrics(c, updates, sampled_by) -> dict:
     # which of them a token goes to. The token is then one more of all tokens of an expert, of which
     # `each` is the fraction of the mean.
     layers = [n for u in updates for n in sum_of_counts(u["routed"]).values()]
-    load = max(max(counts) * len(counts) / sum(counts) for counts in layers)
-    margins = np.array([margin for r in routed for margin in r.margins])
-    each = len(layers[0]) / min(sum(counts) for counts in layers)
-    found["experts/load_max"] = Measured(load, margins=margins, each=each)
+    load = max(float(n.max() / n.mean()) for n in layers)
+    each = 1 / min(n.mean() for n in layers)
+    loads = Measured(load, margins=np.concatenate([r.margins for r in routed]), each=each)
+    found["experts/load_max"] = loads
     if c.balance_coef:
         # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
-        terms = np.array([r.balance for r in routed]) / U
-        choices = [len(u["routed"]) * sum(n) for u in updates for r in u["routed"]
-                   for n in r.counts.values()]  # fmt: skip
-        each = c.balance_coef * len(layers[0]) / min(choices)
-        found["balance/loss"] = Measured(math.fsum(terms), terms, margins=margins, each=each)
+        balance = sum_of([r.balance / U for r in routed])
+        each = max(c.balance_coef / n.mean() / len(u["routed"])
+                   for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
+        found["balance/loss"] = balance._replace(margins=loads.margins, each=each)
     return found
 
 
@@ -774,11 +910,11 @@ class Rounding(NamedTuple):
 
     def row(self, key, recorded, exact, rounded) -> Audited:
         """Compare one number."""
+        # JSON has no NaN: what is not finite is written as null.
         difference = abs(recorded - exact.value)
-        if math.isnan(recorded) and not math.isfinite(exact.value):
-            difference = 0.0  # JSON has no NaN: what is not finite is written as null
         if math.isnan(difference):
-            difference = math.inf
+            agree = math.isnan(recorded) and not math.isfinite(exact.value)
+            difference = 0.0 if agree else math.inf
         return Audited(key, recorded, exact.value, difference, self.allowed(exact, rounded))
 
     def row_of_many(self, key, differences, exact, rounded) -> Audited:
@@ -804,8 +940,7 @@ class RunFiles:
         self.path = Path(run)
         if not (self.path / "config.json").exists():
             raise ValueError("it holds no config.json; give the directory of a run")
-        given = {"task": task, "reward": reward}
-        given = {name: spec for name, spec in given.items() if spec}
+        given = {name: spec for name, spec in (("task", task), ("reward", reward)) if spec}
         config = resumed_config(self.path / "config.json", given)
 
         # One process needs no plan. It keeps the run's tree.
@@ -813,10 +948,9 @@ class RunFiles:
 
         # A line a step, from 0. The last one may be torn, if the run was killed or is alive.
         self.metrics = whole_lines(self.path / "metrics.jsonl")
-        for number, line in enumerate(self.metrics):
-            if line.get("step") != number:
-                found = line.get("step")
-                raise ValueError(f"line {number + 1} of metrics.jsonl is of step {found!r}")
+        for n, line in enumerate(self.metrics):
+            if line.get("step") != n:
+                raise ValueError(f"line {n + 1} of metrics.jsonl is of step {line.get('step')!r}")
         self.checkpoints = {int(path.name[5:]): path for path in parallel.checkpoints(self.path)}
 
     def chosen_step(self, step) -> int:
@@ -825,11 +959,11 @@ class RunFiles:
             raise ValueError("metrics.jsonl holds no whole line")
 
         # The last steps of a run were sampled with weights that have no line yet.
+        last = len(self.metrics) - 1
         if step is None:
             sampled = [n + self.config.staleness for n in self.checkpoints]
-            return max([n for n in sampled if n < len(self.metrics)], default=0)
-        if not 0 <= step < len(self.metrics):
-            last = len(self.metrics) - 1
+            return max([n for n in sampled if n <= last], default=0)
+        if not 0 <= step <= last:
             raise ValueError(f"metrics.jsonl has no step {step}: its lines are of 0 to {last}")
         return step
 
@@ -842,18 +976,17 @@ class RunFiles:
             try:
                 t = Trajectory.from_json(line["group"], line | {"path": []}, vocab_size)
                 groups.setdefault(t.group, {})[line["rollout"]] = line
-                dropped = line["advantage"] is None
-                A = t.sampler_logprobs if dropped else np.array(line["advantage"], dtype=float)
-                if A.shape != t.mask.shape or len(t.tokens) < 2:
+                A = line["advantage"]  # None: the group was not trained on
+                if len(t.tokens) < 2 or (A is not None and np.shape(A) != t.mask.shape):
                     raise ValueError("expected a number for each target")
+                np.array(A, dtype=float)
             except (ValueError, TypeError, KeyError) as error:
                 text = f"rollouts.jsonl line {number} is not a rollout: {error}"
                 raise ValueError(text) from error
 
         # At an evaluation step only one group is there, and of a torn file the last is not whole.
-        numbers = set(range(self.config.group))
-        whole = all(group.keys() == numbers for group in groups.values())
-        if not whole or groups.keys() != set(range(max(len(groups), self.config.prompts))):
+        whole = all(group.keys() == {*range(self.config.group)} for group in groups.values())
+        if not whole or groups.keys() != {*range(max(len(groups), self.config.prompts))}:
             return None
         return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
 
@@ -884,10 +1017,9 @@ def play_again(config, task, state, prompt, s):
     #     ?  3  .  higher  5  .        the prompt, a turn, the reply, a turn
     #        x  x          x  x        sampled: targets 0 1 and 3 4, in `at`
     tokens = s.tokens
-    s.prompt = len(prompt)
+    s.prompt = place = turn = len(prompt)
     s.differs = max(0, len(prompt) - len(tokens))
     s.differs += len([token for token, said in zip(prompt, tokens) if token != said])
-    place = turn = len(prompt)
     ended = False
     while place < len(tokens) and not ended:
         s.at.append(place - 1)
@@ -902,9 +1034,9 @@ def play_again(config, task, state, prompt, s):
         s.rewards.append((place - 2, float(reward)))
         s.reward += float(reward)
         ended = reply is None
-        said = tokens[place : place + len(reply or ())]
-        s.differs += len([token for token, here in zip(reply or (), said) if token != here])
-        place = turn = place + len(reply or ())
+        reply = reply or ()
+        s.differs += len([token for token, said in zip(reply, tokens[place:]) if token != said])
+        place = turn = place + len(reply)
 
     # A rollout ends where the task says so, or at the limit. Tokens past its end were never said,
     # and a rollout that neither ended nor met the limit lacks some.
@@ -949,7 +1081,9 @@ def copy_of_state(trainer, dtype) -> FullState:
         moments[name] = [int(found.get("step", 0)), *(x.to("cpu", kept, copy=True) for x in means)]
     reference = trainer.reference and copy_in(trainer.reference, dtype)
     counts = trainer.policy_version, trainer.skipped
-    return FullState(model, weights, moments, reference, *counts)
+    state = FullState(model, weights, moments, reference, *counts)
+    state.teacher = trainer.teacher and copy_in(trainer.teacher, dtype)
+    return state
 
 
 def state_before(files, task, step, say):
@@ -966,7 +1100,8 @@ def state_before(files, task, step, say):
     config = files.config
     sampled_at = max(0, step - config.staleness)
     model, generator, reference = build(config, task)
-    trainer = Trainer(config, model, generator=generator, reference=reference)
+    teacher = build_teacher(config, task)
+    trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
     start = max([n for n in files.checkpoints if n <= sampled_at], default=0)
     again = step - start
     pending = {}
@@ -994,24 +1129,20 @@ def state_before(files, task, step, say):
         say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
             f"for which {LATER + 2 * again} times as much is allowed")  # fmt: skip
     queue = RolloutQueue(config, task, trainer, start, pending, last=step)
-    stored = getattr(torch, config.dtype)
-    for n in range(start, step):
+    for n in range(start, step + 1):
         if n == sampled_at:
-            sampler = copy_of_state(trainer, stored)
-        batch = queue.get(n)
+            sampler = copy_of_state(trainer, getattr(torch, config.dtype))
+        if n == step:
+            return trainer, again, sampler, queue
+        found = do_step(config, queue, trainer, n)
         for name in ("tokens/generated", "reward/mean"):
-            here = batch.metrics[name]
             there = files.metrics[n].get(name)
-            if not isinstance(there, int | float) or abs(here - there) > 1e-9:
+            if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
                 raise ValueError(
                     f"on the way from step {start} to step {step} one process makes other rollouts "
-                    f"than the run: {name} of step {n} is {here} here and {there} in "
+                    f"than the run: {name} of step {n} is {found[name]} here and {there} in "
                     f"metrics.jsonl; audit a step right after a checkpoint"
                 )
-        do_step(config, SimpleNamespace(get=lambda step, batch=batch: batch), trainer, n)
-    if sampled_at == step:  # without staleness
-        sampler = copy_of_state(trainer, stored)
-    return trainer, again, sampler, queue
 
 
 # 9. A step in one precision -------------------------------------------------------------------
@@ -1092,7 +1223,7 @@ def solve(config, task, hand, name, dtype, first):
         starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
         greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
         hand.plays[name] = [t for (t,) in play(greedy, task, model, starts, key=())]
-    plays = hand.plays[name] if first is None else first.plays[name]
+    plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a
     # play. If rounding turned that choice around, the run has played a different game.
@@ -1140,12 +1271,8 @@ class Report:
 def audited(run, step=None, group=None, task="", reward="") -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
-    run: its directory.
-    step: default the last step that a checkpoint's weights have sampled, or 0.
-    group: to be spelled out. Default: none; the first that teaches something is shown.
-    task, reward: the run's FILE.py:Class and FILE.py:function, if it had them.
-
-    Raises ValueError if the step cannot be audited.
+    The arguments are those of the command line, see `main`. Without `group`, the first group that
+    teaches something is shown. Raises ValueError if the step cannot be audited.
     """
     files = RunFiles(run, task, reward)
     config = files.config
@@ -1166,10 +1293,9 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     if lines is None:
         intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
                      "the ordinary code")  # fmt: skip
-        rollouts = queue.get(step).groups
         lines = {}
-        for n in sorted(rollouts):
-            lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts[n])]
+        for n, rollouts in sorted(queue.get(step).groups.items()):
+            lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
     if group is not None and group not in lines:
         raise ValueError(f"--group {group}: the groups of step {step} are 0 to {len(lines) - 1}")
 
@@ -1183,7 +1309,7 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
     # both in the line and determined by the step.
     rows = rollout_rows(config, exact, rounded, lines, rounding)
     rows.append(sampling_row(config, step, exact, rounded, times, intro.append))
-    for key in exact.found.keys() & line.keys():
+    for key in line.keys() & exact.found.keys():
         recorded = math.nan if line[key] is None else line[key]
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {step} in metrics.jsonl is not a number")
@@ -1225,9 +1351,8 @@ def sampling_row(config, step, exact, rounded, times, say) -> Audited:
         for at in s.at:
             # A rollout has a random number for each place after the prompt. Rollouts that share a
             # turn were played as one, with the numbers of the first of them.
-            played, _ = shared_by(config, s, turns_before(s, at))
-            key = config.seed, step, s.group, played
-            draws.append(uniforms(key, at + 2 - s.prompt)[-1])
+            played, _ = shares(config, s, at)[-1]
+            draws.append(uniforms((config.seed, step, s.group, played), at + 2 - s.prompt)[-1])
 
     # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
     misses = np.maximum(exact.ends[:, 0] - draws, draws - exact.ends[:, 1]).clip(0)
@@ -1246,14 +1371,12 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
     tokens = wrong = unlike = 0
     rewards = []
     advantages = []
-    A = []
-    A_rounded = []
     for n, group in exact.groups.items():
         for s, t, line in zip(group, rounded.groups[n], lines[n]):
             # Which tokens are the task's, and which were marked as sampled.
             tokens += len(s.tokens)
             wrong += s.differs
-            unlike += len(set(np.flatnonzero(line["sampled"]).tolist()) ^ set(s.at))
+            unlike += len({*np.flatnonzero(line["sampled"]).tolist()} ^ {*s.at})
 
             # The reward of each turn. A turn that is missing on one side counts as reward 0 there.
             told = dict(map(tuple, line["rewards"]))
@@ -1263,9 +1386,7 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
 
             # The advantages of the tokens that are trained on.
             if s.A is not None and trained(config, [s]) and line["advantage"] is not None:
-                advantages += [abs(line["advantage"][at] - x) for at, x in zip(s.at, s.A)]
-                A += s.A
-                A_rounded += t.A
+                advantages += zip([line["advantage"][at] for at in s.at], s.A, t.A)
 
     # The rounds of a step play as many new groups as are missing, each time.
     played = chosen = 0
@@ -1273,12 +1394,13 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
         new = range(played, played + config.prompts - chosen)
         chosen += len([n for n in new if n not in lines or teaches(config, exact.groups[n])])
         played = new.stop
+    recorded, A, A_rounded = np.array(advantages, dtype=np.float64).reshape(-1, 3).T
     return [
         Audited("rollouts/groups", len(lines), played, abs(played - len(lines)), 0),
         Audited("rollouts/tokens", tokens, tokens - wrong, wrong, 0),
         Audited("rollouts/sampled", 0, unlike, unlike, 0),
         rounding.row_of_many("rollouts/rewards", rewards, [1.0], [1.0]),
-        rounding.row_of_many("rollouts/advantage", advantages, A, A_rounded),
+        rounding.row_of_many("rollouts/advantage", abs(recorded - A), A, A_rounded),
     ]
 
 
@@ -1319,6 +1441,21 @@ def after_rows(files, step, trainer, exact, rounded, rounding):
 # The table, and the tokens of one group with their parts of the loss.
 
 
+def summary(report) -> str:
+    """Return what the report says of the step as a whole: sentences, and the table of rows."""
+    # The page shows the same text as the terminal.
+    lines = [
+        f"audit of {report.run}, step {report.step}", *report.intro, "",
+        f"{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}",
+    ]  # fmt: skip
+    for row in report.rows:
+        verdict = "ok" if row.ok else "OUTSIDE"
+        lines.append(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}"
+                     f"{row.difference:12.1e}{row.allowed:10.1e}  {verdict}")  # fmt: skip
+    lines.append(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
+    return "\n".join([*lines, report.outro])
+
+
 def token_rows(report, s) -> list:
     """Return a dict for each token of a rollout; `part` is None where it was not trained on."""
     # Target `at` is token at + 1. Token 0 is not a target.
@@ -1338,25 +1475,15 @@ def token_rows(report, s) -> list:
 
 
 def print_report(report) -> None:
-    """Print the audit."""
-    print(f"audit of {report.run}, step {report.step}")
-    for text in report.intro:
-        print(text)
-    print(f"\n{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
-    for row in report.rows:
-        verdict = "ok" if row.ok else "OUTSIDE"
-        print(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}{row.difference:12.1e}"
-              f"{row.allowed:10.1e}  {verdict}")  # fmt: skip
-    print(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
-    print(report.outro)
-
-    # The tokens of one group, and the loss that they and all others add up to.
+    """Print the audit: the summary, and how the tokens of one group add up to their loss."""
+    print(summary(report))
     print(f"\ngroup {report.group}: {len(report.sequences)} rollouts")
     for s in report.sequences:
         print(f"rollout {s.number}, reward {s.reward:g}")
         print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
               f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
         for row in token_rows(report, s):
+            # A token that is not in the loss has no numbers.
             if row["part"] is None:
                 print(f"  {row['text']:>14}  {row['why']}")
                 continue
@@ -1364,8 +1491,7 @@ def print_report(report) -> None:
             print(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
                   f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
                   f"{row['part']:14.6e}")  # fmt: skip
-    print(report.loss)
-    print(report.verdict)
+    print(report.loss, report.verdict, sep="\n")
 
 
 # 12. The report as a page ---------------------------------------------------------------------
@@ -1374,96 +1500,84 @@ def print_report(report) -> None:
 
 # A token is a link. Its numbers are hidden until the link is pointed at (:hover) or named in the
 # page's address (:target). No script is needed for that.
-STYLE = """
+PAGE = string.Template("""\
+<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>$verdict</title><style>
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 76em; padding: 0 1.5em;
        color: #1c1f23; background: #fff }
 h1 { font-size: 1.4em; margin-bottom: .2em } h2 { font-size: 1.1em; margin-top: 2em }
-p { margin: .3em 0 } .ok { color: #1a7f37 } .outside { color: #cf222e; font-weight: bold }
-table.metrics { border-collapse: collapse; font: 13px/1.5 ui-monospace, monospace }
-table.metrics td, table.metrics th { padding: 0 1.2em 0 0; text-align: right; font-weight: normal }
-table.metrics td:first-child { text-align: left } table.metrics th { color: #6e7781 }
-table.tree { border-spacing: 3px 5px; font: 14px ui-monospace, monospace; margin-bottom: 12em }
-table.tree th { text-align: left; font: 13px system-ui, sans-serif; color: #6e7781;
-                padding-right: 1em; white-space: nowrap }
-table.tree td { position: relative; padding: 0 }
+p { margin: .3em 0 } pre, .numbers, table { font: 13px/1.5 ui-monospace, monospace }
+pre { white-space: pre-wrap } .ok { color: #1a7f37 } .outside { color: #cf222e }
+table { border-spacing: 3px 5px; font-size: 14px; margin-bottom: 12em }
+th { text-align: left; font: 13px system-ui, sans-serif; color: #6e7781; padding-right: 1em;
+     white-space: nowrap }
+td { position: relative; padding: 0 }
 .token { display: block; padding: .15em .45em; border-radius: 4px; text-align: center;
          white-space: pre; color: inherit; text-decoration: none; min-width: 1em }
 .given { color: #8c959f; font-style: italic } .shared { opacity: .35 }
-.clips { text-decoration: underline 3px } .token:hover, .token:target { outline: 2px solid #57606a;
-         opacity: 1 }
+.clips { text-decoration: underline 3px }
+.token:hover, .token:target { outline: 2px solid #57606a; opacity: 1 }
 .numbers { display: none; position: absolute; left: 0; top: 1.9em; z-index: 1; padding: .7em 1em;
            background: #fff; border: 1px solid #57606a; border-radius: 6px; white-space: pre;
-           font: 13px/1.5 ui-monospace, monospace; box-shadow: 0 4px 14px #0003 }
+           box-shadow: 0 4px 14px #0003 }
 .token:hover + .numbers, .token:target + .numbers { display: block }
 .token:hover + .numbers { z-index: 2 }
-"""
+</style>
+<h1 class="$color">$verdict</h1>
+<pre>$summary</pre>
+<h2>Group $group</h2>
+<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, \
+red ones a negative one; underlined ones are clipped; grey ones were not sampled. What is \
+pale is shared with the row above. Point at a token for its part of the loss.</p>
+<p>$loss</p>
+<table>
+$rollouts
+</table>
+</html>
+""")
 
 
 def page_of(report) -> str:
     """Return the report as one page of HTML."""
     # The names of tasks and directories are text, and not markup.
-    escaped = html.escape
-    color = "ok" if report.wrong is None else "outside"
-    lines = [
-        "<!DOCTYPE html>", '<html lang="en"><meta charset="utf-8">',
-        f"<title>{escaped(report.verdict)}</title><style>{STYLE}</style>",
-        f"<h1>{escaped(report.run)}, step {report.step}</h1>",
-        f'<p class="{color}">{escaped(report.verdict)}</p>',
-        *(f"<p>{escaped(text)}</p>" for text in (*report.intro, report.outro)),
-        '<h2>Metrics</h2><table class="metrics">',
-        "<tr><th></th><th>recorded</th><th>by hand</th><th>difference</th><th>allowed</th></tr>",
-    ]  # fmt: skip
-    for row in report.rows:
-        verdict = '<td class="ok">ok' if row.ok else '<td class="outside">OUTSIDE'
-        lines.append(
-            f"<tr><td>{row.key}</td><td>{row.recorded:.12g}</td><td>{row.by_hand:.12g}</td>"
-            f"<td>{row.difference:.1e}</td><td>{row.allowed:.1e}</td>{verdict}</td></tr>"
-        )
-    lines += ["</table>", f"<h2>Group {report.group}</h2>"]
-    lines.append(
-        "<p>A row is a rollout, a column a place in it. Green tokens have a positive advantage, "
-        "red ones a negative one; underlined ones are clipped; grey ones were not sampled. What is "
-        "pale is shared with the row above. Point at a token for its part of the loss.</p>"
-    )
-    lines += [f"<p>{escaped(report.loss)}</p>", *tree_of(report), "</html>"]
-    return "\n".join(lines) + "\n"
+    return PAGE.substitute(
+        verdict=html.escape(report.verdict), color="ok" if report.wrong is None else "outside",
+        summary=html.escape(summary(report)), group=report.group, loss=html.escape(report.loss),
+        rollouts="\n".join(rollouts_as_html(report)),
+    )  # fmt: skip
 
 
-def tree_of(report) -> list:
+def rollouts_as_html(report) -> list:
     """Return the group's rollouts as rows, with rollouts that share a prefix next to each other."""
     # Sorted by their tokens, rollouts are the leaves of the tree of their prefixes from left to
     # right. The prefix that a row shares with the row above is drawn pale.
     largest = max((abs(A) for s in report.sequences for A in s.A or []), default=0.0) or 1.0
-    lines = ['<table class="tree">']
+    lines = []
     above = []
     for s in sorted(report.sequences, key=lambda s: s.tokens):
         shared = len(os.path.commonprefix([above, s.tokens]))
         above = s.tokens
         cells = [f"<th>rollout {s.number}, reward {s.reward:g}</th>"]
         for place, row in enumerate(token_rows(report, s)):
-            kinds = ["token"]
+            kinds = {"token": True, "shared": place < shared, "given": row["part"] is None,
+                     "clips": row.get("clips")}  # fmt: skip
             shade = ""
-            if place < shared:
-                kinds.append("shared")
-            if row["part"] is None:
-                kinds.append("given")
-            else:
+            if not kinds["given"]:
                 # Green for tokens that the step makes likelier, red for the others.
                 rgb = "46, 160, 67" if row["A"] > 0 else "248, 81, 73"
                 shade = f' style="background: rgba({rgb}, {0.75 * abs(row["A"]) / largest:.2f})"'
-                if row["clips"]:
-                    kinds.append("clips")
 
             # A token links to itself: named in the page's address, it shows its numbers at once.
             name = f"r{s.number}t{place}"
             numbers = "\n".join(equations(report, s, row))
             text = html.escape(row["text"])
+            classes = " ".join(kind for kind in kinds if kinds[kind])
             cells.append(
-                f'<td><a class="{" ".join(kinds)}" id="{name}" href="#{name}"{shade}>{text}</a>'
+                f'<td><a class="{classes}" id="{name}" href="#{name}"{shade}>{text}</a>'
                 f'<div class="numbers">{html.escape(numbers)}</div></td>'
             )
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return [*lines, "</table>"]
+    return lines
 
 
 def equations(report, s, row) -> list:
@@ -1471,25 +1585,28 @@ def equations(report, s, row) -> list:
     c = report.config
     if row["part"] is None:
         return [f"{row['text']}: {row['why']}"]
-    lines = [f"A = {row['A']:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
-             f"now {row['lp']:.6f}"]  # fmt: skip
-    mean = "mean of " if c.ratio == "sequence" else ""
-    lines.append(f"(2) r = exp({mean}now - old) = {row['r']:.6f}")
+    is_mean = c.objective == "gspo" or c.ratio == "sequence"
+    lines = [
+        f"A = {row['A']:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
+        f"now {row['lp']:.6f}",
+        f"(2) r = exp({'mean of ' * is_mean}now - old) = {row['r']:.6f}",
+    ]
 
     # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
-    l = row["policy"] * s.Z / s.w
-    factor = ""
+    bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
+    clip = f"-min({bounded} A, clip(r, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A)"
+    tau = c.sapo_up if row["A"] > 0 else c.sapo_down
+    text = {
+        "reinforce": "-A now", "clip": clip, "gspo": clip,
+        "cispo": f"-clip(r, {c.cispo_low:g}, {c.cispo_bound:g}) A now",
+        "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
+        "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
+        "dppo": f"-min(r, {c.dppo_cap:g}) A now, 0 where clipped",
+    }[c.objective]  # fmt: skip
     if c.importance_cap:
-        ratio = min(math.exp(row["old"] - row["smp"]), c.importance_cap)
-        factor = f", times min(exp(old - sampler), {c.importance_cap:g}) = {ratio:.6f} (4)"
-    if c.objective == "cispo":
-        lines.append(f"(3) l = -min(r, {c.cispo_bound:g}) A now{factor} = {l:.6f}")
-    else:
-        bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
-        low = 1 - c.clip_low
-        high = 1 + c.clip_high
-        lines.append(f"(3) l = -min({bounded} A, clip(r, {low:g}, {high:g}) A){factor} = {l:.6f}"
-                     + (", clipped" if row["clips"] else ""))  # fmt: skip
+        text += f", times {row['x']:.6f} (4)"
+    clipped = ", clipped" if row["clips"] else ""
+    lines.append(f"(3) l = {text} = {row['policy'] * s.Z / s.w:.6f}{clipped}")
 
     # What is added to l, and its share in the loss of its update.
     if s.ref is not None and c.kl_in == "loss":
@@ -1524,19 +1641,19 @@ def main(argv) -> int:
 
     # The process group of this one process is left before anything is printed. The findings are
     # printed in full whatever the verdict is; the verdict is the exit code.
-    def command(options):
+    def command(o):
         with one_process("an audit"):
-            report = audited(
-                options.run, options.step, options.group, options.task, options.reward
-            )
+            report = audited(o.run, o.step, o.group, o.task, o.reward)
         print_report(report)
-        if options.html:
-            Path(options.html).write_text(page_of(report))
+        if o.html:
+            Path(o.html).write_text(page_of(report))
         return 0 if report.wrong is None else 1
 
     try:
         return models.quietly(command, options)
-    except (ValueError, ImportError, OSError, FloatingPointError) as error:
+    except ERRORS as error:
+        if isinstance(error, TaskError) and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print(f"error: {options.run} cannot be audited: {error}", file=sys.stderr, flush=True)
         return 2
 

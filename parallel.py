@@ -3442,7 +3442,8 @@ def is_lost_rank(error) -> bool:
     # line of gloo's C++ source, which "connection timed out" of a task's database does not. torch's
     # pipelines wrap what a stage raised, hence the loop over causes.
     while error is not None:
-        if isinstance(error, dist.DistError) or re.search(r"gloo/\S+\.cc:\d+\]", str(error)):
+        from_gloo = re.search(r"gloo/\S+\.cc:\d+\]|Gloo connectFullMesh failed", str(error))
+        if isinstance(error, dist.DistError) or from_gloo:
             return True
         error = error.__cause__
     return False

@@ -355,7 +355,7 @@ class Jsonl(Task):
         text = self.text.decode(answer[:-1])
         answers = (*answers, text)
         if len(answers) <= len(line.later):
-            return (line, answers), self._next_message(line, answers, answer[-1]), 0.0
+            return (line, answers), self._say_next(line, answers, answer), 0.0
         return (line, answers), None, self._reward(line, text)
 
     def demo_prompt(self, rng, index):
@@ -400,10 +400,7 @@ class Jsonl(Task):
         # A reward function may do without an answer. Without one, the row's answer says what is
         # right. A question that is learned needs its answer too.
         scored = not (learned or self.config.reward)
-        if "messages" in row:
-            messages = self._messages_of_row(row)
-        else:
-            messages = self._question_as_messages(row, needs_answer=learned or scored)
+        messages = self._messages(row, needs_answer=learned or scored)
         if scored:
             require_gold(row.get("answer"))
 
@@ -432,28 +429,27 @@ class Jsonl(Task):
         self._require_room(line)
         return line
 
-    def _question_as_messages(self, row, needs_answer) -> list:
-        """Return a {"question", "answer"} row as messages; the answer is a demonstration."""
+    def _messages(self, row, needs_answer) -> list:
+        """Return a row's messages. A question is the user's, and its answer a demonstration."""
         question = row.get("question")
         answer = row.get("answer")
+        if "messages" in row:
+            if "question" in row:
+                raise ValueError("it holds both a question and messages: one would be dropped")
+            require_messages(row["messages"])
+            if self.template != "chat":
+                raise ValueError("it holds messages, which only --template chat can say")
+            return row["messages"]
         if not isinstance(question, str) or (needs_answer and not isinstance(answer, str)):
             strings = "question and answer, two strings" if needs_answer else "question, a string"
             got = {name: type(value).__name__ for name, value in row.items()}
             raise ValueError(f"it holds no {strings}, and no messages; it has {got}")
+
         # With --template raw the messages are never rendered.
         messages = [{"role": "user", "content": with_instruction(self.config, question)}]
         if isinstance(answer, str):
             messages.append({"role": "assistant", "content": answer})
         return messages
-
-    def _messages_of_row(self, row) -> list:
-        """Return the messages of a {"messages", "answer"} row."""
-        if "question" in row:
-            raise ValueError("it holds both a question and messages: one of them would be dropped")
-        require_messages(row["messages"])
-        if self.template != "chat":
-            raise ValueError("it holds messages, which only --template chat can say")
-        return row["messages"]
 
     def _lines_to_learn(self, notes):
         """Return the training lines, or the lines of --demo-data without those that are held out.
@@ -476,9 +472,9 @@ class Jsonl(Task):
 
     # What is said, as tokens, and the room that it needs.
 
-    def _next_message(self, line, answers, end_token) -> list:
-        """Encode the user's message after the policy's last answer, which end_token has ended."""
-        return self.text.next_turn(conversation(line, answers), end_token)
+    def _say_next(self, line, answers, answer) -> list:
+        """Encode the user's message after the policy's last answer, of tokens `answer`."""
+        return self.text.next_turn(conversation(line, answers), answer[-1])
 
     def _require_known(self, tokens):
         """Raise a ValueError if the model has no row for one of the tokens."""
@@ -495,23 +491,20 @@ class Jsonl(Task):
         self._require_known(tokens)
         if any(token in self.end for token in tokens):
             raise ValueError(f"the demonstration {answer!r} holds a mark that would end it")
-        if self.template != "chat":
-            return [*tokens, self.end[0]]
 
         # The chat template may write an answer in another form: Gemma's strips blanks around it,
         # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
         # end is not the policy's. A template that asks for answers in one form and writes them in
         # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt; then the
         # answer is taken as it stands.
-        before = self.text.render(messages)
-        answered = [*messages, {"role": "assistant", "content": answer}]
-        whole = self.text.render(answered, add_generation_prompt=False)
-        if whole.startswith(before):
-            tokens = self.text.encode(whole[len(before) :])
-        for n, token in enumerate(tokens):
-            if token in self.end:
-                return tokens[: n + 1]
-        return [*tokens, self.end[0]]
+        if self.template == "chat":
+            before = self.text.render(messages)
+            answered = [*messages, {"role": "assistant", "content": answer}]
+            whole = self.text.render(answered, add_generation_prompt=False)
+            if whole.startswith(before):
+                tokens = self.text.encode(whole[len(before) :])
+        ends = [n for n, token in enumerate(tokens) if token in self.end]
+        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 
     def _require_room(self, line):
         """Raise a ValueError if the model has too few positions for a prompt and an answer."""
@@ -524,29 +517,28 @@ class Jsonl(Task):
                 f"--max-new-tokens leave {room}"
             )
 
-        # The user's later messages count among the new tokens, and so does each answer's end.
-        said = self._count_later(line)
+        # The user's later messages count among the new tokens, and so does each answer's end. What
+        # an answer says changes none of these messages.
+        said = 0
+        for n in range(len(line.later)):
+            tokens = self._say_next(line, [""] * (n + 1), self.end[:1])
+            self._require_known(tokens)
+            said += len(tokens)
         if said + len(line.later) + 1 > limit:
             raise ValueError(
                 f"{said} tokens are said after the policy's answers, which leaves no room for "
                 f"the answers in --max-new-tokens {limit}"
             )
 
-    def _count_later(self, line) -> int:
-        """Count the tokens of the user's later messages; no answer changes them."""
-        count = 0
-        for n in range(len(line.later)):
-            tokens = self._next_message(line, [""] * (n + 1), self.end[0])
-            self._require_known(tokens)
-            count += len(tokens)
-        return count
-
     def _require_demonstration(self, line):
         """Raise a ValueError if a line has nothing to learn, or more than --max-new-tokens."""
         # If the limit cut a demonstration, its end would not be learned.
-        count = self._count_later(line)
-        for n in range(len(line.later) + 1):
-            count += len(self.demo((line, line.demo[:n]), None))
+        answer = self.demo((line, []), None)
+        count = len(answer)
+        for n in range(1, len(line.later) + 1):
+            count += len(self._say_next(line, line.demo[:n], answer))
+            answer = self.demo((line, line.demo[:n]), None)
+            count += len(answer)
         if count > self.config.max_new_tokens:
             raise ValueError(
                 f"{line.where}: a demonstration of {count} tokens is over --max-new-tokens "
@@ -587,9 +579,7 @@ def template_of(config, text) -> str:
     template = config.template or ("chat" if has_own else "raw")
     if template == "chat" and not has_own:
         raise ValueError(
-            f"--template chat: {config.model} has no chat template, neither as "
-            f"chat_template.jinja nor in tokenizer_config.json; --template raw has none"
-        )
+            f"--template chat: {config.model} has no chat template; --template raw needs none")
     if template != "chat" and config.system:
         raise ValueError(f"--system: {config.model} has no chat template to put it in")
     return template
@@ -739,9 +729,6 @@ def same_answer(a, b):
 # Flags that may name a file of Python, which is code: see `resumed_config`.
 CODE = "task", "reward"
 
-DTYPES = "float32", "float64", "bfloat16"
-
-
 def is_run(directory) -> bool:
     """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
     path = Path(directory) / "config.json"
@@ -811,7 +798,7 @@ def add_source(parser):
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="",
+        "--dtype", choices=("float32", "float64", "bfloat16"), default="",
         help="of the model's weights [of a run: its generator's; of a directory: as stored]",
     )  # fmt: skip
 
@@ -1033,8 +1020,8 @@ def converse(model, text, options, plain):
         # The random numbers are a function of the seed and the turn, so that a conversation from a
         # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
         answer = Answer(row, uniforms((options.seed, turn), room), text)
-        how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
-        generate(model, [answer], **how)
+        generate(
+            model, [answer], max_new_tokens=room, temperature=options.temperature, end=text.end)
         answer.print_whole(ended=True)
         print(flush=True)
         if answer.truncated:
@@ -1046,18 +1033,16 @@ def converse(model, text, options, plain):
 
 def lines_said():
     """Yield the lines that are typed, or come through a pipe, without blank ones."""
-    at_terminal = sys.stdin.isatty()
+    # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
+    prompt = "> " if sys.stdin.isatty() else ""
     while True:
-        if at_terminal:
-            print("> ", end="", flush=True)
+        print(prompt, end="", flush=True)
         line = sys.stdin.readline()
-        # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
-        if not line:
-            if at_terminal:
-                print()
-            return
         if line.strip():
             yield line.rstrip("\n")
+        if not line:
+            print(end="\n" if prompt else "")
+            return
 
 
 def how_to_talk(config, text):

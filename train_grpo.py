@@ -16,7 +16,7 @@ and adds (4) importance weights, (6) a critic and (8) experts.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
-    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)
+    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient: -r_t A_i lp_t', or 0
     (5)  l_t <- l_t - entropy_coef H_t
     (7)  loss = sum of l_t / Z over all ranks
 
@@ -639,19 +639,25 @@ def core_main(argv):
 # softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
 # update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
 #
-#   (1)  A_i = (R_i - mean R) / (std R + 1e-4)    `group_std` (GRPO; std with G - 1)
-#            = R_i - mean R                       `group_mean` (Dr.GRPO)
-#            = (R_i - mean R) G / (G - 1)         `leave_one_out` (RLOO)
+#   (1)  A_i = (R_i - b) / scale        b, `baseline`:  mean R of the group, or of the others in it
+#            scale: `none` 1   `group` std R of the group + 1e-4   `batch` std R of the step + 1e-4,
+#            or without a baseline: (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
 #            = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
 #        A_t = sum_n (gamma lambda)^n (u_(t+n) + gamma v_(t+n+1) - v_(t+n))      `gae` (PPO)
 #            then (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards,
 #            v the critic's values; t + 1 is the next sampled token, whatever stands in between
+#            = tch_t - smp_t                      `teacher`: tch is its log-prob (distillation)
 #        with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
-#   (2)  r_t = exp(lp_t - old_t)                  `token`
-#            = exp(mean_t(lp_t - old_t))          `sequence` (GSPO)
-#   (3)  l_t = -min(min(r, c) A, clip(r, 1 - low, 1 + high) A)     `clip`; c: dual clip, if any
-#            = -sg(min(r, bound)) A lp_t                            `cispo`
-#   (4)  l_t <- sg(min(exp(old_t - smp_t), C)) l_t                  importance_cap C (TIS), if any
+#   (2)  d_t = lp_t - old_t   r_t = exp(d_t)   s = exp(mean of d_t over the sequence)
+#   (3)  l_t has the gradient of -sg(w_t) A_t lp_t for every `objective`; its value, if it has one:
+#            reinforce  w = 1
+#            clip       w = r where not clipped, else 0    -min(min(r, c) A, clip(r, 1 -+ ..) A)
+#            gspo       w = s where not clipped, else 0    the same of s
+#            cispo      w = clip(r, cispo_low, cispo_bound)
+#            sapo       w = 4 f (1 - f) r                  -4 f A / tau   f = sigmoid(tau (r - 1))
+#            gmpo       w = s of clipped d, 0 if clipped   -s A
+#            dppo       w = min(r, c) where the token's probability has moved little, else 0
+#   (4)  l_t <- sg(x_t) l_t      x = exp(old - smp) of the token or sequence, truncated or masked
 #   (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
 #            k1: d (its gradient has mean 0: for the reward)  k2: d^2 / 2  k3: exp(-d) + d - 1
 #   (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
@@ -671,7 +677,8 @@ def core_main(argv):
 #
 #   reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
 #   reward/groups_none, _all     fraction of groups in which no, every rollout is solved
-#   reward/groups_equal          fraction of groups of equal rewards; gae: 1 if all the step's are
+#   reward/groups_equal          fraction of groups of equal rewards; gae, and --baseline none with
+#                                --scale batch: 1 if all the step's are equal, else 0
 #   eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
 #   eval/solved_before           the same before the first step, after any --demos; in line 0
 #   length/rollout_mean, length/max   sampled tokens of a rollout
@@ -685,6 +692,8 @@ def core_main(argv):
 #   ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
 #   logprob_gap/max, /mean       |trainer - sampler|, first minibatch; with --staleness K of K steps
 #   logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
+#   logprob_gap/kl               KL(sampler, trainer) per token, estimated by k3 on its tokens
+#   importance/masked_fraction   of sampled tokens whose x of (4) is 0; mean of updates
 #   balance/loss, experts/load_max   (8); an expert's tokens / their mean, at most: layers, updates
 #   grad_norm                    before clipping, global, mean of updates; lr  that the step used
 #   policy_version, updates/skipped   optimizer steps taken; steps skipped for a non-finite gradient
@@ -737,25 +746,44 @@ from tree_attention import (  # noqa: E402
 # Read this section to look up a flag or to add one. If you know what a setting means, skip all of
 # it but the fields of Config and the table of papers.
 
-# Paper -> settings. The rest stays at its default, and every paper has learning rates of its own:
-#
-#     GRPO     arXiv:2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
-#                                --kl-coef 0.04 --entropy-coef 0
-#     Dr.GRPO  arXiv:2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
-#     RLOO     arXiv:2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
-#                                --minibatches 1 --entropy-coef 0
-#     DAPO     arXiv:2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
-#                                --overlong filter --entropy-coef 0
-#     GSPO     arXiv:2507.18071  --advantage group_std --ratio sequence --aggregation sequence_mean
-#                                --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
-#     CISPO    arXiv:2506.13585  --advantage group_std --objective cispo --entropy-coef 0
-#     TIS, decoupled PPO (arXiv:2110.00641)    --proximal --importance-cap 2
-#     dual clip (arXiv:1912.09729)             --dual-clip 3
-#     PPO      arXiv:1707.06347, 1506.02438    --advantage gae --clip-high 0.2 --entropy-coef 0
-#     tree rollouts (after arXiv:2506.11902)   --forks 2 --fork-turns 2 --advantage per_branch
+# What --help ends with. tests/RECIPES.md has the settings of other code bases that mean the same.
+PAPERS = """\
+Papers and their settings. The rest stays at its default, and each paper has its own learning rates.
+
+  GRPO         2402.03300  --scale group --aggregation sequence_mean --clip-high 0.2
+                           --kl-coef 0.04 --entropy-coef 0
+  Dr.GRPO      2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
+  RLOO         2402.14740  --baseline leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
+                           --minibatches 1 --entropy-coef 0
+  REINFORCE++  2501.03262  --baseline none --scale batch --kl-coef 0.01 --kl k1 --kl-in reward
+                           --clip-high 0.2 --entropy-coef 0
+  LitePPO      2508.08221  --scale batch --clip-high 0.2 --entropy-coef 0
+  PPO          1707.06347  --advantage gae --clip-high 0.2 --entropy-coef 0
+  dual clip    1912.09729  --dual-clip 3
+  DAPO         2503.14476  --scale group --dynamic-sampling --max-rounds 3 --overlong filter
+                           --overlong-buffer 4 --entropy-coef 0
+  CISPO        2506.13585  --objective cispo --scale group --entropy-coef 0
+  GSPO         2507.18071  --objective gspo --scale group --aggregation sequence_mean
+                           --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
+  GMPO         2507.20673  --objective gmpo --scale group --aggregation sequence_mean
+                           --clip-low 0.4 --clip-high 0.4 --entropy-coef 0
+  SAPO         2511.20347  --objective sapo --scale group --aggregation sequence_mean
+                           --entropy-coef 0
+  DPPO         2602.04879  --objective dppo --clip-low 0.15 --clip-high 0.15 --scale group
+                           --entropy-coef 0; with --dppo-distance kl the bounds are 0.05
+  decoupled PPO  2110.00641  --proximal --importance-cap 2: truncated importance sampling
+  IcePop         2510.18855  --proximal --importance mask --importance-low 0.5 --importance-cap 5
+  sequence mask  TRL         --proximal --importance mask --importance-of sequence
+                             --importance-cap 3
+  geometric rejection  verl  --proximal --importance reject --importance-of geometric
+                             --importance-low 0.999 --importance-cap 1.001
+  tree rollouts  2506.11902  --forks 2 --fork-turns 2 --advantage per_branch
+  distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
+"""
 
 # Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
+Objective = Literal["reinforce", "clip", "cispo", "gspo", "sapo", "gmpo", "dppo"]
 Advantage = Literal["group_std", "group_mean", "leave_one_out", "per_branch", "gae"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
@@ -822,19 +850,31 @@ class Config(SimpleConfig):
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal (DAPO)
     max_rounds: int = 1  # rounds of rollouts to replace dropped groups; 1: only drop
     overlong: Literal["keep", "filter"] = "keep"  # truncated trajectories; filter: not in the loss
+    overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
     # the loss
     advantage: Advantage = "group_mean"  # (1) of the equations; gae is PPO's, with a critic
+    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: that of --advantage
+    scale: Literal["", "none", "group", "batch"] = ""  # divides an advantage; empty: as above
+    teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # w and Z of (7)
-    objective: Literal["clip", "cispo"] = "clip"  # (3) of the equations
-    ratio: Literal["token", "sequence"] = "token"  # of each token, or of a sequence (GSPO)
+    objective: Objective = "clip"  # (3) of the equations
+    ratio: Literal["token", "sequence"] = "token"  # of each token, or of a sequence (as gspo)
     dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
-    cispo_bound: float = 5.0  # absolute bound of the ratio in cispo
+    cispo_low: float = 0.0  # cispo: the smallest weight
+    cispo_bound: float = 5.0  # cispo: the largest weight
+    sapo_up: float = 1.0  # sapo: tau where the advantage is positive
+    sapo_down: float = 1.05  # sapo: tau elsewhere
+    dppo_distance: Literal["tv", "kl"] = "tv"  # dppo: of probabilities; bounds: --clip-low, -high
+    dppo_cap: float = 20.0  # dppo: the largest weight
     kl: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, (5) of the equations
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
     entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
-    importance_cap: float = 0.0  # C of truncated importance sampling; 0: none
+    importance: Literal["truncate", "mask", "reject"] = "truncate"  # (4); reject: 1 inside, else 0
+    importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
+    importance_low: float = 0.0  # its lower bound
+    importance_cap: float = 0.0  # its upper bound; 0: no (4)
     gamma: float = 1.0  # gae: discount of a sampled token
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
@@ -930,6 +970,12 @@ class Config(SimpleConfig):
         """Return the name of the dtype of the generator's weights, to which a push rounds."""
         return self.generator_dtype or self.compute
 
+    @property
+    def normalization(self) -> tuple:
+        """Return baseline and scale of (1), by their names."""
+        baseline, scale = SPELLINGS.get(self.advantage, ("group", "none"))
+        return self.baseline or baseline, self.scale or scale
+
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
         # Values first: the table of combinations computes with them.
@@ -978,13 +1024,26 @@ class Config(SimpleConfig):
         leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
         has_warm_up = self.lr_warmup and self.steps > 1
         old_is_own = self.proximal or (self.minibatches == 1 and not self.staleness)
+        baseline, scale = self.normalization
+        compares_group = not (gae or self.teacher or baseline == "none")
 
         # What is needed -> (is it there?, the flags that would be ignored without it).
         needs = {
             "--dynamic-sampling": (self.dynamic_sampling, "max_rounds"),
             "--fork-turns": (self.fork_turns, "forks"),
             "--forks 2 or more": (self.forks > 1, "fork_turns"),
-            "--objective clip": (self.objective == "clip", "dual_clip", "ratio"),
+            "--objective clip": (self.objective == "clip", "ratio"),
+            "--objective clip or gspo": (self.objective in ("clip", "gspo"), "dual_clip"),
+            "--objective cispo": (self.objective == "cispo", "cispo_low", "cispo_bound"),
+            "--objective sapo": (self.objective == "sapo", "sapo_up", "sapo_down"),
+            "--objective dppo": (self.objective == "dppo", "dppo_distance", "dppo_cap"),
+            "--objective clip, gspo, gmpo or dppo":
+                (self.objective in ("clip", "gspo", "gmpo", "dppo"), "clip_low", "clip_high"),
+            "--importance-cap":
+                (self.importance_cap, "importance", "importance_of", "importance_low"),
+            "an --advantage of whole groups":
+                (self.advantage in SPELLINGS and not self.teacher, "baseline", "scale"),
+            "no --teacher, which replaces it": (not self.teacher, "advantage", "overlong_buffer"),
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
             "--lr-warmup and --steps 2 or more": (has_warm_up, "lr_first_step"),
@@ -1020,9 +1079,19 @@ class Config(SimpleConfig):
         return rows + [
             (engines, f"--plan {self.plan}: only the engine archon runs here, got "
              f"{', '.join(sorted(engines))}; leave the name out (fsdp is --data-parallel fsdp)"),
-            (self.group == 1 and not gae,
+            (self.group == 1 and compares_group,
              "--group 1 has no baseline, so advantages are 0: use 2 or more, or --advantage gae"),
-            (gae and self.dynamic_sampling, "--dynamic-sampling drops groups that gae learns from"),
+            (self.dynamic_sampling and not compares_group, "--dynamic-sampling drops groups of "
+             "equal rewards, from which gae, --baseline none and --teacher learn"),
+            (baseline == "none" and scale == "group",
+             "--scale group would divide by the spread of equal rewards: it needs a --baseline"),
+            (self.importance_low > self.importance_cap > 0,
+             f"--importance-low {self.importance_low} is over --importance-cap"),
+            (self.cispo_low > self.cispo_bound,
+             f"--cispo-low {self.cispo_low} is over --cispo-bound {self.cispo_bound}"),
+            (self.overlong_buffer >= self.max_new_tokens,
+             f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
+            (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
             (self.dynamic_sampling and (self.entropy_coef or self.kl_coef),
              "--dynamic-sampling drops groups of advantage 0, but they have entropy and KL terms: "
              "set --entropy-coef 0 and --kl-coef 0"),
@@ -1051,8 +1120,10 @@ class Config(SimpleConfig):
 
 # The keyword arguments of `grpo_loss` that are flags.
 LOSS_SETTINGS = (
-    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
-    "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef", "value_coef", "value_clip",
+    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_low",
+    "cispo_bound", "sapo_up", "sapo_down", "dppo_distance", "dppo_cap", "importance",
+    "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
+    "value_coef", "value_clip",
 )  # fmt: skip
 
 # The flags that only `Jsonl` reads.
@@ -1123,6 +1194,7 @@ def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog=PAPERS, formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
         " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
     )  # fmt: skip
@@ -1221,25 +1293,59 @@ def loss_weight(mask_BT, aggregation):
     return torch.ones_like(count_B1)
 
 
-def advantages(rewards_G, /, kind="group_mean"):
-    """Return A of (1), an array (G,), for the float64 rewards (G,) of one group.
+# What --advantage means in --baseline and --scale.
+SPELLINGS = {
+    "group_mean": ("group", "none"), "group_std": ("group", "group"),
+    "leave_one_out": ("leave_one_out", "none"),
+}  # fmt: skip
 
-    kind: "group_mean" (Dr.GRPO), "group_std" (GRPO) or "leave_one_out" (RLOO).
+
+def advantages(rewards_PG, /, kind="group_mean", *, baseline="", scale="", tokens_PG=None):
+    """Return A of (1) for float64 rewards (G,) of one group, or (P, G) of the P groups of a step.
+
+    kind: "group_mean", "group_std" or "leave_one_out": the defaults of the other two.
+    baseline: what a reward is compared with: "group", "leave_one_out" or "none".
+    scale: the spread that divides it: "none", "group" or "batch", which is of all P G rewards.
+    tokens_PG: sampled tokens of each rollout, for "batch" without a baseline. None: equally many.
     """
-    # Equal rewards say nothing, and all kinds give exact zeros: also the last, which divides by 0
-    # for a group of one rollout.
-    centered_G = simple_advantages(rewards_G)
-    if not centered_G.any():
-        return centered_G
-    if kind == "group_std":
-        # Hard and easy prompts count the same: each group is scaled to a spread of one.
-        return centered_G / (rewards_G.std(ddof=1) + 1e-4)  # (1)
-    if kind == "leave_one_out":
+    # Rewards 1 0 0 1 and 0 0 0 1 of two groups:
+    #
+    #     group          none      .5 -.5 -.5 .5    -.25 -.25 -.25 .75     Dr.GRPO
+    #     group          group     divided by .577  divided by .5          GRPO
+    #     group          batch     both divided by .518                    LitePPO
+    #     leave_one_out  none      times 4/3        times 4/3              RLOO
+    #     none           batch     R - 3/8, divided by .484                REINFORCE++
+    if kind not in SPELLINGS:
+        raise ValueError(f"expected group_mean, group_std or leave_one_out, got {kind!r}")
+    own_baseline, own_scale = SPELLINGS[kind]
+    baseline = baseline or own_baseline
+    scale = scale or own_scale
+
+    # Equal rewards of a group say nothing, and a group's baseline gives them exact zeros.
+    G = rewards_PG.shape[-1]
+    out_PG = rewards_PG
+    if baseline != "none":
+        out_PG = np.apply_along_axis(simple_advantages, -1, rewards_PG)
+    if baseline == "leave_one_out":
         # The same as subtracting from each reward the mean of the other G - 1 rewards.
-        return centered_G * len(rewards_G) / (len(rewards_G) - 1)  # (1)
-    if kind == "group_mean":
-        return centered_G
-    raise ValueError(f"expected group_mean, group_std or leave_one_out, got {kind!r}")
+        out_PG = out_PG * G / max(1, G - 1)  # (1)
+
+    # Hard and easy prompts count the same if each group is scaled to a spread of one. A group of
+    # few rollouts has a noisy spread; that of a step does not, and keeps the groups' proportions.
+    if scale == "group" and G > 1:
+        out_PG = out_PG / (rewards_PG.std(-1, ddof=1, keepdims=True) + 1e-4)  # (1)
+    if scale == "batch" and np.ptp(rewards_PG) == 0:
+        return np.zeros_like(rewards_PG)
+    if scale == "batch" and baseline != "none":
+        return out_PG / (rewards_PG.std(ddof=1) + 1e-4)  # (1)
+
+    # Without a baseline the mean of the step takes its place. As in PPO, mean and spread are of
+    # tokens, so a long rollout counts more.
+    if scale == "batch":
+        share_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG / tokens_PG.mean()
+        out_PG = rewards_PG - (share_PG * rewards_PG).mean()
+        out_PG = out_PG / (np.sqrt((share_PG * out_PG**2).mean()) + 1e-8)  # (1)
+    return out_PG
 
 
 def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
@@ -1256,12 +1362,144 @@ def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
     return float(len([count for count in sampled if count > 0]))
 
 
+def policy_loss(
+    lp_BT, old_BT, sampler_BT, advantage_BT, mask_BT, /, *, objective="clip", ratio="token",
+    clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_low=0.0, cispo_bound=5.0, sapo_up=1.0,
+    sapo_down=1.05, dppo_distance="tv", dppo_cap=20.0, importance="truncate",
+    importance_of="token", importance_low=0.0, importance_cap=0.0,
+):  # fmt: skip
+    """Compute (2) to (4): l of each token, (B, T), and a dict of what is measured of each token.
+
+    lp_BT .. mask_BT   as in `grpo_loss`, none of them None
+    objective          reinforce | clip | cispo | gspo | sapo | gmpo | dppo, the table of (3)
+    ratio              clip: token, or sequence, which is gspo
+    clip_low/high      clip, gspo: the ratio stays in 1 - low .. 1 + high. gmpo: d in -low .. high.
+                       dppo: how far a probability may move down and up
+    dual_clip          clip, gspo: c of (3), over 1 + high; 0: none
+    cispo_low/bound    cispo: the smallest and the largest weight
+    sapo_up/down       sapo: tau where A > 0, and elsewhere
+    dppo_distance      tv: |p - p_old|; kl: the divergence of "this token or another one"
+    dppo_cap           dppo: the largest weight
+    importance         truncate | mask | reject: what (4) does with x outside its bounds
+    importance_of      token | sequence | geometric: x of a token, of all tokens, or their mean
+    importance_low/cap the bounds of x; cap 0: no (4)
+    """
+    # All that a weight is made of has no graph, and is 0 at tokens that were not sampled.
+    # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
+    # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
+    zero = lp_BT.new_zeros(())
+    lp_BT = torch.where(mask_BT, lp_BT, zero)
+    now_BT = lp_BT.detach()
+    old_BT = torch.where(mask_BT, old_BT, zero)
+    A_BT = advantage_BT
+    count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    d_BT = now_BT - old_BT
+
+    def mean(x_BT):
+        sum_B1 = torch.where(mask_BT, x_BT, zero).sum(-1, keepdim=True)
+        return (sum_B1 / count_B1).expand_as(lp_BT)
+
+    # GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios. A reward is
+    # for a sequence, and a product over hundreds of tokens would be too noisy to use.
+    of_sequence = objective == "gmpo"
+    if objective == "gspo" or ratio == "sequence":
+        objective = "clip"
+        of_sequence = True
+        d_BT = mean(d_BT)
+
+    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Beyond, the
+    # ratio is a constant, and has no gradient. Pinned by
+    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
+    ratio_BT = d_BT.clamp(-10, 10).exp()  # (2)
+    is_far_BT = d_BT.abs() > 10
+    clipped_BT = torch.zeros_like(mask_BT)
+
+    # (3): a weight for each token, and the objective's own value if it has one.
+    value_BT = None
+    if objective == "reinforce":
+        weight_BT = torch.ones_like(now_BT)
+    elif objective == "clip":
+        # For A < 0 the minimum has no lower end: a large ratio gives a huge loss. Dual clip bounds
+        # the ratio there; for A > 0 the second gain is the smaller one anyway.
+        bounded_BT = ratio_BT.clamp(max=dual_clip or math.inf)
+        gain_BT = bounded_BT * A_BT
+        clipped_gain_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * A_BT
+        clipped_BT = (clipped_gain_BT < gain_BT) | (ratio_BT > bounded_BT) | is_far_BT
+        weight_BT = ratio_BT * ~clipped_BT
+        value_BT = -torch.minimum(gain_BT, clipped_gain_BT)
+    elif objective == "cispo":
+        # A token beyond the bound still learns: PPO's clip would drop it from the gradient.
+        weight_BT = ratio_BT.clamp(cispo_low, cispo_bound)
+        clipped_BT = weight_BT != ratio_BT
+    elif objective == "sapo":
+        # A soft clip: the weight is 1 at r = 1, and falls smoothly on both sides.
+        tau_BT = torch.where(A_BT > 0, zero + sapo_up, zero + sapo_down)
+        gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
+        weight_BT = 4 * gate_BT * (1 - gate_BT) * ratio_BT * ~is_far_BT
+        value_BT = -4 / tau_BT * gate_BT * A_BT
+    elif objective == "gmpo":
+        # GSPO's mean, of log-ratios that are each clipped first, on the side where A leads them.
+        bounded_BT = torch.where(A_BT > 0, d_BT.clamp(max=clip_high), d_BT.clamp(min=-clip_low))
+        clipped_BT = bounded_BT != d_BT
+        weight_BT = mean(bounded_BT).clamp(-10, 10).exp()
+        value_BT = -weight_BT * A_BT
+    elif objective == "dppo":
+        # A ratio of 2 is much at p = .4, and nothing at p = 1e-6: so the trust region is one of
+        # probabilities. Only a move in the direction of A ends a token's learning.
+        moved_BT = now_BT.exp() - old_BT.exp()
+        distance_BT = moved_BT.abs()
+        if dppo_distance == "kl":
+            # p of this token and 1 - p of all others. 1 - p is at least one rounding of p.
+            eps = torch.finfo(now_BT.dtype).eps
+            other_BT = -torch.expm1(now_BT).clamp(max=-eps)
+            old_other_BT = -torch.expm1(old_BT).clamp(max=-eps)
+            distance_BT = old_other_BT * (old_other_BT / other_BT).log() - old_BT.exp() * d_BT
+        bound_BT = torch.where(A_BT > 0, zero + clip_high, zero + clip_low)
+        clipped_BT = (distance_BT > bound_BT) & ((moved_BT > 0) == (A_BT > 0))
+        weight_BT = ratio_BT.clamp(max=dppo_cap) * ~clipped_BT
+    else:
+        raise ValueError(f"unknown objective {objective!r}")
+    if value_BT is None:
+        value_BT = -weight_BT * A_BT * now_BT
+
+    # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
+    # program and dtype: the weight p_old / p_sampler corrects for tokens drawn more or less often
+    # than `old` says. Under the sampler its mean is 1, but its tail is long, hence the bounds.
+    measured = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype)}
+    if importance_cap:
+        log_x_BT = torch.where(mask_BT, old_BT - sampler_BT, zero)
+        if importance_of == "sequence":
+            log_x_BT = log_x_BT.sum(-1, keepdim=True).expand_as(lp_BT)
+        if importance_of == "geometric":
+            log_x_BT = mean(log_x_BT)
+        x_BT = log_x_BT.exp()
+        is_inside_BT = (importance_low <= x_BT) & (x_BT <= importance_cap)
+        if importance == "truncate":
+            x_BT = x_BT.clamp(importance_low, importance_cap)
+        else:
+            x_BT = torch.where(is_inside_BT, x_BT if importance == "mask" else 1.0, zero)
+        weight_BT = weight_BT * x_BT  # (4)
+        value_BT = value_BT * x_BT
+        measured["masked"] = (x_BT == 0).to(lp_BT.dtype)
+
+    # A ratio of a sequence moves with each of its tokens. All have one gradient, or none where gmpo
+    # has clipped a token.
+    gain_BT = weight_BT * A_BT
+    if of_sequence:
+        gain_BT = mean(gain_BT)
+    if objective == "gmpo":
+        gain_BT = gain_BT * ~clipped_BT
+
+    # The last factor is 0, and has the gradient of lp.
+    l_BT = value_BT - gain_BT * (lp_BT - now_BT)
+    return l_BT, measured | {"policy": l_BT.detach()}
+
+
 def grpo_loss(
     lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
-    objective="clip", ratio="token", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0,
-    sampler_BT=None, importance_cap=0.0, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss",
-    entropy_BT=None, entropy_coef=0.0, value_BT=None, old_value_BT=None, return_BT=None,
-    value_coef=0.5, value_clip=0.2,
+    sampler_BT=None, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None,
+    entropy_coef=0.0, value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
+    value_clip=0.2, **policy,
 ):  # fmt: skip
     """Compute the whole loss, (2)-(7): a scalar, and a dict of detached sums over sampled tokens.
 
@@ -1272,18 +1510,13 @@ def grpo_loss(
     Z                of (7), summed over everything that one optimizer step sees; None: of these
     aggregation      token_mean | sequence_mean | constant: w and Z of (7)
     max_new_tokens   the most tokens that a sequence may have; for the Z of `constant`
-    objective        clip | cispo, (3)
-    ratio            token | sequence, (2)
-    clip_low/high    the ratio is clipped to 1 - low .. 1 + high
-    dual_clip        c of (3); 0: none
-    cispo_bound      bound of (3) with cispo
     sampler_BT       log-probs of the program that drew the tokens; None: old
-    importance_cap   C of (4); 0: no weight
     ref_BT           log-probs of the frozen reference; None: no KL
     kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
     entropy_BT       H of (5), with the weight entropy_coef
     value_BT         the critic's values now; None: no critic. With old_value_BT and return_BT, the
                      values before the step and g, and value_coef and value_clip: (6)
+    policy           objective and its bounds: the keywords of `policy_loss`
 
     `loss_metrics` makes a step's metrics from the sums; tests compare both with TRL's numbers.
     """
@@ -1291,48 +1524,11 @@ def grpo_loss(
         old_BT = lp_BT.detach()
     if sampler_BT is None:
         sampler_BT = old_BT
-
-    # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
-    # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
-    zero = lp_BT.new_zeros(())
-    log_ratio_BT = torch.where(mask_BT, lp_BT - old_BT, zero)
-
-    # GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios. A reward is
-    # for a sequence, and a product over hundreds of tokens would be too noisy to use.
-    if ratio == "sequence":
-        count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-        log_ratio_BT = (log_ratio_BT.sum(-1, keepdim=True) / count_B1).expand_as(lp_BT)
-
-    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Pinned by
-    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
-    ratio_BT = log_ratio_BT.clamp(-10, 10).exp()  # (2)
-
-    if objective == "cispo":
-        # The ratio is a weight without gradient, so that a bounded token still learns: PPO's clip
-        # below would drop it from the gradient.
-        clipped_BT = ratio_BT > cispo_bound
-        l_BT = -ratio_BT.clamp(max=cispo_bound).detach() * advantage_BT * lp_BT  # (3)
-    else:
-        # For A < 0 the minimum has no lower end: a large ratio gives a huge loss. Dual clip bounds
-        # the ratio there; for A > 0 the second gain is the smaller one anyway.
-        bounded_BT = ratio_BT
-        if dual_clip:
-            bounded_BT = ratio_BT.clamp(max=dual_clip)
-        gain_BT = bounded_BT * advantage_BT
-        clipped_gain_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantage_BT
-        clipped_BT = (clipped_gain_BT < gain_BT) | (ratio_BT > bounded_BT)
-        l_BT = -torch.minimum(gain_BT, clipped_gain_BT)  # (3)
-
-    # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
-    # program and dtype: the weight p_old / p_sampler corrects for tokens drawn more or less often
-    # than `old` says. Under the sampler its mean is 1, but its tail is long, hence the cap.
-    if importance_cap:
-        log_weight_BT = torch.where(mask_BT, old_BT - sampler_BT, zero)
-        l_BT = l_BT * log_weight_BT.exp().clamp(max=importance_cap)  # (4)
+    l_BT, stats = policy_loss(lp_BT, old_BT, sampler_BT, advantage_BT, mask_BT, **policy)
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
-    stats = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype), "policy": l_BT}
-    stats = {name: torch.where(mask_BT, x_BT.detach(), zero) for name, x_BT in stats.items()}
+    zero = lp_BT.new_zeros(())
+    stats = {name: torch.where(mask_BT, x_BT, zero) for name, x_BT in stats.items()}
     if ref_BT is not None:
         kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
         stats["kl"] = kl_BT.detach()
@@ -1371,13 +1567,15 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
 
     # How far trainer and sampler are apart on the same tokens: with one set of weights it should be
     # rounding, and it is the first thing to look at when a run does not learn.
-    gap_N = (lp_BT.detach() - sampler_BT)[mask_BT].abs().double()
+    d_N = (lp_BT.detach() - sampler_BT)[mask_BT].double()
+    gap_N = d_N.abs()
     zero = gap_N.new_zeros(())
     sums = {
         "loss": loss.detach(), "tokens": mask_BT.sum(), "gap": gap_N.sum(),
         "identical": (gap_N == 0).sum(), "gap_max": torch.cat([gap_N, zero[None]]).max(),
+        "gap_kl": (torch.expm1(d_N) - d_N).sum(),  # k3, tokens drawn by the sampler
     }  # fmt: skip
-    for name in ("ratio", "clipped", "entropy", "kl", "value"):
+    for name in ("ratio", "clipped", "masked", "entropy", "kl", "value"):
         sums[name] = stats[name].sum() if name in stats else zero
     sums["policy"] = (weight_B1 * stats.get("policy", zero)).sum() / Z
     ratio_N = stats.get("ratio", zero).double().flatten()
@@ -1397,6 +1595,8 @@ METRICS = {
     "logprob_gap/max": ("gap_max", "max", "first"),
     "logprob_gap/mean": ("gap", "mean", "first"),
     "logprob_gap/identical": ("identical", "mean", "first"),
+    "logprob_gap/kl": ("gap_kl", "mean", "first"),
+    "importance/masked_fraction": ("masked", "mean", "mean"),
     "kl/token_mean": ("kl", "mean", "mean"),
     "value/loss": ("value", "mean", "mean"),
     "experts/load_max": ("", "", "max"),
@@ -1476,10 +1676,9 @@ class Trajectory:
 
 
 class ForkingEpisode(Episode):
-    """An `Episode` that represents `count` rollouts of its group until it forks.
+    """An `Episode` for the rollouts number .. number + count - 1 of its group, until it forks.
 
-    number, count: the rollouts number .. number + count - 1. Without tree rollouts count is 1.
-    forks_left: turn boundaries at which it will still fork. 0 without tree rollouts.
+    count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
     """
 
     def __init__(self, key, group, number, state, prompt, limit, *, count=1, forks_left=0):
@@ -1488,6 +1687,7 @@ class ForkingEpisode(Episode):
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
+        self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
@@ -1529,9 +1729,9 @@ class ForkingEpisode(Episode):
 class Replies:
     """Ask the task for its replies to all turns that a decoding step has ended, together.
 
-    A tool may take seconds, so the episodes ask at the same time, in `threads` threads. The replies
-    are put in the order of the episodes, so threads change no result. A task that must not be asked
-    by several threads says so by an attribute, `threads = False`.
+    A tool may take seconds, so `threads` threads ask for the episodes. The replies are put in the
+    order of the episodes, so threads change no result. A task that must not be asked by several
+    threads has the attribute `threads = False`.
 
     Ranks that decode the same episodes ask each question once: the rank that has drawn the prompt
     asks, and tells the others. A task may be random, or answer by the clock: two ranks that asked
@@ -1544,69 +1744,52 @@ class Replies:
         """Take a task, and the model that decodes: its plan says which ranks share episodes."""
         self.task = task
         # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-        self.threads = threads
-        if not getattr(task, "threads", True) or type(task) is Guess:
-            self.threads = 1
-        self.pool = None  # made with the first replies; its threads end with this object
+        safe = getattr(task, "threads", True) and type(task) is not Guess
+        self.map = ThreadPoolExecutor(threads).map if safe and threads > 1 else map
         plan = Plan() if model is None else parallel.plan_of(model)
         self.shared_by = model if plan.world > plan.dp else None
-        self.heard = {}  # id of an episode -> the task's new state, reply and reward
 
     def ask(self, episodes) -> None:
-        """Ask about the finished turns of these episodes. Collective where they are shared."""
+        """Fill in `heard` of episodes whose turn has ended. Collective where they are shared."""
         own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
-        problem = ""
+        answers = {}
+        problem = ""  # raised after the other ranks have heard of it
         try:
-            found = self._ask_all([episodes[n] for n in own])
-            answers = dict(zip(own, found))
+            answers = dict(zip(own, self.map(self._ask_one, [episodes[n] for n in own])))
         except Exception as error:
-            if self.shared_by is None:
-                raise
-            answers = {}
-            problem = error  # raised below, after the other ranks have heard of it
+            problem = error
 
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        parts = []
         if self.shared_by is not None:
             told = {n: answer[1:] for n, answer in answers.items()}
             parts, _ = gather_replica(self.shared_by, [(told, f"{problem}")])
-            if problem:
-                raise problem
-            for told, text in parts:
-                if text:
-                    raise ValueError(f"on a rank that decodes the same episodes: {text}")
-                for n, answer in told.items():
-                    answers.setdefault(n, (self.ELSEWHERE, *answer))
-        self.heard = {id(episodes[n]): answer for n, answer in answers.items()}
-
-    def _ask_all(self, episodes) -> list:
-        if self.threads == 1 or len(episodes) < 2:
-            return [self._ask_one(episode) for episode in episodes]
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(self.threads)
-        return list(self.pool.map(self._ask_one, episodes))
+        if problem:
+            raise problem
+        for told, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+            for n, answer in told.items():
+                answers.setdefault(n, (self.ELSEWHERE, *answer))
+        for n, answer in answers.items():
+            episodes[n].heard = answer
 
     def _ask_one(self, episode):
         """Return the task's new state, reply and reward; ValueError if they cannot be used."""
         answer = episode.tokens[episode.turn :]
         with asking(self.task):
             state, reply, reward = self.task.reply(episode.state, answer)
-        where = f"group {episode.group}, rollout {episode.number}"
+        name = type(self.task).__name__
+        where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
-            raise ValueError(
-                f"{type(self.task).__name__} gave reward {reward} in {where}, for the answer "
-                f"{self.task.show(answer)!r}: rewards must be finite"
-            )
+            raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
+                             f"{self.task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
         size = self.task.vocab_size
         if reply is not None and not all(0 <= token < size for token in reply):
-            raise ValueError(
-                f"{type(self.task).__name__} replied {reply} in {where}: ids end at {size - 1}")
+            raise ValueError(f"{name} replied {reply} {where}: ids end at {size - 1}")
         return state, reply, float(reward)
-
-    def tell(self, episode) -> bool:
-        """Tell an episode what was heard about its turn. Return whether it goes on."""
-        return episode.hear(*self.heard.pop(id(episode)))
 
 
 def is_finite_number(x) -> bool:
@@ -1624,9 +1807,7 @@ def rollout(
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
     starts: list of (group number, state, prompt tokens).
-    group: rollouts of each start.
     max_new_tokens: of a trajectory after its prompt, the task's replies included.
-    temperature: of sampling. 0 is greedy.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
     forks: children of a trajectory at each of its first fork_turns turn boundaries.
     replies: a `Replies`, which asks the task. Default: one without threads.
@@ -1635,11 +1816,11 @@ def rollout(
     # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
     share = forks**fork_turns
-    episodes = []
-    for number, state, prompt in starts:
-        for first in range(0, group, share):
-            made = (key, number, first, state, prompt, max_new_tokens)
-            episodes.append(ForkingEpisode(*made, count=share, forks_left=fork_turns))
+    how = dict(count=share, forks_left=fork_turns)
+    episodes = [
+        ForkingEpisode(key, number, first, state, prompt, max_new_tokens, **how)
+        for number, state, prompt in starts for first in range(0, group, share)
+    ]  # fmt: skip
     replies = replies or Replies(task)
 
     # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
@@ -1647,7 +1828,7 @@ def rollout(
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
     ended = generate(
         model, episodes, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        ending=replies.ask, after=lambda e: e.fork(forks) if replies.tell(e) else [], slots=slots,
+        ending=replies.ask, after=lambda e: e.fork(forks) if e.hear(*e.heard) else [], slots=slots,
         branches=lambda e: e.count,
     )  # fmt: skip
 
@@ -1665,13 +1846,11 @@ DEMO_PLAY = 4
 
 
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
-    """Return (group, state, prompt tokens) for the groups of this rank.
+    """Return (group, state, prompt tokens) for those of a step's groups that this rank plays.
 
-    stream: which of the random streams above.
-    step: of the run, part of the random generators' keys.
+    stream: ROLLOUT, EVALUATION or DEMO_PROMPT. It and step are part of the generators' keys.
     groups: group numbers of the step, of all ranks.
     first: number of the step's first prompt, counted from the start of the run.
-    held_out: whether they are for evaluation.
     """
     # Group g is on rank g mod world: rank 1 of 2 plays 1, 3, 5 of six. Its generator is seeded by
     # its number and not by the rank, so any number of ranks plays the same games.
@@ -1725,15 +1904,14 @@ def evaluate(config, task, generator):
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
     (solved,) = summed([solved_here], generator.head_weight.device)
-    shown = groups[0][0] if groups else None
-    return solved / config.eval_prompts, shown
+    return solved / config.eval_prompts, groups[0][0] if groups else None
 
 
 def demonstrations(task, starts, key, max_new_tokens=4096):
-    """Play by `task.demo`: one trajectory a start, whose mask is where `demo` spoke. A play ends
-    at the turn that reaches max_new_tokens."""
-    # What `demo` draws depends on the key and the group alone, so any number of ranks does it the
-    # same way.
+    """Play by `task.demo`: one trajectory a start, whose mask is where `demo` spoke.
+
+    A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
+    """
     trajectories = []
     replies = Replies(task)
     for group, state, prompt in starts:
@@ -1748,12 +1926,11 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
 
             # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
             replies.ask([episode])
-            going = replies.tell(episode)
+            going = episode.hear(*episode.heard)
             while episode.queue:
                 episode.append(None, 0.0)
-        (trajectory,) = episode.trajectories()
-        trajectory.supervised = True
-        trajectories.append(trajectory)
+        trajectories += episode.trajectories()
+        trajectories[-1].supervised = True
     return trajectories
 
 
@@ -1772,21 +1949,15 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
 # An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
 # that are sampled and not trained, because a resume with more --steps trains them.
 
-
 MOST_UNDER_WAY = 64  # batches: far more than learning bears
 
 
+@dataclass
 class SampledBatch(Batch):
-    """A `Batch` that knows which weights sampled it, with its metrics.
+    """A `Batch` of trajectories that knows which weights sampled it, with its metrics."""
 
-    groups, kept, minibatches: see `Batch`. In lists of Trajectory.
-    sampled_by: policy version of the sampler. None for demonstrations.
-    """
-
-    def __init__(self, groups, kept, minibatches, sampled_by=None, metrics=None):
-        super().__init__(groups, kept, minibatches)
-        self.sampled_by = sampled_by
-        self.metrics = metrics or {}
+    sampled_by: int | None = None  # policy version of the sampler; None: demonstrations
+    metrics: dict = field(default_factory=dict)
 
     def trained(self) -> list:
         """Return the groups of this rank that are trained on."""
@@ -1796,46 +1967,38 @@ class SampledBatch(Batch):
         """Return the batch of all ranks as JSON values, on rank 0. Collective."""
         # COMM: how many batches wait is a function of the step, so every rank comes to each gather.
         # Pinned by tests/test_staleness.py::test_ranks_and_a_resume_make_the_run_of_one_process.
-        groups = gather_groups(self.groups)
-        stored = {number: [t.to_json() for t in groups[number]] for number in sorted(groups)}
+        groups = [(n, [t.to_json() for t in group]) for n, group in gather_groups(self.groups)]
         return {"kept": self.kept, "sampled_by": self.sampled_by, "metrics": self.metrics,
-                "groups": list(stored.items())}  # fmt: skip
+                "groups": groups}  # fmt: skip
 
     @classmethod
     def from_json(cls, stored, config, vocab_size):
-        """Return what `to_json` wrote, with the groups of this rank; ValueError if it is not whole.
-
-        The run may go on on another number of ranks.
-        """
+        """Return what `to_json` wrote, on any number of ranks; ValueError if it is not whole."""
         # Each rank looks at all of it, so that all refuse it together, and keeps the groups that it
         # would have sampled.
         groups = {}
-        numbers = set()
         for number, rows in stored["groups"]:
             if len(rows) != config.group:
                 raise ValueError(f"group {number} has {len(rows)} rollouts")
-            made = [Trajectory.from_json(number, row, vocab_size) for row in rows]
-            numbers.add(number)
-            if number % dist.get_world_size() == dist.get_rank():
-                groups[number] = made
-        if not numbers >= set(stored["kept"]):
-            raise ValueError("groups are missing")
+            groups[number] = [Trajectory.from_json(number, row, vocab_size) for row in rows]
         kept = stored["kept"]
-        return cls(groups, kept, config.minibatches, stored["sampled_by"], stored["metrics"])
+        if not groups.keys() >= set(kept):
+            raise ValueError("groups are missing")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        own = {number: group for number, group in groups.items() if number % world == rank}
+        return cls(own, kept, config.minibatches, stored["sampled_by"], stored["metrics"])
 
 
-def gather_groups(groups) -> dict:
-    """Return the groups of all ranks on rank 0, {} elsewhere. Collective."""
+def gather_groups(groups) -> list:
+    """Return [(number, group)] of all ranks, in order, on rank 0, [] elsewhere. Collective."""
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(groups, parts)
-    return {number: group for part in parts or [] for number, group in part.items()}
+    return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
 def collect(config, task, generator, step):
-    """Sample the rollouts of a step, and measure them. Collective.
-
-    Returns this rank's {group: list of trajectories}, the groups of all ranks that are kept to be
-    trained on, in order, and metrics.
+    """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
+    ranks that are trained on, in order, and metrics. Collective.
     """
     rollouts = {}
     kept = []
@@ -1882,7 +2045,8 @@ def collect(config, task, generator, step):
     # Metrics include dropped groups, so that they measure the policy and not the filter. A critic
     # compares the rewards of the whole step.
     solved_PG = rewards_PG >= 1
-    compared = rewards_PG.reshape(1, -1) if config.advantage == "gae" else rewards_PG
+    over_groups = config.advantage == "gae" or config.normalization == ("none", "batch")
+    compared = rewards_PG.reshape(1, -1) if over_groups else rewards_PG
     return rollouts, kept, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
@@ -1912,16 +2076,16 @@ class RolloutQueue:
         self.last = last
         self.clock = StepClock(trainer.device)
         self.idle_since = time.perf_counter()
-        self.shown = None  # a trajectory of the last evaluation
+        self.latest = None  # evaluation: (solved, seconds, a trajectory or None)
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
         self.clock.start()
-        self.trainer.where = f"step {step}"
+        number = self.config.demos + step
+        self.trainer.where = f"step {step}" if step >= 0 else f"supervised step {number}"
         if step < 0:
-            self.trainer.where = f"supervised step {self.config.demos + step}"
-            return self.imitate(self.config.demos + step)
-        with self.clock.timed("wait_rollout"):
+            return self.imitate(number)
+        with timed(self.clock.seconds, "wait_rollout"):
             return self.wait_for(step)
 
     def wait_for(self, step) -> SampledBatch:
@@ -1949,13 +2113,12 @@ class RolloutQueue:
     def imitate(self, number) -> SampledBatch:
         """Return the demonstrations of a supervised step: one minibatch, as many as rollouts."""
         # What they are depends on (seed, step, number) alone, like everything that is drawn.
-        config = self.config
-        count = config.prompts * config.group
-        starts = draw_prompts(
-            config, self.task, DEMO_PROMPT, number, range(count), first=number * count)
-        key = config.seed, DEMO_PLAY, number
-        played = demonstrations(self.task, starts, key, config.max_new_tokens)
-        return SampledBatch({t.group: [t] for t in played}, list(range(count)), 1)
+        c = self.config
+        groups = list(range(c.prompts * c.group))
+        first = number * len(groups)
+        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
+        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
+        return SampledBatch({t.group: [t] for t in played}, groups, 1)
 
     def evaluate(self, step):
         """`evaluate` the weights after a step. Collective."""
@@ -1963,10 +2126,18 @@ class RolloutQueue:
         # with which the loop begins. Earlier ones are not evaluated.
         if step < -1:
             return None
-        with self.clock.timed("eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.generator)
+        with timed(self.clock.seconds, "eval"):
+            solved, shown = evaluate(self.config, self.task, self.trainer.generator)
         self.idle_since = time.perf_counter()
+        self.latest = solved, self.clock.seconds["seconds/eval"], shown
         return solved
+
+    def evaluation(self, count):
+        """Return the figures of the weights that `count` steps made; None if they are to come."""
+        return self.latest
+
+    def settle(self, count):
+        """Wait for the evaluation of the weights that `count` steps made. It is there already."""
 
     def stored(self) -> list:
         """Return the pending batches as JSON values for a checkpoint, on rank 0. Collective."""
@@ -1974,10 +2145,7 @@ class RolloutQueue:
 
 
 def pending_batches(config, trainer, path, state) -> dict:
-    """Return {number: SampledBatch} of the pending batches that the checkpoint `path` holds.
-
-    state: the JSON of the checkpoint. ValueError for anything but the batches that belong there.
-    """
+    """Return {number: SampledBatch} of a checkpoint's pending batches. state: its JSON values."""
     # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
     step = state["step"]
     expected = list(range(step, step + config.staleness)) if step else []
@@ -2012,10 +2180,6 @@ class StepClock:
         else:
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
-
-    def timed(self, phase):
-        """Return a context that measures a phase of the step."""
-        return timed(self.seconds, phase)
 
     def read(self) -> dict:
         """Return seconds of all phases, and memory/peak: the most megabytes at any moment, of the
@@ -2070,8 +2234,8 @@ def kl_penalties(config, trajectory):
 def gae(rewards, values, mask, /, gamma, lam):
     """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
 
-    rewards, values: (L - 1,), one per target. mask: which targets the policy sampled. Only sampled
-    tokens are actions and follow each other; the task's replies are part of the environment.
+    rewards, values: (L - 1,). Only sampled tokens, those of the mask, are actions and follow each
+    other; the task's replies are part of the environment.
     """
     # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
     #
@@ -2079,8 +2243,7 @@ def gae(rewards, values, mask, /, gamma, lam):
     #     sampled    yes  yes  -    -    yes
     #     reward     0    0    0    2    1        the 2 counts for target 1
     #     advantage  3    3    0    0    1
-    advantages = np.zeros(len(mask))
-    returns = np.zeros(len(mask))
+    advantages, returns = np.zeros((2, len(mask)))
 
     # From the last token to the first: (1) needs the next sampled token's value and advantage.
     next_value = 0.0
@@ -2088,25 +2251,19 @@ def gae(rewards, values, mask, /, gamma, lam):
     pending = 0.0  # rewards that no sampled token has taken yet
     for t in reversed(range(len(mask))):
         pending += rewards[t]
-        if not mask[t]:
-            continue
-
-        # delta is the surprise of this one action. The sum over n in (1) is a recursion.
-        delta = pending + gamma * next_value - values[t]
-        advantages[t] = delta + gamma * lam * next_advantage  # (1)
-        returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
-
-        next_value = values[t]
-        next_advantage = advantages[t]
-        pending = 0.0
+        if mask[t]:
+            # delta is the surprise of this one action. The sum over n in (1) is a recursion.
+            delta = pending + gamma * next_value - values[t]
+            advantages[t] = delta + gamma * lam * next_advantage  # (1)
+            returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
+            next_value = values[t]
+            next_advantage = advantages[t]
+            pending = 0.0
     return advantages, returns
 
 
 def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
-    """Return the maximum of the two squares in (6), halved, per token; 0 where mask is off.
-
-    bound: how far a value may move from its old one before the move stops counting; 0: any.
-    """
+    """Return the maximum in (6), halved, per token. bound: a value's largest move; 0: any."""
     # Selected before the square, so that a NaN off the mask reaches neither loss nor gradient.
     square_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
     if not bound:
@@ -2119,20 +2276,17 @@ def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
 
 
 def critic_advantages(config, trainer, batch) -> dict:
-    """Give all ranks' trajectories the advantages (1) `gae`, whitened together, and the returns g.
-
-    Returns the critic's metrics. Collective.
-    """
+    """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, values in zip(batch, trainer.compute_values(batch)):
+    for t, t.values in zip(batch, trainer.compute_values(batch)):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
-        t.values = values
-        t.advantages, t.returns = gae(rewards, values, t.mask, config.gamma, config.gae_lambda)
+        rewards[-1] -= overlong_penalty(config, t)
+        t.advantages, t.returns = gae(rewards, t.values, t.mask, config.gamma, config.gae_lambda)
         A = t.advantages[t.mask]
         g = t.returns[t.mask]
-        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), values[t.mask].sum()
+        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
 
     count, *totals = summed(sums.tolist(), trainer.device)
     A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
@@ -2144,9 +2298,8 @@ def critic_advantages(config, trainer, batch) -> dict:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
 
     # g - v is A before whitening, so the variance that is left is spread^2.
-    explained = 0.0
-    if gg - g * g > 1e-12:
-        explained = 1 - spread**2 / (gg - g * g)
+    variance = gg - g * g
+    explained = 1 - spread**2 / variance if variance > 1e-12 else 0.0
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
@@ -2163,23 +2316,16 @@ def keep_states_wide(config, model):
     return model
 
 
-def trainer_plan(config) -> Plan:
-    """Return the trainer's plan. Without --plan every rank has all of the model: d of all ranks."""
-    _, trainer = config.plans
-    return trainer or Plan(dp=dist.get_world_size())
-
-
-def generator_plan(config) -> Plan:
-    """Return the generator's plan: A of --plan A|B or A+B.
-
-    Default: the trainer's t and e, of which all other ranks hold replicas.
-    """
-    own, _ = config.plans
-    if own is not None:
-        return own
-    trainer = trainer_plan(config)
-    replicas = dist.get_world_size() // trainer.tp
-    return Plan(dp=replicas, tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+def plans_of(config) -> Plans:
+    """Return the plans of --plan, with what it leaves open filled in."""
+    # Without --plan every rank has all of the model. Without A of A|B the generator takes the
+    # trainer's t and e, of which all other ranks hold replicas.
+    world = dist.get_world_size()
+    generator, trainer = config.plans
+    trainer = trainer or Plan(dp=world)
+    t = trainer.tp
+    own = generator or Plan(dp=world // t, tp=t, ep=trainer.ep, etp=trainer.etp)
+    return Plans(own, trainer)
 
 
 def device_of(model):
@@ -2195,10 +2341,10 @@ def device_of(model):
 def shard_generator(config, generator, device, *, policy=None, grid=None):
     """Turn a whole generator into this rank's part of it, with memory but without weights.
 
-    policy: model. Weights that it holds in the same dtype and layout are shared, not copied.
-    grid: Grid. The policy's, which serves the generator too if the degrees are equal.
+    policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
+        Its Grid serves the generator too if the degrees are equal.
     """
-    plan = generator_plan(config)
+    plan = plans_of(config).generator
     if grid is None or grid.plan.shapes != plan.shapes:
         grid = Grid.make(plan, device.type)
     parallel.split_for_decoding(generator, plan, device_mesh=grid)
@@ -2206,10 +2352,7 @@ def shard_generator(config, generator, device, *, policy=None, grid=None):
 
 
 def first_weights(config, model, whole):
-    """Fill a model with the checkpoint's weights, or with random ones that the seed alone decides.
-
-    whole: the whole model on the meta device, for the shapes of the tensors that were cut.
-    """
+    """Fill a model with weights of the checkpoint or the seed. whole: the whole model, on meta."""
     for stage in part_of(model).stages:
         if config.model:
             models.load_hf(config.model, model=stage, whole=whole)
@@ -2217,32 +2360,15 @@ def first_weights(config, model, whole):
             models.draw_weights(stage, config.seed, whole)
 
 
-@torch.no_grad()
-def copy_part(source, target):
-    """Copy this rank's part of a model into a model that is sharded identically; send nothing."""
-    part_of(source).reshard()
-    into = parallel.tensors_of(target)
-    for name, x in parallel.tensors_of(source).items():
-        local(into[name]).copy_(local(x))
-
-
 def build_optimizer(config, model):
     """Make AdamW of this rank's parameters; with `zero1` each rank has a share of the moments."""
-
-    def make(parameters):
-        return torch.optim.AdamW(
-            parameters, lr=config.lr, betas=(0.9, config.beta2),
-            weight_decay=config.weight_decay, fused=True,
-        )  # fmt: skip
-
+    settings = dict(lr=config.lr, betas=(0.9, config.beta2), weight_decay=config.weight_decay)
+    make = functools.partial(torch.optim.AdamW, **settings, fused=True)
     return LocalOptimizer(model, make, zero=config.data_parallel == "zero1")
 
 
 def padded(vectors, like):
-    """Return ragged numpy vectors as one (B, T) tensor, with the dtype and device of `like`.
-
-    A row is 0 after the end of its vector.
-    """
+    """Return ragged numpy vectors as one (B, T) tensor like `like`, each followed by zeros."""
     # numpy: a tensor for each of thousands of short vectors would cost more than the copy.
     lengths_B = np.array([len(vector) for vector in vectors])
     out_BT = np.zeros((len(vectors), lengths_B.max()))
@@ -2266,15 +2392,14 @@ def masked_attention(mask, group, method):
 class ExpertLoads:
     """Count which experts the tokens of a step go to: (8), the loads, the routers' bias.
 
-    `begin` and `end` enclose one forward_backward; `reset` ends an optimizer step. A token that
-    several trajectories share in a tree counts once for each of them, as it does without the tree.
-    For a model without experts all of it does nothing.
+    `begin` and `end` enclose one forward_backward. A token that several trajectories share in a
+    tree counts once for each of them. For a model without experts all of it does nothing.
 
+    counts_LE: tokens of each expert in an optimizer step, for L layers with E experts each.
     parts: for each micro-batch {layer: loss} and {layer: tokens of each expert}, on this rank.
     """
 
     def __init__(self, config, model, device):
-        # L layers with experts, E experts in each.
         self.device = device
         self.coef = config.balance_coef
         self.rate = config.router_bias_rate
@@ -2282,11 +2407,6 @@ class ExpertLoads:
         self.counts_LE = torch.zeros(len(self.layers), model.config.num_experts).double()
         self.coef_of_one = 0.0
         self.parts = []
-
-    @property
-    def balance(self):
-        """Return what `PackedBatches` calls for each micro-batch; None without experts."""
-        return self.balance_of_row if self.layers else None
 
     def begin(self, batch, sequences=None):
         """Begin a forward_backward of this rank's batch. sequences: of the step, over all ranks."""
@@ -2325,10 +2445,8 @@ class ExpertLoads:
 
         # 1: all experts of a layer got as much; E / K: every token chose the same experts.
         load_L = counts_LE.amax(1) / counts_LE.mean(1).clamp(min=1 / counts_LE.shape[1])
-        metrics = {"experts/load_max": load_L.max().item()}
-        if self.coef:
-            metrics["balance/loss"] = sums[0].item()
-        return metrics
+        balance = {"balance/loss": sums[0].item()} if self.coef else {}
+        return {"experts/load_max": load_L.max().item()} | balance
 
     def update_bias(self, model):
         """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
@@ -2339,10 +2457,6 @@ class ExpertLoads:
             counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
             models.update_router_bias(stage, counts)
 
-    def reset(self):
-        """Forget the counts: an optimizer step is done, or was skipped."""
-        self.counts_LE.zero_()
-
 
 # 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
 # Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
@@ -2350,30 +2464,62 @@ class ExpertLoads:
 # `RowBatches`, which trains without a tree.
 
 
-def group_advantages(config, group):
-    """Give the trajectories of one group their advantages (1), one for each target."""
-    # What each rollout has earned, less what it pays for its distance to the reference, if it does.
-    rewards_G = np.array([t.reward - kl_penalties(config, t).sum() for t in group])
-    if config.advantage == "per_branch":
-        marked = branch_advantages(rewards_G, [t.path for t in group])
-    else:
-        marked = [[(0, advantage)] for advantage in advantages(rewards_G, config.advantage)]
+def reward_of(config, t) -> float:
+    """Return what a trajectory is compared by: its reward, less what it pays."""
+    return t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
+
+
+def overlong_penalty(config, t) -> float:
+    """Return DAPO's soft punishment (eq. 13): 0, or up to 1 in the last `overlong_buffer` tokens.
+
+    Of 16 new tokens with a buffer of 4: 0 for up to 12, 1/4 for 13, 1 for 16.
+    """
+    if not config.overlong_buffer:
+        return 0.0
+    prompt_tokens, _, _ = t.path[0]
+    free = config.max_new_tokens - config.overlong_buffer
+    return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
+
+
+def group_advantages(config, batch, device):
+    """Give this rank's trajectories of a step their advantages (1). Collective."""
+    # A row for each group of the step. A rank fills in its own. Only the spread of the whole step
+    # needs the others' rewards: the sum over ranks is then the table of all, the same bits on each.
+    if not batch.kept:
+        return
+    table_2PG = np.zeros((2, len(batch.kept), config.group))
+    own = [(row, number) for row, number in enumerate(batch.kept) if number in batch.groups]
+    for row, number in own:
+        table_2PG[0, row] = [reward_of(config, t) for t in batch.groups[number]]
+        table_2PG[1, row] = [t.mask.sum() for t in batch.groups[number]]
+    baseline, scale = config.normalization
+    if scale == "batch":
+        table_2PG = np.array(summed(table_2PG.tolist(), device))
+    rewards_PG, tokens_PG = table_2PG
+    found_PG = None
+    if config.advantage != "per_branch":
+        found_PG = advantages(rewards_PG, baseline=baseline, scale=scale, tokens_PG=tokens_PG)
 
     # A mark says from which target on an advantage holds; the next mark overwrites the rest.
     #
     #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
-    for t, marks in zip(group, marked):
-        t.advantages = np.zeros(len(t.mask))
-        for start, advantage in marks:
-            t.advantages[start:] = advantage
+    for row, number in own:
+        group = batch.groups[number]
+        if config.advantage == "per_branch":
+            marked = branch_advantages(rewards_PG[row], [t.path for t in group])
+        else:
+            marked = [[(0, advantage)] for advantage in found_PG[row]]
+        for t, marks in zip(group, marked):
+            t.advantages = np.zeros(len(t.mask))
+            for start, advantage in marks:
+                t.advantages[start:] = advantage
 
 
 def branch_advantages(rewards_G, paths, /):
     """Compute (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
 
-    paths[i] is rollout i's way from the root of the group's tree down to itself, one
-    (first token index, first rollout, number of rollouts) for each segment: the segment begins at
-    that token, and those consecutive rollouts share it.
+    paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
+    (its first token's index, its first rollout, how many consecutive rollouts share it).
     """
     # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
     # what it is worth beyond its parent. Four rollouts with rewards 1, 0, 1/4, 1/4, of which 0 and
@@ -2384,22 +2530,16 @@ def branch_advantages(rewards_G, paths, /):
     #     advantage                  +1/8                 +1/2       they sum to R_0 - mean R
     marked = []
     for path in paths:
-        parent_value = rewards_G.mean()
-        marks = []
-        for start, first, count in path:
-            value = rewards_G[first : first + count].mean()
-            # Token `start` is target `start - 1`, for targets are tokens[1:].
-            marks.append((start - 1, value - parent_value))  # (1)
-            parent_value = value
-        marked.append(marks)
+        values = [rewards_G[first : first + count].mean() for _, first, count in path]
+        parents = [rewards_G.mean(), *values]
+        # Token `start` is target `start - 1`, for targets are tokens[1:].
+        worth = zip(path, values, parents)
+        marked.append([(start - 1, v - parent) for (start, *_), v, parent in worth])  # (1)
     return marked
 
 
 class RowBatches(PackedBatches):
     """Run micro-batches that are rows of sequences end to end: `--tree disabled`.
-
-    model, config: the model to run, and the settings.
-    experts: ExpertLoads. It counts what the routers of the model do.
 
     tokens_run is the number of tokens of the latest batch that the model has run on.
     """
@@ -2407,8 +2547,8 @@ class RowBatches(PackedBatches):
     def __init__(self, model, config, experts):
         super().__init__(
             model, attention=self.attention_of_row, indices=ring_attention.indices,
-            balance=experts.balance, micro_tokens=config.micro_tokens,
-            temperature=config.temperature,
+            balance=experts.balance_of_row if experts.layers else None,
+            micro_tokens=config.micro_tokens, temperature=config.temperature,
         )  # fmt: skip
         self.config = config
         self.experts = experts
@@ -2444,10 +2584,7 @@ class TreeBatches(RowBatches):
         return share
 
     def attention_of_row(self, tree, group):
-        """Return the attention of a tree, in which tokens see the path to them.
-
-        tree: (TokenTrie, Mask of the row, which has padding after the tree).
-        """
+        """Return the attention to a token's path. tree: (TokenTrie, Mask of the padded row)."""
         trie, mask = tree
         if group is not None:
             return masked_attention(mask, group, self.config.cp_method)
@@ -2466,13 +2603,10 @@ class TreeBatches(RowBatches):
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
         parallel.require_batch(self.model, sequences, masks)
+        # Sorted sequences share their beginnings with the sequence before them.
         trie = TokenTrie(sequences)
         lengths = trie.lengths[trie.order].tolist()
-        shared = trie.shared.tolist()
-
-        def cut(most):
-            # Sorted sequences share their beginnings with the sequence before them.
-            return parallel.pack(lengths, most, shared)
+        cut = functools.partial(parallel.pack, lengths, shared=trie.shared.tolist())
 
         # Other ranks may need more trees than this one, and a pipeline pads all trees to the
         # longest. So trees are cut as small as their number allows, which makes them about equal.
@@ -2485,27 +2619,22 @@ class TreeBatches(RowBatches):
         micros = [sorted(trie.order[k] for k in run) for run in cut(most)]
         micros += [[]] * (count - len(micros))
 
-        def tree_of(indices):
-            # A tree without a sequence is one token, of which no sequence holds a target.
-            if len(indices) == len(sequences) > 0:
-                return trie
-            return TokenTrie([sequences[i] for i in indices] or [[0]])
-
-        tries = [tree_of(indices) for indices in micros]
+        # A tree without a sequence is one token, of which no sequence holds a target.
+        tries = [
+            trie if len(indices) == len(sequences) > 0
+            else TokenTrie([sequences[i] for i in indices] or [[0]]) for indices in micros
+        ]  # fmt: skip
         self.tokens_run = sum(len(trie) for indices, trie in zip(micros, tries) if indices)
         lengths = parallel.row_lengths(self.plan, list(map(len, tries)))
-        rows = []
-        for indices, trie, length in zip(micros, tries, lengths, strict=True):
-            row = tree_row(trie, [masks[i] for i in indices] or [[]], length)
-            rows.append(row if indices else row.without_sequences())
-        return micros, rows
+        rows = [
+            tree_row(trie, [masks[i] for i in indices] or [[]], length)
+            for indices, trie, length in zip(micros, tries, lengths, strict=True)
+        ]
+        return micros, [row if held else row.without_sequences() for held, row in zip(micros, rows)]
 
 
 def tree_row(trie, masks, length) -> parallel.PackedRow:
-    """Return a tree as a row of `length` places.
-
-    masks: for each sequence, which of tokens[1:] are scored.
-    """
+    """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
     # After the tree stands padding, tokens of which each is a tree of its own.
     #
     #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
@@ -2539,10 +2668,7 @@ class BlockBatches(TreeBatches):
     """Train on one tree block by block, in memory for a path: `--tree dta`."""
 
     def forward_backward(self, sequences, masks, loss_fn):
-        """Add the gradient of a batch's loss to .grad, as `PackedBatches` does. Collective.
-
-        loss_fn is called for the sequences that end in a block.
-        """
+        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a block."""
         parallel.require_batch(self.model, sequences, masks)
         trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
@@ -2585,12 +2711,13 @@ class Trainer:
 
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
 
-    def __init__(self, config, model, *, generator=None, reference=None):
+    def __init__(self, config, model, *, generator=None, reference=None, teacher=None):
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
         generator: Transformer. It samples. Its weights come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
+        teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """
         self.config = config
         self.policy_version = 0
@@ -2600,7 +2727,7 @@ class Trainer:
         self.device = device_of(model)
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
-        self.plan = trainer_plan(config)
+        self.plan = plans_of(config).trainer
         self.grid = Grid.make(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
@@ -2618,17 +2745,18 @@ class Trainer:
         self.generator = generator
         if generator is not None and next(generator.parameters()).is_meta:
             shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
-        self.reference = reference
-        if reference is not None:
-            self.reference = self.shard_model(reference)
+        self.reference = None if reference is None else self.shard_model(reference)
+        self.teacher = teacher
+        if teacher is not None:
+            whole = copy.deepcopy(teacher)
+            self.teacher = self.shard_model(teacher)
+            for stage in part_of(self.teacher).stages:
+                models.load_hf(config.teacher, model=stage, whole=whole)
 
         # A metric that this run does not have is left out of its lines, not written as 0.
-        absent = set()
-        if reference is None:
-            absent.add("kl")
-        if config.advantage != "gae":
-            absent.add("value")
-        measured = {key: how for key, how, _ in METRICS.values() if key and key not in absent}
+        absent = {"kl": reference is None, "value": config.advantage != "gae", "": True}
+        absent["masked"] = not config.importance_cap
+        measured = {key: how for key, how, _ in METRICS.values() if not absent.get(key)}
         self.sums = ["tokens", *(key for key, how in measured.items() if how != "max")]
         self.maxima = [key for key, how in measured.items() if how == "max"]
 
@@ -2655,13 +2783,10 @@ class Trainer:
     def loss_denominator(self, batch) -> float:
         """Return this rank's term of Z of (7): the sum over ranks is num_global_valid_tokens."""
         # The loss of demonstrations is the mean of their tokens, whatever the aggregation.
-        config = self.config
-        aggregation = config.aggregation
-        if batch and batch[0].supervised:
-            aggregation = "token_mean"
-        masks = [t.mask for t in batch]
-        return loss_denominator(
-            masks, aggregation=aggregation, max_new_tokens=config.max_new_tokens)
+        is_supervised = bool(batch) and batch[0].supervised
+        how = dict(max_new_tokens=self.config.max_new_tokens)
+        how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
+        return loss_denominator([t.mask for t in batch], **how)
 
     def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
@@ -2675,14 +2800,14 @@ class Trainer:
         """
         if not num_global_valid_tokens > 0:
             raise ValueError(f"num_global_valid_tokens must be > 0, got {num_global_valid_tokens}")
+        if len({t.supervised for t in batch}) > 1:
+            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         Z = num_global_valid_tokens
         measured = []
 
         # Ranks that run one forward together first get what all of them have played. On one device
         # that is the batch itself. With trees, sequences then move to where their prefixes are.
         run = self.batches(self.model)
-        if len({t.supervised for t in batch}) > 1:
-            raise ValueError("expected demonstrations or rollouts, got both: make two calls")
         gathered, _ = gather_replica(self.model, batch)
         together = run.share_out(gathered)
 
@@ -2700,9 +2825,7 @@ class Trainer:
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
         self.experts.begin(batch, sequences)
-        tokens = [t.tokens for t in together]
-        masks = [t.mask for t in together]
-        run.forward_backward(tokens, masks, loss_of)
+        run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
@@ -2724,8 +2847,7 @@ class Trainer:
     def metrics_of_all_ranks(self, measured, batch, tokens_run) -> dict:
         """Return `loss_metrics` of all ranks' micro-batches, and how many tokens were trained on.
 
-        measured: list of dict. The sums of each of this rank's micro-batches.
-        tokens_run: int. Tokens that this rank has run, which a tree makes fewer than the batch's.
+        measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
         totals_K = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
@@ -2777,9 +2899,13 @@ class Trainer:
 
         # A group's advantages count its truncated rollouts, which have rewards; the filter comes
         # after and takes them out of the loss only. The critic's are whitened over what is left.
-        if config.advantage != "gae":
-            for group in groups:
-                group_advantages(config, group)
+        if self.teacher is not None:
+            # On-policy distillation: a token that the teacher gives a higher log-prob than the
+            # sampler did should become likelier. The mean of A is -KL(sampler, teacher).
+            for t, teacher in zip(everyone, self.forward_only(everyone, self.teacher)):
+                t.advantages = np.where(t.mask, teacher - t.sampler_logprobs, 0.0)
+        elif config.advantage != "gae":
+            group_advantages(config, batch, self.device)
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
@@ -2794,21 +2920,15 @@ class Trainer:
         """Return AdamW's rate in a step of the loop. A step's updates share one rate."""
         # Supervised steps are those below 0, with a warm-up of their own and no decay.
         c = self.config
+        total = c.steps if step >= 0 else c.demos
+        how = dict(warmup=min(c.lr_warmup, total), total=total)
         if step < 0:
-            warmup = min(c.lr_warmup, c.demos)
-            return c.demo_lr * lr_factor(c.demos + step, warmup=warmup, total=c.demos,
-                                         decay="constant")  # fmt: skip
-        warmup = min(c.lr_warmup, c.steps)
-        return c.lr * lr_factor(
-            step, warmup=warmup, total=c.steps, decay=c.lr_decay, min_ratio=c.lr_min,
-            first_step=c.lr_first_step,
-        )  # fmt: skip
+            return c.demo_lr * lr_factor(c.demos + step, decay="constant", **how)
+        how |= dict(decay=c.lr_decay, min_ratio=c.lr_min, first_step=c.lr_first_step)
+        return c.lr * lr_factor(step, **how)
 
     def forward_only(self, batch, model=None) -> list:
-        """Return log-probs of the sampled tokens: a numpy vector of L - 1 for each trajectory.
-
-        Entries of tokens that were not sampled are 0. model: default the policy.
-        """
+        """Return log-probs of the sampled tokens: (L - 1,) for each trajectory, else 0."""
         return self.score(batch, model or self.model, 0)
 
     def compute_values(self, batch) -> list:
@@ -2820,17 +2940,15 @@ class Trainer:
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
         together, first = gather_replica(model, batch)
-        tokens = [t.tokens for t in together]
-        masks = [t.mask for t in together]
-        scores = self.batches(model).forward(tokens, masks)
-        of_this_rank = scores[first : first + len(batch)]
-        return [columns[column].double().numpy() for columns in of_this_rank]
+        run = self.batches(model)
+        scores = run.forward([t.tokens for t in together], [t.mask for t in together])
+        own = scores[first : first + len(batch)]
+        return [columns[column].double().numpy() for columns in own]
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Reduce, clip by the global norm, step, zero the gradients, version + 1.
 
-        A non-finite norm skips the step on every rank, since every rank has the same norm, and
-        `max_skipped` of those in a row raise FloatingPointError.
+        A non-finite norm skips the step on all ranks. max_skipped in a row end the run.
         """
         # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
@@ -2850,7 +2968,7 @@ class Trainer:
         else:
             metrics["nonfinite"] = self.skip_step(suspect)
         self.optimizer.zero_grad()
-        self.experts.reset()
+        self.experts.counts_LE.zero_()
         return metrics | {"policy_version": self.policy_version}
 
     def skip_step(self, suspect) -> str:
@@ -2911,10 +3029,7 @@ class Task:
         """Make the task. It is called as Class(config)."""
 
     def prompt(self, rng, index: int, held_out: bool):
-        """Begin a group with a numpy Generator of its own: return (state, prompt tokens).
-
-        index: the prompt's number in the run, or in the evaluation if held_out.
-        """
+        """Begin a group: return (state, prompt tokens). index: in the run, or in the evaluation."""
         raise NotImplementedError
 
     def reply(self, state, answer: list[int]):
@@ -2947,17 +3062,17 @@ def naming_the_task(file):
     """Turn whatever the code in a task's file raises into an error that names file and line.
 
     Left alone, a RuntimeError about a task's own connection would read as a lost rank, and
-    sys.exit(0) would end the run with 0 and without a word. A ValueError keeps its message, for it
-    is meant for the reader; of anything else `main` prints the traceback too.
+    sys.exit(0) would end the run with 0. A ValueError keeps its message, for it is meant for the
+    reader; of anything else `main` prints the traceback too.
     """
     try:
         yield
     except (Exception, SystemExit) as error:
         # The innermost line of the task's own file: what it called may have raised elsewhere.
         where = Path(file).name
-        for frame in traceback.extract_tb(error.__traceback__):
-            if Path(frame.filename).resolve() == Path(file).resolve():
-                where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        for at in traceback.extract_tb(error.__traceback__):
+            if Path(at.filename).resolve() == Path(file).resolve():
+                where = f"{at.filename}, line {at.lineno}, in {at.name}"
         if isinstance(error, ValueError):
             raise TaskError(f"{error} ({where})") from None
         reason = f"{type(error).__name__}: {error}"
@@ -2969,9 +3084,8 @@ def naming_the_task(file):
 def asking(task):
     """Return the guard around calls of a task's methods. The tasks of this project need none."""
     file = Path(sys.modules[type(task).__module__].__file__)
-    if file in (Path(__file__), Path(__file__).with_name("text.py")):
-        return contextlib.nullcontext()
-    return naming_the_task(file)
+    own = Path(__file__), Path(__file__).with_name("text.py")
+    return contextlib.nullcontext() if file in own else naming_the_task(file)
 
 
 def is_held_out(data: bytes) -> bool:
@@ -2981,7 +3095,7 @@ def is_held_out(data: bytes) -> bool:
 
 def jsonl(config) -> Task:
     """Make the task of text. Only this task and commands about text import text.py."""
-    share_this_module()
+    sys.modules.setdefault("train_grpo", sys.modules[__name__])  # as in `from_file`
     import text
 
     return text.Jsonl(config)
@@ -2996,21 +3110,12 @@ def names_code(spec) -> bool:
     return file.endswith(".py") and Path(file).is_file()
 
 
-def share_this_module():
-    """Let a task that imports train_grpo get this module, and not a second copy of it."""
-    # Run as a script, this file is the module __main__. A second copy would have another class Task
-    # than this one.
-    sys.modules.setdefault("train_grpo", sys.modules[__name__])
-
-
 def from_file(spec, kind):
-    """Import FILE.py for spec FILE.py:NAME; return (file, what it calls NAME).
-
-    kind: class or function, for the error.
-    """
+    """Import FILE.py of FILE.py:NAME; return (file, its NAME). kind: class or function."""
     # The module gets a name of its own, so that a file called like a module of ours hides nothing.
+    # If it imports train_grpo, it gets this file, run as __main__, and not another class Task.
     file, _, name = spec.rpartition(":")
-    share_this_module()
+    sys.modules.setdefault("train_grpo", sys.modules[__name__])
     found = importlib.util.spec_from_file_location(f"task_{Path(file).stem}", file)
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
     with naming_the_task(file):
@@ -3046,10 +3151,7 @@ def make_task(config) -> Task:
 
 
 def mean_metrics(updates, step) -> dict:
-    """Return the metrics of a step from those of its updates, a list of dicts; warn if it is empty.
-
-    METRICS says for each name how the updates' numbers become one.
-    """
+    """Return a step's metrics from those of its updates by METRICS; warn if there is none."""
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -3059,19 +3161,13 @@ def mean_metrics(updates, step) -> dict:
     # sampled, so only there is the gap rounding and not learning. What the first update measured is
     # also written alone: an audit can then tell a wrong loss from what it did to the weights.
     out = {}
-    for name, (_, _, over_updates) in METRICS.items():
-        if name not in updates[0]:
-            continue
-        of_updates = [metrics[name] for metrics in updates]
-        first = of_updates[0]
-        if over_updates in ("mean", "max") and len(updates) > 1:
-            out[f"{name}_first"] = first
-        if over_updates == "first":
-            out[name] = first
-        elif over_updates == "max":
-            out[name] = max(of_updates)
-        elif over_updates:
-            out[name] = float(np.mean(of_updates))
+    for name, (_, _, how) in METRICS.items():
+        if name in updates[0]:
+            of_updates = [metrics[name] for metrics in updates]
+            if how in ("mean", "max") and len(updates) > 1:
+                out[f"{name}_first"] = of_updates[0]
+            found = {"first": of_updates[0], "max": max(of_updates)}
+            out[name] = found[how] if how in found else float(np.mean(of_updates))
     return out
 
 
@@ -3099,16 +3195,18 @@ def own_shape(config, task) -> ModelConfig:
 
 def require_rows(task, shape, source):
     """Raise ValueError if the task has tokens that the model of a directory does not have."""
-    rows = shape.vocab_size
-    if task.vocab_size > rows:
-        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {rows}")
+    if task.vocab_size > shape.vocab_size:
+        raise ValueError(f"the task has {task.vocab_size} tokens, {source} {shape.vocab_size}")
 
 
 def shape_of(config, task) -> ModelConfig:
     """Return the shape of the run's model; ValueError if it does not fit task or settings."""
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
     require_rows(task, shape, config.model)
-    require_experts(config, shape)
+    for name in ("balance_coef", "router_bias_rate"):
+        if getattr(config, name) and not shape.sparse_layers:
+            where = config.model or "the model of --layers and --hidden"
+            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it 0")
     return shape
 
 
@@ -3126,10 +3224,11 @@ def empty_model(config, shape, dtype) -> Transformer:
 def build(config, task):
     """Make policy, generator and, where there is a KL, a reference, all on the meta device.
 
-    The Trainer shards them and allocates this rank's parts. It gives the policy its first weights.
+    The Trainer shards them, allocates this rank's parts, and gives the policy its first weights.
+    The first push fills the generator, and `write_reference` the reference.
     """
-    # The first push fills the generator, and `write_reference` the reference. A reference never
-    # changes, so it needs no masters: it has the precision in which the policy computes.
+    # A reference never changes, so it needs no masters: it has the precision in which the policy
+    # computes.
     shape = shape_of(config, task)
     model = empty_model(config, shape, config.dtype)
     generator = empty_model(config, shape, config.rollout_dtype).requires_grad_(False)
@@ -3139,11 +3238,30 @@ def build(config, task):
     return model, generator, reference
 
 
-def start_run(config, device, side=None) -> int:
-    """Set up a run and do it. Return the exit code: 0, or 128 + the signal that ended it.
+def teacher_shape(config, task) -> ModelConfig | None:
+    """Return the shape of --teacher's model, or None; ValueError if its tokens are not the task's.
 
-    side: of a run whose generators have ranks of their own.
+    That both have the same tokenizer is for the user to know: files of two tokenizers may differ in
+    much that changes no token.
     """
+    if not config.teacher:
+        return None
+    shape = ModelConfig.from_hf(config.teacher)
+    require_rows(task, shape, f"the model of --teacher {config.teacher}")
+    return shape
+
+
+def build_teacher(config, task):
+    """Make the model of --teacher on the meta device, in the policy's compute dtype; or None."""
+    shape = teacher_shape(config, task)
+    if shape is None:
+        return None
+    with torch.device("meta"):
+        return Transformer(shape).to(getattr(torch, config.compute)).requires_grad_(False)
+
+
+def start_run(config, device, side=None) -> int:
+    """Set up a run and do it. Return the exit code. side: a Side, or None without A+B."""
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3154,49 +3272,45 @@ def start_run(config, device, side=None) -> int:
     # same on all ranks; under A+B both sides ask about both plans.
     shape = shape_of(config, task)
     require_plans(config, shape, side)
+    its_shape = teacher_shape(config, task)
+    if its_shape is not None:
+        require_plans(config, its_shape, side)
+        require_room(config, task, its_shape.max_position_embeddings)
     require_room(config, task, shape.max_position_embeddings)
     if side is not None and side.name == parallel.GENERATOR:
         return generate_apart(config, task, device, side)
-    model, generator, reference = build(config, task)
-    tell_of_router_loss(config, model)
+    tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            make = Trainer
-            if side is not None:
-                make = functools.partial(ApartTrainer, side)
-            trainer = make(config, model, generator=generator, reference=reference)
+            model, generator, reference = build(config, task)
+            teacher = build_teacher(config, task)
+            make = Trainer if side is None else functools.partial(ApartTrainer, side)
+            trainer = make(
+                config, model, generator=generator, reference=reference, teacher=teacher)
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
 
 
 def require_plans(config, shape, side):
-    """Raise ValueError for a plan that does not fit the model's shape or the number of ranks.
-
-    side: as in `start_run`. Each side has a world of its own; A|B have one.
-    """
-    if not config.plan:
-        return
-
+    """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
     # A side that asked about its own plan alone would learn too late that the other one refuses:
     # the trainer would have claimed the directory by then, and --overwrite deletes what is there.
-    worlds = dict.fromkeys((parallel.GENERATOR, parallel.TRAINER), dist.get_world_size())
-    if side is not None:
-        worlds = side.sizes
-    _, trainer = config.plans
-    ulysses = config.cp_method == "ulysses"
-    trainer.require_fits(world=worlds[parallel.TRAINER], config=shape, ulysses=ulysses)
-    generator_plan(config).require_fits(world=worlds[parallel.GENERATOR], config=shape)
+    both = parallel.GENERATOR, parallel.TRAINER
+    worlds = dict.fromkeys(both, dist.get_world_size()) if side is None else side.sizes
+    if config.plan:
+        fits = dict(world=worlds[parallel.TRAINER], ulysses=config.cp_method == "ulysses")
+        config.plans.trainer.require_fits(config=shape, **fits)
+        generator = plans_of(config).generator
+        generator.require_fits(config=shape, world=worlds[parallel.GENERATOR])
 
 
-def tell_of_router_loss(config, model):
+def tell_of_router_loss(config, shape):
     """Say in one line if a checkpoint's experts were balanced by a loss in its training."""
-    if not (config.model and model.config.sparse_layers):
-        return
     # transformers' loss is of a whole batch, so it depends on how a batch is cut; (8) does not.
-    raw = models.read_json(Path(config.model) / "config.json")
-    coef = raw.get("router_aux_loss_coef")
+    raw = models.read_json(Path(config.model) / "config.json") if config.model else {}
+    coef = raw.get("router_aux_loss_coef") if shape.sparse_layers else None
     if coef:
         does = f"--balance-coef {config.balance_coef:g} does that here, for each sequence"
         if not config.balance_coef:
@@ -3205,12 +3319,9 @@ def tell_of_router_loss(config, model):
 
 
 def require_room(config, task, positions):
-    """Raise ValueError if a prompt and an answer are longer than the model has positions.
-
-    Every rank looks at the same first prompts, one to train on and one held out, so that all refuse
-    together; `generate` refuses later prompts of other lengths.
-    """
-    # `generate` would refuse these too, but on one rank in the middle of a step.
+    """Raise ValueError if a prompt and an answer are longer than the model has positions."""
+    # `generate` refuses too, but on one rank in the middle of a step. Here every rank looks at the
+    # same first prompts, one to train on and one held out, so that all refuse together.
     for stream, held_out in ((ROLLOUT, False), (EVALUATION, True)):
         rng = np.random.default_rng([config.seed, stream, 0, 0])
         with asking(task):
@@ -3222,24 +3333,13 @@ def require_room(config, task, positions):
             )
 
 
-def require_experts(config, shape):
-    """Raise ValueError for settings about experts if a model of this shape has none."""
-    for name in ("balance_coef", "router_bias_rate"):
-        if getattr(config, name) and not shape.sparse_layers:
-            where = config.model or "the model of --layers and --hidden"
-            raise ValueError(f"{_flag(name)} is about experts, and {where} has none: leave it 0")
-
-
 # 19. The run: resume, save, log ---------------------------------------------------------------
 # What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
 
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
-    """Return the metrics of a step of the loop, all but seconds and the evaluation.
-
-    metrics: of `Trainer.prepare`. updates: a dict for each optimizer step.
-    """
+    """Return the metrics of a step, all but seconds and the evaluation, from those of its parts."""
     # The age of the sampler's weights when each update began.
     version = trainer.policy_version
     for update in reversed(updates):
@@ -3255,10 +3355,7 @@ def step_metrics(trainer, batch, metrics, updates, step) -> dict:
 
 
 def do_step(config, source, trainer, step) -> dict:
-    """Do one step of the loop by itself, without evaluation or log; return its metrics.
-
-    For an audit, and for measurements. The batch source and the trainer stand before the step.
-    """
+    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
     found = {}
 
     def keep(step, batch, metrics, updates, solved):
@@ -3276,25 +3373,25 @@ def warn(text):
         print(text, file=sys.stderr)
 
 
-class Interrupted(Exception):
-    """A signal has ended the loop, after the step in which it was seen and its checkpoint."""
+def say(text):
+    """Print one line above the bar, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        tqdm.write(text)
 
-    def __init__(self, number):
-        self.number = number
+
+class Interrupted(Exception):
+    """A signal, its number, has ended the loop, after the step in which it was seen."""
 
 
 def run(config, task, trainer, out) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
-    # If generators have ranks of their own, lines wait for their evaluations, and a signal may come
-    # to either side. All else is the same.
-    if config.is_disaggregated:
-        log = LateLog(config, out, task)
+    log = Log(config, out, task)
+    if config.is_disaggregated:  # a signal may come to either side
         stop = StopOnBothSides(trainer.side)
         make_queue = ApartQueue
         trainer.side.where = lambda: trainer.where
         trainer.side.advice = log.advice
     else:
-        log = Log(config, out, task)
         stop = Stop()
         make_queue = RolloutQueue
     with parallel.naming_lost_ranks(lambda: trainer.where, log.advice):
@@ -3303,20 +3400,21 @@ def run(config, task, trainer, out) -> int:
         log.begin(trainer, queue, stop, origin)
         # A generator has no weights before the first push.
         trainer.push_weights()
-        if first_step >= 0:
-            log.begin_loop(first_step, queue.evaluate(-1) if first_step == 0 else None)
+        if first_step == 0:
+            queue.evaluate(-1)
+            log.line(-1, {"eval/solved": None})
         try:
             solved = train(config, queue, trainer, log)
         except Interrupted as interrupted:
-            return trainer.leave(128 + interrupted.number, out)
+            return trainer.leave(128 + interrupted.args[0], out)
 
         if solved is None:  # resumed at its last step, or still being evaluated
-            solved = queue.evaluate(config.steps)
+            queue.evaluate(config.steps - 1)
         if config.router_bias_rate:
-            log.say(f"{out}/hf is not written: its format has no --router-bias-rate")
+            say(f"{out}/hf is not written: its format has no --router-bias-rate")
         elif not config.is_disaggregated:
-            export(config, task, trainer.generator, out, log)
-        log.end(solved)
+            export(config, task, trainer.generator, out)
+        log.end()
         return trainer.leave(0, out, export=not config.router_bias_rate)
 
 
@@ -3346,13 +3444,9 @@ def restore(config, trainer, out):
 
 
 def save(config, trainer, out, step, kind="step", pending=()) -> bool:
-    """Write the checkpoint of `step` and delete what it supersedes. False if nothing was written.
-    Collective.
-
-    A run whose last gradients were not finite is about to go wrong: its checkpoints would push the
-    good ones out. And ranks that should hold the same bits are compared first, because nothing else
-    sees a bit that flipped in one of them.
-    """
+    """Write a step's checkpoint and delete what it supersedes. False if nothing was written."""
+    # A run whose last gradients were not finite is about to go wrong. Its checkpoints would push
+    # the good ones out. Nothing but this comparison sees a bit that flipped in one rank's memory.
     if trainer.skipped_in_a_row:
         return False
     difference = parallel.replica_difference(trainer.model, trainer.optimizer)
@@ -3372,12 +3466,6 @@ def save(config, trainer, out, step, kind="step", pending=()) -> bool:
     for old in agree(outdated):
         shutil.rmtree(old, ignore_errors=True)
     return True
-
-
-def newest_good(out) -> str:
-    """Say which checkpoint a run that could not save its last state can go on from. Collective."""
-    newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
-    return f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
 
 
 class Log:
@@ -3403,6 +3491,9 @@ class Log:
         self.task = task
         self.on = dist.get_rank() == 0
         self.started = time.perf_counter()
+        self.waiting = []  # (step, metrics) of lines that are not written
+        self.expected = -1  # the last step count whose evaluation a line waits for
+        self.solved = None  # in the latest evaluation that is written
         self.solved_before = None  # known in the process that does step 0
         self.idle = 0  # steps in a row with nothing to learn from, up to now
         self.events = None
@@ -3414,17 +3505,8 @@ class Log:
 
             self.events = SummaryWriter(out)
 
-    def say(self, text):
-        if self.on:
-            tqdm.write(text)
-
     def begin(self, trainer, queue, stop, origin):
-        """Say in three lines what is trained, how and where; cut files back to where it goes on.
-
-        queue: the batch source, which knows the first step.
-        stop: a Stop, looked at after each step.
-        origin: where the weights come from, in words.
-        """
+        """Say in three lines what is trained, how and where; cut files back to where it goes on."""
         self.trainer = trainer
         self.queue = queue
         self.stop = stop
@@ -3441,50 +3523,35 @@ class Log:
         if c.is_disaggregated:
             world = parallel.Allocation.parse(plan).world
         dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
-        self.say(f"{c.task}: {count:,} parameters, {origin}")
-        self.say(f"from step {max(0, first)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
-                 f"{world} rank(s), plan {plan}, {c.data_parallel}, "
-                 f"{trainer.device.type}, {dtype}")  # fmt: skip
-        self.say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out "
-                 f"{self.out} goes on")  # fmt: skip
+        say(f"{c.task}: {count:,} parameters, {origin}")
+        say(f"from step {max(0, first)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+            f"{world} rank(s), plan {plan}, {c.data_parallel}, {trainer.device.type}, {dtype}")
+        say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out {self.out} "
+            f"goes on")
         if getattr(self.task, "note", ""):  # what a task has decided, such as a template
-            self.say(self.task.note)
+            say(self.task.note)
 
         # Lines after the checkpoint belong to steps that are now done again.
         firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first))
         if c.demos:
-            firsts["demos.jsonl"] = min(c.demos, c.demos + first)
+            firsts["demos.jsonl"] = c.demos + min(0, first)
         for name, step in firsts.items():
             with writing(self.out / name, self.advice):
                 cut_lines(self.out / name, step)
-        if first < 0:
-            self.begin_table(self.DEMO_COLUMNS, c.demos, c.demos + first)
+        self.begin_table(first)
 
-    def begin_loop(self, step, solved):
-        """Begin the table of the loop. solved: before step 0, the fraction solved already."""
-        self.begin_table(self.COLUMNS, self.config.steps, step)
-        if step == 0:
-            self.before(solved)
-
-    def begin_table(self, columns, total, done):
-        """Print the head of a table of supervised steps or of the loop, and begin its bar."""
-        if self.on:
-            if self.bar:  # the table of the supervised steps and its bar stay on the screen
-                self.bar.close()
-            self.columns = columns
-            self.say("  step" + "".join(f"{name:>10}" for name in columns) + "  tokens/s")
-            self.bar = tqdm(total=total, initial=done, disable=None, unit="step")
-
-    def before(self, solved):
-        """Note what was solved before step 0, whose line will say so."""
-        self.solved_before = solved
-        self.row("before", {"eval/solved": solved})
+    def begin_table(self, step):
+        """Print the head of the table of supervised steps, or of the loop, and begin its bar."""
+        if self.bar:  # the table of the supervised steps and its bar stay on the screen
+            self.bar.close()
+        demos = self.config.demos if step < 0 else 0
+        self.columns = self.DEMO_COLUMNS if step < 0 else self.COLUMNS
+        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
+        total = demos or self.config.steps
+        self.bar = tqdm(total=total, initial=demos + step, disable=None, unit="step")
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write the lines of a step, and its checkpoint if one is due. Collective.
-
-        Raises Interrupted if a signal has come. See `train` for the arguments.
-        """
+        """Write a step's lines, and its checkpoint if due. Raise Interrupted after a signal."""
         seconds = self.queue.clock.read()
         if step < 0:
             if not updates:
@@ -3492,25 +3559,31 @@ class Log:
             # The evaluation before step 0 belongs to no supervised step.
             seconds["seconds/total"] -= seconds.get("seconds/eval", 0.0)
             metrics = updates[0] | {"updates/skipped": self.trainer.skipped} | seconds
-            self.demo(self.config.demos + step, {name: metrics[name] for name in self.DEMO_METRICS})
+            metrics = {name: metrics[name] for name in self.DEMO_METRICS}
+            progress = f"loss {metrics['loss/token_mean']:.3f}"
+            if self.on:
+                number = self.config.demos + step
+                self.advance("demos.jsonl", number, metrics, progress, is_shown=step == -1)
         else:
             self.rollouts(step, batch)
             metrics = step_metrics(self.trainer, batch, metrics, updates, step)
             if evaluates(self.config, step):
-                metrics["eval/solved"] = solved
-                self.sample(step, self.queue.shown)
+                metrics["eval/solved"] = None  # filled in by `line`
             self.line(step, metrics | seconds)
 
         # A signal is looked at between two steps, by all ranks together: they save the same step.
         self.save(step + 1, self.stop.agreed(self.trainer.device))
         if step == -1:
-            self.begin_loop(0, solved)
+            if self.on:
+                self.begin_table(0)
+            self.line(-1, {"eval/solved": None})
 
     def save(self, step, signalled):
         """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
         c = self.config
-        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+        kind = "demos" if step < 0 else "step"
         done = step if step >= 0 else c.demos + step
+        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
         if step == 0:
             # The second moments of a converged supervised fit are tiny: kept, they would make the
             # first policy-gradient steps ten times too long. The reference is written before the
@@ -3520,81 +3593,103 @@ class Log:
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        # A resumed run cuts its files after the checkpoint: by then each line is there.
-        self.settle()
-        kind = "demos" if step < 0 else "step"
-        pending = self.queue.stored()
-        saved = save(c, self.trainer, str(self.out), done, kind, pending)
+        # A resumed run cuts its files after the checkpoint: by then each line is there. All ranks
+        # wait, because those that have nothing to write would wait too long in a collective.
+        self.queue.settle(self.expected)
+        self.write_whole_lines()
+        out = str(self.out)
+        state = f"saved after {done if step > 0 else c.demos + step} steps"
+        if step <= 0:
+            state = state.replace("steps", "supervised steps")
+        saved = save(c, self.trainer, out, done, kind, self.queue.stored())
+        if not saved:
+            newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
+            state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
         if is_last and not saved:
             raise FloatingPointError(
                 f"the run ends in steps that were skipped for a non-finite gradient, so its last "
-                f"state is not saved; {newest_good(self.out)}"
+                f"state is not saved; {state}"
             )
         if signalled and step < c.steps:
-            state = f"saved after {done} steps"
-            if step <= 0:
-                state = f"saved after {c.demos + step} supervised steps"
-            if not saved:
-                state = newest_good(self.out)
-            self.say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
+            say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
             raise Interrupted(signalled)
 
     def row(self, label, metrics):
         """Print a line of the table. It has one now and then, and the files one for each step."""
-        shown = [metrics.get(name) for name in self.columns.values()] if self.on else []
+        shown = [metrics.get(name) for name in self.columns.values()]
         cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
         if "seconds/total" in metrics:
             tokens = metrics.get("tokens/generated", 0) + metrics["tokens/trained_flat"]
             cells.append(f"{tokens / metrics['seconds/total']:10.0f}")
-        self.say(f"{label:>6}{''.join(cells)}".rstrip())
+        say(f"{label:>6}{''.join(cells)}".rstrip())
 
-    def advance(self, name, step, metrics, progress):
-        """Write a step's line to the file `name`, and move the bar on; progress is next to it."""
+    def advance(self, name, step, metrics, progress, is_shown):
+        """Write a step's line to the file `name`, and move the bar on. is_shown: in the table."""
         self.write(name, {"step": step} | metrics)
         self.bar.set_postfix_str(progress, refresh=False)
         self.bar.update()
+        # TensorBoard has both tables in one run, under names of their own.
+        prefix = "demos/" if name == "demos.jsonl" else ""
         if self.events:
-            prefix = "demos/" if name == "demos.jsonl" else ""
             for key, value in metrics.items():
                 self.events.add_scalar(prefix + key, value, step)
-
-    def demo(self, number, metrics):
-        """Write the line of a supervised step."""
-        if self.on:
-            progress = f"loss {metrics['loss/token_mean']:.3f}"
-            self.advance("demos.jsonl", number, metrics, progress)
-            if number % self.config.log_every == 0 or number + 1 == self.config.demos:
-                self.row(number, metrics)
+        if is_shown or step % self.config.log_every == 0:
+            self.row(step, metrics)
 
     def line(self, step, metrics):
-        """Write the line of a step of the loop."""
-        if not self.on:
-            return
-        if step == 0:
-            metrics = {"eval/solved_before": self.solved_before} | metrics
-        self.advance("metrics.jsonl", step, metrics, f"reward {metrics['reward/mean']:.3f}")
-        if step % self.config.log_every == 0 or "eval/solved" in metrics:
-            self.row(step, metrics)
-        self.warn_if_idle(step, metrics)
+        """Write a step's line, as -1 the row before the loop, once its evaluation has come."""
+        if "eval/solved" in metrics:
+            self.expected = step + 1
+        if self.on:
+            self.waiting.append((step, metrics))
+            self.write_whole_lines()
+
+    def write_whole_lines(self):
+        """Write every line up to the first whose evaluation has not come."""
+        while self.waiting:
+            # On ranks that evaluate themselves every line is whole at once.
+            step, metrics = self.waiting[0]
+            is_evaluated = "eval/solved" in metrics
+            if is_evaluated:
+                found = self.queue.evaluation(step + 1)
+                if found is None:
+                    return
+                self.solved, seconds, shown = found
+                metrics |= {"eval/solved": self.solved, "seconds/eval": seconds}
+            self.waiting.pop(0)
+            if step < 0:
+                self.solved_before = self.solved
+                self.row("before", metrics)
+                continue
+
+            if is_evaluated and shown:
+                with asking(self.task):
+                    self.text = self.task.show(shown.tokens)
+                shown = {"step": step, "reward": shown.reward, "text": self.text}
+                self.write("samples.jsonl", shown)
+            if step == 0:
+                metrics = {"eval/solved_before": self.solved_before} | metrics
+            progress = f"reward {metrics['reward/mean']:.3f}"
+            self.advance("metrics.jsonl", step, metrics, progress, is_evaluated)
+            self.warn_if_idle(step, metrics)
 
     def warn_if_idle(self, step, metrics):
         """Say it once if some steps in a row had no two rewards to compare."""
+        learns = self.config.teacher or self.config.normalization == ("none", "none")
+        is_idle = metrics["reward/groups_equal"] == 1 and not learns
+        self.idle = self.idle + 1 if is_idle else 0
+        if self.idle != self.IDLE:
+            return
         # What helps depends on which reward it is that all of them have.
-        self.idle = self.idle + 1 if metrics["reward/groups_equal"] == 1 else 0
-        if self.idle == self.IDLE:
-            text = "in each group all rewards are equal, so nothing is learned: raise --group"
-            if metrics["reward/groups_none"] == 1:
-                text = (
-                    "no rollout is solved and no reward is better than another in its group, so "
+        text = "in each group all rewards are equal, so nothing is learned: raise --group"
+        if metrics["reward/groups_none"] == 1:
+            text = ("no rollout is solved and no reward is better than another in its group, so "
                     "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
-                    "an answer, or raise --group, --max-new-tokens or --temperature"
-                )
-            if metrics["reward/groups_all"] == 1:
-                text = (
-                    "every rollout is solved, so nothing more is learned: stop here, or give "
-                    "harder prompts"
-                )
-            warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
+                    "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
+        if metrics["reward/groups_all"] == 1:
+            text = ("every rollout is solved, so nothing more is learned: stop here, or give "
+                    "harder prompts")  # fmt: skip
+        warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
 
     def write(self, name, *lines):
         """Append lines of JSON to a file of the run."""
@@ -3605,115 +3700,100 @@ class Log:
                         line = line | {key: None}  # JSON has no NaN
                 file.write(json.dumps(line) + "\n")
 
-    def sample(self, step, trajectory):
-        """Write the trajectory that an evaluation shows."""
-        if self.on and trajectory:
-            with asking(self.task):
-                self.text = self.task.show(trajectory.tokens)
-            self.write("samples.jsonl", {"step": step, "reward": trajectory.reward,
-                                         "text": self.text})  # fmt: skip
-
     def rollouts(self, step, batch):
-        """Write rollouts.jsonl, a line a rollout, for the steps that `--log-rollouts` says.
-
-        batch: after `Trainer.prepare`. Vectors have an entry for each of tokens 1, 2, ..; `rewards`
-        are (index of a turn's last target, reward); a dropped group has no advantage. Collective.
-        """
+        """Write rollouts.jsonl for the steps that `--log-rollouts` says. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
         # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
         # group.
         c = self.config
         sampled_at = step - c.staleness
-        at_checkpoint = sampled_at >= 0 and c.save_every > 0 and sampled_at % c.save_every == 0
-        first = max(0, self.queue.first_step)
-        whole = at_checkpoint or step == 0 or sampled_at == first or c.log_rollouts == "all"
+        whole = step == 0 or sampled_at == max(0, self.queue.first_step)
+        if c.save_every and sampled_at >= 0:
+            whole = whole or sampled_at % c.save_every == 0
+        whole = whole or c.log_rollouts == "all"
         if c.log_rollouts == "none" or not (whole or evaluates(c, step)):
             return
-        groups = batch.groups
-        if not whole:
-            shown = batch.kept[0] if batch.kept else 0
-            groups = {number: groups[number] for number in groups if number == shown}
+        one = batch.kept[0] if batch.kept else 0
+        groups = {number: group for number, group in batch.groups.items() if whole or number == one}
 
         # Ranks have played groups of their own, and rank 0 writes: in the order of their numbers,
         # so that the file does not tell how many ranks there were.
         # COMM: what decides above is the same on all ranks, so all come here or none does.
         # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
-        for number, group in sorted(gather_groups(groups).items()):
+        for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
             self.write("rollouts.jsonl", *lines)
 
-    def settle(self):
-        """Wait until nothing of a step that is done is still to be written."""
-
-    def end(self, solved):
+    def end(self):
         """Say how the run ended."""
+        self.queue.settle(self.config.steps)
         if not self.on:
             return
+        self.write_whole_lines()
+        if self.solved is None:  # a run that was resumed at its last step has no line to come
+            self.solved, _, _ = self.queue.evaluation(self.config.steps)
         self.bar.close()
         if self.text is not None:  # a run that was resumed at its last step has played nothing
-            self.say(f"sample: {self.text}")
-        verb = "met" if solved >= self.config.target else "MISSED"
+            say(f"sample: {self.text}")
+        verb = "met" if self.solved >= self.config.target else "MISSED"
         seconds = time.perf_counter() - self.started
         verb = f"target {self.config.target} {verb} after {self.config.steps} steps"
-        self.say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
+        say(f"eval/solved {self.solved:.3f}: {verb}, {seconds:.0f} s")
 
 
 def rollout_line(task, step, number, t) -> dict:
     """Return a line of rollouts.jsonl: rollout `number` of its group, a Trajectory."""
     # Vectors as they are, of all targets, so that a line can be read without the run.
-    row = t.to_json()
     with asking(task):
         text = task.show(t.tokens)
-    return {
-        "step": step, "group": t.group, "rollout": number, "tokens": row["tokens"],
-        "sampled": row["sampled"], "logprobs": row["logprobs"], "text": text,
-        "rewards": row["rewards"],
-        "advantage": None if t.advantages is None else t.advantages.tolist(),
-        "truncated": row["truncated"],
-    }  # fmt: skip
+    line = {"step": step, "group": t.group, "rollout": number, **t.to_json(), "text": text}
+    line["advantage"] = None if t.advantages is None else t.advantages.tolist()
+    del line["path"]
+    return line
 
 
-def export(config, task, generator, out, log):
+def export(config, task, generator, out):
     """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective.
 
     The weights are the generator's, in its own dtype; in mixed precision the masters.
     """
     # Only this needs the package, and the run is over: its checkpoint holds the weights.
-    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
-        log.say(f"{out}/hf not written: pip install safetensors, and then "
-                f"python train_grpo.py export {out} {out}/hf")  # fmt: skip
-        return
     directory = f"{out}/hf"
+    advice = f"go on with --resume --out {out}"
+    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
+        say(f"{directory} not written: pip install safetensors, and then "
+            f"python train_grpo.py export {out} {directory}")  # fmt: skip
+        return
 
     # Every rank gives its parts of a split generator, one tensor at a time, and rank 0 writes them.
-    split = any(place.cuts for place in part_of(generator).places.values())
-    split = split and not config.is_mixed
-    if split:
-        agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
-        with writing(directory, log.advice):
-            models.save_hf(generator, beside(directory))
-
     # Rank 0 does the rest. The masters, which are finer than the generator, are in the last
     # checkpoint.
+    split = any(place.cuts for place in part_of(generator).places.values())
+    if split and not config.is_mixed:
+        agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
+        with writing(directory, advice):
+            models.save_hf(generator, beside(directory))
+        generator = None
+
     def write():
         model = generator
         if config.is_mixed:
             model = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
-        with writing(directory, log.advice):
-            write_hf(model, directory, config.model, weights_written=split)
+        with writing(directory, advice):
+            write_hf(model, directory, config.model)
 
     agree(write)
 
 
-def write_hf(model, directory, source, weights_written=False):
+def write_hf(model, directory, source):
     """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
 
-    source: the --model directory, whose tokenizer, template and ends of turns are copied, or "".
-    weights_written: bool. The weights and the config are `beside` the directory already.
+    model: None if weights and config are `beside` the directory already.
+    source: the --model directory whose text files are copied, or "".
     """
     partial = beside(directory)
     try:
-        if not weights_written:
+        if model is not None:
             shutil.rmtree(partial, ignore_errors=True)
             models.save_hf(model, partial)
         if source and not Path(source).is_dir():
@@ -3739,9 +3819,8 @@ def resident_peak() -> float:
     """Return the most megabytes that this process has had in memory; 0 if the system hides it."""
     # Linux says it in kB, other systems in a unit of their own.
     with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-        return peaks[0] * 1024 / 1e6 if peaks else 0.0
+        found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        return int(found[1]) * 1024 / 1e6 if found else 0.0
     with contextlib.suppress(ImportError):
         import resource  # not on Windows
 
@@ -3750,30 +3829,26 @@ def resident_peak() -> float:
     return 0.0
 
 
-def reference_tensors(trainer) -> dict:
-    """Return the tensors of the frozen reference, by name. Without a reference {}."""
-    if trainer.reference is None:
-        return {}
-    tensors = {name: p.detach() for name, p in trainer.reference.named_parameters()}
-    return tensors | parallel.persistent_buffers(trainer.reference)
-
-
 def write_reference(out, trainer):
     """Make the policy of now the frozen reference, and store it, so that a resume has it."""
-    # A resumed run would else measure its KL against the weights that it resumes with.
+    # A resumed run would else measure its KL against the weights that it resumes with. Both models
+    # are sharded identically, so each rank copies its own part.
     if trainer.reference is not None:
-        copy_part(trainer.model, trainer.reference)
-        write_checkpoint(f"{out}/reference", reference_tensors(trainer), {})
+        part_of(trainer.model).reshard()
+        reference = parallel.tensors_of(trainer.reference)
+        for name, x in parallel.tensors_of(trainer.model).items():
+            local(reference[name]).copy_(local(x).detach())
+        write_checkpoint(f"{out}/reference", reference, {})
 
 
 def read_reference(out, trainer):
     """Read the frozen reference of a run that goes on."""
-    if trainer.reference is not None:
-        try:
-            read_checkpoint(f"{out}/reference", reference_tensors(trainer))
-        except ValueError as error:
-            advice = "put a copy of it back, or begin again with --overwrite"
-            raise ValueError(f"{error}; {advice}") from error
+    try:
+        if trainer.reference is not None:
+            read_checkpoint(f"{out}/reference", parallel.tensors_of(trainer.reference))
+    except ValueError as error:
+        advice = "put a copy of it back, or begin again with --overwrite"
+        raise ValueError(f"{error}; {advice}") from error
 
 
 @contextlib.contextmanager
@@ -3788,12 +3863,10 @@ def writing(path, advice):
 
 
 def read_json_lines(path, *, skip_torn_last=False) -> list:
-    """Return [(line number from 1, object)] of a file with one JSON object a line.
+    """Return [(line number from 1, object)] of a file with a JSON object a line or nothing.
 
-    Empty lines are skipped.
-
-    ValueError names file and line of what is not an object. skip_torn_last: leave out the last line
-    if it is damaged and no newline ends it, as a kill or a full disk leaves a file.
+    ValueError names a line that holds anything else. skip_torn_last: leave out the last line if it
+    is damaged and no newline ends it, as a kill or a full disk leaves a file.
     """
     try:
         lines = Path(path).read_bytes().split(b"\n")  # JSON strings may hold other line breaks
@@ -3803,19 +3876,18 @@ def read_json_lines(path, *, skip_torn_last=False) -> list:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     found = []
     for number, line in enumerate(lines, 1):
-        problem = None
+        if not line.strip():
+            continue
         try:
-            value = json.loads(line.decode("utf-8")) if line.strip() else {}
-            if not isinstance(value, dict):
-                problem = f"it is a {type(value).__name__}"
+            value = json.loads(line.decode("utf-8"))
+            problem = None if isinstance(value, dict) else f"it is a {type(value).__name__}"
         except (ValueError, RecursionError) as error:
             problem = error
-        # After the last newline split leaves an empty piece, so a last piece that is not empty is a
-        # line that nobody has finished.
-        if problem is not None and not (skip_torn_last and number == len(lines)):
-            raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
-        if problem is None and line.strip():
+        # The last piece is empty if the last line ends, so else it is a line that nobody finished.
+        if problem is None:
             found.append((number, value))
+        elif not (skip_torn_last and number == len(lines)):
+            raise ValueError(f"{path} line {number} holds no JSON object: {problem}")
     return found
 
 
@@ -3828,15 +3900,13 @@ def whole_lines(path) -> list[dict]:
 
 def cut_lines(path, step):
     """Drop the lines of `step` and later, and torn ones; the file is replaced whole."""
-    # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
-    partial = path.with_suffix(".tmp")
-    lines = []
-    for line in whole_lines(path):
+    lines = whole_lines(path)
+    for line in lines:
         if not isinstance(line.get("step"), int):
             raise ValueError(f"{path} has a line without a step: {json.dumps(line)[:60]}")
-        if line["step"] < step:
-            lines.append(json.dumps(line) + "\n")
-    partial.write_text("".join(lines))
+    # A kill between the two last lines leaves the old file and a .tmp that nobody reads.
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(json.dumps(x) + "\n" for x in lines if x["step"] < step))
     partial.replace(path)
 
 
@@ -3888,10 +3958,7 @@ ONE_PROCESS = dict(
 
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
-    """Make a process group of this process alone, which the ordinary code needs; yield the device.
-
-    An existing group is used, and stays.
-    """
+    """Make a process group of this process alone, unless there is one; yield the device."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"{command} is one process: start it without torchrun")
     if device == "cuda" and not torch.cuda.is_available():
@@ -3909,23 +3976,16 @@ def one_process(command, device="cpu", threads=1):
 
 
 def policy_in(path, config, task, dtype, alone=False):
-    """Return the policy in a run's checkpoint `path`, whole, on the CPU and in a dtype.
-
-    alone: no other rank calls it.
-    """
+    """Return the policy of a checkpoint, whole, on the CPU. alone: no other rank calls it."""
+    # The run has checked that the task fits. With --model there may be no task here.
     shape = ModelConfig.from_hf(config.model) if config.model else own_shape(config, task)
-    model = Transformer(shape).to(getattr(torch, config.dtype))
-    if config.advantage == "gae":
-        model.add_value_head()
-    if config.router_bias_rate:
-        models.give_router_bias(model, config.router_bias_rate)
+    model = empty_model(config, shape, config.dtype).to_empty(device="cpu")
 
     # The weights alone: AdamW's two moments of each are twice as much again, and stay on the disk.
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     weights |= {f"buffer.{name}": x for name, x in parallel.persistent_buffers(model).items()}
     read_checkpoint(path, weights, only=("model.", "buffer."), alone=alone)
-    model = model.to(getattr(torch, dtype)).requires_grad_(False)
-    return keep_states_wide(config, model)
+    return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
 # 22. Generators on ranks of their own: --plan A+B ---------------------------------------------
@@ -3939,7 +3999,7 @@ def policy_in(path, config, task, dtype, alone=False):
 #     generator          batches 0 1                      batch 2     evaluation       batch 3
 #
 # (K = 1, an evaluation after each step.) Batches and evaluations go through torchrun's store as
-# JSON, a key for each group of answers; weights by broadcast. See "Two sides" in parallel.py.
+# JSON; weights by broadcast. See "Two sides" in parallel.py.
 
 
 @contextlib.contextmanager
@@ -3960,27 +4020,22 @@ def joined(config):
 
 
 class ApartTrainer(Trainer):
-    """A Trainer whose generator is on other ranks: a push is an order to them.
+    """A Trainer whose generator, on the meta device here, is on other ranks: a push is an order."""
 
-    generator: on the meta device, for its names, shapes and dtype.
-    """
-
-    def __init__(self, side, config, model, *, generator, reference=None):
-        super().__init__(config, model, reference=reference)
+    def __init__(self, side, config, model, *, generator, reference=None, teacher=None):
+        super().__init__(config, model, reference=reference, teacher=teacher)
         self.generator = generator
         self.side = side
         self.sender = parallel.WeightSender(side, self.model, self.optimizer, generator)
         self.queue = None  # the ApartQueue of the run
 
     def push_weights(self) -> int:
-        """Send the weights, one tensor at a time, in the generator's dtype; the version."""
-        order = self.queue.next_order()
-        if order:
+        if order := self.queue.next_order():
             self.sender.send(order)
         return self.policy_version
 
     def leave(self, code, out, export=False) -> int:
-        """Give the last order: the run is over. export: whether the generator writes OUT/hf."""
+        """Give the last order: the run is over."""
         self.sender.send({"code": code, "out": out, "export": export}, weights=False)
         return code
 
@@ -3992,7 +4047,6 @@ class ApartQueue(RolloutQueue):
         super().__init__(config, task, trainer, first_step, pending)
         self.side = trainer.side
         self.done = first_step  # the next push is of the weights after this number of steps
-        self.trained = max(0, first_step)  # batches that were asked for
         trainer.queue = self
 
     def next_order(self) -> dict | None:
@@ -4002,42 +4056,29 @@ class ApartQueue(RolloutQueue):
         if step < 0:
             return None
         # The same batches that `RolloutQueue` samples in the step that follows.
-        numbers = []
-        if step < self.config.steps:
-            numbers = list(range(self.next, step + self.config.staleness + 1))
-            self.next += len(numbers)
+        last = step + self.config.staleness + 1 if step < self.config.steps else 0
+        numbers = list(range(self.next, last))
+        self.next += len(numbers)
 
         # Before step 0, and where a line has an evaluation. A run that is resumed at its last step
         # has none to come, and asks for the last one again.
-        due = step == 0 or step == self.config.steps
-        if step > self.first_step:
-            due = due or evaluates(self.config, step - 1)
+        due = step in (0, self.config.steps)
+        due = due or step > self.first_step and evaluates(self.config, step - 1)
         version = self.trainer.policy_version
         return {"step": step, "version": version, "sample": numbers, "evaluate": due}
 
     def wait_for(self, step) -> SampledBatch:
         self.fetch(step)
-        self.trained = step + 1
         return self.pending.pop(step)
 
     def fetch(self, number):
-        """Wait for a batch. Each rank reads the groups that are its own, as everywhere."""
+        """Wait for a batch. Each rank keeps the groups that are its own, as everywhere."""
         if number in self.pending:
             return
-        # The head says which groups there are. `read` waits for each of them: those of another
-        # generator may come a moment later.
         side = self.side
         name = f"batch/{number}"
-        head = side.read(name)
-        rollouts = {}
-        for group in head["groups"]:
-            if group % side.sizes[side.name] == side.rank:
-                rows = side.read(f"{name}/group/{group}")
-                side.delete(f"{name}/group/{group}")
-                size = self.trainer.generator.config.vocab_size
-                rollouts[group] = [Trajectory.from_json(group, row, size) for row in rows]
-        made = rollouts, head["kept"], self.config.minibatches, head["sampled_by"], head["metrics"]
-        self.pending[number] = SampledBatch(*made)
+        size = self.trainer.generator.config.vocab_size
+        self.pending[number] = SampledBatch.from_json(side.read(name), self.config, size)
 
         # The last to have read it deletes it.
         if side.store.add(f"{name}/readers", 1) == side.sizes[side.name]:
@@ -4045,58 +4086,7 @@ class ApartQueue(RolloutQueue):
             side.store.delete_key(f"{name}/readers")
 
     def evaluate(self, step):
-        """Return None: the evaluation comes later, see `LateLog`."""
-
-    def stored(self) -> list:
-        # What one process has sampled by now is on its way. Before step 0 that is nothing.
-        last = self.trained + self.config.staleness if self.trained else 0
-        for number in range(self.trained, last):
-            self.fetch(number)
-        return super().stored()
-
-
-class LateLog(Log):
-    """A Log whose evaluations come from other ranks: a line is written when it is whole, and so are
-    the lines after it, in their order."""
-
-    def begin(self, trainer, queue, stop, origin):
-        super().begin(trainer, queue, stop, origin)
-        self.side = trainer.side
-        self.waiting = []  # (step, metrics) of lines that are not written
-        self.expected = -1  # the last step count whose evaluation a line waits for
-        self.solved = None
-
-    def before(self, solved):
-        """Comes with the line of step 0."""
-
-    def sample(self, step, trajectory):
-        """Comes with the line of its step."""
-
-    def line(self, step, metrics):
-        if "eval/solved" in metrics:
-            self.expected = step + 1
-        elif step == 0:
-            self.expected = 0
-        self.waiting.append((step, metrics))
-        self.write_whole_lines()
-
-    def write_whole_lines(self):
-        """Write every line up to the first whose evaluation has not come."""
-        # A line waits for the evaluation of the weights after its step, line 0 also for the one of
-        # the weights before it. They come in this order.
-        while self.on and self.waiting:
-            step, metrics = self.waiting[0]
-            last = step + 1 if "eval/solved" in metrics else 0
-            if (step == 0 or last > 0) and self.evaluated() < last:
-                return
-            self.waiting.pop(0)
-            if step == 0:
-                super().before(self.evaluation(0)[0])
-            if last > 0:
-                self.solved, seconds, shown = self.evaluation(last)
-                metrics = metrics | {"eval/solved": self.solved, "seconds/eval": seconds}
-                super().sample(step, shown)
-            super().line(step, metrics)
+        """Return None: the other side evaluates, and the log waits for it."""
 
     def evaluated(self) -> int:
         """Return of how many steps the newest evaluation is; -1 before the first."""
@@ -4104,28 +4094,23 @@ class LateLog(Log):
         return int(self.side.store.get("evaluated")) if found else -1
 
     def evaluation(self, count):
-        """Return (solved, seconds, a trajectory or None) of the weights that `count` steps made."""
-        found = self.side.read(f"evaluation/{count}")
+        if self.evaluated() < count:
+            return None
+        solved, seconds, shown = self.side.read(f"evaluation/{count}")
         self.side.delete(f"evaluation/{count}")
-        shown = None
-        if found["shown"]:
-            size = self.trainer.generator.config.vocab_size
-            shown = Trajectory.from_json(0, found["shown"], size)
-        return found["solved"], found["seconds"], shown
+        size = self.trainer.generator.config.vocab_size
+        return solved, seconds, shown and Trajectory.from_json(0, shown, size)
 
-    def settle(self):
-        """Wait until the line of every step that is done is written. All trainer ranks come here,
-        because those that have nothing to write would wait too long in a collective."""
-        self.side.wait(lambda: self.evaluated() >= self.expected)
-        self.write_whole_lines()
+    def settle(self, count):
+        self.side.wait(lambda: self.evaluated() >= count)
 
-    def end(self, solved):
-        # A run that was resumed at its last step has no line to come.
-        self.expected = self.config.steps
-        self.settle()
-        if self.on and self.solved is None:
-            self.solved, _, _ = self.evaluation(self.config.steps)
-        super().end(self.solved)
+    def stored(self) -> list:
+        # What one process has sampled after so many steps is on its way. Before step 0 that is
+        # nothing. The weights after these steps have been pushed already.
+        steps = self.done - 1
+        for number in range(steps, steps + self.config.staleness if steps > 0 else steps):
+            self.fetch(number)
+        return super().stored()
 
 
 class StopOnBothSides(Stop):
@@ -4145,11 +4130,10 @@ class StopOnBothSides(Stop):
 
 def generate_apart(config, task, device, side) -> int:
     """Do the run of a rank that generates: serve until it is dismissed. Return the exit code."""
-    # The same model, task and checks as the trainer's. The directory of the run is the trainer's.
+    # The same model, task and checks as the trainer's. Only this rank's part is ever allocated.
+    # The weights come with the first push.
     generator = empty_model(config, shape_of(config, task), config.rollout_dtype)
     generator.requires_grad_(False)
-
-    # Only this rank's part is ever allocated. The weights come with the first push.
     shard_generator(config, generator, torch.device(device))
 
     receiver = parallel.WeightReceiver(side, generator)
@@ -4163,47 +4147,27 @@ def generate_apart(config, task, device, side) -> int:
         order = receiver.next()
         while "code" not in order:
             # First what the trainer may be waiting for, then what only its log waits for.
+            # COMM: the groups are gathered on the first generator, which posts them.
+            # Pinned by tests/test_apart.py::test_two_sides_make_the_run_of_one_process.
             step = order["step"]
             sampler.policy_version = order["version"]
             for number in order["sample"]:
-                send_batch(side, number, queue.sample(number))
+                batch = queue.sample(number).to_json()
+                if side.rank == 0:
+                    side.post(f"batch/{number}", batch)
             if order["evaluate"]:
-                send_evaluation(side, step, queue)
+                queue.evaluate(step)
+                solved, seconds, shown = queue.latest
+                if side.rank == 0:
+                    figures = solved, seconds, shown and shown.to_json()
+                    side.post(f"evaluation/{step}", figures)
+                    side.store.set("evaluated", str(step))
             order = receiver.next()
 
         # The weights of the last push are those of the last step, so the generators write OUT/hf.
         if order["export"]:
-            out = order["out"]
-            log = Log(dataclasses.replace(config, tensorboard=False), out, task)
-            export(config, task, generator, out, log)
+            export(config, task, generator, order["out"])
     return order["code"]
-
-
-def send_batch(side, number, batch):
-    """Leave a batch in the store. Collective over the generators, each with its own groups."""
-    # A key for each group, so that a trainer rank reads only what is its own; and the head, from
-    # which it learns which groups there are.
-    # COMM: the numbers of the groups are gathered on all generators; rank 0 posts them.
-    # Pinned by tests/test_apart.py::test_two_sides_make_the_run_of_one_process.
-    numbers = [None] * side.sizes[side.name]
-    dist.all_gather_object(numbers, list(batch.groups))
-    for group, rollouts in batch.groups.items():
-        side.post(f"batch/{number}/group/{group}", [t.to_json() for t in rollouts])
-    if side.rank == 0:
-        groups = sorted(group for part in numbers for group in part)
-        head = {"groups": groups, "kept": batch.kept, "sampled_by": batch.sampled_by}
-        side.post(f"batch/{number}", head | {"metrics": batch.metrics})
-
-
-def send_evaluation(side, step, queue):
-    """Evaluate the weights that `step` steps have made, and leave the figures in the store."""
-    queue.clock.start()
-    solved = queue.evaluate(step)
-    if side.rank == 0:
-        shown = queue.shown.to_json() if queue.shown else None
-        seconds = queue.clock.seconds["seconds/eval"]
-        side.post(f"evaluation/{step}", {"solved": solved, "seconds": seconds, "shown": shown})
-        side.store.set("evaluated", str(step))
 
 
 # 23. Commands: the run's directory, main ------------------------------------------------------
@@ -4213,11 +4177,7 @@ def send_evaluation(side, step, queue):
 
 @contextlib.contextmanager
 def locked(out):
-    """Hold a run's directory for as long as the run lives, so that no other run writes there.
-
-    The lock is the kernel's, on the file OUT/lock: it ends with its process, however that ends, and
-    the file stays empty.
-    """
+    """Hold a run's directory by the kernel's lock on OUT/lock, which ends with its process."""
     # "a" makes the file where there is none and changes nothing in it. LOCK_NB: refuse at once if
     # another process has it, and do not wait for that process to end.
     with (Path(out) / "lock").open("a") as file:
@@ -4239,11 +4199,10 @@ def refuse_directory(config, out):
     config_json = out / "config.json"  # Hugging Face checkpoints have one too
     holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
     # A start that was killed, or that is in flight, has left no more than these two files.
-    found = out.iterdir() if out.exists() else []
-    others = {path.name for path in found} - {"config.tmp", "lock"}
+    found = {path.name for path in out.iterdir()} if out.exists() else set()
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
-    if others and not holds_run:
+    if not holds_run and found - {"config.tmp", "lock"}:
         raise ValueError(f"{out} holds files that are no run; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
@@ -4264,24 +4223,20 @@ def note_data(config, out):
     """Store the checksums of the data files; on --resume, raise ValueError if they differ."""
     # A step draws lines by their number. With other lines a resumed run would go on as if nothing
     # had happened: neither the run that began, nor a run that anybody could repeat.
-    given = {name: getattr(config, name) for name in ("data", "demo_data")}
-    given = {name: file for name, file in given.items() if file and config.task == "jsonl"}
-    sums = {name: zlib.crc32(Path(file).read_bytes()) for name, file in given.items()}
+    given = {"data": config.data, "demo_data": config.demo_data} if config.task == "jsonl" else {}
+    sums = {name: zlib.crc32(Path(file).read_bytes()) for name, file in given.items() if file}
     path = out / "data.json"
     begun = models.read_json(path) if config.resume and path.exists() else sums
-    for name, file in given.items():
+    for name in sums:
         if begun.get(name) != sums[name]:
-            raise ValueError(f"{file} ({_flag(name)}) is not what it was when {out} began: put the "
-                             f"old lines back, or start a new run")  # fmt: skip
+            raise ValueError(f"{given[name]} ({_flag(name)}) is not what it was when {out} began: "
+                             f"put the old lines back, or start a new run")  # fmt: skip
     if sums and not path.exists():
         path.write_text(json.dumps(sums) + "\n")
 
 
 def prepare_out(config, stack) -> str:
-    """Choose, lock and fill the run's directory, on rank 0, or raise what stands against it.
-
-    stack: an ExitStack, which keeps the lock until it is closed.
-    """
+    """Choose, lock (until `stack` is closed) and fill the run's directory on rank 0, or refuse."""
     # A directory is looked at twice: before the lock's file is written into it, because a
     # stranger's directory must not get that file, and under the lock, because only then nobody else
     # can change what was seen.
@@ -4299,11 +4254,11 @@ def prepare_out(config, stack) -> str:
         # config.json goes last, so that the directory remains a run's if the deletion is killed.
         if config.overwrite:
             number = "[0-9]" * 8
-            names = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl"]
-            names += ["data.json", "curve.png", "events.out.*"]
-            for name in ("reference", "hf", f"step-{number}", f"demos-{number}"):
-                names += [name, f"{name}.tmp"]
-            for path in (path for name in [*names, "config.json"] for path in out.glob(name)):
+            parts = ["reference", "hf", f"step-{number}", f"demos-{number}"]
+            files = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl", "data.json"]
+            names = [*parts, *(f"{part}.tmp" for part in parts), *files, "curve.png"]
+            names += ["events.out.*", "config.json"]
+            for path in [path for name in names for path in out.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         note_data(config, out)
 
@@ -4329,7 +4284,6 @@ def main(argv) -> int:
 
     0: done, target met or not. 1: an audit that disagrees. 2: an error, named on stderr.
     130, 143: saved after Ctrl-C, SIGTERM.
-    argv: the flags of a run, or a command, which has a function and flags of its own.
     """
     try:
         # Commands read a run, or measure. They are one process, and none of them trains.
@@ -4380,10 +4334,7 @@ def report(error) -> int:
 
 
 def leave(code) -> int:
-    """Return the exit code; of several ranks, end the process at once, without Python's teardown.
-
-    gloo's threads now and then abort the interpreter's own teardown.
-    """
+    """Return the exit code. Of several ranks, end this process: gloo may abort at exit."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("-m"):
         skip = pytest.mark.skip(reason=MARKERS["slow"])
         for item in items:
-            if "slow" in item.keywords:
+            if item.get_closest_marker("slow"):  # its keywords hold names of folders, too
                 item.add_marker(skip)
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ring_attention  # noqa: E402
 import train_grpo  # noqa: E402
 from measure_grpo import leave_launch  # noqa: E402
-from parallel import Side  # noqa: E402
+import parallel  # noqa: E402
 
 WIDTH = 96  # columns of the picture
 FLAGS = "--device cpu --eval-every 2 --eval-prompts 70 --lr-warmup 0 --prompts 16 --minibatches 1 "
@@ -46,8 +46,8 @@ def watch(events, began):
     """Let the functions of WATCHED write down when they begin and end."""
     for path, (letter, _) in WATCHED.items():
         owner_name, _, name = path.rpartition(".")
-        owner = Side if owner_name == "Side" else train_grpo
-        owner = getattr(train_grpo, owner_name) if owner_name == "ApartTrainer" else owner
+        module = parallel if owner_name == "Side" else train_grpo
+        owner = getattr(module, owner_name) if owner_name else module
         original = getattr(owner, name)
 
         def watched(*args, original=original, letter=letter, **how):

@@ -37,8 +37,8 @@ from parallel import (
     clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, SampledBatch, Task, Trainer, build, collect, do_step, first_weights,
-    generator_plan, make_task, rollout_line,
+    Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect, do_step,
+    first_weights, make_task, own_shape, plans_of, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -77,8 +77,8 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         advantage="group_std", ratio="sequence", aggregation="sequence_mean", kl_coef=0.1,
         clip_low=3e-4, clip_high=4e-4, minibatches=2),
     "per_branch, CISPO, TIS": dict(
-        advantage="per_branch", objective="cispo", cispo_bound=1.001, aggregation="constant",
-        proximal=True, importance_cap=1.0, minibatches=2),
+        advantage="per_branch", objective="cispo", cispo_low=0.999, cispo_bound=1.001,
+        aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
     "leave_one_out, dual clip, filter": dict(
@@ -89,6 +89,21 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         minibatches=2),
     "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
     "staleness 1, the sampler's old": dict(staleness=1),
+    "REINFORCE++, geometric rejection": dict(
+        objective="reinforce", baseline="none", scale="batch", staleness=1, minibatches=2,
+        proximal=True, importance="reject", importance_of="geometric", importance_low=0.99,
+        importance_cap=1.01),
+    "GMPO, sequence mask": dict(
+        objective="gmpo", clip_low=1e-3, clip_high=2e-3, aggregation="sequence_mean", staleness=1,
+        minibatches=2, proximal=True, importance="mask", importance_of="sequence",
+        importance_low=0.95, importance_cap=1.02),
+    "SAPO, LitePPO, soft overlong, IcePop": dict(
+        objective="sapo", scale="batch", overlong_buffer=3, max_new_tokens=8, minibatches=2,
+        staleness=1, proximal=True, importance="mask", importance_low=0.98, importance_cap=1.01),
+    "DPPO": dict(objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2),
+    "DPPO, KL": dict(
+        objective="dppo", dppo_distance="kl", clip_low=1e-7, clip_high=2e-7, minibatches=2),
+    "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 
 
@@ -104,8 +119,14 @@ def step_error(device="cpu", **changes) -> float:
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
             models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
             config = dataclasses.replace(config, model=folder)
+        if config.teacher:
+            teacher = models.Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
+            models.draw_weights(teacher.double(), 5, teacher)
+            models.save_hf(teacher, folder)
+            config = dataclasses.replace(config, teacher=folder)
         model, generator, reference = built(config, task, device)
-    trainer = Trainer(config, model, generator=generator, reference=reference)
+        trainer = Trainer(config, model, generator=generator, reference=reference,
+                          teacher=build_teacher(config, task))  # fmt: skip
     if reference is not None:
         copy_weights(model, reference)
     trainer.push_weights()
@@ -264,7 +285,7 @@ def refused(config, family, world):
             _, trainer = config.plans
             trainer.require_fits(**fits)
             if "|" in config.plan:
-                generator_plan(config).require_fits(**fits)
+                plans_of(config).generator.require_fits(**fits)
     except ValueError:
         return True
     return False

@@ -9,8 +9,6 @@ import math
 import re
 import shutil
 import stat
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LOOKUP, ROOT, shortened
+from test_ranks import as_script
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, begin, cli, contents, end, good
 
@@ -84,14 +83,12 @@ def test_the_audit_of_an_honest_run(honest, capsys):
     assert own + others == pytest.approx(total) and total == pytest.approx(loss[1], abs=1e-14)
 
 
-def test_the_command_of_its_own_and_the_trainers_are_one(honest):
+def test_the_command_of_its_own_and_the_trainers_are_one(honest, tmp_path):
     """Same text, same exit code, also for what cannot be audited."""
     for argv in ([str(honest()), "--step", "2"], ["nowhere"]):
         found = []
-        for command in (["audit.py"], ["train_grpo.py", "audit"]):
-            program = [sys.executable, ROOT / command[0], *command[1:], *argv]
-            done = subprocess.run(program, capture_output=True, text=True)
-            found.append((done.returncode, done.stdout, done.stderr))
+        for file, *words in (["audit.py"], ["train_grpo.py", "audit"]):
+            found.append(as_script(ROOT / file, *words, *argv, cwd=tmp_path))
         assert found[0] == found[1]
         assert found[0][0] == (2 if argv == ["nowhere"] else 0), found
         assert (f"error: {argv[0]} cannot be audited" in found[0][2]) == (argv == ["nowhere"])
@@ -160,10 +157,18 @@ SETTINGS = {
     "dual clip": "--advantage leave_one_out --dual-clip 1.3 --kl-coef 0.1 --kl k2",
     "sparse": "--tree sparse --micro-tokens 60", "dta": "--tree dta --max-tokens 8",
     "bfloat16": "--dtype bfloat16",
+    "sapo": "--objective sapo --scale batch --overlong-buffer 3 --max-new-tokens 8",
+    "gmpo": "--objective gmpo --clip-low 0.01 --clip-high 0.02 --aggregation sequence_mean",
+    "dppo": "--objective dppo --clip-low 1e-3 --clip-high 2e-3 --baseline leave_one_out",
+    "dppo kl": "--objective dppo --dppo-distance kl --clip-low 1e-5 --clip-high 2e-5",
+    "reinforce": "--objective reinforce --baseline none --scale batch --proximal --importance "
+    "reject --importance-of geometric --importance-low 0.9999 --importance-cap 1.0001",
+    "mask": "--objective gspo --clip-low 1e-3 --clip-high 1e-3 --proximal --importance mask "
+    "--importance-of sequence --importance-cap 1.5 --generator-dtype bfloat16",
     "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --demo-lr 0.01 --kl-coef 0.1 "
     "--entropy-coef 0.02",
 }  # fmt: skip
-FEW = "critic", "forks", "proximal"
+FEW = "critic", "forks", "proximal", "mask"
 
 
 @pytest.mark.parametrize("name", shortened(SETTINGS, *FEW))
@@ -450,7 +455,7 @@ def _loss_by_another_count(original, masks, **how):
     return original(masks, **how) + 1
 
 
-def _no_mean(original, rewards, /, kind):
+def _no_mean(original, rewards, /, **how):
     return rewards
 
 
@@ -593,10 +598,14 @@ def test_what_cannot_be_audited_says_why(honest, tmp_path, capsys):
 
 
 TASK = """
+from pathlib import Path
 from train_grpo import Guess
 open("imported", "a").close()
 class Mine(Guess):
-    pass
+    def reply(self, state, answer):
+        if Path("broken").exists():
+            raise KeyError("gone")
+        return super().reply(state, answer)
 """
 
 
@@ -618,3 +627,11 @@ def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
         for path, mode in modes.items():
             path.chmod(mode)
     assert contents(Path("run")) == before and Path("imported").exists()
+
+    # What the task raises is named with its line, after the traceback.
+    Path("broken").touch()
+    assert main(["audit", "run", "--task", "mine.py:Mine"]) == 2
+    *trace, last = capsys.readouterr().err.splitlines()
+    assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "KeyError: 'gone'"
+    found = re.search(r"KeyError: 'gone' \(.*mine.py, line 8, in reply\)$", last)
+    assert found and last.startswith("error: run cannot be audited: ")

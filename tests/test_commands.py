@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from test_ranks import as_script
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, begin, cli, contents, end, good
 
@@ -98,19 +98,24 @@ def test_the_plain_prompt_of_a_run_is_what_it_is_talked_to_in():
 
 def test_text_is_imported_only_where_text_is(tmp_path):
     """Neither by --help nor by a run on token ids, which needs no transformers either."""
-    code = "import sys, train_grpo\n"
-    code += "try: train_grpo.main(sys.argv[1:])\n"
-    code += "finally: print(sorted({'text', 'audit', 'transformers'} & {*sys.modules}))"
+    # The server of ranks may have imported transformers for other tests.
+    program = f"""
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+    del sys.modules[name]
+sys.path.insert(0, "{ROOT}")
+import train_grpo
+try: train_grpo.main(sys.argv[1:])
+finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
+"""
+    (tmp_path / "program.py").write_text(program)
     small = f"{SMALL.replace('--prompts 12', '--prompts 2')} 1"
     for flags in ("--help", small, "audit run", "export run again"):
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}"}
-        done = subprocess.run(
-            [sys.executable, "-c", code, *flags.split()], cwd=tmp_path, env=environment,
-            capture_output=True, text=True)  # fmt: skip
-        loaded = done.stdout.splitlines()[-1]
+        code, out, err = as_script("program.py", *flags.split(), cwd=tmp_path)
+        loaded = out.splitlines()[-1]
         assert "transformers" not in loaded and ("text" in loaded) == flags.startswith("export")
         assert "audit" not in loaded or flags.startswith("audit")
-        assert done.returncode == 0, done.stderr
+        assert code == 0, err
 
 
 @pytest.mark.parametrize("command", ["eval", "chat"])

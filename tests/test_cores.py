@@ -7,6 +7,7 @@ import sys
 import pytest
 from conftest import ROOT
 from test_house import CORES, core_of
+from test_ranks import as_script
 
 WORDS = {"train_grpo": ("--steps", "1")}  # after its check it trains
 
@@ -44,10 +45,11 @@ SLOW = [pytest.param(x, marks=pytest.mark.slow) if x.stem == "parallel" else x f
 
 
 @pytest.mark.parametrize("path", SLOW, ids=lambda path: path.stem)
-def test_the_whole_file_runs_its_core_too(path):
-    done = run_core(ROOT, path.name, "core", *WORDS.get(path.stem, ()))
+def test_the_whole_file_runs_its_core_too(path, tmp_path):
+    words = WORDS.get(path.stem, ())
+    code, out, err = as_script(ROOT / path.name, "core", *words, cwd=tmp_path)
     lines = 3 if path.stem == "train_grpo" else 1  # its core trains: a step, and what is solved
-    assert done.returncode == 0 and done.stdout.count("\n") == lines, done.stderr
+    assert code == 0 and out.count("\n") == lines, err
 
 
 SLIPS = [  # a line of a core, and a wrong one
@@ -76,5 +78,5 @@ def test_a_core_with_a_slip_exits_with_one(stem, old, new, folder_of_cores, tmp_
     for other in CORES:
         (tmp_path / other.name).write_text((folder_of_cores / other.name).read_text())
     (tmp_path / f"{stem}.py").write_text(text.replace(old, new))
-    done = run_core(tmp_path, f"{stem}.py", *WORDS.get(stem, ()))
-    assert done.returncode == 1 and "solved" not in done.stdout
+    code, out, _ = as_script(f"{stem}.py", *WORDS.get(stem, ()), cwd=tmp_path)
+    assert code == 1 and "solved" not in out

@@ -158,7 +158,7 @@ def test_the_critic_learns_and_only_from_its_own_term(process_group):
     "wrong, word",
     [
         (dict(gamma=1.5), "at most 1"),
-        (dict(dynamic_sampling=True, entropy_coef=0.0), "gae learns from"),
+        (dict(dynamic_sampling=True, entropy_coef=0.0), "from which gae"),
         (dict(value_clip=-0.1), "at least 0"),
     ],
 )

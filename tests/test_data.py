@@ -7,6 +7,7 @@ is the truth about every row; `Script` of test_rollout says tokens that are know
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -378,6 +379,37 @@ def test_a_held_out_conversation_is_not_learned_with_answers_in_it(directory, tm
     assert held_out and learned == {row["messages"][0]["content"] for row in rows} - held_out
 
 
+SYSTEM_FIRST = """\
+{%- if messages[0].role != 'system' %}{{ raise_exception('a system first') }}{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_demonstration_is_counted_with_the_mark_that_ends_its_answers(
+    directory, tmp_path, process_group
+):
+    """Its template's mark is not the first end: a template of another form is asked in vain."""
+    model = tmp_path / "DIR"
+    shutil.copytree(directory("qwen2"), model)
+    mark, document = text.Text(model).end
+    (model / "chat_template.jinja").write_text(SYSTEM_FIRST)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [document, mark]}))
+    learn = [{"messages": [system("Be kind."), *HISTORY[2:], assistant("four"), user("3 + 3?"),
+                           assistant("six")]}]  # fmt: skip
+
+    def task(**options):
+        return task_of(model, tmp_path, learn=learn, system="Be kind.", **options)
+
+    (t,) = learned(task(), 1)
+    assert task().end == (document, mark) and t.tokens[-1] == mark and document not in t.tokens
+    count = len(t.tokens) - len(task().demos[0].prompt)
+    task(max_new_tokens=count)
+    with pytest.raises(ValueError, match=f"a demonstration of {count} tokens is over"):
+        task(max_new_tokens=count - 1)
+
+
 def test_a_task_that_knows_no_demo_prompt_is_asked_for_a_prompt(process_group):
     task = SimpleNamespace(prompt=lambda rng, index, held_out: (index, [int(held_out)]))
     config = Config()
@@ -533,9 +565,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
 
     # A run does not go on with other questions.
     write(Path("rows.jsonl"), QUESTIONS[1:] + QUESTIONS[:1])
-    again = f"{again.replace('2', '3')} --reward rewards.py:close"
-    assert train_grpo.main(again.split()) == 2
-    assert "rows.jsonl (--data) is not what it was when run began" in capsys.readouterr().err
+    codes, _, err = cli(tmp_path, f"{again.replace('2', '3')} --reward rewards.py:close")
+    assert codes == [2]
+    assert "rows.jsonl (--data) is not what it was when run began" in err[0]
 
 
 def test_a_number_of_numpy_is_one():

@@ -105,7 +105,10 @@ TAME_EXTREMES = {
     "fork-turns": [1, HUGE], "max-rounds": [2], "max-tokens": [1, 5, HUGE],
     "clip-low": [0.999, 1.0], "clip-high": [FAR, 3.0], "dual-clip": [1.0, 3.0, FAR],
     "cispo-bound": [FAR], "kl-coef": [0.05, NEAR], "entropy-coef": [0.0, NEAR],
-    "importance-cap": [FAR, 2.0], "device": ["cuda"], "resume": [True], "overwrite": [True],
+    "importance-cap": [FAR, 2.0], "importance-low": [0.5], "cispo-low": [0.5, NEAR, 6.0],
+    "sapo-up": [0.5], "sapo-down": [2.0], "dppo-cap": [1.0, FAR], "overlong-buffer": [1, HUGE],
+    "baseline": ["none"], "scale": ["batch", "group"], "teacher": ["missing"],
+    "device": ["cuda"], "resume": [True], "overwrite": [True],
     "tensorboard": [True], "recompute": [True], "proximal": [True], "dynamic-sampling": [True],
     "out": ["run", "deep/er/run"], "task": ["jsonl", "missing.py:Task", "none"],
     "compute-dtype": ["float64"],
@@ -158,15 +161,21 @@ def draw(seed, number, models_of) -> Case:
             # In the first step the policy is the reference: advantages of a group without reward
             # are then rounding, whose sign would decide what a narrow clip counts as clipped.
             flags |= {"clip-low": 0.9, "clip-high": 9.0}
-    kind = one(["plain", "plain", "plain", "cispo", "sequence", "dual", "stale"])
-    if kind == "cispo":
-        flags["objective"] = "cispo"
+    kind = one(["plain", "plain", "plain", "objective", "sequence", "dual", "stale"])
+    if kind == "objective":
+        flags["objective"] = one(CHOICES["objective"])
+        if flags["objective"] in ("cispo", "reinforce", "sapo"):
+            flags.pop("clip-low", None), flags.pop("clip-high", None)
     if kind == "sequence":
         flags["ratio"] = "sequence"
     if kind == "dual":
         flags["dual-clip"] = 30
     if kind == "stale":
-        flags |= {"proximal": True, "importance-cap": 2}
+        flags |= {"proximal": True, "importance-cap": 2, "importance": one(CHOICES["importance"])}
+        flags["importance-of"] = one(CHOICES["importance_of"])
+    if flags["advantage"] not in ("gae", "per_branch") and not dynamic and chance(0.3):
+        flags |= {"baseline": one(["group", "leave_one_out", "none"])}
+        flags["scale"] = one(["none", "batch"])
     if flags["prompts"] > 1 and chance(0.3):
         flags["minibatches"] = 2
     if chance(0.2):
@@ -226,7 +235,10 @@ def extremes():
     base |= dict(layers=1, hidden=8, heads=2)
     needs = {
         "max-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "max-tokens": 4},
-        "cispo-bound": {"objective": "cispo"}, "demos": {"task": LOOKUP, "size": 2},
+        "cispo-bound": {"objective": "cispo"}, "cispo-low": {"objective": "cispo"},
+        "sapo-up": {"objective": "sapo"}, "sapo-down": {"objective": "sapo"},
+        "dppo-cap": {"objective": "dppo"}, "importance-low": {"importance-cap": 2},
+        "demos": {"task": LOOKUP, "size": 2},
         "dynamic-sampling": {"entropy-coef": 0},
         "max-rounds": {"dynamic-sampling": True, "entropy-coef": 0},
         "max-new-tokens": {"task": SORT, "size": 5},  # a prompt of five tokens

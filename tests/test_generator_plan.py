@@ -556,7 +556,7 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
 
 
 @pytest.mark.parametrize("where", shortened(
-    ["train_grpo.Replies.ask", "models.gather_logits"], "train_grpo.Replies.ask"
+    ["train_grpo.Replies.ask", "models.all_gather_logits"], "train_grpo.Replies.ask"
 ))  # fmt: skip
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     fault = (1, where, 5, kill)

@@ -186,7 +186,15 @@ def test_at_full_size_each_command_asks_for_cuda(name, tmp_path):
 
 def test_a_command_is_shown_and_kept(tmp_path):
     """Through the shell: what is printed is what is kept, and a second run adds a line."""
-    where = dict(OUT=str(tmp_path), DEVICE="cpu", SIZE="toy")
+    # A measurement that imports no torch; test_each_command_runs has the real one.
+    fake = tmp_path / "python"
+    fake.write_text(f'''#!/bin/sh
+case "$1" in */measure_gpu.py) exec {sys.executable} "$@" ;; esac
+echo "a row"
+echo '{{"seconds": 2}}'
+''')
+    fake.chmod(0o755)
+    where = dict(OUT=str(tmp_path), DEVICE="cpu", SIZE="toy", PYTHON=str(fake))
     code, out, err = shell("ring", **where)
     assert code == 0, err
     (line,) = (tmp_path / "ring.jsonl").read_text().splitlines()

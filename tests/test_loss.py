@@ -39,8 +39,9 @@ def tensor(values):
 
 
 POLICY = (
-    "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_bound",
-    "kl", "kl_coef", "kl_in", "entropy_coef",
+    "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_low", "cispo_bound",
+    "sapo_up", "sapo_down", "dppo_distance", "dppo_cap", "importance", "importance_of",
+    "importance_low", "kl", "kl_coef", "kl_in", "entropy_coef",
 )  # fmt: skip
 
 
@@ -49,10 +50,10 @@ def settings(config):
     return {name: getattr(config, name) for name in POLICY}
 
 
-def token_losses(lp, old, A, mask, importance=None, **how):
+def token_losses(lp, old, A, mask, drawn=None, **how):
     """What `grpo_loss` sums up: the loss of each token, and what is measured of each token."""
-    if importance is not None:
-        how |= dict(sampler_BT=old - importance.log(), importance_cap=1e9)
+    if drawn is not None:  # p_old / p_sampler of each token
+        how |= dict(sampler_BT=old - drawn.log(), importance_cap=1e9)
     with mock.patch.object(train_grpo, "weighted_sum", lambda l, *rest, **_: (l, rest[-1])):
         return grpo_loss(lp, old, A, mask, **how)
 
@@ -87,7 +88,7 @@ def our_loss_and_gradient(case):
     l, stats = token_losses(
         lp, given["old_logprobs"] if case["old"] else lp.detach(), given["advantages"][:, None],
         mask, entropy_BT=given["entropy"], ref_BT=given["ref_logprobs"], **settings(config),
-        importance=given["importance_weights"] if case["importance"] else None,
+        drawn=given["importance_weights"] if case["importance"] else None,
     )  # fmt: skip
     w = loss_weight(mask, aggregation)
     # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
@@ -170,10 +171,22 @@ def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
 
 SETTINGS = [
     dict(), dict(dual_clip=3.0), dict(ratio="sequence", clip_low=0.03, clip_high=0.04),
-    dict(ratio="sequence", dual_clip=1.2, kl="k1", kl_coef=0.1), dict(kl="k2", kl_coef=0.2),
+    dict(ratio="sequence", dual_clip=1.3, kl="k1", kl_coef=0.1), dict(kl="k2", kl_coef=0.2),
     dict(kl="k3", kl_coef=0.3), dict(kl="k3", kl_coef=0.3, kl_in="reward", entropy_coef=0.0),
-    dict(objective="cispo", cispo_bound=1.3, kl_coef=0.1),
+    dict(objective="sapo", sapo_up=0.7, sapo_down=1.4), dict(objective="gspo", dual_clip=1.3),
+    dict(objective="gmpo", clip_low=0.3, clip_high=0.2),
+    dict(objective="cispo", cispo_bound=1.3, kl_coef=0.1), dict(objective="cispo", cispo_low=0.9),
+    dict(objective="reinforce"), dict(objective="dppo", clip_low=0.03, clip_high=0.02),
+    dict(objective="dppo", dppo_distance="kl", clip_low=5e-3, clip_high=8e-3, dppo_cap=1.1),
 ]  # fmt: skip
+# The gradient of the others is no derivative of their value.
+DERIVATIVES = [options for options in SETTINGS if options.get("objective", "clip") not in (
+    "cispo", "reinforce", "dppo")]  # fmt: skip
+IMPORTANCES = [
+    dict(importance=how, importance_of=what, importance_low=0.7)
+    for how in CHOICES["importance"] for what in CHOICES["importance_of"]
+]  # fmt: skip
+IMPORTANCES += [dict(objective="gmpo"), dict(objective="gspo", importance="mask")]
 
 
 def made(seed, B=5, T=7):
@@ -181,7 +194,8 @@ def made(seed, B=5, T=7):
     rng = torch.Generator().manual_seed(seed)
     lp, old, ref, A, entropy, weight, mask = torch.randn(7, B, T, generator=rng).double()
     return SimpleNamespace(
-        lp=lp - 2, old=lp - 2 + 0.5 * old, ref=lp - 2 + 0.5 * ref, A=A[:, :1],
+        lp=(lp - 2).clamp(max=-0.1), old=(lp - 2 + 0.5 * old).clamp(max=-0.1),
+        ref=lp - 2 + 0.5 * ref, A=A[:, :1],
         entropy=entropy.abs(), importance=weight.exp().clamp(max=2),
         mask=(mask < 0.5) & (torch.arange(B) > 0)[:, None],
     )  # fmt: skip
@@ -189,7 +203,7 @@ def made(seed, B=5, T=7):
 
 
 def loss_of(x, config):
-    more = dict(entropy_BT=x.entropy, ref_BT=x.ref, importance=x.importance)
+    more = dict(entropy_BT=x.entropy, ref_BT=x.ref, drawn=x.importance)
     return token_losses(x.lp, x.old, x.A, x.mask, **settings(config), **more)
 
 
@@ -198,10 +212,26 @@ def textbook(lp, old, ref, entropy, weight, A, c):
     out, cap, low, high = [], c.dual_clip or math.inf, 1 - c.clip_low, 1 + c.clip_high
     for t, now in enumerate(lp):
         r = math.exp(now - old[t])
-        if c.ratio == "sequence":  # the geometric mean of the tokens' ratios
+        if c.ratio == "sequence" or c.objective == "gspo":  # the geometric mean of the ratios
             r = math.prod(math.exp(a - b) for a, b in zip(lp, old)) ** (1 / len(lp))
         if c.objective == "cispo":
-            gain = (c.cispo_bound if r > c.cispo_bound else r) * A * now
+            gain = min(max(r, c.cispo_low), c.cispo_bound) * A * now
+        elif c.objective == "reinforce":
+            gain = A * now
+        elif c.objective == "sapo":
+            tau = c.sapo_up if A > 0 else c.sapo_down
+            gain = 4 / tau / (1 + math.exp(-tau * (r - 1))) * A
+        elif c.objective == "gmpo":
+            few = [min(a - b, c.clip_high) if A > 0 else max(a - b, -c.clip_low)
+                   for a, b in zip(lp, old)]  # fmt: skip
+            gain = math.prod(map(math.exp, few)) ** (1 / len(few)) * A
+        elif c.objective == "dppo":
+            p, q = math.exp(now), math.exp(old[t])
+            far = abs(p - q)
+            if c.dppo_distance == "kl":
+                far = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            too_far = p > q and far > c.clip_high if A > 0 else p < q and far > c.clip_low
+            gain = 0.0 if too_far else min(r, c.dppo_cap) * A * now
         elif A >= 0:
             gain = A * min(r, high, cap)
         else:
@@ -223,7 +253,7 @@ def test_every_token_of_the_loss_is_the_textbooks(options):
 
 
 @pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("options", SETTINGS, ids=label)
+@pytest.mark.parametrize("options", SETTINGS + IMPORTANCES, ids=label)
 def test_the_slow_definition_gives_the_loss_and_its_gradient(options, critic):
     """Of the whole loss, with the importance weight and the critic, under each aggregation."""
     x, c = made(1), Config(**dict(entropy_coef=0.1, importance_cap=2.0, value_clip=0.3) | options)
@@ -259,14 +289,17 @@ def test_the_slow_definition_gives_the_loss_and_its_gradient(options, critic):
             assert (grads[0] - grads[1]).abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("options", SETTINGS[:-1], ids=label)  # cispo is no derivative of a value
+@pytest.mark.parametrize("options", DERIVATIVES, ids=label)
 def test_the_gradient_is_the_finite_difference(options):
     x, config = made(2), Config(**options)
     inputs = x.lp.clone().requires_grad_(), x.entropy.clone().requires_grad_()
 
     def loss(lp, entropy, scale=1.0):  # scale changes the gradient and not the value
         x.lp, x.entropy = lp * scale + lp.detach() * (1 - scale), entropy
-        return loss_of(x, config)[0]
+        l = loss_of(x, config)[0]
+        # A ratio of a sequence is shared out among its tokens, so only their sum has a derivative.
+        is_token = config.ratio == "token" and config.objective in ("clip", "sapo")
+        return l if is_token else l.sum(-1)
 
     assert gradcheck(loss, inputs, eps=1e-6, atol=1e-8)
     with pytest.raises(GradcheckError):

@@ -54,6 +54,8 @@ SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nno
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
 CUT = [line for line in LINES_OF_SHELL if line.startswith(("for f in ", "(cd core;"))]
+SECTION = RECIPES.split("## A released model")[1].split("\n## ")[0].replace("\\\n", "")
+RELEASED = [" ".join(line.split()) for line in re.findall(r"^(?:python|pip) .*", SECTION, re.M)]
 BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it installs
     "python3 -m venv .venv": "python3 -m venv ",
     ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
@@ -125,6 +127,7 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
+    **dict.fromkeys(RELEASED, "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
     "python tests/example_action_expert.py check": "tests/test_action.py::"
     "test_the_check_passes_and_fails",
     "python models.py bench --repeats 7": " --repeats 1",
@@ -319,6 +322,7 @@ FLAGS_ELSEWHERE = {
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
+FLAGS_ELSEWHERE |= {"--no-deps"}  # pip's
 FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 

@@ -267,7 +267,8 @@ def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
 
 def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked, process_group):
     config = Config(advantage="per_branch", group=8, forks=2, fork_turns=2)
-    Trainer.prepare(SimpleNamespace(config=config, reference=None, device="cpu"), batch_of(forked))
+    given = SimpleNamespace(config=config, reference=None, teacher=None, device="cpu")
+    Trainer.prepare(given, batch_of(forked))
     for group in forked:
         for t in group:
             parent, total = np.mean([u.reward for u in group]), 0.0

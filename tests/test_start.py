@@ -108,7 +108,7 @@ def test_the_supervised_start_is_seen(straight):
 
 SUPERVISED = "train_grpo.RolloutQueue.imitate"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, "train_grpo.Log.demo", 3), (1, "train_grpo.write_reference", 1),
+    (1, SUPERVISED, 6), (1, "train_grpo.Log.advance", 3), (1, "train_grpo.write_reference", 1),
     (1, "train_grpo.save", 3), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
     (2, SUPERVISED, 6), (2, "train_grpo.save", 3),
 ]  # fmt: skip

