@@ -1602,7 +1602,7 @@ def equations(report, s, row) -> list:
         "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
         "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
         "dppo": f"-min(r, {c.dppo_cap:g}) A now, 0 where clipped",
-    }[c.objective]  # fmt: skip
+    }.get(c.objective, c.objective)  # fmt: skip
     if c.importance_cap:
         text += f", times {row['x']:.6f} (4)"
     clipped = ", clipped" if row["clips"] else ""

@@ -708,8 +708,11 @@ def core_main(argv):
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the current
 # policy itself if a step has one update and its weights sampled, so that rounding cannot clip; the
 # log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a
-# truncated trajectory ends with value 0. Not in this file: top-p, which biases every ratio.
-# Pinned by tests/test_loss.py::test_loss_and_gradient_are_trls.
+# truncated trajectory ends with value 0. Not in this file: top-p, which biases every ratio. Pinned
+# by tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for
+# all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks
+# stays in Z (verl's rejection takes it out); `batch` without a baseline has a biased variance
+# (verl: unbiased). Pinned by tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 import bisect  # noqa: E402
 import contextlib  # noqa: E402
@@ -1383,6 +1386,9 @@ def policy_loss(
     importance         truncate | mask | reject: what (4) does with x outside its bounds
     importance_of      token | sequence | geometric: x of a token, of all tokens, or their mean
     importance_low/cap the bounds of x; cap 0: no (4)
+
+    A branch of (3) sets weight_BT, w; and, if there are any, value_BT, the value of l, and
+    clipped_BT, which tokens have lost their gradient. None of them has a graph: see the last lines.
     """
     # All that a weight is made of has no graph, and is 0 at tokens that were not sampled.
     # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
@@ -1490,8 +1496,8 @@ def policy_loss(
     if objective == "gmpo":
         gain_BT = gain_BT * ~clipped_BT
 
-    # The last factor is 0, and has the gradient of lp.
-    l_BT = value_BT - gain_BT * (lp_BT - now_BT)
+    # The last factor is 0, and has the gradient of lp. There is no other gradient.
+    l_BT = value_BT.detach() - gain_BT.detach() * (lp_BT - now_BT)
     return l_BT, measured | {"policy": l_BT.detach()}
 
 
@@ -3238,24 +3244,15 @@ def build(config, task):
     return model, generator, reference
 
 
-def teacher_shape(config, task) -> ModelConfig | None:
-    """Return the shape of --teacher's model, or None; ValueError if its tokens are not the task's.
+def build_teacher(config, task):
+    """Make the model of --teacher on the meta device, in the policy's compute dtype; or None.
 
-    That both have the same tokenizer is for the user to know: files of two tokenizers may differ in
-    much that changes no token.
+    That its tokens mean the same is for the user to know: two tokenizers may differ in much.
     """
     if not config.teacher:
         return None
     shape = ModelConfig.from_hf(config.teacher)
     require_rows(task, shape, f"the model of --teacher {config.teacher}")
-    return shape
-
-
-def build_teacher(config, task):
-    """Make the model of --teacher on the meta device, in the policy's compute dtype; or None."""
-    shape = teacher_shape(config, task)
-    if shape is None:
-        return None
     with torch.device("meta"):
         return Transformer(shape).to(getattr(torch, config.compute)).requires_grad_(False)
 
@@ -3272,10 +3269,10 @@ def start_run(config, device, side=None) -> int:
     # same on all ranks; under A+B both sides ask about both plans.
     shape = shape_of(config, task)
     require_plans(config, shape, side)
-    its_shape = teacher_shape(config, task)
-    if its_shape is not None:
-        require_plans(config, its_shape, side)
-        require_room(config, task, its_shape.max_position_embeddings)
+    teacher = build_teacher(config, task)
+    if teacher is not None:
+        require_plans(config, teacher.config, side)
+        require_room(config, task, teacher.config.max_position_embeddings)
     require_room(config, task, shape.max_position_embeddings)
     if side is not None and side.name == parallel.GENERATOR:
         return generate_apart(config, task, device, side)
@@ -3284,7 +3281,6 @@ def start_run(config, device, side=None) -> int:
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
             model, generator, reference = build(config, task)
-            teacher = build_teacher(config, task)
             make = Trainer if side is None else functools.partial(ApartTrainer, side)
             trainer = make(
                 config, model, generator=generator, reference=reference, teacher=teacher)

@@ -201,6 +201,22 @@ def test_runs_of_several_ranks_are_audited_by_one(honest, process_group, world, 
     assert report.wrong is None, [row for row in report.rows if not row.ok]
 
 
+def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
+    """A is the teacher's log-prob less the sampler's, on one rank and by tensor parallelism."""
+    teacher = honest(f"{TINY} --steps 2 --seed 5 --heads 4") / "hf"
+    flags = f"{TINY} --steps 3 --dtype float64 --objective reinforce --minibatches 1"
+    flags = f"{flags} --heads 4 --lr 5e-3 --entropy-coef 0 --teacher {teacher}"
+    means = []
+    for world, plan in ((1, ""), (2, " --plan t2")):
+        run = honest(flags + plan, world)
+        report = audited(run, 2)
+        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        lines = map(json.loads, (run / "metrics.jsonl").open())
+        means.append([line["advantage/token_mean"] for line in lines])
+    assert means[0] == pytest.approx(means[1], abs=1e-10)
+    assert abs(means[0][-1]) < abs(means[0][0])  # an estimate of -KL(policy, teacher)
+
+
 @pytest.mark.quick
 def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, tmp_path):
     run = Path(shutil.copytree(honest(), tmp_path / "run"))

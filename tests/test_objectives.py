@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import measure_objectives
 from audit import definition
 from train_grpo import Config, Trajectory, advantages, grpo_loss, overlong_penalty, policy_loss
 
@@ -197,3 +198,17 @@ def test_the_punishment_of_long_answers_is_the_sources(row):
             t = Trajectory(0, [0] * (3 + length), np.zeros(2 + length, bool), np.zeros(2 + length),
                            path=[(3, 0, 1)])  # fmt: skip
             assert -overlong_penalty(config, t) == expected
+
+
+def test_the_curves_are_drawn_of_runs_that_are_there(tmp_path, capsys):
+    """The lines of the table of tests/RESULTS.md, of runs of three evaluations."""
+    for objective in measure_objectives.OBJECTIVES:
+        for seed in range(2):
+            run = tmp_path / f"{objective}-{seed}"
+            (run / "hf").mkdir(parents=True)
+            solved = [0.5, 0.96 + seed / 100, 1.0 - seed / 10]
+            lines = [{"step": 10 * n, "eval/solved": x} for n, x in enumerate(solved)]
+            text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 21}])
+            (run / "metrics.jsonl").write_text(text)
+    assert measure_objectives.main([f"{tmp_path}", "2"]) == 0
+    assert "| clip | 0.950 | 0.900 | 11, 11 |" in capsys.readouterr().out

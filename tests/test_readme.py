@@ -127,7 +127,14 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
-    **dict.fromkeys(RELEASED, "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
+    **dict.fromkeys([*RELEASED, "python tests/smollm.py DIR"],
+                    "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
+    "python tests/measure_objectives.py runs/objectives 3 objectives.png":
+        "tests/test_objectives.py::test_the_curves_are_drawn_of_runs_that_are_there",
+    "python tests/adapters.py table":
+        "tests/test_conformance.py::test_verls_losses_are_what_the_table_says",
+    "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
+        "tests/test_conformance.py::test_the_command_prints_a_row_for_each_property",
     "python tests/example_action_expert.py check": "tests/test_action.py::"
     "test_the_check_passes_and_fails",
     "python models.py bench --repeats 7": " --repeats 1",

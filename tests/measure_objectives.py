@@ -1,0 +1,70 @@
+"""Learning curves of every objective on `guess`, with the default run's settings.
+
+    python tests/measure_objectives.py DIR 5             # seeds 0-4: makes the runs that DIR lacks
+    python tests/measure_objectives.py DIR 5 FILE.png    # and draws them (needs matplotlib)
+
+A line of a table is printed for each objective: the mean of what the seeds solved in the end, the
+least, and the step at whose evaluation each seed had solved 0.95.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from train_grpo import Objective  # noqa: E402
+
+OBJECTIVES = get_args(Objective)
+TARGET = 0.95
+
+
+def lines_of(folder, objective, seed) -> list:
+    """Return the lines of metrics.jsonl of a run, which is made if it is not there."""
+    out = Path(folder) / f"{objective}-{seed}"
+    if not (out / "hf").exists():
+        flags = f"--objective {objective} --seed {seed} --out {out} --resume-or-start"
+        command = [sys.executable, ROOT / "train_grpo.py", *flags.split()]
+        subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], check=True)
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def main(argv) -> int:
+    folder, seeds, *picture = argv
+    solved = {}  # objective -> array (seeds, evaluations)
+    for objective in OBJECTIVES:
+        runs = [lines_of(folder, objective, seed) for seed in range(int(seeds))]
+        steps = [line["step"] + 1 for line in runs[0] if "eval/solved" in line]
+        solved[objective] = np.array(
+            [[line["eval/solved"] for line in run if "eval/solved" in line] for run in runs])
+        last = solved[objective][:, -1]
+        reached = [next((s for s, y in zip(steps, row) if y >= TARGET), None)
+                   for row in solved[objective]]  # fmt: skip
+        print(f"| {objective} | {last.mean():.3f} | {last.min():.3f} | "
+              f"{', '.join(map(str, reached))} |")  # fmt: skip
+    if not picture:
+        return 0
+
+    # A line is the mean of the seeds, and the band reaches from the worst to the best of them.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for n, objective in enumerate(OBJECTIVES):
+        rows = solved[objective]
+        axes.plot(steps, rows.mean(0), f"C{n}", label=objective)
+        axes.fill_between(steps, rows.min(0), rows.max(0), color=f"C{n}", alpha=0.08)
+    axes.set(xlabel="step", ylabel="eval/solved", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture[0], dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
