@@ -100,7 +100,6 @@ RIGHT = {
 }  # fmt: skip
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_passes_all(name):
     assert verdicts(*RIGHT[name]) == set()
@@ -312,7 +311,6 @@ WRONG = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("loss", WRONG, ids=lambda x: x.__name__)
 def test_a_planted_fault_fails_the_right_properties(loss):
     settings, expected = WRONG[loss]
