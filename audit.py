@@ -484,17 +484,17 @@ def clip_margins(c, s) -> list:
 
 def weights_of(c, s) -> list:
     """Return x of (4) for each sampled token, under all settings."""
-    x = [math.exp(old - smp) for old, smp in zip(s.old, s.smp)]
-    total = math.fsum(old - smp for old, smp in zip(s.old, s.smp))
+    log_x = [old - smp for old, smp in zip(s.old, s.smp)]
     if c.importance_of == "sequence":
-        x = [math.exp(total)] * len(x)
+        log_x = [math.fsum(log_x)] * len(log_x)
     if c.importance_of == "geometric":
-        x = [math.exp(total / len(x))] * len(x)
-
-    # Bounds 0.5 and 2 truncate 3 to 2. `mask` makes it 0, and keeps 1.5; `reject` makes 1.5 a 1.
-    low, high = c.importance_low, c.importance_cap
+        log_x = [math.fsum(log_x) / len(log_x)] * len(log_x)
     if c.importance == "truncate":
-        return [min(max(y, low), high) for y in x]
+        return truncated_weights(c, SimpleNamespace(old=log_x, smp=[0.0] * len(log_x)))
+
+    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5. `reject` makes 1.5 a 1.
+    low, high = c.importance_low, c.importance_cap
+    x = [math.exp(y) for y in log_x]
     return [0.0 if not low <= y <= high else y if c.importance == "mask" else 1.0 for y in x]
 
 

@@ -1365,15 +1365,46 @@ def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
     return float(len([count for count in sampled if count > 0]))
 
 
+def sampler_weights(
+    old_BT, sampler_BT, mask_BT, /, *, importance, importance_of, importance_low, importance_cap
+):
+    """Compute (4): x = p_old / p_sampler of each token within its bounds, (B, T), 0 without mask.
+
+    importance           truncate | mask | reject: what happens to an x outside its bounds. Inside,
+                         reject makes it 1.
+    importance_of        token | sequence | geometric: x of a token, of all tokens, or their mean
+    importance_low/cap   the bounds
+    """
+    # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
+    # program and dtype: x corrects for tokens drawn more or less often than `old` says. Under the
+    # sampler its mean is 1, but its tail is long, hence the bounds.
+    zero = old_BT.new_zeros(())
+    log_x_BT = torch.where(mask_BT, old_BT - sampler_BT, zero)
+    if importance_of != "token":
+        sum_B1 = log_x_BT.sum(-1, keepdim=True)
+        if importance_of == "geometric":
+            sum_B1 = sum_B1 / mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        log_x_BT = torch.where(mask_BT, sum_B1, zero)
+    x_BT = log_x_BT.exp()
+
+    # Bounds 0.5 and 2 truncate 3 to 2. `mask` makes it 0, and keeps 1.5; `reject` makes 1.5 a 1.
+    if importance == "truncate":
+        x_BT = x_BT.clamp(importance_low, importance_cap)
+    else:
+        is_inside_BT = (importance_low <= x_BT) & (x_BT <= importance_cap)
+        x_BT = torch.where(is_inside_BT, x_BT if importance == "mask" else zero + 1, zero)
+    return torch.where(mask_BT, x_BT, zero)
+
+
 def policy_loss(
-    lp_BT, old_BT, sampler_BT, advantage_BT, mask_BT, /, *, objective="clip", ratio="token",
+    lp_BT, old_BT, advantage_BT, mask_BT, /, *, x_BT=None, objective="clip", ratio="token",
     clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_low=0.0, cispo_bound=5.0, sapo_up=1.0,
-    sapo_down=1.05, dppo_distance="tv", dppo_cap=20.0, importance="truncate",
-    importance_of="token", importance_low=0.0, importance_cap=0.0,
+    sapo_down=1.05, dppo_distance="tv", dppo_cap=20.0,
 ):  # fmt: skip
     """Compute (2) to (4): l of each token, (B, T), and a dict of what is measured of each token.
 
     lp_BT .. mask_BT   as in `grpo_loss`, none of them None
+    x_BT               factors of (4), from `sampler_weights`; None: none
     objective          reinforce | clip | cispo | gspo | sapo | gmpo | dppo, the table of (3)
     ratio              clip: token, or sequence, which is gspo
     clip_low/high      clip, gspo: the ratio stays in 1 - low .. 1 + high. gmpo: d in -low .. high.
@@ -1383,9 +1414,6 @@ def policy_loss(
     sapo_up/down       sapo: tau where A > 0, and elsewhere
     dppo_distance      tv: |p - p_old|; kl: the divergence of "this token or another one"
     dppo_cap           dppo: the largest weight
-    importance         truncate | mask | reject: what (4) does with x outside its bounds
-    importance_of      token | sequence | geometric: x of a token, of all tokens, or their mean
-    importance_low/cap the bounds of x; cap 0: no (4)
 
     A branch of (3) sets weight_BT, w; and, if there are any, value_BT, the value of l, and
     clipped_BT, which tokens have lost their gradient. None of them has a graph: see the last lines.
@@ -1468,25 +1496,9 @@ def policy_loss(
     if value_BT is None:
         value_BT = -weight_BT * A_BT * now_BT
 
-    # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
-    # program and dtype: the weight p_old / p_sampler corrects for tokens drawn more or less often
-    # than `old` says. Under the sampler its mean is 1, but its tail is long, hence the bounds.
-    measured = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype)}
-    if importance_cap:
-        log_x_BT = torch.where(mask_BT, old_BT - sampler_BT, zero)
-        if importance_of == "sequence":
-            log_x_BT = log_x_BT.sum(-1, keepdim=True).expand_as(lp_BT)
-        if importance_of == "geometric":
-            log_x_BT = mean(log_x_BT)
-        x_BT = log_x_BT.exp()
-        is_inside_BT = (importance_low <= x_BT) & (x_BT <= importance_cap)
-        if importance == "truncate":
-            x_BT = x_BT.clamp(importance_low, importance_cap)
-        else:
-            x_BT = torch.where(is_inside_BT, x_BT if importance == "mask" else 1.0, zero)
+    if x_BT is not None:
         weight_BT = weight_BT * x_BT  # (4)
         value_BT = value_BT * x_BT
-        measured["masked"] = (x_BT == 0).to(lp_BT.dtype)
 
     # A ratio of a sequence moves with each of its tokens. All have one gradient, or none where gmpo
     # has clipped a token.
@@ -1498,12 +1510,14 @@ def policy_loss(
 
     # The last factor is 0, and has the gradient of lp. There is no other gradient.
     l_BT = value_BT.detach() - gain_BT.detach() * (lp_BT - now_BT)
-    return l_BT, measured | {"policy": l_BT.detach()}
+    measured = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype), "policy": l_BT.detach()}
+    return l_BT, measured
 
 
 def grpo_loss(
     lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
-    sampler_BT=None, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None,
+    sampler_BT=None, importance="truncate", importance_of="token", importance_low=0.0,
+    importance_cap=0.0, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None,
     entropy_coef=0.0, value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
     value_clip=0.2, **policy,
 ):  # fmt: skip
@@ -1517,6 +1531,8 @@ def grpo_loss(
     aggregation      token_mean | sequence_mean | constant: w and Z of (7)
     max_new_tokens   the most tokens that a sequence may have; for the Z of `constant`
     sampler_BT       log-probs of the program that drew the tokens; None: old
+    importance       with importance_of, importance_low and importance_cap: (4), as in
+                     `sampler_weights`; cap 0: no (4)
     ref_BT           log-probs of the frozen reference; None: no KL
     kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
     entropy_BT       H of (5), with the weight entropy_coef
@@ -1530,7 +1546,15 @@ def grpo_loss(
         old_BT = lp_BT.detach()
     if sampler_BT is None:
         sampler_BT = old_BT
-    l_BT, stats = policy_loss(lp_BT, old_BT, sampler_BT, advantage_BT, mask_BT, **policy)
+    x_BT = None
+    if importance_cap:
+        x_BT = sampler_weights(
+            old_BT, sampler_BT, mask_BT, importance=importance, importance_of=importance_of,
+            importance_low=importance_low, importance_cap=importance_cap,
+        )  # fmt: skip
+    l_BT, stats = policy_loss(lp_BT, old_BT, advantage_BT, mask_BT, x_BT=x_BT, **policy)
+    if x_BT is not None:
+        stats["masked"] = (x_BT == 0).to(lp_BT.dtype)
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
     zero = lp_BT.new_zeros(())
@@ -2357,13 +2381,16 @@ def shard_generator(config, generator, device, *, policy=None, grid=None):
     parallel.share_or_allocate(policy, generator, device)
 
 
-def first_weights(config, model, whole):
-    """Fill a model with weights of the checkpoint or the seed. whole: the whole model, on meta."""
+def first_weights(model, whole, directory, seed=0):
+    """Fill a model with weights of a directory, or, if that is "", with random ones of a seed.
+
+    whole: the whole model, on the meta device. The model may be a rank's part of it.
+    """
     for stage in part_of(model).stages:
-        if config.model:
-            models.load_hf(config.model, model=stage, whole=whole)
+        if directory:
+            models.load_hf(directory, model=stage, whole=whole)
         else:
-            models.draw_weights(stage, config.seed, whole)
+            models.draw_weights(stage, seed, whole)
 
 
 def build_optimizer(config, model):
@@ -2489,16 +2516,17 @@ def overlong_penalty(config, t) -> float:
 
 def group_advantages(config, batch, device):
     """Give this rank's trajectories of a step their advantages (1). Collective."""
-    # A row for each group of the step. A rank fills in its own. Only the spread of the whole step
-    # needs the others' rewards: the sum over ranks is then the table of all, the same bits on each.
-    if not batch.kept:
+    # A row for each of this rank's groups. The spread of the whole step needs a row for each of all
+    # ranks' groups: the sum over ranks, where each fills in its own, has the same bits on each.
+    baseline, scale = config.normalization
+    numbers = [n for n in batch.kept if n in batch.groups or scale == "batch"]
+    if not numbers:
         return
-    table_2PG = np.zeros((2, len(batch.kept), config.group))
-    own = [(row, number) for row, number in enumerate(batch.kept) if number in batch.groups]
+    own = [(row, number) for row, number in enumerate(numbers) if number in batch.groups]
+    table_2PG = np.zeros((2, len(numbers), config.group))
     for row, number in own:
         table_2PG[0, row] = [reward_of(config, t) for t in batch.groups[number]]
         table_2PG[1, row] = [t.mask.sum() for t in batch.groups[number]]
-    baseline, scale = config.normalization
     if scale == "batch":
         table_2PG = np.array(summed(table_2PG.tolist(), device))
     rewards_PG, tokens_PG = table_2PG
@@ -2743,7 +2771,7 @@ class Trainer:
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
         if is_empty:
-            first_weights(config, self.model, whole)
+            first_weights(self.model, whole, config.model, config.seed)
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
@@ -2756,8 +2784,7 @@ class Trainer:
         if teacher is not None:
             whole = copy.deepcopy(teacher)
             self.teacher = self.shard_model(teacher)
-            for stage in part_of(self.teacher).stages:
-                models.load_hf(config.teacher, model=stage, whole=whole)
+            first_weights(self.teacher, whole, config.teacher)
 
         # A metric that this run does not have is left out of its lines, not written as 0.
         absent = {"kl": reference is None, "value": config.advantage != "gae", "": True}
@@ -3216,13 +3243,13 @@ def shape_of(config, task) -> ModelConfig:
     return shape
 
 
-def empty_model(config, shape, dtype) -> Transformer:
-    """Make a model on the meta device, with what the settings add to it."""
+def empty_model(config, shape, dtype, *, is_teacher=False) -> Transformer:
+    """Make a model on the meta device, with what the settings add to all but a teacher."""
     with torch.device("meta"):
         model = Transformer(shape).to(getattr(torch, dtype))
-        if config.advantage == "gae":
+        if config.advantage == "gae" and not is_teacher:
             model.add_value_head()
-        if config.router_bias_rate:
+        if config.router_bias_rate and not is_teacher:
             models.give_router_bias(model, config.router_bias_rate)
     return keep_states_wide(config, model)
 
@@ -3253,8 +3280,7 @@ def build_teacher(config, task):
         return None
     shape = ModelConfig.from_hf(config.teacher)
     require_rows(task, shape, f"the model of --teacher {config.teacher}")
-    with torch.device("meta"):
-        return Transformer(shape).to(getattr(torch, config.compute)).requires_grad_(False)
+    return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
 def start_run(config, device, side=None) -> int:

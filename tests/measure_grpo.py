@@ -52,7 +52,7 @@ def built(config, task, device):
     """Policy, generator and reference of `build`, the policy in memory: on any device."""
     model, generator, reference = build(config, task)
     whole = copy.deepcopy(model)
-    first_weights(config, model.to_empty(device=device), whole)
+    first_weights(model.to_empty(device=device), whole, config.model, config.seed)
     return model, generator, reference
 
 

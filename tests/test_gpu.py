@@ -63,7 +63,6 @@ def test_the_list_names_each_command():
     assert {name.split("-")[0] for name in NAMES} <= {*measure_gpu.TABLES, "check"}
 
 
-@pytest.mark.quick
 def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
     code, out, err = shell("ring", OUT=str(tmp_path / "out"), DEVICE="cuda")
     assert code == 2 and "DEVICE=cpu SIZE=toy is the dry run" in err
@@ -257,7 +256,6 @@ def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
         measure_gpu.write_results(page, page, found, ["ring"])
 
 
-@pytest.mark.quick
 def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path):
     """Without records `results` gives the text that stands there; a dry run leaves it alone."""
     page = ROOT / "tests" / "RESULTS.md"

@@ -38,7 +38,6 @@ def test_some_cells_of_the_matrix(truth, tmp_path):
     assert len(errors) == 2 and max(errors) < 1e-12 and min(errors) > 0
 
 
-@pytest.mark.quick
 def test_check_shows_each_pair_that_can_be_shown():
     """Each plan with each tree and family, each tree with each family, in few of all cells."""
     every = measure_grpo.all_cells()

@@ -59,7 +59,6 @@ def worst(ours, truth):
 FEW = {name: models.CASES[name] for name in ("qwen3", "gemma3_text")}
 
 
-@pytest.mark.quick
 def test_check_of_two_families_passes():
     assert models.check(FEW, transformers=False)
 

@@ -216,9 +216,9 @@ EXAMPLES = [text for language, text in BLOCKS if language == "python"]  # a task
 
 def test_the_example_of_a_task_runs(tmp_path):
     text = EXAMPLES[0]
-    (tmp_path / "parity.py").write_text(text)
+    (tmp_path / "majority.py").write_text(text)
     (name,) = re.findall(r"^class (\w+)", text, re.M)
-    good(tmp_path, f"--task parity.py:{name} --out run{TINY}")
+    good(tmp_path, f"--task majority.py:{name} --out run{TINY}")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1]
 
