@@ -10,7 +10,6 @@ import models
 import parallel
 from models import (
     FULL,
-    SLIDING,
     KVCache,
     Row,
     Transformer,
