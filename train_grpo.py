@@ -856,7 +856,7 @@ class Config(SimpleConfig):
     overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
     # the loss
     advantage: Advantage = "group_mean"  # (1) of the equations; gae is PPO's, with a critic
-    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: that of --advantage
+    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: from --advantage
     scale: Literal["", "none", "group", "batch"] = ""  # divides an advantage; empty: as above
     teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # w and Z of (7)
@@ -1231,7 +1231,7 @@ def resumed_config(path, given) -> Config:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
     # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
-    # file that it names is never imported: whoever goes on with the run names the file again.
+    # file that it names is never imported. To go on with the run, name the file again.
     for name in ("task", "reward"):
         spec = str(stored[name])
         called = spec.rpartition(":")[2]
@@ -1333,8 +1333,8 @@ def advantages(rewards_PG, /, kind="group_mean", *, baseline="", scale="", token
         # The same as subtracting from each reward the mean of the other G - 1 rewards.
         out_PG = out_PG * G / max(1, G - 1)  # (1)
 
-    # Hard and easy prompts count the same if each group is scaled to a spread of one. A group of
-    # few rollouts has a noisy spread; that of a step does not, and keeps the groups' proportions.
+    # Hard and easy prompts count the same if each group is scaled to a spread of one. The spread of
+    # a few rollouts is noisy. A whole step's is less so, and keeps the groups' proportions.
     if scale == "group" and G > 1:
         out_PG = out_PG / (rewards_PG.std(-1, ddof=1, keepdims=True) + 1e-4)  # (1)
     if scale == "batch" and np.ptp(rewards_PG) == 0:
@@ -1590,7 +1590,7 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
     l_BT     loss of each token, 0 where mask is off
     stats    what is measured of each token, by name: (B, T), detached, 0 where mask is off
 
-    The other parameters are those of `grpo_loss`.
+    The other parameters are as in `grpo_loss`.
     """
     weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
     loss = (weight_B1 * l_BT).sum() / Z  # (7)
@@ -1876,7 +1876,7 @@ DEMO_PLAY = 4
 
 
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
-    """Return (group, state, prompt tokens) for those of a step's groups that this rank plays.
+    """Return (group, state, prompt tokens) for each group of a step that this rank plays.
 
     stream: ROLLOUT, EVALUATION or DEMO_PROMPT. It and step are part of the generators' keys.
     groups: group numbers of the step, of all ranks.
@@ -2264,7 +2264,7 @@ def kl_penalties(config, trajectory):
 def gae(rewards, values, mask, /, gamma, lam):
     """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
 
-    rewards, values: (L - 1,). Only sampled tokens, those of the mask, are actions and follow each
+    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
     other; the task's replies are part of the environment.
     """
     # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
@@ -2463,8 +2463,8 @@ class ExpertLoads:
         if not self.layers:
             return {}
 
-        # Parts of a rank are of its own tokens, and of the layers that it has: their sum over all
-        # ranks is the whole. A number of tokens is exact in float64, so all ranks cast one vote.
+        # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
+        # whole. A number of tokens is exact in float64, so all ranks cast one vote.
         sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
         counts_LE = sums[1:].view_as(self.counts_LE)
         for losses, counts in self.parts:
@@ -2669,7 +2669,7 @@ class TreeBatches(RowBatches):
 
 def tree_row(trie, masks, length) -> parallel.PackedRow:
     """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
-    # After the tree stands padding, tokens of which each is a tree of its own.
+    # Padding follows the tree. Each padding token is a tree by itself.
     #
     #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
     N = len(trie)
@@ -3074,7 +3074,7 @@ class Task:
         raise NotImplementedError
 
     def demo_prompt(self, rng, index: int):
-        """Begin a demonstration, as `prompt` begins a group. index counts those of the run."""
+        """Begin a demonstration, as `prompt` begins a group. index counts the run's."""
         return self.prompt(rng, index, False)
 
     def demo(self, state, rng) -> list[int]:
@@ -3184,7 +3184,7 @@ def make_task(config) -> Task:
 
 
 def mean_metrics(updates, step) -> dict:
-    """Return a step's metrics from those of its updates by METRICS; warn if there is none."""
+    """Merge the metrics of a step's updates by METRICS; warn if there was no update."""
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -3361,7 +3361,7 @@ def require_room(config, task, positions):
 
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
-    """Return the metrics of a step, all but seconds and the evaluation, from those of its parts."""
+    """Merge all metrics of a step except seconds and the evaluation."""
     # The age of the sampler's weights when each update began.
     version = trainer.policy_version
     for update in reversed(updates):
@@ -4186,7 +4186,7 @@ def generate_apart(config, task, device, side) -> int:
                     side.store.set("evaluated", str(step))
             order = receiver.next()
 
-        # The weights of the last push are those of the last step, so the generators write OUT/hf.
+        # The last push brought the weights of the last step, so the generators write OUT/hf.
         if order["export"]:
             export(config, task, generator, order["out"])
     return order["code"]
@@ -4225,7 +4225,7 @@ def refuse_directory(config, out):
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
     if not holds_run and found - {"config.tmp", "lock"}:
-        raise ValueError(f"{out} holds files that are no run; choose another --out")
+        raise ValueError(f"{out} holds files that are not a run's; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
 
