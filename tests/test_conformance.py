@@ -1,6 +1,7 @@
 """The conformance kit finds planted faults, each in the right property, and passes right losses."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import adapters
 import conformance
@@ -112,8 +113,12 @@ def test_our_loss_passes_all_under_each_aggregation(name, how):
     assert verdicts(adapters.ours, OURS[name] | dict(aggregation=how)) == set()
 
 
+def needs(name):
+    return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not installed")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="verl is not installed")
+@needs("verl")
 @pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.verl])))
 def test_verls_losses_are_what_the_table_says(number):
     """Of verl 0.9.1: NaN in padding reaches what sums by sequence, and GMPO counts by itself."""
@@ -123,6 +128,102 @@ def test_verls_losses_are_what_the_table_says(number):
         assert passed == 8 and failed["micro-batches"]
     elif passed < 12:
         assert [*failed] == ["padding content"]
+
+
+@pytest.mark.slow
+@needs("trl")
+@pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.trl])))
+def test_trls_losses_are_what_the_table_says(number):
+    """Of TRL 1.16.0: masks are multiplied, and GMPO's value counts a sequence without a token."""
+    settings = adapters.CASES[adapters.trl][number]
+    passed, failed = adapters.outcome(adapters.trl, settings)
+    is_gmpo = settings.get("objective") == "gmpo"
+    assert [*failed] == ["padding content"] + ["empty sequence"] * is_gmpo
+    assert passed == 12 - len(failed) and "contents of usual size pass" in failed["padding content"]
+    assert not is_gmpo or "the loss is" in failed["empty sequence"]
+
+
+@pytest.mark.slow
+@needs("openrlhf")
+@pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.openrlhf])))
+def test_openrlhfs_losses_are_what_the_table_says(number):
+    """Of OpenRLHF 0.11.2: NaN at padding stays NaN, as the mask is multiplied."""
+    passed, failed = adapters.outcome(adapters.openrlhf, adapters.CASES[adapters.openrlhf][number])
+    assert passed == 11 and "with lp nan" in failed["padding content"]
+
+
+@pytest.mark.slow
+@needs("trl")
+@pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
+def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
+    """The gradient before each step of a real run, with two micro-batches, is the definition's."""
+    import bench_trl
+    import datasets
+    import transformers
+    import trl
+
+    loss_type, aggregation = how.split()
+
+    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
+    _, model, tokenizer, _ = bench_trl.build(SimpleNamespace(prompt=4), str(tmp_path))
+    model.resize_token_embeddings(258)
+    model.double().generation_config.eos_token_id = list(range(40))
+    seen, errors, ratios = [], [], []
+
+    def log_probs(*args, **options):
+        found = forward(*args, **options)
+        if torch.is_grad_enabled():
+            seen.append(found[0].detach())
+        return found
+
+    def compute(model, inputs):
+        loss = compute_loss(model, inputs)
+        seen[-1] = (inputs, seen[-1])
+        return loss
+
+    class Compare(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **options):
+            kept, sequences = [p.grad.clone() for p in model.parameters()], []
+            for inputs, lp in seen:
+                rows = zip(inputs["advantages"], lp, inputs["old_per_token_logps"],
+                           inputs["completion_mask"])  # fmt: skip
+                sequences.append([conformance.Sequence(*(x.tolist() for x in row)) for row in rows])
+
+            # The definition's gradient of all sequences, pulled back through the model.
+            c = conformance.settings_of(adapters.trl, dict(aggregation=aggregation))
+            gradients = iter(conformance.definition(c, sum(sequences, []))[1])
+            model.zero_grad()
+            for inputs, lp in seen:
+                names = ("prompt", "completion")
+                ids, mask = (torch.cat([inputs[f"{n}_{x}"] for n in names], 1)
+                             for x in ("ids", "mask"))  # fmt: skip
+                rows = torch.tensor([next(gradients) for _ in lp], dtype=lp.dtype)
+                forward(model, ids, mask, lp.shape[1])[0].backward(rows)
+                ratios.append(float((lp - inputs["old_per_token_logps"]).abs().max()))
+            for p, real in zip(model.parameters(), kept):
+                errors.append(float((p.grad - real).norm() / (real.norm() + 1e-9)))
+                p.grad = real
+            counts = {int(inputs["completion_mask"].sum()) for inputs, _ in seen}
+            assert len(seen) == len(counts) == 2
+            seen.clear()
+
+    text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
+    trainer = trl.GRPOTrainer(
+        model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
+        trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4,
+            gradient_accumulation_steps=2, max_completion_length=6, max_steps=2, num_iterations=2,
+            learning_rate=2e-2, beta=0.0, loss_type=loss_type, epsilon=0.2, epsilon_high=0.28,
+            max_grad_norm=0, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
+            report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
+            disable_tqdm=True,
+        ),
+        datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
+    )  # fmt: skip
+    forward, compute_loss = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = log_probs, compute
+    trainer.train()
+    assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
 
 
 # Wrong losses ----------------------------------------------------------------------------------
