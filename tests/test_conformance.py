@@ -1,7 +1,10 @@
 """The conformance kit finds planted faults, each in the right property, and passes right losses."""
 
 import importlib.util
-from types import SimpleNamespace
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import adapters
 import conformance
@@ -224,6 +227,80 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
     trainer._get_per_token_logps_and_entropies, trainer._compute_loss = log_probs, compute
     trainer.train()
     assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
+
+
+# Our loss in other code bases ------------------------------------------------------------------
+
+
+def recipe(name):
+    """What the section of tests/RECIPES.md defines for a package, as a dict."""
+    page = (Path(__file__).parent / "RECIPES.md").read_text()
+    section = page.split("## Our loss in other code bases")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    found = {}
+    exec(next(text for text in blocks if f"from {name}." in text or f"from {name} " in text), found)
+    return found
+
+
+@pytest.mark.slow
+@needs("verl")
+def test_our_loss_in_verl_passes_all(monkeypatch):
+    recipe("verl")
+    monkeypatch.setitem(adapters.VERL_MODES, "clip", "ours")
+    assert verdicts(adapters.verl, {}) == set()
+
+
+@pytest.mark.slow
+@needs("trl")
+def test_our_loss_in_trl_passes_all(monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.GRPOTrainer", recipe("trl")["Trainer"])
+    assert verdicts(adapters.trl, {}) == set()
+
+
+def stand_in(monkeypatch, name, **what):
+    """Put a module in place of one that cannot be installed here."""
+    module = ModuleType(name)
+    vars(module).update(what)
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(parts[n - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_our_loss_for_slime_passes_all(monkeypatch):
+    """slime's forward is a stand-in; the caller divides by the tokens of the step."""
+    stand_in(
+        monkeypatch, "slime.backends.megatron_utils.loss",
+        get_log_probs_and_entropy=lambda logits, **_: (None, {"log_probs": [*logits]}),
+    )  # fmt: skip
+    their_loss = recipe("slime")["loss"]
+
+    def loss(batch):
+        lists = dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths"))
+        lists |= dict(log_probs=[*batch.old], advantages=[*batch.advantage])
+        lists["loss_masks"] = [*batch.mask]
+        args = SimpleNamespace(eps_clip=0.2, eps_clip_high=0.28)
+        return their_loss(args, lists, batch.lp, None)[0] / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
+
+
+def test_our_loss_for_prime_rl_passes_all(monkeypatch):
+    """prime-rl calls it for one sequence after another and divides by the tokens of the step."""
+    stand_in(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    their_loss = recipe("prime_rl")["loss"]
+
+    def loss(batch):
+        total = 0.0
+        for lp, old, A, mask in zip(batch.lp, batch.old, batch.advantage, batch.mask):
+            inputs = SimpleNamespace(
+                trainer_logprobs=lp, inference_logprobs=old, advantages=A / 2, loss_mask=mask,
+                loss_weights=torch.full_like(lp, 2.0),
+            )  # fmt: skip
+            total = total + their_loss(inputs, clip_high=0.28).loss
+        return total / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
 
 
 # Wrong losses ----------------------------------------------------------------------------------
