@@ -56,6 +56,13 @@ def clip(batch):
     return weighted(-gain(log_ratio(batch).exp(), batch), batch)
 
 
+def clip_of_logits(batch):
+    """As the file's help says for a loss that takes logits."""
+    lp = torch.where(batch.mask, batch.lp, -1.0)
+    logits = torch.stack([lp, torch.log1p(-lp.exp())], -1)
+    return clip(SimpleNamespace(**vars(batch) | dict(lp=logits.log_softmax(-1)[..., 0])))
+
+
 def reinforce(batch):
     return weighted(-batch.advantage * batch.lp, batch)
 
@@ -98,6 +105,7 @@ OURS = dict(
 RIGHT = {
     **{f"ours {name}": (adapters.ours, settings) for name, settings in OURS.items()},
     "clip": (clip, CLIP), "clip by sequence": (clip, CLIP | SEQUENCES),
+    "clip of logits": (clip_of_logits, CLIP),
     "reinforce": (reinforce, dict(objective="reinforce")), "cispo": (cispo, CISPO),
     "gspo": (gspo, GSPO), "gspo by sequence": (gspo, GSPO | SEQUENCES), "sapo": (sapo, SAPO),
     "gmpo": (gmpo, GMPO), "gmpo by sequence": (gmpo, GMPO | SEQUENCES), "dppo": (dppo, DPPO),
