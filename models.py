@@ -692,6 +692,11 @@ class ModelConfig(SimpleConfig):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+
+            # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
+            most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
+            if size > most:
+                raise ValueError(f"{name}: expected at most {most}, got {size}")
         given = self.rope_parameters
         super().__post_init__()
 
