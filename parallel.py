@@ -913,10 +913,13 @@ class Plan:
         grid = np.moveaxis(grid, wanted, range(-len(wanted), 0))
         return grid.reshape(-1, math.prod(shape[name] for name in names)).tolist()
 
-    def require_fits(self, *, world=None, config=None, microbatches=None, ulysses=False) -> None:
+    def require_fits(
+        self, *, world=None, config=None, microbatches=None, ulysses=False, shard=None
+    ) -> None:
         """Raise ValueError unless the plan fits the ranks, the model and the batch that are given.
 
         world: int. The number of ranks that were started.
+        shard: int. HSDP: how many of the d ranks share the weights.
         config: ModelConfig.
         microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
@@ -929,6 +932,8 @@ class Plan:
             raise ValueError(
                 f"plan {self}: expected a micro-batch for each of {self.pp} stages, got "
                 f"{microbatches}. Split the batch into more micro-batches")  # fmt: skip
+        if shard is not None and self.dp % shard:
+            raise ValueError(f"plan {self}: {shard} ranks that shard must divide d = {self.dp}")
         if config is None:
             return
         if not config.sparse_layers and self.ep * self.etp > 1:
@@ -1046,10 +1051,8 @@ class Grid(NamedTuple):
         device_type: "cpu" or "cuda". Where the model runs.
         shard: int. HSDP: how many of the d ranks share the weights. Default: all.
         """
-        plan.require_fits(world=dist.get_world_size())
+        plan.require_fits(world=dist.get_world_size(), shard=shard)
         shard = plan.dp if shard is None else shard
-        if plan.dp % shard:
-            raise ValueError(f"plan {plan}: {shard} ranks that shard must divide d = {plan.dp}")
         timeout = timeout_of_world(device_type)
         made = {}  # lists of ranks -> this rank's group among them, so that none is made twice
 
@@ -1505,6 +1508,9 @@ def require_possible(
         (schedule == "zbv" and ac == "op",
          "zbv runs backward twice through a stage, for inputs and for weights, and torch's "
          'selective checkpoint allows one; use ac="full" or another schedule'),
+        (fsdp_on and ac == "op" and config.sparse_layers and plan.edp == 1,
+         f"under plan {plan} each expert is whole on one rank, and torch's selective checkpoint "
+         f'does not follow FSDP2 there; use ac="full" or mode="zero1"'),
         (schedule == "zbv" and fsdp_on,
          "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
          'follow; use schedule="1f1b" or mode="zero1"'),

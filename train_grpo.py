@@ -3323,8 +3323,10 @@ def require_plans(config, shape, side):
     both = parallel.GENERATOR, parallel.TRAINER
     worlds = dict.fromkeys(both, dist.get_world_size()) if side is None else side.sizes
     if config.plan:
-        fits = dict(world=worlds[parallel.TRAINER], ulysses=config.cp_method == "ulysses")
-        config.plans.trainer.require_fits(config=shape, **fits)
+        config.plans.trainer.require_fits(
+            config=shape, world=worlds[parallel.TRAINER], ulysses=config.cp_method == "ulysses",
+            shard=config.shard_ranks or None,
+        )  # fmt: skip
         generator = plans_of(config).generator
         generator.require_fits(config=shape, world=worlds[parallel.GENERATOR])
 
