@@ -20,7 +20,8 @@ prompts the sums of `tests/smollm_tasks.py` in that template, those of the most 
                  over our flat step, against the ratio of their FLOPs (`measure_grpo.flops`)
 
 TRL runs at its defaults but for gradient checkpointing and bf16, which are off. Its first batch is
-also given to our trainer: loss and gradient must agree within 1e-5, or the script fails.
+also given to our trainer: loss and gradient must agree within 1e-5, or the script fails. With
+--model the gradient's bound is 1e-4: float32 alone is 4e-5 off float64 after 30 layers.
 
 One more step at the end is not timed: it counts the bytes of all tensors that are alive at once.
 The memory of a phase is its peak, with all that is there before: weights, moments, and in ours the
@@ -85,6 +86,10 @@ def build(options, folder):
         size = options.prompts, options.prompt
         prompts = np.random.default_rng(0).integers(VOCAB, size=size).tolist()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    # torch leaves the padding token out of the gradient of an embedding. In SmolLM2 this token is
+    # <|im_end|>, which is in every prompt: 6 % of the embedding's gradient would be missing.
+    theirs.get_input_embeddings().padding_idx = None
 
     # A word is one token, w7 the token 7, so that TRL takes given tokens as text. What ends and
     # what fills a row are ids after the vocabulary: no sampled token is either.
@@ -248,8 +253,9 @@ def alternate(options, ours, theirs, tokenizer, prompts, folder):
 
     def timed_prepare(batch):
         now["prepared"] = prepare(batch)
-        given = [prompt for prompt in prompts for _ in range(options.group)]
-        assert now["prepared"]["prompt_ids"].tolist() == given
+        # TRL shuffles the rows of a batch after it has sampled them.
+        given = sorted(prompts * options.group)
+        assert sorted(now["prepared"]["prompt_ids"].tolist()) == given
         now["training"] = phase()
         return now["prepared"]
 
@@ -280,7 +286,7 @@ def main():
         work = Ours(options, model, prompts)
         rows, (loss, gradient) = alternate(options, work, theirs, tokenizer, prompts, folder)
     *rows, memory = rows
-    ok = loss <= 1e-5 and gradient <= 1e-5
+    ok = loss <= 1e-5 and gradient <= (1e-4 if options.model else 1e-5)
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl))
     length = options.prompt = len(prompts[0])
     print(f"a step: {len(prompts)} prompt(s) of {length} tokens, {options.group} x "

@@ -329,7 +329,7 @@ FLAGS_ELSEWHERE = {
 }
 FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
-FLAGS_ELSEWHERE |= {"--no-deps"}  # pip's
+FLAGS_ELSEWHERE |= {"--no-deps", "--local-dir"}  # pip's, hf's
 FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 
