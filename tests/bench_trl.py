@@ -214,7 +214,7 @@ class Ours:
 
 
 def alternate(options, ours, theirs, tokenizer, prompts, folder):
-    """Rows of (ours, theirs) for each of PHASES: CPU seconds, in the last row MB; `Ours.compare`."""
+    """Rows of (ours, theirs) for each phase, CPU seconds, in the last row MB; `Ours.compare`."""
     rows, now, differences = [], {}, []
     rows_of_a_step = len(prompts) * options.group
     steps = options.rounds + 2  # the first is warm-up, the last counts memory
@@ -290,7 +290,8 @@ def main():
     versions = ", ".join(f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl))
     length = options.prompt = len(prompts[0])
     print(f"a step: {len(prompts)} prompt(s) of {length} tokens, {options.group} x "
-          f"{options.completion} sampled for each; float32, {torch.get_num_threads()} thread, {versions}")  # fmt: skip
+          f"{options.completion} sampled for each; float32, {torch.get_num_threads()} thread, "
+          f"{versions}")  # fmt: skip
     print(f"on TRL's first batch: loss differs by {loss:.1e}, gradient (worst tensor, relative) "
           f"by {gradient:.1e}  {'ok' if ok else 'FAILED'}")  # fmt: skip
     print(f"{f'CPU seconds, median of {len(rows)}':26}    ours     TRL   TRL / ours (min - max)")

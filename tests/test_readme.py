@@ -149,6 +149,8 @@ TABLE = {
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
     "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
+    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
+        "tests/test_trl.py::test_a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench_trl.py --rounds 7": "tests/test_trl.py::"
     "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
 }
@@ -327,7 +329,7 @@ FLAGS_ELSEWHERE = {
     "--rdzv-endpoint",
     "--rdzv-id",
 }
-FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds", "--completion"}  # torchrun's, tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
 FLAGS_ELSEWHERE |= {"--no-deps", "--local-dir"}  # pip's, hf's
 FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's

@@ -30,7 +30,7 @@ def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
 
 
 @needs_trl
-def test_a_checkpoint_is_measured_on_prompts_of_its_own_template(checkpoint, tmp_path):  # noqa: F811
+def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
     """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
     directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
     template = "{{ messages[0]['content'] }} answer:"
