@@ -127,6 +127,8 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
+    "python tests/smollm_tasks.py RUN [RUN ..] FILE.png":
+        "tests/test_smollm.py::test_runs_of_both_tasks_are_drawn",
     **dict.fromkeys([*RELEASED, "python tests/smollm.py DIR"],
                     "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
     "python tests/measure_objectives.py runs/objectives 3 objectives.png":
