@@ -331,7 +331,8 @@ FLAGS_ELSEWHERE = {
     "--rdzv-endpoint",
     "--rdzv-id",
 }
-FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds", "--completion"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--max-restarts"}  # torchrun's
+FLAGS_ELSEWHERE |= {"--rounds", "--completion"}  # tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
 FLAGS_ELSEWHERE |= {"--no-deps", "--local-dir"}  # pip's, hf's
 FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
