@@ -1,6 +1,7 @@
-"""Two text tasks for SmolLM2-135M-Instruct and their rewards: sums, and answers of three words.
+"""Two text tasks for SmolLM2-135M-Instruct and their rewards: sums, and words in reverse order.
 
     python tests/smollm_tasks.py FOLDER            # writes FOLDER/sums.jsonl and FOLDER/words.jsonl
+    python tests/smollm_tasks.py RUN [RUN ..] FILE.png   # draws runs of both (needs matplotlib)
 """
 
 import json
@@ -10,25 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-WAYS = (
-    "Describe {} in exactly three words.", "Say three words about {}.",
-    "What is {} like? Answer in three words.",
-)  # fmt: skip
-TOPICS = """
-    a river, the sea, a mountain, the desert, a forest, an island, the moon, the sun, a star
-    fire, winter, spring, summer, autumn, rain, snow, the wind, a storm, the night
-    the morning, ice, fog, a cat, a dog, a horse, a bird, a fish, a lion, an elephant
-    a mouse, a bee, a wolf, an owl, a frog, bread, an apple, coffee, tea, chocolate, honey
-    soup, cheese, a cake, an orange, milk, salt, rice, a teacher, a doctor, a farmer
-    a child, a friend, a king, a sailor, an artist, a poet, a baker, a book, a letter
-    a clock, a mirror, a candle, a bridge, a house, a garden, a train, a ship, music, love
-    time, silence, hope, a dream, a city, a village, a school, a market, peace, war, a tree
-    a flower, grass, a stone, sand, gold, glass, paper, wood, iron, a cloud, the sky, a cave
-    a pencil, a table, a chair, a window, a door, a lamp, a piano, a violin, a drum
-    a camera, a shoe, a beach, a castle, a library, a hospital, a kitchen, a farm, a museum
-    a park, a road, a harbor, football, chess, a holiday, a birthday, a wedding, a journey
-    a secret, a story, a song, a game, fear, anger, joy, courage, wisdom, youth, memory
-    truth, luck, work, sleep, hunger, a smile
+WORDS = """
+    river table green music apple horse paper stone cloud bread light chair water mouse house night
+    plant tiger candle garden school winter summer forest silver orange bridge doctor farmer window
+    ocean mountain island desert morning evening teacher sailor baker king letter clock mirror train
+    village market city castle kitchen library museum road harbor holiday journey secret story song
+    game dream flower grass sand gold glass wood iron cave pencil door lamp piano drum camera shoe
+    beach lion bird fish bear snow rain wind fire smile
 """
 
 
@@ -45,9 +34,13 @@ def sums():
 
 
 def words():
-    """Return the lines of words.jsonl: each topic in each of three ways to ask."""
-    topics = re.split(r"[,\n] *", TOPICS.strip())
-    return [dict(question=way.format(topic)) for topic in topics for way in WAYS]
+    """Return the lines of words.jsonl: 600 times three different words."""
+    rng, lines = np.random.default_rng(1), []
+    for _ in range(600):
+        three = rng.choice(WORDS.split(), size=3, replace=False).tolist()
+        question = f"Write these words in reverse order: {', '.join(three)}"
+        lines.append(dict(question=question, answer=", ".join(three[::-1])))
+    return lines
 
 
 def last_number(text, row):
@@ -56,24 +49,51 @@ def last_number(text, row):
     return float(bool(numbers) and numbers[-1] == row["answer"])
 
 
-def three_words(text, row):
-    """Reward 1 for an answer of exactly three different words; the words are not judged.
+def reversed_words(text, row):
+    """Reward 1 for the three words in reverse order, and 0.2 for each word in its place.
 
-    Another number of words has 0.6 less 0.2 for each word that is missing or too much.
+    For apple, river: 1 for "Apple, river.", 0.2 for "The words: apple, river" and its third word.
     """
-    # Without a part of the reward, a policy that says whole sentences would seldom see any.
-    found = [word.strip(".,;:!?\"'").lower() for word in text.split()]
-    plain = all(re.fullmatch(r"[a-z][a-z'-]*", word) for word in found)
-    if not plain or len({*found}) < len(found):
-        return 0.0
-    away = abs(len(found) - 3)
-    return 1.0 if away == 0 else max(0.0, 0.6 - 0.2 * away)
+    # Without a part of the reward, a policy that answers in sentences would seldom see any.
+    found = re.findall(r"[a-z]+", text.lower())
+    wanted = re.findall(r"[a-z]+", row["answer"])
+    return 1.0 if found == wanted else 0.2 * sum(a == b for a, b in zip(found, wanted))
+
+
+def draw(runs, picture):
+    """Draw what runs solve, a panel for each file of data, and print a line for each run."""
+    from matplotlib.figure import Figure
+
+    read = [json.loads((Path(run) / "config.json").read_text()) for run in runs]
+    names = [*dict.fromkeys(Path(config["data"]).stem for config in read)]
+    figure = Figure(figsize=(4.5 * len(names), 3.5), layout="constrained")
+    panels = dict(zip(names, figure.subplots(1, len(names), squeeze=False)[0]))
+    for run, config in zip(runs, read):
+        lines = [json.loads(x) for x in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+        axes, color = panels[Path(config["data"]).stem], f"C{config['seed']}"
+
+        # A line is what the rollouts of a step solve, a dot greedy decoding of held-out prompts.
+        sampled = [line["reward/solved"] for line in lines]
+        dots = [(0, line["eval/solved_before"]) for line in lines if "eval/solved_before" in line]
+        dots += [(line["step"] + 1, line["eval/solved"]) for line in lines if "eval/solved" in line]
+        axes.plot([line["step"] + 1 for line in lines], sampled, color, lw=1, alpha=0.6)
+        axes.plot(*zip(*dots), f"{color}o", markersize=5, label=f"seed {config['seed']}")
+        greedy = ", ".join(f"{solved:.3f} after {step}" for step, solved in dots)
+        print(f"{run}: greedy {greedy}; sampled {sampled[0]:.2f} to {sampled[-1]:.2f}")
+    for name, axes in panels.items():
+        axes.set(xlabel="step", title=f"{name}: dots greedy, lines sampled", ylim=(-0.02, 1.02))
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(picture, dpi=110)
 
 
 def main(argv) -> int:
-    """Write both files."""
+    """Write both files, or draw runs."""
+    if len(argv) > 1 and argv[-1].endswith(".png"):
+        draw(argv[:-1], argv[-1])
+        return 0
     if len(argv) != 1 or argv[0].startswith("-"):
-        print("usage: python tests/smollm_tasks.py FOLDER", file=sys.stderr)
+        print("usage: python tests/smollm_tasks.py FOLDER | RUN [RUN ..] FILE.png", file=sys.stderr)
         return 2
     for name, lines in dict(sums=sums(), words=words()).items():
         text = "".join(json.dumps(line) + "\n" for line in lines)

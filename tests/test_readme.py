@@ -127,6 +127,8 @@ TABLE = {
     "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
     "python models.py inspect DIR": " ",
+    "python tests/smollm_tasks.py RUN [RUN ..] FILE.png":
+        "tests/test_smollm.py::test_runs_of_both_tasks_are_drawn",
     **dict.fromkeys([*RELEASED, "python tests/smollm.py DIR"],
                     "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
     "python tests/measure_objectives.py runs/objectives 3 objectives.png":
@@ -149,6 +151,8 @@ TABLE = {
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
     "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
+    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
+        "tests/test_trl.py::test_a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench_trl.py --rounds 7": "tests/test_trl.py::"
     "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
 }
@@ -327,9 +331,10 @@ FLAGS_ELSEWHERE = {
     "--rdzv-endpoint",
     "--rdzv-id",
 }
-FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--max-restarts"}  # torchrun's
+FLAGS_ELSEWHERE |= {"--rounds", "--completion"}  # tests/bench_trl.py's
 FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
-FLAGS_ELSEWHERE |= {"--no-deps"}  # pip's
+FLAGS_ELSEWHERE |= {"--no-deps", "--local-dir"}  # pip's, hf's
 FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 

@@ -1,5 +1,6 @@
 """A released model, SmolLM2-135M-Instruct: read as transformers reads it, and trained."""
 
+import json
 import re
 import shlex
 from importlib.util import find_spec
@@ -131,16 +132,42 @@ def test_the_tasks_have_lines_and_rewards(tmp_path):
     assert smollm_tasks.main([f"{tmp_path}"]) == 0
     assert len((tmp_path / "sums.jsonl").read_text().splitlines()) == 600
     questions = [line["question"] for line in smollm_tasks.words()]
-    assert len({*questions}) == len(questions) > 300
+    assert len({*questions}) == len(questions) == 600
+    for line in smollm_tasks.words():
+        listed = line["question"].split(": ")[1].split(", ")
+        assert line["answer"].split(", ") == listed[::-1] and len({*listed}) == 3
     pairs = [frozenset(re.findall(r"\d+", x["question"])) for x in smollm_tasks.sums()]
     assert len({*pairs}) == len(pairs)  # no sum comes as b + a too
 
     row = {"answer": "19"}
     assert smollm_tasks.last_number("12 + 7 = 19.", row) == 1
     assert smollm_tasks.last_number("19 = 12 + 7", row) == smollm_tasks.last_number("", row) == 0
-    rewards = {"Cold, white, quiet.": 1, "Cold and": 0.4, "Cold": 0.2, "so so so": 0, "1 2 3": 0}
+    row = {"question": "fire, sea, cat", "answer": "cat, sea, fire"}
+    rewards = {
+        "Cat, sea, fire.": 1, "cat sea fire": 1, "fire, sea, cat": 0.2, "cat, sea": 0.4,
+        "cat, sea, fire, cat": 0.6, "The words are: cat, sea, fire": 0, "": 0,
+    }  # fmt: skip
     for text, reward in rewards.items():
-        assert smollm_tasks.three_words(text, {}) == pytest.approx(reward), text
+        assert smollm_tasks.reversed_words(text, row) == pytest.approx(reward), text
+
+
+def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
+    """A panel for each file of data, a line and dots for each run; what was printed."""
+    pytest.importorskip("matplotlib", reason="draws a PNG")
+    for n, name in enumerate(("sums", "sums", "words")):
+        run = tmp_path / f"run-{n}"
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps(dict(data=f"some/{name}.jsonl", seed=n)))
+        lines = [{"step": 0, "reward/solved": 0.1, "eval/solved_before": 0.25},
+                 {"step": 1, "reward/solved": 0.5, "eval/solved": 0.75}]  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run / "metrics.jsonl").write_text(text)
+    picture = tmp_path / "both.png"
+    runs = [f"{tmp_path / f'run-{n}'}" for n in range(3)]
+    assert smollm_tasks.main([*runs, f"{picture}"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (*_, last) = capsys.readouterr().out.splitlines()
+    assert last == f"{runs[2]}: greedy 0.250 after 0, 0.750 after 2; sampled 0.10 to 0.50"
 
 
 @pytest.mark.slow
