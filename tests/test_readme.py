@@ -8,7 +8,6 @@ import ast
 import contextlib
 import importlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -317,20 +316,10 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
 
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
-FLAGS_ELSEWHERE = {
-    "--samples",
-    "--all-lines",
-    "--prompt",
-    "--nproc-per-node",
-    "--nnodes",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-}
-FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's, tests/bench_trl.py's
-FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
-FLAGS_ELSEWHERE |= {"--no-deps"}  # pip's
-FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
+FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds"}  # torchrun's too; tests/bench_trl.py's
+FLAGS_ELSEWHERE |= {"--samples", "--all-lines", "--prompt"}  # eval's; bench_trl.py's
+FLAGS_ELSEWHERE |= {"--step", "--html", "--no-deps", "--count"}  # audit's, pip's, test_flags.py's
 
 
 @pytest.mark.quick

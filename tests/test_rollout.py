@@ -107,19 +107,19 @@ def assert_scored_as_sampled(model, trajectories, temperature):
     return max(answers)
 
 
-@pytest.mark.parametrize("name, forks", [*((name, 0) for name in SMALL), ("chat", 2)])
-def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks):
+CASES = [(name, 0, "") for name in SMALL] + [("chat", 2, "")]
+CASES += [("chat", 0, family) for family in models.TINY]
+
+
+@pytest.mark.parametrize("name, forks, family", CASES)
+def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks, family):
     task, how = SMALL[name], dict(forks=2, fork_turns=forks) if forks else {}
     model = random_model(task.vocab_size)
+    if family:
+        model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
     played = sum(play(task, model, group=16, temperature=0.7, **how), [])
     answers = assert_scored_as_sampled(model, played, 0.7)
-    assert answers > 1 or name == "sort"  # replies were played between answers
-
-
-@pytest.mark.parametrize("family", models.TINY)
-def test_every_family_plays_and_its_logprobs_are_those_of_a_full_forward_pass(family):
-    model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
-    assert_scored_as_sampled(model, sum(play(Chat(), model, temperature=0.7), []), 0.7)
+    assert answers > 1 or name == "sort" or family  # replies were played between answers
 
 
 # After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
@@ -128,19 +128,15 @@ PLAYED = [0, 0, 1, 2, 9, 8, 9, 3, 9, 8, 9, 9]
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
 
 
-def test_replies_are_never_trained_and_sampled_tokens_always():
-    [[t]] = play(Chat(), Script(SCRIPT), groups=[0], group=1, temperature=0)
-    assert (t.tokens, t.mask.astype(int).tolist(), t.truncated) == (PLAYED, MASK, False)
-    assert t.sampler_logprobs == pytest.approx(-math.log(2) * np.array(MASK), abs=1e-15)
-    assert t.reward == pytest.approx(0.3 + 0.2 + 0.1)
-
-
-def test_truncation_keeps_what_was_played_until_then():
+def test_replies_are_never_trained_and_truncation_keeps_what_was_played_until_then():
     for room in range(1, 13):  # in an answer, at its end, in a reply, at its end, ..
         how = dict(group=1, temperature=0, max_new_tokens=room)
         [[t]] = play(Chat(), Script(SCRIPT), groups=[0], **how)
         assert (t.tokens, t.mask.tolist()) == (PLAYED[: 2 + room], MASK[: 1 + room])
         assert t.truncated == (room < 10)
+        logprobs = -math.log(2) * np.array(MASK[: 1 + room])
+        assert t.sampler_logprobs == pytest.approx(logprobs, abs=1e-15)
+    assert t.reward == pytest.approx(0.3 + 0.2 + 0.1)
 
 
 def test_an_answer_may_be_its_end_token_alone():
@@ -440,38 +436,30 @@ def test_a_task_that_is_not_safe_in_threads_is_asked_by_one():
     assert {thread for thread, _ in task.asked} == {threading.get_ident()}
 
 
-def test_a_task_may_have_slots(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(
-        "class Slotted:\n    __slots__ = ()\n    vocab_size, end = 10, (9,)\n"
-        "    def __init__(self, config): pass\n    def show(self, tokens): return 'x'\n"
-        "    def prompt(self, rng, index, held_out): return None, [0]\n"
-        "    def reply(self, state, answer): return 3\n"
-    )
-    task = make_task(Config(task=f"{file}:Slotted").check())
-    with pytest.raises(ValueError, match="TypeError: cannot unpack.*task.py"):
-        play(task, Script(SCRIPT), temperature=0)
+class Broken(Chat):
+    def __init__(self, reply):
+        self.say = reply
+
+    def reply(self, turn, answer):
+        return self.say(turn)
 
 
-def test_an_error_of_a_reply_in_a_thread_is_raised():
-    class Broken(Chat):
-        def reply(self, turn, answer):
-            raise KeyError("no mood")
-
-    with pytest.raises(ValueError, match="KeyError: 'no mood' .*, in reply"):
-        play(Broken(), Script(SCRIPT), temperature=0, replies=Replies(Broken(), 4))
+BROKEN = [  # a reply to a turn, how many threads ask for it, and what is said of it
+    (lambda turn: {}["no mood"], 4, "KeyError: 'no mood' .*, in <lambda>"),
+    (lambda turn: (turn, None, math.nan), 1, "gave reward nan in group 6, rollout 0.*'1 2 9'"),
+    (lambda turn: (turn, [3, 10], 0.0), 1, r"replied \[3, 10\] in group 6, .*: ids end at 9"),
+]
 
 
 # 5. Errors, files, checkpoints ---------------------------------------------------------------
 
 
-def test_a_reward_that_is_not_finite_names_group_and_answer():
-    class Broken(Chat):
-        def reply(self, turn, answer):
-            return turn, None, math.nan
-
-    with pytest.raises(ValueError, match="Broken gave reward nan in group 6, rollout 0.*'1 2 9'"):
-        play(Broken(), Script(SCRIPT), groups=[6], temperature=0)
+@pytest.mark.parametrize("reply, threads, message", BROKEN)
+def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, message):
+    task = Broken(reply)
+    with pytest.raises(ValueError, match=message):
+        how = dict(groups=[6], temperature=0, replies=Replies(task, threads))
+        play(task, Script(SCRIPT), **how)
 
 
 @pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
@@ -500,14 +488,26 @@ class Echo(Task):
 
 class Endless(Echo):
     end = (4,)
+
+class Slotted:
+    __slots__ = ()
+    vocab_size, end = 4, (3,)
+    def __init__(self, config): pass
+    def show(self, tokens): return "x"
+    def prompt(self, rng, index, held_out): return None, [0]
+    def reply(self, state, answer): return 3
 """
 
 
-def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
+def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TASK)
     task = task_of(f"{tmp_path / 'mine.py'}:Echo", size=2)
-    [[t]] = play(task, Script([2, 2, 3], vocab=4), groups=[0], group=1, temperature=0)
+    how = dict(groups=[0], group=1, temperature=0)
+    [[t]] = play(task, Script([2, 2, 3], vocab=4), **how)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
+    task = task_of(f"{tmp_path / 'mine.py'}:Slotted")
+    with pytest.raises(ValueError, match="TypeError: cannot unpack.*mine.py"):
+        play(task, Script([2, 2, 3], vocab=4), **how)
 
 
 @pytest.mark.parametrize("task, message", [

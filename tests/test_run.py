@@ -125,9 +125,8 @@ def same_run(run, truth):
     assert read_metrics(run) == read_metrics(truth)
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """The directory of the uninterrupted run of these flags, made once."""
+def runs_made_once(tmp_path_factory):
+    """run(flags, world): the directory of the uninterrupted run of these flags, made once."""
     made = {}
 
     def run(flags, world=1):
@@ -137,6 +136,11 @@ def straight(tmp_path_factory):
         return made[flags, world] / "run"
 
     return run
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return runs_made_once(tmp_path_factory)
 
 
 @pytest.fixture
@@ -498,6 +502,7 @@ def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flag
 
 OTHER_FLAGS = {
     "--resume": "--resume needs --out", "--resume --out run --seed 1": "--seed 1 (the run has 0)",
+    "--resume --out run --staleness 1": "--resume cannot change --staleness 1 (the run has 0)",
     "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
 }
 
