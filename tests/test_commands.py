@@ -191,21 +191,6 @@ def test_wilsons_interval_holds_the_chances_that_reach_to_the_mean():
                 assert deviations == pytest.approx(1.959964)
 
 
-def test_ninety_five_of_a_hundred_intervals_hold_the_truth():
-    """Of 60 prompts that are solved or not; more of them if 8 samples say how often each is."""
-    rng = np.random.default_rng(0)
-
-    def held(truth, means):
-        ends = [wilson(mean, means.shape[1]) for mean in means.mean(1)]
-        return np.mean([low <= truth <= high for low, high in ends])
-
-    solved = [held(p, rng.random((1000, 60)) < p) for p in np.arange(0.05, 1, 0.1)]
-    assert 0.94 < np.mean(solved) < 0.965, solved
-    for a, least in ((0.3, 0.95), (1.0, 0.98), (3.0, 0.995)):  # nearly 0 or 1; any; nearly alike
-        chances = rng.beta(a, a, (1000, 60))
-        assert held(0.5, rng.binomial(8, chances) / 8) > least
-
-
 # What is refused -------------------------------------------------------------------------------
 
 REFUSED = {

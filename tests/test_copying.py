@@ -9,16 +9,16 @@ import ast
 import builtins
 import functools
 import importlib
-import math
 import re
 import symtable
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from torch.utils._pytree import tree_leaves
+
+import models
 
 pytestmark = pytest.mark.quick
 FILES = ("ring_attention.py", "models.py", "tree_attention.py", "parallel.py", "train_grpo.py")
@@ -110,72 +110,17 @@ def names_from_outside(script):
 
 # Runs --------------------------------------------------------------------------------------------
 
+LOSS = "sampler_BT", "ref_BT", "entropy_BT", "value_BT", "old_value_BT", "return_BT"
+PATHS = [[(6, 0, 2), (9, i, 1)] for i in (0, 1)] + [[(6, 2, 2), (9, i, 1)] for i in (2, 3)]
+
 
 def randn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def with_gradients(function, *given, **named):
-    """The results of a function, and the gradients of their sum."""
-    leaves = [x.requires_grad_() for x in [*given, *named.values()] if torch.is_tensor(x)
-              and x.is_floating_point()]  # fmt: skip
-    results = function(*given, **named)
-    total = sum(x.sum() for x in tree_leaves(results) if getattr(x, "requires_grad", False))
-    return results, torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-
-
-def run_merge(merge):
-    lse = randn(2, 3, 5)
-    lse[0, 1, 2] = -math.inf  # a row that sees nothing in the first part
-    return merge(randn(3, 5, 2), lse[0], randn(3, 5, 2), lse[1])
-
-
-def run_grpo_loss(grpo_loss):
-    """(2) to (7): the clip, a capped weight, k3, entropy, a clipped critic."""
-    names = "sampler_BT", "ref_BT", "entropy_BT", "value_BT", "old_value_BT", "return_BT"
-    mask = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    terms = dict(importance_cap=1.1, kl_coef=0.1, entropy_coef=0.02)
-    return with_gradients(
-        grpo_loss, *(0.3 * randn(3, 3, 4)), mask, **dict(zip(names, 0.3 * randn(6, 3, 4))), **terms)
-
-
-def run_token_logprobs(token_logprobs):
-    options = dict(temperature=0.7, softcap=3.0, chunk=3)
-    return with_gradients(token_logprobs, randn(7, 5), randn(11, 5), torch.arange(7), **options)
-
-
-def run_gae(gae):
-    sampled = np.array([True, True, False, True])
-    return gae(np.array([0.0, 0.5, 2.0, 1.0]), np.array([0.3, -0.2, 9.0, 0.7]), sampled, 0.9, 0.8)
-
-
-def run_branch_advantages(branch_advantages):
-    paths = [[(6, 0, 2), (9, i, 1)] for i in (0, 1)] + [[(6, 2, 2), (9, i, 1)] for i in (2, 3)]
-    return branch_advantages(np.array([1.0, 0.0, 0.25, 0.25]), paths)
-
-
-class OneLayer:
-    """What `generate` asks of a model: a layer with a window of 3, places instead of RoPE."""
-
-    config = SimpleNamespace(vocab_size=11, max_position_embeddings=32)
-
-    def __init__(self):
-        self.head_weight = randn(11, 8)
-        self.places = randn(32, 8)
-
-    def hidden(self, tokens, *, positions, attention):
-        x = self.head_weight[tokens] + self.places[positions]
-        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        out = attention(heads, heads, heads, layer=0, scale=0.5, window=3)
-        return x + out.transpose(1, 2).flatten(2)
-
-    def logits(self, hidden):
-        return hidden @ self.head_weight.T
-
-
 def run_generate(generate):
     """Greedy and drawn answers, to a prompt that two rows share and to one of another length."""
-    model, prompts = OneLayer(), [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
+    model, prompts = models.tiny_model("gemma3_text"), [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
     ways = dict(temperature=0), dict(temperature=1.0, seed=3)
     rows = [row for way in ways for row in generate(model, prompts, max_new_tokens=6, **way)]
     return [(row.tokens, row.logprobs) for row in rows]
@@ -188,24 +133,29 @@ def run_TokenTrie(TokenTrie):
 
 
 def run_clip_grad_norm(clip_grad_norm):
-    model = torch.nn.Linear(3, 4).double()
-    for p in model.parameters():
-        p.grad = 9 * torch.ones_like(p)
+    model = torch.nn.Linear(3, 4)
+    model(torch.ones(2, 3)).sum().backward()
     return clip_grad_norm(model, 0.5), [p.grad for p in model.parameters()]
 
 
 RUNS = {
-    "merge": run_merge, "grpo_loss": run_grpo_loss, "gae": run_gae, "generate": run_generate,
+    "merge": lambda f: f(randn(3, 5, 2), randn(3, 5), randn(3, 5, 2), randn(3, 5)),
+    "grpo_loss": lambda f: f(
+        *randn(3, 3, 4), randn(3, 4) > 0, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.02,
+        **dict(zip(LOSS, randn(6, 3, 4)))),
+    "token_logprobs": lambda f: f(
+        randn(7, 5), randn(11, 5), torch.arange(7), temperature=0.7, softcap=3.0, chunk=3),
     "advantages": lambda f: f(np.array([1.0, 0.0, 0.0, 0.25]), "leave_one_out"),
-    "branch_advantages": run_branch_advantages, "token_logprobs": run_token_logprobs,
-    "TokenTrie": run_TokenTrie, "clip_grad_norm": run_clip_grad_norm,
+    "gae": lambda f: f(np.arange(4.0), np.ones(4), np.array([True, True, False, True]), 0.9, 0.8),
+    "branch_advantages": lambda f: f(np.array([1.0, 0.0, 0.25, 0.25]), PATHS),
+    "generate": run_generate, "TokenTrie": run_TokenTrie, "clip_grad_norm": run_clip_grad_norm,
 }  # fmt: skip
 
 
 def result_of(name, function):
     torch.manual_seed(0)
-    return [np.asarray(x.detach() if torch.is_tensor(x) else x)
-            for x in tree_leaves(RUNS[name](function))]  # fmt: skip
+    leaves = tree_leaves(RUNS[name](function))
+    return [x.detach().numpy() if torch.is_tensor(x) else np.asarray(x) for x in leaves]
 
 
 # Tests -------------------------------------------------------------------------------------------

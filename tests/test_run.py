@@ -685,22 +685,19 @@ def test_help_has_the_comments_of_inherited_flags_and_keeps_groups_together(monk
 
 @pytest.mark.quick
 def test_plans_and_precisions_are_settled_once():
-    config = train_grpo.Config()
-    assert config.plans == (None, None) and not config.is_disaggregated
-    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (False,)
-
-    config = train_grpo.Config(plan="t2|d2", dtype="float64", compute_dtype="float32").check()
-    assert config.plans == (Plan(tp=2), Plan(dp=2)) and config.plans is config.plans
+    for flags, plans, precisions in (
+        ({}, (None, None), ("float32", "float32", False)),
+        (dict(plan="t2|d2", dtype="float64", compute_dtype="float32"), (Plan(tp=2), Plan(dp=2)),
+         ("float32", "float32", True)),
+        (dict(plan="d2", generator_dtype="bfloat16"), (None, Plan(dp=2)),
+         ("float32", "bfloat16", False)),
+        (dict(plan="d1+c2"), (Plan(), Plan(cp=2)), ("float32", "float32", False)),
+    ):  # fmt: skip
+        config = train_grpo.Config(**flags).check()
+        assert config.plans == plans and config.is_disaggregated == ("+" in config.plan)
+        assert (config.compute, config.rollout_dtype, config.is_mixed) == precisions
     config.plan = "d2"
-    assert config.plans == (None, Plan(dp=2))
-    config.plan = "t2|d2"
-    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (True,)
-    assert not config.is_disaggregated
-
-    config = dataclasses.replace(config, plan="d1+c2", generator_dtype="bfloat16").check()
-    assert config.plans.generator == Plan() and config.plans.trainer == Plan(cp=2)
-    assert config.is_disaggregated and config.rollout_dtype == "bfloat16"
-    assert "plans" not in dataclasses.asdict(config)
+    assert config.plans == (None, Plan(dp=2)) and "plans" not in dataclasses.asdict(config)
 
 
 @pytest.mark.quick
