@@ -86,7 +86,7 @@ def test_every_golden_case_but_kl_times_ratio_is_covered_and_none_is_trivial():
 
 
 SETTINGS = [
-    dict(), dict(dual_clip=3.0), dict(ratio="sequence", clip_low=0.03, clip_high=0.04),
+    dict(), dict(dual_clip=1.5), dict(ratio="sequence", clip_low=0.03, clip_high=0.04),
     dict(ratio="sequence", dual_clip=1.3, kl="k1", kl_coef=0.1), dict(kl="k2", kl_coef=0.2),
     dict(kl="k3", kl_coef=0.3), dict(kl="k3", kl_coef=0.3, kl_in="reward", entropy_coef=0.0),
     dict(objective="sapo", sapo_up=0.7, sapo_down=1.4), dict(objective="gspo", dual_clip=1.3),
