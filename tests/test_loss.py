@@ -493,6 +493,11 @@ def test_trees_are_cut_by_their_own_tokens(process_group):
         assert run.tokens_run == sum(sizes) == sum(row.tokens_1S.shape[1] for row in rows)
     lengths = [len(tokens) for tokens in batch]
     assert [len(micro) for micro in pack(lengths, 12)] == [1, 1, 1, 2, 1]
+    # As few trees as can be, of about the same size: 8 and 8 tokens, not 12 and 4.
+    run = make_trainer(tree="sparse", micro_tokens=12)
+    four = [[n] * 4 for n in range(4)], [np.ones(3, dtype=bool)] * 4
+    cuts, _ = run.batches(run.model).pack_micro_batches(*four)
+    assert [len(cut) for cut in cuts] == [2, 2]
 
 
 @pytest.mark.parametrize("tree", [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)])
