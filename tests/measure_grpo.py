@@ -451,12 +451,13 @@ def leave_launch(port):
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
 
 
-def print_table(found) -> None:
-    """A row for each plan and tree, or generator, a column for each family."""
-    for row in dict.fromkeys(cell[:-1] for cell in found):
+def print_table(found, *tables) -> None:
+    """A row for each plan and tree, or generator, of the tables; a column for each family."""
+    for row in itertools.product(*tables):
         shown = [found.get((*row, family), "") for family in FAMILIES]
         texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
-        print(f"{' '.join(row):34}" + "".join(f"{text:>13}" for text in texts))
+        if any(x != "" for x in shown):
+            print(f"{' '.join(row):34}" + "".join(f"{text:>13}" for text in texts))
 
 
 def check(every=False) -> bool:
@@ -477,10 +478,10 @@ def check(every=False) -> bool:
               "every cell")  # fmt: skip
     print(f"`mixed`: products in float32, masters in float64; bound {MIXED_BOUND}")
     print(f"{'plan, tree':34}" + "".join(f"{k:>13}" for k in FAMILIES))
-    print_table(found)
+    print_table(found, CELLS, TREES)
     print("what a generator samples under --plan generator|trainer, behind a push: one process's "
           "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
-    print_table(generators)
+    print_table(generators, GENERATORS)
 
     # A NaN is in no bound.
     numbers = {cell: x for cell, x in (found | generators).items() if not isinstance(x, str)}
