@@ -284,6 +284,7 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     codes, _, _ = cli(finished.parent, resume, die=("train_grpo.RolloutQueue.get", 2))
     assert codes == [-signal.SIGKILL]
     verified(finished / "step-00000003")
+    assert not (finished / "step-00000004").exists()
 
 
 def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
