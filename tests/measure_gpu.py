@@ -12,14 +12,13 @@ page takes the last.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -53,29 +52,17 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
     begun = time.perf_counter()
     lines = []
 
-    # A session of its own, so that what the command has started (torchrun's ranks) ends with it.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        late = threading.Event()
-
-        def end():
-            late.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(limit, end)
-        timer.start()
+    # `timeout` ends what the command has started (torchrun's ranks) with it, also at a Ctrl-C.
+    watched = ["timeout", "--kill-after", "10", f"{limit:g}", *command]
+    with subprocess.Popen(watched, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 lines.append(line.rstrip("\n"))
             code = process.wait()
         finally:
-            timer.cancel()
-            if process.poll() is None:  # Ctrl-C
-                os.killpg(process.pid, signal.SIGKILL)
-    if late.is_set():
-        code = 124
+            process.terminate()
+    if code == 124:
         print(f"{name}: ended, for it took more than {limit:.0f} s", file=sys.stderr)
 
     kept = dict(name=name, size=size, command=command, code=code) | where
@@ -88,13 +75,10 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
 
 def last_json(lines):
     """The object of the last line, which every measurement ends with."""
-    try:
-        found = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError("the command's last line is no JSON object: it is no measurement")
-    return found
+    with contextlib.suppress(IndexError, ValueError):
+        if isinstance(found := json.loads(lines[-1]), dict):
+            return found
+    raise ValueError("the command's last line is no JSON object: it is no measurement")
 
 
 # results ----------------------------------------------------------------------------------------
@@ -119,10 +103,8 @@ def table(header, rows) -> list:
 
 def checks(records) -> list:
     """Of the `check`s: the largest error in float64, whether all was in bounds."""
-    rows = []
-    for name, kept in records.items():
-        result = kept["result"]
-        rows.append((f"`{name}`", f"{result['max_error']:.0e}", f"{kept['seconds']:.0f} s"))
+    rows = [(f"`{name}`", f"{x['result']['max_error']:.0e}", f"{x['seconds']:.0f} s")
+            for name, x in records.items()]  # fmt: skip
     return table(("check, in float64", "largest error", "took"), rows)
 
 
@@ -421,40 +403,6 @@ def show_rows(file, device, rows) -> bool:
 # memory -----------------------------------------------------------------------------------------
 
 
-class Peak:
-    """Most bytes of tensors at once: on CUDA the allocator's, elsewhere of those made inside."""
-
-    def __init__(self, device):
-        from measure_memory import LiveBytes
-
-        self.cuda = device == "cuda"
-        self.live = LiveBytes()
-
-    def __enter__(self):
-        if not self.cuda:
-            self.live.__enter__()
-        return self
-
-    def __exit__(self, *given):
-        if not self.cuda:
-            self.live.__exit__(*given)
-
-    def forget(self):
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.live.peak = self.live.now
-
-    @property
-    def bytes(self):
-        return torch.cuda.max_memory_allocated() if self.cuda else self.live.peak
-
-
-def host_bytes() -> int:
-    """The machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def memory_case(name, size):
     """(configuration, settings): a model of a released shape, and how it trains on one device.
 
@@ -513,6 +461,7 @@ ON_THE_HOST = "weights", "gradients", "moments"  # with --offload
 def memory(name, device, size, steps=3) -> int:
     """Peaks of three training steps of a random model, beside what `plan` says of them."""
     import measure_grpo
+    from measure_memory import LiveBytes
 
     import parallel
     import train_grpo
@@ -520,9 +469,10 @@ def memory(name, device, size, steps=3) -> int:
     shape, settings = memory_case(name, size)
     parts = planned(shape, settings)
     host = sum(parts[part] for part in ON_THE_HOST)
-    if settings.get("offload") and host * 1.3 > host_bytes():
+    room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # the machine's memory
+    if settings.get("offload") and host * 1.3 > room:
         print(f"float32 masters, gradients and moments are {host / 2**30:.0f} GiB, which is too "
-              f"much for a host of {host_bytes() / 2**30:.0f} GiB: all in bfloat16")  # fmt: skip
+              f"much for a host of {room / 2**30:.0f} GiB: all in bfloat16")  # fmt: skip
         settings |= dict(dtype="bfloat16", compute_dtype="")
         parts = planned(shape, settings)
     if settings.get("offload") and device == "cuda":
@@ -535,21 +485,33 @@ def memory(name, device, size, steps=3) -> int:
     task = measure_grpo.Work(config, shape.vocab_size)
     train_grpo.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
-    with Peak(device) as peak:
+    cuda, live = device == "cuda", LiveBytes()
+
+    def most_bytes(phase, function, *given):
+        # On CUDA those of the allocator, elsewhere those of the tensors that are made below.
+        live.peak = live.now
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        result = function(*given)
+        now = torch.cuda.max_memory_allocated() if cuda else live.peak
+        peaks[phase] = max(peaks[phase], now)
+        return result
+
+    def train(batch):
+        loss = trainer.forward_backward(batch, trainer.loss_denominator(batch))
+        trainer.optim_step(config.lr)
+        return loss["loss/token_mean"]
+
+    with contextlib.nullcontext() if cuda else live:
         model, generator, _ = train_grpo.build(config, task)
         trainer = train_grpo.Trainer(config, model, generator=generator)
         del model, generator
         for step in range(steps):
-            peak.forget()
             clock = measure_grpo.Clock(device)
-            batch = measure_grpo.rolled_out(config, task, trainer, clock, step)
-            peaks["rollout"] = max(peaks["rollout"], peak.bytes)
-
-            peak.forget()
-            loss = trainer.forward_backward(batch, trainer.loss_denominator(batch))
-            trainer.optim_step(config.lr)
-            peaks["train"] = max(peaks["train"], peak.bytes)
-            print(f"step {step}: loss {loss['loss/token_mean']:.3g}, rollouts at most "
+            given = config, task, trainer, clock, step
+            batch = most_bytes("rollout", measure_grpo.rolled_out, *given)
+            loss = most_bytes("train", train, batch)
+            print(f"step {step}: loss {loss:.3g}, rollouts at most "
                   f"{peaks['rollout'] / 2**30:.3g} GiB, training {peaks['train'] / 2**30:.3g}",
                   flush=True)  # fmt: skip
 

@@ -4,24 +4,22 @@ check: whole steps against audit.py, the gradient's invariances, and the matrix:
 every tree mode and every family of models against one process that trains without trees, in
 float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
 critic. Cells that say `mixed` compute in float32, with masters in float64, against the same float64
-process: what they may be off is what float32 products are. Whole runs with generators on ranks of
-their own are held against one process too.
+process: what they may be off is what float32 products are.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
 """
 
 import argparse
 import copy
-import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import os
-import socket
 import statistics
 import tempfile
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -144,11 +142,9 @@ def step_error(device="cpu", **changes) -> float:
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     assert missing <= not_by_hand, missing
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
-    hand = state.weights
-    worst += [(p.cpu() - hand[name]).abs().max().item() for name, p in model.named_parameters()]
-    votes = persistent_buffers(state.model)
-    for name, x in persistent_buffers(model).items():
-        worst.append((x.cpu() - votes[name]).abs().max().item())
+    hand = state.weights | persistent_buffers(state.model)
+    tensors = dict(model.named_parameters()) | persistent_buffers(model)
+    worst += [(x.cpu() - hand[name]).abs().max().item() for name, x in tensors.items()]
     return float(max(worst))
 
 
@@ -237,20 +233,17 @@ def three_steps(config, family, batch, device="cpu"):
     trainer, found, seen = Trainer(config, model_of(family).to(device)), [], {}
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
-    def watched(model, most):
+    def watched(model, most):  # the gradients are whole then, and gone after the step
         seen["grads"] = {name: full(p.grad).clone() for name, p in model.named_parameters()}
         return clip_grad_norm(model, most)
 
-    train_grpo.clip_grad_norm = watched
-    try:
+    with mock.patch.object(train_grpo, "clip_grad_norm", watched):
         for _ in range(3):
             metrics = trainer.forward_backward(mine, trainer.loss_denominator(batch))
-            loss = metrics["loss/token_mean"] + metrics.get("balance/loss", 0.0)
-            loss += metrics.get("experts/load_max", 0.0)
+            names = "loss/token_mean", "balance/loss", "experts/load_max"
+            loss = sum(metrics.get(name, 0.0) for name in names)
             norm = trainer.optim_step(lr=0.01)["grad_norm"]
             found.append((loss, seen["grads"], norm))
-    finally:
-        train_grpo.clip_grad_norm = clip_grad_norm
     weights = weights_to_store(trainer.model, trainer.optimizer)
     parameters = {name: full(p) for name, p in weights.items()}
     return found, parameters | persistent_buffers(trainer.model)
@@ -358,16 +351,20 @@ def truths(families):
     return found, batch
 
 
-def matrix(cells):
-    """{(plan, tree, family): the worst rank's error, or "refused"}. Forks: nothing has run yet."""
-    families = sorted({family for _, _, family in cells})
-    ((true, batch),) = ring.launch(1, truths, families)
+def of_worst_ranks(cells, table, function, *truth):
+    """{cell: the worst rank's error, or "refused"}. table: name of a cell -> ranks, flags."""
     found = {}
-    for world in sorted({CELLS[plan][0] for plan, _, _ in cells}):
-        parts = ring.launch(world, run_cells, world, cells, true, batch)
+    for world in sorted({table[name][0] for name, *_ in cells}):
+        parts = ring.launch(world, function, world, cells, *truth)
         for cell, first in parts[0].items():
             found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
     return found
+
+
+def matrix(cells):
+    """{(plan, tree, family): the worst error, or "refused"}. Forks: nothing has run yet."""
+    ((true, batch),) = ring.launch(1, truths, sorted({family for _, _, family in cells}))
+    return of_worst_ranks(cells, CELLS, run_cells, true, batch)
 
 
 GENERATORS = {  # name -> ranks, --plan; the policy's plan does not matter to what is sampled
@@ -440,41 +437,8 @@ def sampled_by_one(families):
 
 def of_generators(cells):
     """{(name, family): the worst rank's error, or "refused"}."""
-    families = sorted({family for _, family in cells})
-    (truths,) = ring.launch(1, sampled_by_one, families)
-    found = {}
-    for world in sorted({GENERATORS[name][0] for name, _ in cells}):
-        parts = ring.launch(world, run_generators, world, cells, truths)
-        for cell, first in parts[0].items():
-            found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
-    return found
-
-
-def print_generators(found) -> None:
-    """A row for each generator's plan, of what `of_generators` has found."""
-    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
-          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
-    for name in GENERATORS:
-        shown = [found.get((name, family), "") for family in FAMILIES]
-        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
-        if any(x != "" for x in shown):
-            print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
-
-
-# Whole runs whose generators have ranks of their own: plan -> ranks, more flags, of every check.
-APART = {
-    "d1+d1": (2, "", True),
-    "d2+d1": (3, "", False),
-    "t2+d1": (3, "", False),
-    "d1+d2": (3, "--data-parallel fsdp", False),
-    "d1+t2": (3, "", False),
-    "d1+c2": (3, "", False),
-    "d1+p2": (3, "", False),
-    "d2+t2c2": (6, "", False),
-}
-RUN_BOUND = 1e-8  # of every metric
-RUN = "--size 3 --turns 3 --layers 4 --hidden 16 --heads 4 --prompts 5 --group 8 --dtype float64 "
-RUN += "--lr 0.005 --lr-warmup 0 --lr-decay constant --eval-every 2 --device cpu --overwrite"
+    (true,) = ring.launch(1, sampled_by_one, sorted({family for _, family in cells}))
+    return of_worst_ranks(cells, GENERATORS, run_generators, true)
 
 
 def leave_launch(port):
@@ -487,49 +451,13 @@ def leave_launch(port):
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
 
 
-def whole_run(port, flags):
-    """A run in processes of `launch`, which then have the process groups of the run alone."""
-    leave_launch(port)
-    config = train_grpo.parse_config(flags.split()).check()
-    with contextlib.redirect_stdout(None), train_grpo.joined(config) as (device, side):
-        return train_grpo.start_run(config, device, side)
-
-
-def metrics_of_run(folder, world, flags):
-    """The lines of metrics.jsonl of a run, without what cannot be equal in two of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ring.launch(world, whole_run, port, f"{flags} --out {folder}/run")
-    with open(f"{folder}/run/metrics.jsonl") as file:
-        lines = [json.loads(line) for line in file]
-    other = "seconds/", "memory/", "logprob_gap/"
-    return [{k: x for k, x in line.items() if not k.startswith(other)} for line in lines]
-
-
-def runs_apart(every=False) -> dict:
-    """{row: the worst metric} of runs A+B against one process with the same --staleness."""
-    rows = {}
-    steps = 20 if every else 3
-    with tempfile.TemporaryDirectory() as folder:
-        for K in (0, 1, 2):
-            flags = f"{RUN} --staleness {K} --steps {steps}"
-            truth = metrics_of_run(folder, 1, flags)
-            for plan, (world, more, always) in APART.items():
-                if always or every:
-                    found = metrics_of_run(folder, world, f"{flags} --plan {plan} {more}")
-                    name = f"{steps} steps of {plan}, staleness {K}"
-                    rows[name] = worst_metric(found, truth)
-    return rows
-
-
-def worst_metric(found, truth) -> float:
-    """The largest difference of any metric of any step, relative to 1 or more."""
-    worst = []
-    for line, true in zip(found, truth, strict=True):
-        assert line.keys() == true.keys()
-        worst += [abs(line[name] - x) / max(1.0, abs(x)) for name, x in true.items()]
-    return max(worst)
+def print_table(found, *tables) -> None:
+    """A row for each plan and tree, or generator, of the tables; a column for each family."""
+    for row in itertools.product(*tables):
+        shown = [found.get((*row, family), "") for family in FAMILIES]
+        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+        if any(x != "" for x in shown):
+            print(f"{' '.join(row):34}" + "".join(f"{text:>13}" for text in texts))
 
 
 def check(every=False) -> bool:
@@ -538,44 +466,36 @@ def check(every=False) -> bool:
     found = matrix((all_cells() if every else some_cells()) + mixed)
     every_generator = [*itertools.product(GENERATORS, FAMILIES)]
     generators = of_generators(every_generator if every else some_generators())
-    apart = runs_apart(every)
 
     # Last, because it makes a process group here, and the others begin processes of their own.
     rows = invariances()
     for name, error in rows.items():
         print(f"{name:48} {error:.1e}  {'ok' if error <= 1e-12 else 'FAILED'}")
-    print(f"generators on ranks of their own against one process: the worst metric; {RUN_BOUND}")
-    for name, error in apart.items():
-        print(f"{name:48} {error:.1e}  {'ok' if error <= RUN_BOUND else 'FAILED'}")
     print("against one process without trees: the worst of loss, gradients, clip norm, and of the "
           f"parameters after 3 steps; bound {BOUND}")  # fmt: skip
     if not every:
         print("each plan with each tree and each family, each tree with each family; --all has "
               "every cell")  # fmt: skip
     print(f"`mixed`: products in float32, masters in float64; bound {MIXED_BOUND}")
-    print(f"{'plan':22}{'tree':12}" + "".join(f"{k:>13}" for k in FAMILIES))
-    for name in CELLS:
-        for tree in TREES:
-            shown = [found.get((name, tree, family), "") for family in FAMILIES]
-            texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
-            if any(shown):
-                print(f"{name:22}{tree:12}" + "".join(f"{text:>13}" for text in texts))
-    print_generators(generators)
-    sampled_apart = [x for x in generators.values() if not isinstance(x, str)]
-    shares = {cell: x / bound_of(cell) for cell, x in found.items() if not isinstance(x, str)}
-    within = max(shares.values()) <= 1 and not any(map(math.isnan, shares.values()))
-    ok = max(*rows.values(), *sampled_apart) <= 1e-12 and within
-    ok = ok and all(error <= RUN_BOUND for error in apart.values())
-    lower = [found[cell] for cell in shares if cell[0] in MIXED]
-    numbers = [found[cell] for cell in shares if cell[0] not in MIXED]
-    refusals = [x for x in (*found.values(), *generators.values()) if isinstance(x, str)]
-    print(f"{len(numbers)} cells, worst {max(numbers):.1e}; mixed {len(lower)}, worst "
+    print(f"{'plan, tree':34}" + "".join(f"{k:>13}" for k in FAMILIES))
+    print_table(found, CELLS, TREES)
+    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
+          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
+    print_table(generators, GENERATORS)
+
+    # A NaN is in no bound.
+    numbers = {cell: x for cell, x in (found | generators).items() if not isinstance(x, str)}
+    sampled_apart = [x for cell, x in numbers.items() if cell in generators]
+    lower = [x for cell, x in numbers.items() if cell[0] in MIXED]
+    exact = [x for cell, x in numbers.items() if cell in found and cell[0] not in MIXED]
+    within = all(x <= bound_of(cell) for cell, x in numbers.items() if cell in found)
+    ok = within and all(x <= 1e-12 for x in (*rows.values(), *sampled_apart))
+    print(f"{len(exact)} cells, worst {max(exact):.1e}; mixed {len(lower)}, worst "
           f"{max(lower):.1e}; generators {len(sampled_apart)}, worst {max(sampled_apart):.1e}; "
-          f"refused: {len(refusals)}")  # fmt: skip
-    worst = max(*rows.values(), *numbers, *sampled_apart)
-    line = {"check": "train_grpo", "ok": ok, "cells": len(shares), "max_error": worst}
-    line["generators"] = len(sampled_apart)
-    print(json.dumps(line | {"mixed_error": max(lower)}))
+          f"refused: {len(found) + len(generators) - len(numbers)}")  # fmt: skip
+    line = {"check": "train_grpo", "ok": ok, "cells": len(exact) + len(lower)}
+    line["max_error"] = max(*rows.values(), *exact, *sampled_apart)
+    print(json.dumps(line | {"generators": len(sampled_apart), "mixed_error": max(lower)}))
     return ok
 
 

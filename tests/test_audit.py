@@ -18,7 +18,7 @@ import torch
 from conftest import LOOKUP, ROOT, shortened
 from test_ranks import as_script
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
-from test_run import _main, begin, cli, contents, end, good
+from test_run import _main, begin, cli, contents, end, flip_a_bit, good, runs_made_once
 
 import audit
 import train_grpo
@@ -35,15 +35,18 @@ ONE = f"{RUN} --minibatches 1"  # with one update there is no second one to see 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory):
     """The directory of a run with these flags, made once for each."""
-    made = {}
+    run = runs_made_once(tmp_path_factory)
+    return lambda flags=RUN, world=1: run(flags, world)
 
-    def run(flags=RUN, world=1):
-        if (flags, world) not in made:
-            made[flags, world] = tmp_path_factory.mktemp("honest")
-            good(made[flags, world], flags, world)
-        return made[flags, world] / "run"
 
-    return run
+@pytest.fixture
+def copied(honest, tmp_path):
+    """copied(flags): a copy of an honest run, to be changed."""
+    return lambda flags=RUN: Path(shutil.copytree(honest(flags), tmp_path / "run"))
+
+
+def assert_right(report):
+    assert report.wrong is None, [row for row in report.rows if not row.ok]
 
 
 # What honest runs show -------------------------------------------------------------------------
@@ -126,8 +129,8 @@ def test_the_closed_part_is_a_whole_step(honest, process_group):
 
 @pytest.mark.parametrize("key, value", [("tokens", [0, 99]), ("logprobs", [0.0]), ("sampled", None),
                                         ("advantage", [0.0]), ("rewards", [[0]]), ("group", [0])])
-def test_a_line_that_is_not_a_rollout_is_refused(honest, tmp_path, key, value):
-    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
+    run = copied()
     lines = (run / "rollouts.jsonl").read_text().splitlines()
     (run / "rollouts.jsonl").write_text(json.dumps(json.loads(lines[0]) | {key: value}))
     with pytest.raises(ValueError, match="line 1 is not a rollout"):
@@ -177,7 +180,7 @@ def test_settings_are_audited(honest, process_group, name):
     run = honest(f"{TINY} --steps 3 {SETTINGS[name]}")
     for step in (0, 2):
         report = audited(run, step, task=LOOKUP if LOOKUP in SETTINGS[name] else "")
-        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        assert_right(report)
         allowed = {row.key: row.allowed for row in report.rows}
         if "float64" in SETTINGS[name]:
             assert max(row.difference for row in report.rows) < 1e-12
@@ -197,8 +200,7 @@ def test_settings_are_audited(honest, process_group, name):
     ],
 )
 def test_runs_of_several_ranks_are_audited_by_one(honest, process_group, world, flags):
-    report = audited(honest(f"{TINY} --steps 3 {flags}", world), 2)
-    assert report.wrong is None, [row for row in report.rows if not row.ok]
+    assert_right(audited(honest(f"{TINY} --steps 3 {flags}", world), 2))
 
 
 def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
@@ -209,8 +211,7 @@ def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
     means = []
     for world, plan in ((1, ""), (2, " --plan t2")):
         run = honest(flags + plan, world)
-        report = audited(run, 2)
-        assert report.wrong is None, [row for row in report.rows if not row.ok]
+        assert_right(audited(run, 2))
         lines = map(json.loads, (run / "metrics.jsonl").open())
         means.append([line["advantage/token_mean"] for line in lines])
     assert means[0] == pytest.approx(means[1], abs=1e-10)
@@ -218,8 +219,8 @@ def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
 
 
 @pytest.mark.quick
-def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, tmp_path):
-    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied):
+    run = copied()
     for n in (2, 3):
         shutil.rmtree(run / f"step-{n:08d}")
     report = audited(run, 3)
@@ -237,8 +238,8 @@ def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, tmp_pa
 
 
 @pytest.mark.quick
-def test_without_recorded_rollouts_it_samples_again(honest, process_group, tmp_path):
-    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+def test_without_recorded_rollouts_it_samples_again(process_group, copied):
+    run = copied()
     (run / "rollouts.jsonl").unlink()
     report = audited(run, 2)
     assert report.wrong is None and any("sampled again" in text for text in report.intro)
@@ -307,13 +308,13 @@ PROXIMAL += "--importance-cap 2 --out run"
 
 @pytest.mark.parametrize("apart, wrong", [(1.2e-6, None), (1e-4, "ratio/max_first")])
 def test_a_ratio_of_1_may_be_off_by_the_rounding_of_two_forwards(
-    honest, process_group, tmp_path, apart, wrong
+    process_group, copied, apart, wrong
 ):
     """With --proximal the first ratios are of two log-probs, which round apart; by hand of one.
 
     By how much they do depends on the machine's kernels, so the size is written into the file.
     """
-    run = Path(shutil.copytree(honest(PROXIMAL), tmp_path / "run"))
+    run = copied(PROXIMAL)
     edit_line(run, 4, "ratio/max_first", lambda x: 1 + apart)
     report = audited(run, 4)
     assert report.wrong == wrong
@@ -358,7 +359,8 @@ def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name)
     else:
         good(folder, f"{LONG} {flags}", world)
     report = audited("run")
-    assert report.step == 20 and report.wrong is None, [row for row in report.rows if not row.ok]
+    assert report.step == 20
+    assert_right(report)
     rows = {row.key: row for row in report.rows}
     share = {key: row.difference / row.allowed for key, row in rows.items() if row.difference}
     closest = max(share, key=share.get)
@@ -448,10 +450,9 @@ COMMON = "loss", "clipped", "norm", "a token", "--lr", "--entropy-coef", "a weig
 
 
 @pytest.mark.parametrize("name", shortened(CHANGES, *COMMON))
-def test_a_changed_digit_is_named(honest, process_group, tmp_path, name):
+def test_a_changed_digit_is_named(process_group, copied, name):
     change, arguments, key = CHANGES[name]
-    flags = ONE if key == "parameters" else RUN
-    run = Path(shutil.copytree(honest(flags), tmp_path / "run"))
+    run = copied(ONE if key == "parameters" else RUN)
     change(run, *arguments)
     assert audited(run, 2).verdict == f"audit of step 2: {key} is outside"
 
@@ -459,35 +460,15 @@ def test_a_changed_digit_is_named(honest, process_group, tmp_path, name):
 # Planted faults --------------------------------------------------------------------------------
 
 
-def replaced(name, change):
-    """Plant `change(original, *args)` in place of a function of train_grpo."""
-    owner, _, function = name.rpartition(".")
-    owner = getattr(train_grpo, owner) if owner else train_grpo
-    original = getattr(owner, function)
-    setattr(owner, function, lambda *args, **how: change(original, *args, **how))
-
-
-def _loss_by_another_count(original, masks, **how):
-    return original(masks, **how) + 1
-
-
-def _no_mean(original, rewards, /, **how):
-    return rewards
-
-
-def _shifted_mask(original, play):
-    made = original(play)
+def _shifted_mask(real, episode):
+    made = real(episode)
     for t in made:
         t.mask = t.sampled = np.concatenate([[False], t.mask[:-1]])
     return made
 
 
-def _shifted_in_the_loss(original, l, lp, mask, *rest, **how):
-    return original(l * mask.roll(1, -1), lp, mask, *rest, **how)
-
-
-def _doubled_gradient(original, trainer, *args, **how):
-    found = original(trainer, *args, **how)
+def _doubled_gradient(real, trainer, *args, **how):
+    found = real(trainer, *args, **how)
     if train_grpo.dist.get_rank() == train_grpo.dist.get_world_size() - 1:
         for p in trainer.model.parameters():
             if p.grad is not None:
@@ -495,12 +476,8 @@ def _doubled_gradient(original, trainer, *args, **how):
     return found
 
 
-def _scaled(factor):
-    return lambda original, *args, **how: factor * original(*args, **how)
-
-
-def _no_bias_correction(original, *args):
-    optimizer = original(*args)
+def _no_bias_correction(real, *args):
+    optimizer = real(*args)
     step = optimizer.step
 
     def stepped():
@@ -512,65 +489,60 @@ def _no_bias_correction(original, *args):
     return optimizer
 
 
-def _hot_sampler(original, *args, **how):
-    return original(*args, **how | {"temperature": 0.8})
-
-
-def _twice_the_reward(original, trajectory):
-    original(trajectory)
+def _twice_the_reward(real, trajectory):
+    real(trajectory)
     trajectory.reward += trajectory.reward == 1
 
 
-def _wide_clip(original, *args, **how):
-    return original(*args, **how | {"clip_high": 9.0, "clip_low": 0.9})
-
-
-def _no_clip_of_the_norm(original, model, most):
-    return original(model, math.inf)
-
-
-def _half_the_entropy(original, *args, **how):
-    return original(*args, **how | {"entropy_BT": how["entropy_BT"] / 2})
-
-
-def _other_kl(original, d, /, kind):
-    return original(d, "k2")
-
-
-def _stale_weights(original, trainer):
-    return trainer.policy_version if trainer.policy_version > 2 else original(trainer)
-
-
-FAULTS = {  # function, what stands in its place, ranks, flags, the first row outside
+FAULTS = {  # function, change(function, its arguments), ranks, flags, the first row outside
     "divided by another count": (
-        "loss_denominator", _loss_by_another_count, 1, ONE, "loss/policy_token_mean"),
-    "an advantage without its mean": ("advantages", _no_mean, 1, RUN, "advantage/token_mean"),
+        "loss_denominator", lambda real, masks, **how: real(masks, **how) + 1, 1, ONE,
+        "loss/policy_token_mean"),
+    "an advantage without its mean": (
+        "advantages", lambda real, rewards, **how: rewards, 1, RUN, "advantage/token_mean"),
     "a mask shifted by one": (
         "ForkingEpisode.trajectories", _shifted_mask, 1, RUN, "rollouts/sampled"),
     "a mask shifted in the loss alone": (
-        "weighted_sum", _shifted_in_the_loss, 1, RUN, "loss/token_mean_first"),
+        "weighted_sum", lambda real, l, lp, mask, *rest, **how:
+        real(l * mask.roll(1, -1), lp, mask, *rest, **how), 1, RUN, "loss/token_mean_first"),
     "a gradient doubled on one rank": (
         "Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
     "a gradient doubled, two updates": (
         "Trainer.forward_backward", _doubled_gradient, 1, RUN, "grad_norm_first"),
     "no bias correction": ("build_optimizer", _no_bias_correction, 1, ONE, "parameters"),
-    "another temperature": ("generate", _hot_sampler, 1, RUN, "sampling"),
+    "another temperature": (
+        "generate", lambda real, *args, **how: real(*args, **how | {"temperature": 0.8}), 1, RUN,
+        "sampling"),
     "a reward counted twice": (
         "Trajectory.__post_init__", _twice_the_reward, 1, RUN, "reward/mean"),
-    "another learning rate": ("lr_factor", _scaled(1.01), 1, RUN, "lr"),
-    "another clip": ("grpo_loss", _wide_clip, 1, RUN, "ratio/clipped_fraction"),
+    "another learning rate": (
+        "lr_factor", lambda real, *args, **how: 1.01 * real(*args, **how), 1, RUN, "lr"),
+    "another clip": (
+        "grpo_loss", lambda real, *args, **how:
+        real(*args, **how | {"clip_high": 9.0, "clip_low": 0.9}), 1, RUN,
+        "ratio/clipped_fraction"),
     "no clip of the norm": (
-        "clip_grad_norm", _no_clip_of_the_norm, 1, f"{ONE} --max-grad-norm 0.01", "parameters"),
-    "half the entropy": ("grpo_loss", _half_the_entropy, 1, RUN, "entropy/token_mean_first"),
-    "another KL": ("divergence", _other_kl, 1, RUN, "kl/token_mean_first"),
+        "clip_grad_norm", lambda real, model, most: real(model, math.inf), 1,
+        f"{ONE} --max-grad-norm 0.01", "parameters"),
+    "half the entropy": (
+        "grpo_loss", lambda real, *args, **how:
+        real(*args, **how | {"entropy_BT": how["entropy_BT"] / 2}), 1, RUN,
+        "entropy/token_mean_first"),
+    "another KL": (
+        "divergence", lambda real, d, /, kind: real(d, "k2"), 1, RUN, "kl/token_mean_first"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
-        "Trainer.push_weights", _stale_weights, 1, f"{RUN} --generator-dtype bfloat16", "sampling"),
+        "Trainer.push_weights", lambda real, trainer:
+        trainer.policy_version if trainer.policy_version > 2 else real(trainer), 1,
+        f"{RUN} --generator-dtype bfloat16", "sampling"),
 }  # fmt: skip
 
 
 def _planted(rank, world, port, cwd, log, flags, fault):
     name, change, *_ = FAULTS[fault]
-    replaced(name, change)
+    owner, _, function = name.rpartition(".")
+    owner = getattr(train_grpo, owner) if owner else train_grpo
+    real = getattr(owner, function)
+    setattr(owner, function, lambda *args, **how: change(real, *args, **how))
     _main(rank, world, port, cwd, log, flags, None)
 
 
@@ -594,15 +566,12 @@ def refusal(capsys, *argv):
 
 
 @pytest.mark.quick
-def test_what_cannot_be_audited_says_why(honest, tmp_path, capsys):
-    run = Path(shutil.copytree(honest(), tmp_path / "run"))
+def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
+    run = copied()
     assert "no config.json" in refusal(capsys, tmp_path)
     assert "no step 4: its lines are of 0 to 3" in refusal(capsys, run, "--step", 4)
     assert "groups of step 2 are 0 to 3" in refusal(capsys, run, "--step", 2, "--group", 4)
-    data = next((run / "step-00000002").glob("*.distcp"))
-    raw = bytearray(data.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    data.write_bytes(raw)
+    flip_a_bit(run / "step-00000002" / "__0_0.distcp")
     assert "step-00000002: __0_0.distcp is damaged" in refusal(capsys, run, "--step", 2)
     (run / "rollouts.jsonl").write_text('{"step": 3, "group": 0, "rollout": 0}\n')
     assert "rollouts.jsonl line 1 is not a rollout" in refusal(capsys, run, "--step", 3)

@@ -118,15 +118,6 @@ finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
         assert code == 0, err
 
 
-@pytest.mark.parametrize("command", ["eval", "chat"])
-def test_help_says_in_which_dtype_a_model_is_read(command, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([command, "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert left.value.code == 0 and said.count("--dtype {float32,float64,bfloat16}") == 2
-    assert "weights [of a run: its generator's; of a directory: as stored]" in said
-
-
 def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
     def command(argv):
         raise BrokenPipeError
@@ -200,21 +191,6 @@ def test_wilsons_interval_holds_the_chances_that_reach_to_the_mean():
                 assert deviations == pytest.approx(1.959964)
 
 
-def test_ninety_five_of_a_hundred_intervals_hold_the_truth():
-    """Of 60 prompts that are solved or not; more of them if 8 samples say how often each is."""
-    rng = np.random.default_rng(0)
-
-    def held(truth, means):
-        ends = [wilson(mean, means.shape[1]) for mean in means.mean(1)]
-        return np.mean([low <= truth <= high for low, high in ends])
-
-    solved = [held(p, rng.random((1000, 60)) < p) for p in np.arange(0.05, 1, 0.1)]
-    assert 0.94 < np.mean(solved) < 0.965, solved
-    for a, least in ((0.3, 0.95), (1.0, 0.98), (3.0, 0.995)):  # nearly 0 or 1; any; nearly alike
-        chances = rng.beta(a, a, (1000, 60))
-        assert held(0.5, rng.binomial(8, chances) / 8) > least
-
-
 # What is refused -------------------------------------------------------------------------------
 
 REFUSED = {
@@ -257,18 +233,23 @@ def test_what_stands_where_an_export_is_first_written_is_refused(run, tmp_path, 
     assert code == 2 and "new.tmp is there" in err and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("command", ["eval", "chat"])
-def test_a_dtype_that_is_none_is_refused(run, capsys, command):
-    with pytest.raises(SystemExit) as left:
-        main([command, str(run), "--dtype", "float8"])
-    assert left.value.code == 2 and "argument --dtype: invalid choice" in capsys.readouterr().err
+BY_ARGPARSE = {  # exit code, and what is said
+    "--help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
+    "RUN --dtype float8": (2, "argument --dtype: invalid choice"),
+}
+DO_NOTHING = "--lr", "--steps", "--model", "--advantage", "--out"  # in an evaluation
+CASES = {f"{name} {flags}": how for name in ("eval", "chat") for flags, how in BY_ARGPARSE.items()}
+CASES |= {f"eval RUN {flag} 3": (2, f"unrecognized arguments: {flag}") for flag in DO_NOTHING}
 
 
-@pytest.mark.parametrize("flag", ["--lr", "--steps", "--model", "--advantage", "--out"])
-def test_a_flag_that_does_nothing_in_an_evaluation_is_refused(run, capsys, flag):
+@pytest.mark.parametrize("command", CASES)
+def test_flags_that_a_command_does_not_have_are_refused(capsys, command):
+    code, text = CASES[command]
     with pytest.raises(SystemExit) as left:
-        main(["eval", str(run), flag, "3"])
-    assert left.value.code == 2 and f"unrecognized arguments: {flag}" in capsys.readouterr().err
+        main(command.split())
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert left.value.code == code and text in said
+    assert code == 2 or said.count("--dtype {float32,float64,bfloat16}") == 2
 
 
 def test_commands_are_one_process(run, monkeypatch, capsys):

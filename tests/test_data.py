@@ -4,6 +4,7 @@ Checkpoints are those of `released`, in the published formats. What transformers
 is the truth about every row; `Script` of test_rollout says tokens that are known beforehand.
 """
 
+import functools
 import io
 import json
 import re
@@ -62,18 +63,11 @@ def by_transformers(directory):
     return tokens
 
 
-def user(text):
-    return {"role": "user", "content": text}
+def message(role, text):
+    return {"role": role, "content": text}
 
 
-def assistant(text):
-    return {"role": "assistant", "content": text}
-
-
-def system(text):
-    return {"role": "system", "content": text}
-
-
+user, assistant, system = (functools.partial(message, x) for x in ("user", "assistant", "system"))
 QUESTIONS = [{"question": f"{n} + {n}?", "answer": f"so\n#### {2 * n}"} for n in range(40)]
 # 40 conversations that are held out or not by their hash, each of its own kind.
 HISTORY = [user("Hi."), assistant(" Hello. "), user("2 + 2?")]

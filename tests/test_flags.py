@@ -1,53 +1,41 @@
 """Random flags: a run finishes, or all ranks refuse it in the same line; nobody hangs.
 
-    python -m pytest tests/test_flags.py                    # 15 combinations
+    python -m pytest tests/test_flags.py                    # 9 combinations
     python -m pytest tests/test_flags.py -m slow            # 1,000; FLAGS_SEED=7 draws others
     python tests/test_flags.py --seed 7 --count 1000        # the same, with a line for each failure
     python tests/test_flags.py --seed 7 --only 123          # one of them
 
-A combination is a function of (seed, number). Two workers, processes that import torch once, call
-`train_grpo.main` for one combination after the other: each worker alone, or both as the ranks of
-one run. What `main` prints goes to files, and `os._exit`, by which it leaves several ranks, is
-replaced by an exception, so that the exit code, the lines on stderr and the files of a run are
-those that a shell would see, without a start of python for each run.
-
-Runs with a plan, a tree, recomputed activations or two ranks, in float64 and with tame numbers,
-must also have the metrics of the run in one process without any of these.
+A combination is a function of (seed, number). Runs with a plan, a tree, recomputed activations or
+two ranks, in float64 and with tame numbers, must also have the metrics of one process without them.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import gc
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
-import traceback
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from conftest import LOOKUP, SORT, shortened
 
 import models
 import train_grpo
-from test_ranks import CONTEXT, largest_difference, read_metrics
+from test_ranks import join, largest_difference, read_metrics
+from test_run import _main, begin
 
 CHOICES = {f.name: get_args(f.type) for f in dataclasses.fields(train_grpo.Config)}
 SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
-BATCH = 100  # combinations that a worker goes through before it is started anew
+BATCH = 100  # combinations between two lines of a long run
 LIMIT = 60  # seconds after which a run has hung; its own --timeout is shorter, so that it can tell
 
 # What may end a run that was configured well, after its directory was made.
@@ -309,178 +297,50 @@ def make_models(folder):
     return {name: str(folder / name) for name in kinds}
 
 
-# Workers -------------------------------------------------------------------------------------
-
-
-class Left(BaseException):
-    """In place of os._exit, which would end the worker."""
-
-
-def _leave(code):
-    raise Left(code)
-
-
-class Job(NamedTuple):
-    cwd: str
-    argv: list
-    rank: int = 0
-    world: int = 1
-    port: int = 0
-    fault: str = ""  # planted by this file's own tests
-
-
-def _work(number, pipe):
-    """A worker: jobs come through the pipe, and what became of each goes back."""
-    torch.set_num_threads(1)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    saved, hook = (os.dup(1), os.dup(2)), sys.excepthook
-    while (job := pipe.recv()) is not None:
-        os.chdir(job.cwd)
-        log = Path(job.cwd).with_suffix("")
-        for descriptor, name in ((1, "out"), (2, "err")):
-            target = os.open(f"{log}-{name}-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(target, descriptor)
-            os.close(target)
-        # A signal of the parent writes the stack to stderr, which then tells where it hung.
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
-        leave, os._exit = os._exit, _leave
-        code = _run(job)
-        # The worker itself leaves by os._exit too; and each process group wraps the hook anew.
-        os._exit, sys.excepthook = leave, hook
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor in (1, 2):
-            os.dup2(saved[descriptor - 1], descriptor)
-        pipe.send((code, Path(f"{log}-err-{job.rank}").read_text()))
-
-
-def _run(job):
-    """The exit code of main; "traceback" if it let an exception out, which stands in stderr."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    if job.world > 1:
-        os.environ |= dict(RANK=str(job.rank), LOCAL_RANK=str(job.rank), MASTER_ADDR="127.0.0.1")
-        os.environ |= dict(WORLD_SIZE=str(job.world), MASTER_PORT=str(job.port))
-    if job.fault == "hangs":
-        time.sleep(10 * LIMIT)
-    try:
-        code = train_grpo.main(list(job.argv))
-    except Left as left:
-        (code,) = left.args
-    except SystemExit as left:  # by argparse
-        code = left.code
-    except BaseException:
-        traceback.print_exc()
-        code = "traceback"
-    # A rank that leaves closes its connections, so that others see that it is gone.
-    if dist.is_initialized():
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-    gc.collect()
-    return code
+# Running -------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
-    codes: list  # of each rank; None: hung
+    codes: list  # of each rank; -9: it hung, and was killed
     errors: list  # what each wrote to stderr
     files: list  # relative paths of what was written
     metrics: list | None
 
 
-class Workers:
-    """Two of them, each alone or both as the ranks of one run."""
+def _watched(rank, world, port, cwd, log, flags, hanging):
+    faulthandler.dump_traceback_later(LIMIT - 5)  # to stderr, which then tells where it hung
+    if rank == hanging:
+        time.sleep(10 * LIMIT)
+    _main(rank, world, port, cwd, log, flags, None)
 
-    def __init__(self, folder):
-        self.folder, self.count = Path(folder), 0
-        self.processes, self.pipes = [None, None], [None, None]
 
-    def __enter__(self):
-        for number in (0, 1):
-            self._start(number)
-        return self
+def started(folder, world, argv, hanging=None):
+    """The processes of a run in a directory of its own, where they log, and that directory."""
+    cwd = Path(tempfile.mkdtemp(dir=folder)) / "case"
+    cwd.mkdir()
+    return *begin(cwd, " ".join(argv), world, hanging, _watched), cwd
 
-    def __exit__(self, *error):
-        for number in (0, 1):
-            with contextlib.suppress(OSError):
-                self.pipes[number].send(None)
-            self.processes[number].join(2)
-            self._kill(number)
 
-    def _start(self, number):
-        self.pipes[number], theirs = CONTEXT.Pipe()
-        self.processes[number] = CONTEXT.Process(target=_work, args=(number, theirs), daemon=True)
-        self.processes[number].start()
-        theirs.close()
+def ended(processes, log, cwd, limit=LIMIT):
+    with contextlib.suppress(AssertionError):  # of a rank that hangs
+        join(processes, limit)
+    logs = [Path(f"{log}-err-{rank}") for rank in range(len(processes))]
+    errors = [path.read_text() if path.exists() else "" for path in logs]
+    files = sorted(str(path.relative_to(cwd)) for path in cwd.rglob("*"))
+    found = list(cwd.rglob("metrics.jsonl"))
+    metrics = read_metrics(found[0].parent) if len(found) == 1 else None
+    return Result([process.exitcode for process in processes], errors, files, metrics)
 
-    def _kill(self, number):
-        self.processes[number].kill()
-        self.processes[number].join()
-        self.pipes[number].close()
 
-    def renew(self):
-        """Start both anew: threads and sockets of process groups that are gone add up."""
-        self.__exit__()
-        self.__enter__()
-        self.count = 0
-
-    def _cwd(self):
-        self.count += 1
-        cwd = self.folder / f"case-{self.count:05d}"
-        cwd.mkdir()
-        return str(cwd)
-
-    def _answer(self, number, job, deadline):
-        """What a worker says of its job; one that says nothing in time is replaced."""
-        if self.pipes[number].poll(max(0.0, deadline - time.monotonic())):
-            with contextlib.suppress(EOFError, OSError):
-                return self.pipes[number].recv()
-        log = Path(f"{Path(job.cwd).with_suffix('')}-err-{job.rank}")
-        if self.processes[number].is_alive():
-            os.kill(self.processes[number].pid, signal.SIGUSR1)
-            time.sleep(0.5)
-        text = log.read_text() if log.exists() else ""
-        self._kill(number)
-        self._start(number)
-        return None, text
-
-    def alone(self, commands, limit=LIMIT):
-        """Results of runs of one rank, two at a time. commands: lists of arguments."""
-        results, running, todo = [None] * len(commands), {}, list(enumerate(commands))[::-1]
-        while todo or running:
-            for number in (0, 1):
-                if todo and number not in running:
-                    place, argv = todo.pop()
-                    job = Job(self._cwd(), argv)
-                    self.pipes[number].send(job)
-                    running[number] = place, job, time.monotonic() + limit
-            first = min(deadline for _, _, deadline in running.values())
-            wait([self.pipes[n] for n in running], max(0.0, first - time.monotonic()))
-            for number, (place, job, deadline) in list(running.items()):
-                if self.pipes[number].poll() or time.monotonic() >= deadline:
-                    answer = self._answer(number, job, deadline)
-                    results[place] = self._result(job.cwd, [answer])
-                    del running[number]
-        return results
-
-    def together(self, argv, limit=LIMIT, faults=("", "")):
-        """The result of a run of two ranks."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        cwd = self._cwd()
-        jobs = [Job(cwd, argv, rank, 2, port, faults[rank]) for rank in (0, 1)]
-        for pipe, job in zip(self.pipes, jobs, strict=True):
-            pipe.send(job)
-        deadline = time.monotonic() + limit
-        return self._result(cwd, [self._answer(n, job, deadline) for n, job in enumerate(jobs)])
-
-    def _result(self, cwd, answers):
-        codes, errors = zip(*answers, strict=True)
-        paths = sorted(str(p.relative_to(cwd)) for p in Path(cwd).rglob("*"))
-        found = list(Path(cwd).rglob("metrics.jsonl"))
-        metrics = read_metrics(found[0].parent) if len(found) == 1 else None
-        shutil.rmtree(cwd)
-        return Result(list(codes), list(errors), paths, metrics)
+def results_of(folder, jobs):
+    """Results of pairs (world, argv); two of one rank at a time."""
+    results, pending = [], []
+    for world, argv in jobs:
+        if sum(len(run[0]) for run in pending) + world > 2:
+            results += [ended(*run) for run in pending]
+            pending = []
+        pending.append(started(folder, world, argv))
+    return results + [ended(*run) for run in pending]
 
 
 # Judging -------------------------------------------------------------------------------------
@@ -488,19 +348,15 @@ class Workers:
 
 def faults_of(result, case) -> list[str]:
     """What is wrong with how a case ended, a line each."""
-    if None in result.codes:
-        stuck = [rank for rank, code in enumerate(result.codes) if code is None]
+    tail = " / ".join(text[-700:] for text in result.errors)
+    stuck = [rank for rank, code in enumerate(result.codes) if code == -signal.SIGKILL]
+    if stuck:
         return [f"ranks {stuck} hung:\n{result.errors[stuck[0]][-3000:]}"]
-    codes = set(result.codes)
-    if codes == {0}:
+    if set(result.codes) == {0}:
         return _faults_of_a_finished_run(result, case)
-    if codes == {2}:
+    if set(result.codes) == {2}:
         return _faults_of_a_refusal(result)
-    return [f"exit codes {result.codes}: {_tail(result.errors)}"]
-
-
-def _tail(errors):
-    return " / ".join(text[-700:] for text in errors)
+    return [f"exit codes {result.codes}: {tail}"]
 
 
 def _faults_of_a_finished_run(result, case):
@@ -550,75 +406,76 @@ def _faults_of_a_refusal(result):
     return found
 
 
+def lines_before_noise(metrics):
+    """How many of a run's lines can be compared: all up to the first update by rounding alone.
+
+    AdamW divides a gradient by its own size. So it makes a step of usual size of a gradient that is
+    zero up to rounding, such as that of a KL between equal weights, and two computations of one
+    run go apart. Of a small gradient some tensors may be like that.
+    """
+    for n, line in enumerate(metrics):
+        norms = [line.get(name) for name in ("grad_norm_first", "grad_norm")]
+        norms = [norm for norm in norms if norm is not None]
+        if norms and min(norms) < 0.01:
+            return n + (len(norms) == 1)  # one update: its metrics are of the weights before it
+    return len(metrics)
+
+
 def difference_of(result, truth):
     """None if both have the same metrics, else what differs."""
+    count = lines_before_noise(truth.metrics)
     try:
-        worst = largest_difference(result.metrics, truth.metrics)
+        assert len(result.metrics) == len(truth.metrics), "another number of steps"
+        worst = largest_difference(result.metrics[:count], truth.metrics[:count])
     except (AssertionError, ValueError) as error:
         return f"not the metrics of one process: {error}"
     return None if worst < SLACK else f"metrics are {worst:.1e} off those of one process"
 
 
 def plain(case):
-    """The flags of the same run in one process, without plan, tree and recomputation."""
-    return {name: value for name, value in case.flags.items() if name not in ONE_PROCESS}
+    """The arguments of the same run in one process, without plan, tree and recomputation."""
+    return argv_of({name: x for name, x in case.flags.items() if name not in ONE_PROCESS})
 
 
-def comparable(case):
-    exact = case.flags.get("generator-dtype", "float64") == "float64"
-    return case.tame and exact and case.flags["dtype"] == "float64"
-
-
-def run_cases(cases, workers):
+def judge(cases, folder):
     """[(case, how it ended, its faults, whether it was compared)]."""
-    if len(cases) > BATCH:
-        parts = [cases[n : n + BATCH] for n in range(0, len(cases), BATCH)]
-        return [judged for part in parts for judged in run_cases(part, workers)]
-    if workers.count > BATCH:
-        workers.renew()
-    alone = [case for case in cases if case.world == 1]
-    ended = workers.alone([case.argv for case in alone])
-    results = {case.number: result for case, result in zip(alone, ended, strict=True)}
-    for case in cases:
-        if case.world == 2:
-            results[case.number] = workers.together(case.argv)
+    results = results_of(folder, [(case.world, case.argv) for case in cases])
 
     # The truth of each run that finished and can be compared: one process, without the rest.
-    to_compare = [
-        case for case in cases
-        if comparable(case) and set(results[case.number].codes) == {0}
-        and (case.world == 2 or plain(case) != case.flags)
-    ]  # fmt: skip
-    ended = workers.alone([argv_of(plain(case)) for case in to_compare])
-    truths = {case.number: truth for case, truth in zip(to_compare, ended, strict=True)}
+    compared = []
+    for case, result in zip(cases, results, strict=True):
+        float64 = {"float64"} == {case.flags["dtype"], case.flags.get("generator-dtype", "float64")}
+        other = case.world == 2 or plain(case) != case.argv
+        compared.append(case.tame and float64 and other and set(result.codes) == {0})
+    truths = results_of(folder, [(1, plain(case)) for case, on in zip(cases, compared) if on])
 
     judged = []
-    for case in cases:
-        result, found = results[case.number], faults_of(results[case.number], case)
-        if case.number in truths and not found:
-            truth = truths[case.number]
+    for case, result, on in zip(cases, results, compared):
+        found = faults_of(result, case)
+        if on:
+            truth = truths.pop(0)
             differs = difference_of(result, truth)
             if set(truth.codes) != {0}:
-                differs = f"one process without a plan fails: {_tail(truth.errors)}"
-            found += [differs] if differs else []
-        ended = "finished" if set(result.codes) == {0} else "refused"
-        judged.append((case, ended, found, case.number in truths))
+                differs = f"one process without a plan fails: {truth.errors[0][-700:]}"
+            found += [differs] if differs and not found else []
+        how = "finished" if set(result.codes) == {0} else "refused"
+        judged.append((case, how, found, on))
     return judged
 
 
-def summary(judged):
+def counts_of(judged):
+    """How many finished, were refused, and were compared."""
     ended = [how for _, how, _, _ in judged]
-    compared = sum(compared for *_, compared in judged)
-    return (f"{len(judged)} combinations: {ended.count('finished')} finished, "
-            f"{ended.count('refused')} refused, {compared} compared with one process")  # fmt: skip
+    return ended.count("finished"), ended.count("refused"), sum(on for *_, on in judged)
 
 
 def report(judged):
-    lines = [summary(judged)]
-    for case, _, found, _ in judged:
-        if found:
-            lines.append(f"\n#{case.number}  {case.command}")
-            lines += [f"    {fault}" for fault in found]
+    finished, refused, compared = counts_of(judged)
+    failed = [(case, found) for case, _, found, _ in judged if found]
+    lines = [f"{len(judged)} combinations: {finished} finished, {refused} refused, "
+             f"{compared} compared with one process, {len(failed)} failed"]  # fmt: skip
+    for case, found in failed:
+        lines += [f"\n#{case.number}  {case.command}", *(f"    {fault}" for fault in found)]
     return "\n".join(lines)
 
 
@@ -630,26 +487,19 @@ def models_of(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory):
-    with Workers(tmp_path_factory.mktemp("flags")) as started:
-        yield started
-
-
 @pytest.mark.parametrize("count", shortened([9, 1000], 9))
-def test_random_flags_finish_or_are_refused_by_all_ranks_alike(workers, models_of, count):
+def test_random_flags_finish_or_are_refused_by_all_ranks_alike(tmp_path, models_of, count):
     seed = int(os.environ.get("FLAGS_SEED", "0"))
-    judged = run_cases([draw(seed, number, models_of) for number in range(count)], workers)
+    judged = judge([draw(seed, number, models_of) for number in range(count)], tmp_path)
     assert not any(found for _, _, found, _ in judged), report(judged)
     # Neither all refused nor all plain: else nothing was tried.
-    ended = [how for _, how, _, _ in judged]
-    compared = sum(compared for *_, compared in judged)
-    assert min(ended.count("finished"), 3 * ended.count("refused"), 3 * compared) >= count / 3
+    finished, refused, compared = counts_of(judged)
+    assert min(finished, 3 * refused, 3 * compared) >= count / 3
 
 
 @pytest.mark.slow
-def test_every_extreme_number_by_itself_finishes_or_is_refused(workers):
-    judged = run_cases(extremes(), workers)
+def test_every_extreme_number_by_itself_finishes_or_is_refused(tmp_path):
+    judged = judge(extremes(), tmp_path)
     assert not any(found for _, _, found, _ in judged), report(judged)
 
 
@@ -663,9 +513,9 @@ GOOD = Result([0, 0], ["", ""], FILES, [LINE])
 NO = "error: --steps must be positive, got 0\n"
 REFUSED = Result([2, 2], [f"rank 0: {NO}", f"rank 1: {NO}"], [], None)
 WRONG = {
-    "hung": (GOOD._replace(codes=[0, None]), r"ranks \[1\] hung"),
+    "hung": (GOOD._replace(codes=[0, -9]), r"ranks \[1\] hung"),
     "codes differ": (GOOD._replace(codes=[0, 2]), "exit codes"),
-    "a traceback": (REFUSED._replace(codes=["traceback"] * 2), "exit codes"),
+    "a traceback": (REFUSED._replace(codes=[1, 1]), "exit codes"),
     "no metrics": (GOOD._replace(metrics=None), "without one metrics.jsonl"),
     "a step is missing": (GOOD._replace(metrics=[]), "lines of steps"),
     "no number": (GOOD._replace(metrics=[LINE | {"loss/token_mean": None}]), "not finite"),
@@ -678,33 +528,29 @@ WRONG = {
 }  # fmt: skip
 
 
+CASE = Case(0, 2, {"steps": 1}, True)
+
+
 def test_what_is_right_has_no_fault():
-    case = Case(0, 2, {"steps": 1}, True)
-    assert not faults_of(GOOD, case) and not faults_of(REFUSED, case)
+    assert not faults_of(GOOD, CASE) and not faults_of(REFUSED, CASE)
     assert difference_of(GOOD, GOOD) is None
+    for change in ({"loss/token_mean": 0.5 + 1e-7}, {"reward/mean": 0.2500001}, {"more": 1.0}):
+        assert difference_of(GOOD, GOOD._replace(metrics=[LINE | change])) is not None
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_each_way_to_fail_is_seen(name):
     result, says = WRONG[name]
-    (fault,) = faults_of(result, Case(0, 2, {"steps": 1}, True))
+    (fault,) = faults_of(result, CASE)
     assert re.search(says, fault)
 
 
-@pytest.mark.parametrize(
-    "change", [{"loss/token_mean": 0.5 + 1e-7}, {"reward/mean": 0.2500001}, {"more": 1.0}]
-)
-def test_other_metrics_are_seen(change):
-    assert difference_of(GOOD, GOOD._replace(metrics=[LINE | change])) is not None
-
-
-def test_a_rank_that_hangs_is_told_and_the_next_run_is_good(workers, models_of):
+def test_a_rank_that_hangs_is_told_and_the_next_run_is_good(tmp_path):
     argv = "--device cpu --steps 1 --lr-warmup 0 --prompts 2 --group 2 --size 3 --turns 1".split()
     argv += "--layers 1 --hidden 8 --heads 2 --minibatches 1 --eval-prompts 1 --timeout 20".split()
-    case = Case(0, 2, {"steps": 1}, True)
-    (fault,) = faults_of(workers.together(argv, limit=3, faults=("", "hangs")), case)
+    (fault,) = faults_of(ended(*started(tmp_path, 2, argv, hanging=1), limit=3), CASE)
     assert "hung" in fault
-    assert not faults_of(workers.together(argv), case)
+    assert not faults_of(ended(*started(tmp_path, 2, argv)), CASE)
 
 
 # As a script ---------------------------------------------------------------------------------
@@ -714,26 +560,16 @@ def main(argv):
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--extremes", action="store_true", help="each by itself, no draws")
     parser.add_argument("--only", type=int, nargs="*", help="numbers; default: all of --count")
     options = parser.parse_args(argv)
-    started, drawn = time.monotonic(), options.only or range(options.count)
     folder = Path(tempfile.mkdtemp(prefix="flags-"))
-    models_of, judged, failures = make_models(folder), [], 0
-    cases = [draw(options.seed, number, models_of) for number in drawn]
-    if options.extremes:
-        cases = extremes()
-    with Workers(folder) as workers:
-        for first in range(0, len(cases), BATCH):
-            some = run_cases(cases[first : first + BATCH], workers)
-            judged += some
-            failures = sum(bool(found) for _, _, found, _ in judged)
-            seconds = time.monotonic() - started
-            print(f"{seconds:5.0f} s  {summary(judged)}, {failures} failed", flush=True)
-            if any(found for _, _, found, _ in some):
-                print(report(some), flush=True)
-    print(f"{summary(judged)}, {failures} failed; seed {options.seed}")
-    return 1 if failures else 0
+    models_of = make_models(folder)
+    cases = [draw(options.seed, n, models_of) for n in options.only or range(options.count)]
+    judged = []
+    for first in range(0, len(cases), BATCH):
+        judged += judge(cases[first : first + BATCH], folder)
+        print(report(judged), flush=True)
+    return 1 if any(found for _, _, found, _ in judged) else 0
 
 
 if __name__ == "__main__":

@@ -183,25 +183,6 @@ def test_at_full_size_each_command_asks_for_cuda(name, tmp_path):
     assert command[command.index("--device") + 1] == "cuda", shlex.join(command)
 
 
-def test_a_command_is_shown_and_kept(tmp_path):
-    """Through the shell: what is printed is what is kept, and a second run adds a line."""
-    # A measurement that imports no torch; test_each_command_runs has the real one.
-    fake = tmp_path / "python"
-    fake.write_text(f'''#!/bin/sh
-case "$1" in */measure_gpu.py) exec {sys.executable} "$@" ;; esac
-echo "a row"
-echo '{{"seconds": 2}}'
-''')
-    fake.chmod(0o755)
-    where = dict(OUT=str(tmp_path), DEVICE="cpu", SIZE="toy", PYTHON=str(fake))
-    code, out, err = shell("ring", **where)
-    assert code == 0, err
-    (line,) = (tmp_path / "ring.jsonl").read_text().splitlines()
-    kept = json.loads(line)
-    assert kept["printed"] == out.splitlines() and kept["result"] == json.loads(kept["printed"][-1])
-    assert (kept["code"], kept["device"], kept["size"]) == (0, "cpu", "toy")
-
-
 def record(folder, code, **options):
     """Records of a Python text."""
     command = [sys.executable, "-c", code]
@@ -209,17 +190,21 @@ def record(folder, code, **options):
 
 
 @pytest.mark.quick
-def test_a_failure_is_kept_as_one_and_a_late_command_ended(tmp_path, capfd):
+def test_what_is_printed_is_kept_also_of_a_failure_and_a_late_command_is_ended(tmp_path, capfd):
+    assert record(tmp_path, "print('a row'); print('{\"seconds\": 2}')") == 0
+    assert capfd.readouterr().out == 'a row\n{"seconds": 2}\n'
     assert record(tmp_path, "print('as far as this'); raise SystemExit(3)") == 3
     assert record(tmp_path, "import time; print('on', flush=True); time.sleep(60)", limit=1) == 124
     assert "took more than 1 s" in capfd.readouterr().err
     with pytest.raises(ValueError, match="no measurement"):
         record(tmp_path, "print('no JSON')")
     records = [json.loads(x) for x in (tmp_path / "ring.jsonl").read_text().splitlines()]
-    assert [x["code"] for x in records] == [3, 124]
-    assert [x["printed"] for x in records] == [["as far as this"], ["on"]]
-    assert {x["result"] for x in records} == {None}
-    assert "Failed: `ring` (exit code 124)." in measure_gpu.section({"ring": records[1]}, NAMES)
+    assert [x["code"] for x in records] == [0, 3, 124]
+    assert {(x["device"], x["size"]) for x in records} == {("cpu", "toy")}
+    printed = [["a row", '{"seconds": 2}'], ["as far as this"], ["on"]]
+    assert [x["printed"] for x in records] == printed
+    assert [x["result"] for x in records] == [{"seconds": 2}, None, None]
+    assert "Failed: `ring` (exit code 124)." in measure_gpu.section({"ring": records[2]}, NAMES)
 
 
 PAGE = f"before\n{measure_gpu.BEGIN}\nold\n{measure_gpu.END}\nafter\n"

@@ -8,7 +8,6 @@ import ast
 import contextlib
 import importlib
 import json
-import os
 import re
 import shlex
 import shutil
@@ -42,14 +41,18 @@ TINY = " --layers 1 --hidden 16 --heads 4 --prompts 2 --group 2 --eval-prompts 4
 TINY += " --lr-warmup 0 --device cpu"
 JSONL = " --max-new-tokens 8 --template {question}" + TINY
 TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
-CHECK = "tests/test_readme.py::test_check_passes_alone_with_the_error_of_the_file_table"
-BENCH = "tests/test_grpo_matrix.py::test_bench_runs_at_toy_size"
-ROAD = "tests/test_commands.py::test_a_released_checkpoint_from_the_first_step_to_a_conversation"
+
+
+def test_of(file, name):
+    return f"tests/test_{file}.py::test_{name}"
+
+
+CHECK = test_of("readme", "check_passes_alone_with_the_error_of_the_file_table")
+ROAD = test_of("commands", "a_released_checkpoint_from_the_first_step_to_a_conversation")
 EXAMPLE = "python train_grpo.py --task tests/example_tasks.py"
-TAGS = "tests/test_house.py::test_every_tag_ends_in_a_test_that_exists"
-PLANS = "tests/test_plan.py::test_"
-GPU = "tests/test_gpu.py::test_"
-RESTARTED = "tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on"
+TAGS = test_of("house", "every_tag_ends_in_a_test_that_exists")
+LISTED = test_of("gpu", "the_list_names_each_command")
+RESTARTED = test_of("faults", "a_killed_rank_is_started_again_and_the_run_goes_on")
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
@@ -61,66 +64,50 @@ BY_CI = {  # what stands for it in .ci/run, or in a requirements.txt that it ins
     ". .venv/bin/activate": 'export PATH="$venv/bin:$PATH"',
     "pip install -r requirements.txt": f"{INSTALL} requirements.txt",
     "pip install -r tests/requirements.txt": f"{INSTALL} tests/requirements.txt",
-    "python -m pytest": "\npython -m pytest\n",
-    "python -m pytest -m quick": "\npython -m pytest\n",
-    "python -m pytest -m slow": "\npython -m pytest\n",
-    "python -m pytest tests/test_faults.py": "\npython -m pytest\n",
-    "python -m pytest tests/test_audit.py -m slow -s -k made_in_any_way": "\npython -m pytest\n",
-    "python -m pytest tests/test_flags.py": "\npython -m pytest\n",
-    "python -m pytest tests/test_parity.py -m slow": "\npython -m pytest\n",
-    "python -m pytest tests/test_precision.py -s -k autocast": "\npython -m pytest\n",
     "pip install safetensors transformers": "safetensors>=0.4.3\ntransformers>=",
     "pip install trl": "\ntrl>=",
 }
+PYTEST = (  # arguments of python -m pytest, which CI runs
+    "", " -m quick", " -m slow", " tests/test_faults.py", " tests/test_flags.py",
+    " tests/test_audit.py -m slow -s -k made_in_any_way", " tests/test_parity.py -m slow",
+    " tests/test_precision.py -s -k autocast",
+)  # fmt: skip
+BY_CI |= {f"python -m pytest{flags}": "\npython -m pytest\n" for flags in PYTEST}
+RUN = "python train_grpo.py"
 TABLE = {
-    "grep NUMERICS *.py": TAGS,
-    "grep COMM *.py": TAGS,
-    **dict.fromkeys(CUT, "tests/test_cut_system.py::"
-                    "test_two_lines_of_the_readme_cut_the_files_out_and_run_them"),
-    "python FILE check": CHECK,
-    **{f"python {file} check": CHECK for file in FILES},
-    "python ring_attention.py core": "tests/test_cores.py::"
-    "test_the_whole_file_runs_its_core_too",
-    "python train_grpo.py audit runs/guess-0": "tests/test_audit.py::"
-    "test_the_audit_of_an_honest_run",
-    "python train_grpo.py eval runs/mine": "tests/test_commands.py::"
-    "test_the_greedy_figure_is_the_runs_own",
-    "python train_grpo.py eval DIR --task jsonl --data FILE.jsonl": ROAD,
-    "python train_grpo.py chat runs/mine": "tests/test_commands.py::"
-    "test_a_pipe_is_answered_a_line_a_line",
-    "python train_grpo.py export runs/mine HF": "tests/test_commands.py::"
-    "test_the_newest_checkpoint_exported_is_what_the_run_wrote",
-    "python train_grpo.py check": "tests/test_grpo_matrix.py::test_some_cells_of_the_matrix",
-    "python train_grpo.py": TINY,
-    TRAIN: TINY,
-    f"{TRAIN} --plan t2": TINY,
-    f'{TRAIN} --plan "d2|t2"': TINY,
-    f'{TRAIN} --plan "t2|d2" --data-parallel fsdp': TINY,
-    "python train_grpo.py --compute-dtype bfloat16": TINY,
-    "python train_grpo.py --tree sparse": TINY,
-    "python train_grpo.py --staleness 1": TINY,
-    "python tests/measure_apart.py trace": "tests/test_apart.py::"
-    "test_the_trace_shows_both_sides_at_work",
+    **dict.fromkeys(("grep NUMERICS *.py", "grep COMM *.py"), TAGS),
+    **dict.fromkeys(CUT, test_of(
+        "cut_system", "two_lines_of_the_readme_cut_the_files_out_and_run_them")),
+    **dict.fromkeys(["python FILE check", *(f"python {file} check" for file in FILES)], CHECK),
+    "python ring_attention.py core": test_of("cores", "the_whole_file_runs_its_core_too"),
+    f"{RUN} audit runs/guess-0": test_of("audit", "the_audit_of_an_honest_run"),
+    f"{RUN} eval runs/mine": test_of("commands", "the_greedy_figure_is_the_runs_own"),
+    f"{RUN} eval DIR --task jsonl --data FILE.jsonl": ROAD,
+    f"{RUN} chat runs/mine": test_of("commands", "a_pipe_is_answered_a_line_a_line"),
+    f"{RUN} export runs/mine HF": test_of(
+        "commands", "the_newest_checkpoint_exported_is_what_the_run_wrote"),
+    f"{RUN} check": test_of("grpo_matrix", "some_cells_of_the_matrix"),
+    f"{RUN} bench": test_of("grpo_matrix", "bench_runs_at_toy_size"),
+    f"{RUN} plot DIR [DIR ...]": test_of("run", "plot_is_a_png_or_says_what_to_install"),
+    **dict.fromkeys((
+        RUN, TRAIN, f"{TRAIN} --plan t2", f'{TRAIN} --plan "d2|t2"',
+        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp', f"{TRAIN} --plan d1+d1 --staleness 1",
+        f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
+        f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
+        f"{RUN} --tree dta --max-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
+    "python tests/measure_apart.py trace": test_of("apart", "the_trace_shows_both_sides_at_work"),
     'python tests/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
-        "tests/test_apart.py::test_the_race_is_run",
-    f"{TRAIN} --plan d1+d1 --staleness 1": TINY,
-    "python train_grpo.py --staleness 2 --proximal --importance-cap 2": TINY,
-    "python train_grpo.py --tree dta --max-tokens 2048": TINY,
-    "python train_grpo.py --advantage gae": TINY,
-    "python train_grpo.py bench": BENCH,
-    "sh tests/gpu.sh": f"{GPU}the_list_names_each_command",
-    "python models.py check --device cuda": f"{GPU}the_list_names_each_command",
-    "sh tests/gpu.sh results": f"{GPU}results_shows_what_was_run_and_names_what_was_not",
-    **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), f"{GPU}each_command_runs"),
-    "python ring_attention.py stress --model": "tests/test_vla.py::test_fifty_steps_in_bf16",
-    f"{EXAMPLE}:Sort --steps 250": TINY,
+        test_of("apart", "the_race_is_run"),
+    **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"), LISTED),
+    "sh tests/gpu.sh results": test_of("gpu", "results_shows_what_was_run_and_names_what_was_not"),
+    **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"),
+                    test_of("gpu", "each_command_runs")),
+    "python ring_attention.py stress --model": test_of("vla", "fifty_steps_in_bf16"),
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
     f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
     "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
-    "python train_grpo.py plot DIR [DIR ...]": "tests/test_run.py::"
-    "test_plot_is_a_png_or_says_what_to_install",
-    "python train_grpo.py --task jsonl --data questions.jsonl --model DIR "
+    f"{RUN} --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
     "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "
     "--save-every 20 --out runs/mine": JSONL,
@@ -130,34 +117,34 @@ TABLE = {
     "python tests/smollm_tasks.py RUN [RUN ..] FILE.png":
         "tests/test_smollm.py::test_runs_of_both_tasks_are_drawn",
     **dict.fromkeys([*RELEASED, "python tests/smollm.py DIR"],
-                    "tests/test_smollm.py::test_the_commands_of_the_recipe_run"),
+                    test_of("smollm", "the_commands_of_the_recipe_run")),
     "python tests/measure_objectives.py runs/objectives 3 objectives.png":
-        "tests/test_objectives.py::test_the_curves_are_drawn_of_runs_that_are_there",
+        test_of("objectives", "the_curves_are_drawn_of_runs_that_are_there"),
     "python tests/adapters.py table":
-        "tests/test_conformance.py::test_verls_losses_are_what_the_table_says",
+        test_of("conformance", "verls_losses_are_what_the_table_says"),
     "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
-        "tests/test_conformance.py::test_the_command_prints_a_row_for_each_property",
-    "python tests/example_action_expert.py check": "tests/test_action.py::"
-    "test_the_check_passes_and_fails",
+        test_of("conformance", "the_command_prints_a_row_for_each_property"),
+    "python tests/example_action_expert.py check": test_of("action", "the_check_passes_and_fails"),
     "python models.py bench --repeats 7": " --repeats 1",
-    **dict.fromkeys(SEVERAL, f"{PLANS}the_training_commands_of_the_recipes_have_plans_that_fit"),
-    **dict.fromkeys(PLAN, f"{PLANS}the_rows_of_the_results_are_what_plan_prints"),
-    "torchrun --max-restarts 3": RESTARTED,
-    "torchrun --max-restarts 3 .. --resume-or-start": RESTARTED,
-    "python tests/test_flags.py --seed 0 --count 1000": "tests/test_flags.py::"
-    "test_random_flags_finish_or_are_refused_by_all_ranks_alike",
-    "python parallel.py bench": "tests/test_parallel.py::test_bench_runs_at_toy_size",
+    **dict.fromkeys(SEVERAL, test_of(
+        "plan", "the_training_commands_of_the_recipes_have_plans_that_fit")),
+    **dict.fromkeys(PLAN, test_of("plan", "the_rows_of_the_results_are_what_plan_prints")),
+    **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume-or-start"),
+                    RESTARTED),
+    "python tests/test_flags.py --seed 0 --count 1000": test_of(
+        "flags", "random_flags_finish_or_are_refused_by_all_ranks_alike"),
+    "python parallel.py bench": test_of("parallel", "bench_runs_at_toy_size"),
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
-    "python tree_attention.py bench --repeats 7": "tests/test_tree.py::test_bench_runs_at_toy_size",
-    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
-        "tests/test_trl.py::test_a_checkpoint_is_measured_on_its_own_prompts",
-    "python tests/bench_trl.py --rounds 7": "tests/test_trl.py::"
-    "test_trl_gives_our_loss_and_gradient_on_its_own_batch",
-}
+    "python tree_attention.py bench --repeats 7": test_of("tree", "bench_runs_at_toy_size"),
+    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3": test_of(
+        "trl", "a_checkpoint_is_measured_on_its_own_prompts"),
+    "python tests/bench_trl.py --rounds 7": test_of(
+        "trl", "trl_gives_our_loss_and_gradient_on_its_own_batch"),
+}  # fmt: skip
 SLOW = ("python models.py bench", "memory", "longest")
-RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
+COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
        for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
 
 
@@ -193,7 +180,7 @@ def shown_header():
     return re.findall(r"^ *step .*$", text, re.M)
 
 
-@pytest.mark.parametrize("command", RUN)
+@pytest.mark.parametrize("command", COMMANDS_RUN)
 def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     line = re.sub(r"\[.*\]", "", command + TABLE[command])
     words = shlex.split(line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks"))
@@ -321,21 +308,11 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
 
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
 ELSEWHERE |= {"OUT/hf", "tokenizer.json", "questions.jsonl"}  # a run's files
-FLAGS_ELSEWHERE = {
-    "--samples",
-    "--all-lines",
-    "--prompt",
-    "--nproc-per-node",
-    "--nnodes",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-}
-FLAGS_ELSEWHERE |= {"--max-restarts"}  # torchrun's
-FLAGS_ELSEWHERE |= {"--rounds", "--completion"}  # tests/bench_trl.py's
-FLAGS_ELSEWHERE |= {"--step", "--html"}  # `audit`'s
+FLAGS_ELSEWHERE = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
+FLAGS_ELSEWHERE |= {"--max-restarts", "--rounds", "--completion"}  # torchrun's; bench_trl.py's
+FLAGS_ELSEWHERE |= {"--samples", "--all-lines", "--prompt"}  # eval's; bench_trl.py's
+FLAGS_ELSEWHERE |= {"--step", "--html", "--count"}  # audit's, test_flags.py's
 FLAGS_ELSEWHERE |= {"--no-deps", "--local-dir"}  # pip's, hf's
-FLAGS_ELSEWHERE |= {"--count", "--html"}  # tests/test_flags.py's, audit's
 
 
 @pytest.mark.quick

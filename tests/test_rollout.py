@@ -4,7 +4,6 @@
 heard. Where real weights are needed they are random, tiny and float64.
 """
 
-import itertools
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from models import Transformer
 from text import final_answer, same_answer
 from train_grpo import (
     Config, Replies, Task, Trainer, demonstrations, evaluate, loss_denominator, make_task, rollout,
+    uniforms,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -96,30 +96,68 @@ SMALL = {
 }  # fmt: skip
 
 
-def assert_scored_as_sampled(model, trajectories, temperature):
-    """By a full forward pass over each; returns the largest number of answers in one."""
-    answers = []
-    for t in trajectories:
-        logp = (model(torch.tensor([t.tokens]))[0, :-1] / temperature).log_softmax(-1).numpy()
-        lp = logp[np.arange(len(t.mask)), t.tokens[1:]]
-        assert np.abs(t.sampler_logprobs - np.where(t.mask, lp, 0.0)).max() <= 1e-12
-        answers.append((np.diff(t.mask.astype(int), prepend=0) == 1).sum())
-    return max(answers)
+def by_hand(logp, task, start, number, *, key, room=16, forks=1, fork_turns=0):
+    """A rollout by hand, of the log-probs at each of its tokens: tokens, mask, log-probs, path."""
+    group, state, prompt = start
+    tokens, mask, logprobs = list(prompt), [False] * len(prompt), [0.0] * len(prompt)
+    share, turn = forks**fork_turns, len(prompt)
+    path = [(turn, number - number % share, share)]
+    while (new := len(tokens) - len(prompt)) < room:
+        # The first token whose cumulated probability exceeds the draw.
+        row = logp[len(tokens) - 1]
+        draw = uniforms((*key, group, path[-1][1]), room)[new]
+        tokens.append(int((row.exp().cumsum(0) <= draw).sum()))
+        mask.append(True)
+        logprobs.append(row[tokens[-1]].item())
+        if tokens[-1] not in task.end:
+            continue
+
+        state, reply, _ = task.reply(state, tokens[turn:])
+        if reply is None:
+            break
+        turn = len(tokens) + len(reply)
+        for token in reply[: room - new - 1]:
+            tokens.append(token)
+            mask.append(False)
+            logprobs.append(0.0)
+        if len(path) <= fork_turns:
+            share //= forks
+            path.append((turn, number - number % share, share))
+    return tokens, mask[1:], logprobs[1:], path
 
 
-@pytest.mark.parametrize("name, forks", [*((name, 0) for name in SMALL), ("chat", 2)])
-def test_sampler_logprobs_are_those_of_a_full_forward_pass(name, forks):
-    task, how = SMALL[name], dict(forks=2, fork_turns=forks) if forks else {}
+def assert_by_hand(model, task, groups, temperature, key=(0, 0), forks=1, fork_turns=0, **how):
+    """Play groups, and compare each rollout with that by hand. Returns the trajectories."""
+    of_fork = dict(forks=forks, fork_turns=fork_turns)
+    played = play(task, model, groups, temperature=temperature, key=key, **how, **of_fork)
+    for start, group in zip(opening(task, groups), played, strict=True):
+        for number, t in enumerate(group):
+            # A full forward pass of the whole rollout. Where a token differs, so does the list.
+            logp = (model(torch.tensor([t.tokens]))[0] / temperature).log_softmax(-1)
+            tokens, mask, logprobs, path = by_hand(logp, task, start, number, key=key, **of_fork)
+            assert (t.tokens, t.mask.tolist(), t.path) == (tokens, mask, path)
+            assert np.abs(t.sampler_logprobs - logprobs).max() <= 1e-12
+    return played
+
+
+CASES = [(name, "") for name in SMALL] + [("chat", family) for family in models.TINY]
+
+
+@pytest.mark.parametrize("name, family", CASES)
+def test_a_rollout_depends_on_seed_step_group_and_number_only(name, family):
+    """Groups in any order; 0 and 4 have the same prompt, and 3 and 7."""
+    task = SMALL[name]
     model = random_model(task.vocab_size)
-    played = sum(play(task, model, group=16, temperature=0.7, **how), [])
-    answers = assert_scored_as_sampled(model, played, 0.7)
-    assert answers > 1 or name == "sort"  # replies were played between answers
-
-
-@pytest.mark.parametrize("family", models.TINY)
-def test_every_family_plays_and_its_logprobs_are_those_of_a_full_forward_pass(family):
-    model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
-    assert_scored_as_sampled(model, sum(play(Chat(), model, temperature=0.7), []), 0.7)
+    if family:
+        model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
+    size = 4 if family else 16
+    groups = assert_by_hand(model, task, [7, 4, 3, 0], 0.7, key=(5, 2), group=size)
+    if not family:
+        # Replies were played between answers; groups differ, and rollouts within them.
+        answers = [(np.diff(t.mask.astype(int), prepend=0) == 1).sum() for t in sum(groups, [])]
+        assert max(answers) > 1 or name == "sort"
+        assert len({str([t.tokens for t in group]) for group in groups}) == 4
+        assert all(group[0].tokens != group[-1].tokens for group in groups)
 
 
 # After the prompt 0 0 the model says `1 2 9`, `3 9`, `9`; what it says while Chat speaks is lost.
@@ -128,19 +166,15 @@ PLAYED = [0, 0, 1, 2, 9, 8, 9, 3, 9, 8, 9, 9]
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 0, 0, 1]
 
 
-def test_replies_are_never_trained_and_sampled_tokens_always():
-    [[t]] = play(Chat(), Script(SCRIPT), groups=[0], group=1, temperature=0)
-    assert (t.tokens, t.mask.astype(int).tolist(), t.truncated) == (PLAYED, MASK, False)
-    assert t.sampler_logprobs == pytest.approx(-math.log(2) * np.array(MASK), abs=1e-15)
-    assert t.reward == pytest.approx(0.3 + 0.2 + 0.1)
-
-
-def test_truncation_keeps_what_was_played_until_then():
+def test_replies_are_never_trained_and_truncation_keeps_what_was_played_until_then():
     for room in range(1, 13):  # in an answer, at its end, in a reply, at its end, ..
         how = dict(group=1, temperature=0, max_new_tokens=room)
         [[t]] = play(Chat(), Script(SCRIPT), groups=[0], **how)
         assert (t.tokens, t.mask.tolist()) == (PLAYED[: 2 + room], MASK[: 1 + room])
         assert t.truncated == (room < 10)
+        logprobs = -math.log(2) * np.array(MASK[: 1 + room])
+        assert t.sampler_logprobs == pytest.approx(logprobs, abs=1e-15)
+    assert t.reward == pytest.approx(0.3 + 0.2 + 0.1)
 
 
 def test_an_answer_may_be_its_end_token_alone():
@@ -164,27 +198,6 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
         loss = Trainer(config, random_model(10).requires_grad_(True)).forward_backward([t], Z)
         w = 1 / 2 if aggregation == "sequence_mean" else 1
         assert loss["loss/token_mean"] == pytest.approx(2 * w * math.exp(10) / Z)
-
-
-# 2. Randomness -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("forks, fork_turns", [(1, 0), (2, 1)])
-def test_a_rollout_depends_on_seed_step_group_and_number_only(forks, fork_turns):
-    task, model = Chat(), random_model(10)
-
-    def tokens(*groups, key=(5, 2), group=4):
-        how = dict(key=key, group=group, forks=forks, fork_turns=fork_turns)
-        played = play(task, model, groups, **how)
-        return {g: [t.tokens for t in rows] for g, rows in zip(groups, played, strict=True)}
-
-    together = tokens(0, 3, 4, 7)
-    assert together == tokens(7, 4, 3, 0) == tokens(0) | tokens(3) | tokens(4) | tokens(7)
-    assert {g: rows[:2] for g, rows in together.items()} == tokens(0, 3, 4, 7, group=2)
-    assert tokens(0, 3, 4, 7, key=(5, 3)) != together != tokens(0, 3, 4, 7, key=(6, 2))
-    # 0 and 4 have the same prompt, and 3 and 7; yet all groups differ, and rollouts within them.
-    assert len({str(rows) for rows in together.values()}) == 4
-    assert all(rows[0] != rows[-1] for rows in together.values())
 
 
 # 3. What is shared ---------------------------------------------------------------------------
@@ -229,40 +242,13 @@ def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkey
 @pytest.fixture(scope="module")
 def forked():
     """Six groups of 8 in two roots, each forked in two at its first two turn boundaries."""
-    return play(Chat(), groups=range(6), group=8, max_new_tokens=24, forks=2, fork_turns=2)
+    return assert_by_hand(random_model(10), Chat(), range(6), 1.0, group=8, forks=2, fork_turns=2)
 
 
 def test_a_group_has_all_its_rollouts_even_where_a_row_ended_before_its_forks(forked):
     assert [len(group) for group in forked] == [8] * 6
     stood_for = Counter(t.path[-1][2] for group in forked for t in group)
     assert set(stood_for) == {1, 2, 4}  # ended after two forks, one, none
-    for group in forked:
-        for i, t in enumerate(group):
-            _, first, count = t.path[-1]
-            assert first <= i < first + count and t.tokens == group[first].tokens
-
-
-def test_a_path_halves_at_each_fork_and_points_at_the_first_token_after_the_reply(forked):
-    for t in (t for group in forked for t in group):
-        (start, _, count), *below = t.path
-        assert (start, count) == (2, 4)
-        for start, first, now in below:
-            assert now == count / 2 and first % now == 0
-            assert t.tokens[start - 2 : start] == [8, END][: len(t.tokens[start - 2 : start])]
-            assert not t.mask[start - 3 : start - 1].any() and t.mask[start - 1 : start].all()
-            count = now
-
-
-def test_rollouts_share_exactly_the_prefix_that_their_paths_say(forked):
-    differ = Counter()
-    for a, b in (pair for group in forked for pair in itertools.combinations(group, 2)):
-        shared = [p for p, q in zip(a.path, b.path) if p == q]
-        if shared and a.path != b.path:  # neither two roots nor one row
-            start = a.path[len(shared)][0]
-            assert start == b.path[len(shared)][0] and a.tokens[:start] == b.tokens[:start]
-            assert (a.sampler_logprobs[: start - 1] == b.sampler_logprobs[: start - 1]).all()
-            differ[a.tokens[start:] != b.tokens[start:]] += 1
-    assert differ[True] > 0.8 * differ.total() > 0
 
 
 def test_per_branch_gives_each_token_the_advantage_of_its_segment(forked, process_group):
@@ -440,38 +426,30 @@ def test_a_task_that_is_not_safe_in_threads_is_asked_by_one():
     assert {thread for thread, _ in task.asked} == {threading.get_ident()}
 
 
-def test_a_task_may_have_slots(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(
-        "class Slotted:\n    __slots__ = ()\n    vocab_size, end = 10, (9,)\n"
-        "    def __init__(self, config): pass\n    def show(self, tokens): return 'x'\n"
-        "    def prompt(self, rng, index, held_out): return None, [0]\n"
-        "    def reply(self, state, answer): return 3\n"
-    )
-    task = make_task(Config(task=f"{file}:Slotted").check())
-    with pytest.raises(ValueError, match="TypeError: cannot unpack.*task.py"):
-        play(task, Script(SCRIPT), temperature=0)
+class Broken(Chat):
+    def __init__(self, reply):
+        self.say = reply
+
+    def reply(self, turn, answer):
+        return self.say(turn)
 
 
-def test_an_error_of_a_reply_in_a_thread_is_raised():
-    class Broken(Chat):
-        def reply(self, turn, answer):
-            raise KeyError("no mood")
-
-    with pytest.raises(ValueError, match="KeyError: 'no mood' .*, in reply"):
-        play(Broken(), Script(SCRIPT), temperature=0, replies=Replies(Broken(), 4))
+BROKEN = [  # a reply to a turn, how many threads ask for it, and what is said of it
+    (lambda turn: {}["no mood"], 4, "KeyError: 'no mood' .*, in <lambda>"),
+    (lambda turn: (turn, None, math.nan), 1, "gave reward nan in group 6, rollout 0.*'1 2 9'"),
+    (lambda turn: (turn, [3, 10], 0.0), 1, r"replied \[3, 10\] in group 6, .*: ids end at 9"),
+]
 
 
 # 5. Errors, files, checkpoints ---------------------------------------------------------------
 
 
-def test_a_reward_that_is_not_finite_names_group_and_answer():
-    class Broken(Chat):
-        def reply(self, turn, answer):
-            return turn, None, math.nan
-
-    with pytest.raises(ValueError, match="Broken gave reward nan in group 6, rollout 0.*'1 2 9'"):
-        play(Broken(), Script(SCRIPT), groups=[6], temperature=0)
+@pytest.mark.parametrize("reply, threads, message", BROKEN)
+def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, message):
+    task = Broken(reply)
+    with pytest.raises(ValueError, match=message):
+        how = dict(groups=[6], temperature=0, replies=Replies(task, threads))
+        play(task, Script(SCRIPT), **how)
 
 
 @pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
@@ -500,14 +478,26 @@ class Echo(Task):
 
 class Endless(Echo):
     end = (4,)
+
+class Slotted:
+    __slots__ = ()
+    vocab_size, end = 4, (3,)
+    def __init__(self, config): pass
+    def show(self, tokens): return "x"
+    def prompt(self, rng, index, held_out): return None, [0]
+    def reply(self, state, answer): return 3
 """
 
 
-def test_a_task_in_a_file_of_its_own_is_played(tmp_path):
+def test_a_task_in_a_file_of_its_own_is_played_and_may_have_slots(tmp_path):
     (tmp_path / "mine.py").write_text(OWN_TASK)
     task = task_of(f"{tmp_path / 'mine.py'}:Echo", size=2)
-    [[t]] = play(task, Script([2, 2, 3], vocab=4), groups=[0], group=1, temperature=0)
+    how = dict(groups=[0], group=1, temperature=0)
+    [[t]] = play(task, Script([2, 2, 3], vocab=4), **how)
     assert (t.tokens, t.reward, task.show(t.tokens)) == ([2, 2, 3], 1.0, "2 2 3")
+    task = task_of(f"{tmp_path / 'mine.py'}:Slotted")
+    with pytest.raises(ValueError, match="TypeError: cannot unpack.*mine.py"):
+        play(task, Script([2, 2, 3], vocab=4), **how)
 
 
 @pytest.mark.parametrize("task, message", [
@@ -568,8 +558,7 @@ def test_jsonl_is_played_with_the_checkpoints_tokens_and_holds_a_tenth_out(check
     config = jsonl(checkpoint, tmp_path, template="Q: {question} A:")
     task = make_task(config)
     model = models.load_hf(checkpoint, dtype=torch.float64).requires_grad_(False)
-    played = sum(play(task, model, groups=range(20), temperature=0.9), [])
-    assert_scored_as_sampled(model, played, 0.9)
+    played = sum(assert_by_hand(model, task, range(20), 0.9), [])
     trained, held_out = (
         {task.show(prompt) for _, _, prompt in opening(task, range(400), h)} for h in (False, True)
     )

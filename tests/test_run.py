@@ -5,7 +5,7 @@ with their own working directory and files for their output; a few are real subp
 """
 
 import dataclasses
-import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -24,6 +24,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import LOOKUP, SORT, shortened
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -124,9 +125,8 @@ def same_run(run, truth):
     assert read_metrics(run) == read_metrics(truth)
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """The directory of the uninterrupted run of these flags, made once."""
+def runs_made_once(tmp_path_factory):
+    """run(flags, world): the directory of the uninterrupted run of these flags, made once."""
     made = {}
 
     def run(flags, world=1):
@@ -136,6 +136,11 @@ def straight(tmp_path_factory):
         return made[flags, world] / "run"
 
     return run
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return runs_made_once(tmp_path_factory)
 
 
 @pytest.fixture
@@ -158,11 +163,8 @@ KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
 ]  # fmt: skip
 
 
-MANY = {1, 2, 4, 5, 7, 8, 11, 12, 13}  # of which a like one is left in the default suite
-SOME = [
-    pytest.param(*kill, marks=[pytest.mark.slow] if n in MANY else [])
-    for n, kill in enumerate(KILLS)
-]
+MANY = {1, 2, 4, 5, 7, 8, 11, 12, 13}  # the default suite has another kill like each of them
+SOME = [pytest.param(*kill, marks=[pytest.mark.slow] * (n in MANY)) for n, kill in enumerate(KILLS)]
 
 
 @pytest.mark.parametrize("world, flags, where, count", SOME)
@@ -175,22 +177,31 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, wher
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
+def goes_on(straight, folder, flags, steps, world):
+    good(folder, f"--resume --out run --steps {steps}", world)
+    same_run(folder / "run", straight(f"{flags} {steps}", world))
+
+
+def steps_saved(out):
+    return int(re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1])
+
+
+FLAGS = f"{TINY} --out run --steps"
+
+
 def test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on(straight, tmp_path):
-    processes, log = begin(tmp_path, f"{TINY} --out run --steps 100000", world=2)
+    processes, log = begin(tmp_path, f"{FLAGS} 100000", world=2)
     wait_for_steps(tmp_path / "run", 3)
     os.kill(processes[1].pid, signal.SIGTERM)
     codes, (out, _), _ = end(processes, log, seconds=60)
     assert codes == [143, 143]
-    steps = int(re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1]) + 3
-    good(tmp_path, f"--resume --out run --steps {steps}", 2)
-    same_run(tmp_path / "run", straight(f"{TINY} --out run --steps {steps}", 2))
+    goes_on(straight, tmp_path, FLAGS, steps_saved(out) + 3, 2)
 
 
 @pytest.mark.slow  # torchrun itself, and a process that has imported nothing
 @pytest.mark.parametrize("world", [1, 2])
 def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
-    flags = f"{TINY} --out run --steps".split()
-    command = [sys.executable, *(TORCHRUN if world > 1 else []), SCRIPT, *flags, "100000"]
+    command = [sys.executable, *(TORCHRUN if world > 1 else []), SCRIPT, *FLAGS.split(), "100000"]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, cwd=tmp_path, **pipes)
     wait_for_steps(tmp_path / "run", 3)
@@ -200,9 +211,7 @@ def test_sigterm_saves_and_says_how_to_go_on(straight, tmp_path, world):
     os.kill(pid, signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == (143 if world == 1 else 1), err  # torchrun's own code is 1
-    steps = int(re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1]) + 3
-    good(tmp_path, f"--resume --out run --steps {steps}", world)
-    same_run(tmp_path / "run", straight(f"{' '.join(flags)} {steps}", world))
+    goes_on(straight, tmp_path, FLAGS, steps_saved(out) + 3, world)
 
 
 @pytest.mark.slow  # test_sigterm_saves_and_says_how_to_go_on starts torchrun too
@@ -221,13 +230,11 @@ def test_when_a_rank_is_killed_the_other_says_so_and_leaves(straight, tmp_path):
     codes, _, err = end(processes, log, seconds=60)
     assert codes == [2, -signal.SIGKILL]
     assert re.search(r"rank 0: error: step \d+: another rank is gone.*--resume --out run\n", err[0])
-    steps = len(read_metrics(tmp_path / "run")) + 2
-    good(tmp_path, f"--resume --out run --steps {steps}", world=2)
-    same_run(tmp_path / "run", straight(f"{SAVING} {steps}", 2))
+    goes_on(straight, tmp_path, SAVING, len(read_metrics(tmp_path / "run")) + 2, 2)
 
 
 def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
-    processes, log = begin(tmp_path, f"{TINY} --out run --steps 100000 --timeout 3", world=2)
+    processes, log = begin(tmp_path, f"{FLAGS} 100000 --timeout 3", world=2)
     wait_for_steps(tmp_path / "run", 3)
     os.kill(processes[1].pid, signal.SIGSTOP)
     processes[0].join(40)
@@ -239,6 +246,12 @@ def test_a_silent_rank_ends_the_run_after_the_timeout(tmp_path):
 # Damaged and hostile checkpoints -------------------------------------------------------------
 
 
+def flip_a_bit(path, place=None):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2 if place is None else place] ^= 1
+    path.write_bytes(raw)
+
+
 def _damage(newest, how):
     data = newest / "__0_0.distcp"
     if how == "unfinished":
@@ -246,9 +259,7 @@ def _damage(newest, how):
     elif how == "truncated":
         os.truncate(data, data.stat().st_size // 2)
     elif how == "one bit":
-        raw = bytearray(data.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
+        flip_a_bit(data)
     elif (newest / how).is_file():
         (newest / how).unlink()
     else:
@@ -273,6 +284,7 @@ def test_a_damaged_checkpoint_does_not_displace_a_good_one(finished):
     codes, _, _ = cli(finished.parent, resume, die=("train_grpo.RolloutQueue.get", 2))
     assert codes == [-signal.SIGKILL]
     verified(finished / "step-00000003")
+    assert not (finished / "step-00000004").exists()
 
 
 def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
@@ -281,9 +293,7 @@ def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
     newest = finished / "step-00000004"
     places = pickle.loads((newest / ".metadata").read_bytes()).storage_data
     place = next(place for index, place in places.items() if index.fqn.startswith("model."))
-    raw = bytearray((newest / place.relative_path).read_bytes())
-    raw[place.offset + place.length // 2] ^= 1
-    (newest / place.relative_path).write_bytes(raw)
+    flip_a_bit(newest / place.relative_path, place.offset + place.length // 2)
     _, err = good(finished.parent, "export run after")
     assert "warning" in err and "step-00000004: __0_0.distcp is damaged" in err
     written = [finished.parent / name / "model.safetensors" for name in ("before", "after")]
@@ -336,26 +346,22 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
     assert refused in err[0]
 
 
-TORN = ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n"]
+TORN = ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n", None]
 
 
 @pytest.mark.parametrize("torn", TORN)
 def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
+    """Behind what was torn. None: two lines, of which the last has lost its newline."""
     shutil.rmtree(finished / "step-00000004")
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with (finished / name).open("a") as file:
-            file.write(torn)
+        text = (finished / name).read_text()
+        if torn is not None:
+            (finished / name).write_text(text + torn)
+        elif name == "metrics.jsonl":
+            (finished / name).write_text("\n".join(text.splitlines()[:2]))
     good(finished.parent, "--resume --out run")
     same_run(finished, truth := straight(f"{SAVING} 4"))
     assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
-
-
-def test_a_line_that_lost_its_newline_stays_a_line(straight, finished):
-    shutil.rmtree(finished / "step-00000004")
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
-    (finished / "metrics.jsonl").write_text("\n".join(lines[:2]))
-    good(finished.parent, "--resume --out run")
-    same_run(finished, straight(f"{SAVING} 4"))
 
 
 def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finished):
@@ -429,8 +435,34 @@ REFUSED = {
     "--plan sglang:d1": "got sglang; leave",
     "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
     "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel",
+    "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
+    "--plan d1|d2": "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks",
+    "--plan d1|d1|d1": "A|B and A+B have two plans, the generator's and the trainer's",
+    "--plan c2|d2": "a generator has d, t and e, and no c",
+    "--plan archon:p2|d2": "a generator has d, t and e, and no p",
+    "--plan d1 --cp-method ulysses": "--cp-method needs a --plan with c",
+    "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
+    "--tree dta": "--tree dta needs --max-tokens",
+    "--tree sparse --max-tokens 9": "--max-tokens needs --tree dta",
+    "--tree dta --max-tokens 9 --plan p2": "--tree dta has no p; use --tree sparse",
+    "--tree dta --max-tokens 9 --data-parallel fsdp": "--tree dta has no fsdp",
+    "--tree dta --max-tokens 9 --plan c2": "--tree dta has no c",
+    "--tree dta --max-tokens 9 --ac full": "--tree dta has no --ac",
+    "--tree dta --max-tokens 9 --compile": "--tree dta has no --compile",
+    "--ac most": "argument --ac: invalid choice: 'most' (choose from",
+    "--shard-ranks 2": "--shard-ranks needs --data-parallel fsdp",
+    "--offload --plan d1": "--offload needs --data-parallel fsdp",
+    "--lr-min 1.5": "--lr-min must be at most 1, got 1.5",
+    "--advantage gae --gamma 1.5": "at most 1", "--advantage gae --value-clip -0.1": "at least 0",
+    "--advantage gae --dynamic-sampling --entropy-coef 0": "from which gae",
+    "--staleness 1 --importance-cap 2 --minibatches 1": "--importance-cap needs --proximal",
+    "--staleness 65": "at most 64", "--staleness -1": "at least 0",
 }  # fmt: skip
-REFUSED_LATER = {  # only when a task or a model is made
+REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
+    "--plan archon[rollout]:d1+archon:d1": "expected 2 ranks, 1 to generate and 1 to train, got 1",
+    "--plan d2|t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
+    "--plan d2": "plan d2: expected p * d * c * t = 2 ranks, got 1",
+    "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
     "--device cuda": "got 'cuda'", "--task nonsense": "nonsense", "--resume": "no run",
     "--task gone.py:Task": "gone.py", "--task ../gone": "gone", "--model gone": "gone",
     "--task jsonl --data gone --model gone": "gone", "--demos 2": "--demos 0",
@@ -443,17 +475,22 @@ def _is_one_line(error, text):
     return text in last and "error: " in last and error.count("\n") <= 2
 
 
+def refusal(capsys, flags):
+    """What this process says on stderr of flags that it refuses."""
+    try:
+        code = train_grpo.main(flags.split())
+    except SystemExit as exit:  # argparse
+        code = exit.code
+    assert code == 2 and not dist.is_initialized()
+    return capsys.readouterr().err
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_mistake_is_one_clear_line_before_anything_starts(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delattr(train_grpo, "connect")
-    try:
-        code = train_grpo.main(f"{TINY} --steps 2 --out run {flags}".split())
-    except SystemExit as exit:  # argparse
-        code = exit.code
-    assert code == 2 and not list(tmp_path.iterdir())
-    assert _is_one_line(capsys.readouterr().err, REFUSED[flags])
+    assert _is_one_line(refusal(capsys, f"{TINY} --steps 2 --out run {flags}"), REFUSED[flags])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("flags", REFUSED_LATER)
@@ -464,30 +501,34 @@ def test_a_later_mistake_is_one_clear_line_and_nothing_is_written(tmp_path, flag
     assert _is_one_line(err[0], REFUSED_LATER[flags])
 
 
-def test_resume_without_a_directory_or_with_other_flags_is_refused(finished):
+OTHER_FLAGS = {
+    "--resume": "--resume needs --out", "--resume --out run --seed 1": "--seed 1 (the run has 0)",
+    "--resume --out run --staleness 1": "--resume cannot change --staleness 1 (the run has 0)",
+    "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
+}
+
+
+def test_resume_without_a_directory_or_with_other_flags_is_refused(finished, monkeypatch, capsys):
     before = contents(finished)
-    for flags, text in {
-        "--resume": "--resume needs --out",
-        "--resume --out run --seed 1": "--seed 1 (the run has 0)",
-        "--resume --out run --group 8 --kl-coef 1": "--group 8 (the run has 4), --kl-coef 1.0",
-    }.items():
-        codes, _, err = cli(finished.parent, flags)
-        assert codes == [2] and text in err[0] and err[0].count("\n") == 1
+    monkeypatch.chdir(finished.parent)
+    for flags, text in OTHER_FLAGS.items():
+        err = refusal(capsys, flags)
+        assert text in err and err.count("\n") == 1
     assert contents(finished) == before
 
 
+STEPS = [  # of the run, of the resume, and whether they are free
+    ("--steps 9 --lr-decay linear", 8, False),
+    ("--steps 2 --lr-decay constant", 4, False),  # a warm-up of 2 would become one of 4
+    ("--steps 9 --lr-decay constant", 4, False),  # a warm-up of 5 would become one of 4
+    ("--steps 9 --lr-decay constant", 5, True),
+    ("--steps 2 --lr-decay constant", 2, True),
+    ("--steps 2 --lr-decay constant --lr-warmup 0", 1, True),
+]
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "stored, steps, free",
-    [
-        ("--steps 9 --lr-decay linear", 8, False),
-        ("--steps 2 --lr-decay constant", 4, False),  # a warm-up of 2 would become one of 4
-        ("--steps 9 --lr-decay constant", 4, False),  # a warm-up of 5 would become one of 4
-        ("--steps 9 --lr-decay constant", 5, True),
-        ("--steps 2 --lr-decay constant", 2, True),
-        ("--steps 2 --lr-decay constant --lr-warmup 0", 1, True),
-    ],
-)
+@pytest.mark.parametrize("stored, steps, free", STEPS)
 def test_steps_are_free_while_the_rates_do_not_depend_on_them(tmp_path, stored, steps, free):
     config = train_grpo.parse_config(stored.split())
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
@@ -498,6 +539,24 @@ def test_steps_are_free_while_the_rates_do_not_depend_on_them(tmp_path, stored, 
     text = f"--resume cannot change --steps {steps} .*the rates depend on the last step"
     with pytest.raises(ValueError, match=text):
         train_grpo.parse_config(flags)
+
+
+WHOLE = dataclasses.asdict(train_grpo.Config(lr_decay="constant"))
+STORED = [  # what config.json holds, and what is said of it
+    (json.dumps(WHOLE | {"steps": "9"}), "config.json: --steps must be"),
+    (json.dumps(WHOLE | {"lr_decay": "never"}), "config.json: --lr-decay must be"),
+    (json.dumps(WHOLE | {"lr_warmup": None}), "config.json: --lr-warmup must be"),
+    (json.dumps(WHOLE | {"length": 4}), "is not of this version of Config"),
+    (json.dumps({x: WHOLE[x] for x in WHOLE if x != "staleness"}), "is not of this version"),
+    ("{", "config.json is"), ("[]", "config.json is"), ('{"task": "guess"}', "config.json is"),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text, says", STORED)
+def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, says, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert says in refusal(capsys, f"--out {tmp_path} --resume --steps 8")
 
 
 TASK = """
@@ -609,51 +668,37 @@ class Longer(train_grpo.Config):
 
 @pytest.mark.quick
 def test_help_has_the_comments_of_inherited_flags_and_keeps_groups_together(monkeypatch, capsys):
-    monkeypatch.setattr(train_grpo, "Config", Longer)
-    help_texts = functools.cache(train_grpo._help_texts.__wrapped__)  # a cache of its own
-    monkeypatch.setattr(train_grpo, "_help_texts", help_texts)
+    spec = importlib.util.spec_from_file_location("once_more", SCRIPT)  # which has read no comments
+    once_more = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, once_more)
+    spec.loader.exec_module(once_more)
+    once_more.Config = Longer
     with pytest.raises(SystemExit, match="0"):
-        train_grpo.parse_config(["--help"])
+        once_more.parse_config(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     places = [shown.index(text) for text in (
         "the run: --seed", "--layers int its own comment [9]", "the model: --hidden",
         "--heads int query heads; half as many key heads [4]",
         "--more int a flag of a subclass [3]", "rollouts: --prompts")]  # fmt: skip
     assert places == sorted(places)
-    assert train_grpo.parse_config(["--more", "4"]).more == 4
+    assert once_more.parse_config(["--more", "4"]).more == 4
 
 
 @pytest.mark.quick
 def test_plans_and_precisions_are_settled_once():
-    config = train_grpo.Config()
-    assert config.plans == (None, None) and not config.is_disaggregated
-    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (False,)
-
-    config = train_grpo.Config(plan="t2|d2", dtype="float64", compute_dtype="float32").check()
-    assert config.plans == (Plan(tp=2), Plan(dp=2)) and config.plans is config.plans
+    for flags, plans, precisions in (
+        ({}, (None, None), ("float32", "float32", False)),
+        (dict(plan="t2|d2", dtype="float64", compute_dtype="float32"), (Plan(tp=2), Plan(dp=2)),
+         ("float32", "float32", True)),
+        (dict(plan="d2", generator_dtype="bfloat16"), (None, Plan(dp=2)),
+         ("float32", "bfloat16", False)),
+        (dict(plan="d1+c2"), (Plan(), Plan(cp=2)), ("float32", "float32", False)),
+    ):  # fmt: skip
+        config = train_grpo.Config(**flags).check()
+        assert config.plans == plans and config.is_disaggregated == ("+" in config.plan)
+        assert (config.compute, config.rollout_dtype, config.is_mixed) == precisions
     config.plan = "d2"
-    assert config.plans == (None, Plan(dp=2))
-    config.plan = "t2|d2"
-    assert (config.compute, config.rollout_dtype, config.is_mixed) == ("float32",) * 2 + (True,)
-    assert not config.is_disaggregated
-
-    config = dataclasses.replace(config, plan="d1+c2", generator_dtype="bfloat16").check()
-    assert config.plans.generator == Plan() and config.plans.trainer == Plan(cp=2)
-    assert config.is_disaggregated and config.rollout_dtype == "bfloat16"
-    assert "plans" not in dataclasses.asdict(config)
-
-
-@pytest.mark.quick
-def test_a_stored_value_of_another_type_is_named_before_it_is_compared(tmp_path):
-    stored = dataclasses.asdict(train_grpo.Config(lr_decay="constant"))
-    for name, value in (("steps", "9"), ("lr_decay", "never"), ("lr_warmup", None)):
-        (tmp_path / "config.json").write_text(json.dumps(stored | {name: value}))
-        with pytest.raises(ValueError, match=f"config.json: --{name.replace('_', '-')} must be"):
-            train_grpo.resumed_config(tmp_path / "config.json", {"steps": 8})
-    for other in (stored | {"length": 4}, {k: v for k, v in stored.items() if k != "staleness"}):
-        (tmp_path / "config.json").write_text(json.dumps(other))
-        with pytest.raises(ValueError, match="is not of this version of Config"):
-            train_grpo.resumed_config(tmp_path / "config.json", {})
+    assert config.plans == (None, Plan(dp=2)) and "plans" not in dataclasses.asdict(config)
 
 
 @pytest.mark.quick
@@ -712,45 +757,3 @@ def test_a_small_run_learns(tmp_path):
 @pytest.mark.slow
 def test_the_default_run_learns(tmp_path):
     assert _learns(tmp_path, "", 1200)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("text", ["{", "[]", '{"task": "guess"}'])
-def test_a_damaged_configuration_of_a_run_is_named(tmp_path, text, capsys):
-    (tmp_path / "config.json").write_text(text)
-    assert train_grpo.main(["--out", str(tmp_path), "--resume"]) == 2
-    assert f"{tmp_path / 'config.json'} is" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "flags, text",
-    [
-        ("--plan d2d2", "expected letters of d t p c e, each at most once, got 'd2d2'"),
-        ("--plan archon[rollout]:d1+archon:d1",
-         "expected 2 ranks, 1 to generate and 1 to train, got 1"),
-        ("--plan d2|t2", "plan t2: expected p * d * c * t = 2 ranks, got 1"),
-        ("--plan d1|d2", "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks"),
-        ("--plan d1|d1|d1", "A|B and A+B have two plans, the generator's and the trainer's"),
-        ("--plan c2|d2", "a generator has d, t and e, and no c"),
-        ("--plan archon:p2|d2", "a generator has d, t and e, and no p"),
-        ("--plan d1 --cp-method ulysses", "--cp-method needs a --plan with c"),
-        ("--plan d1 --pp-schedule zbv", "--pp-schedule needs a --plan with p"),
-        ("--plan d2", "plan d2: expected p * d * c * t = 2 ranks, got 1"),
-        ("--tree dta", "--tree dta needs --max-tokens"),
-        ("--tree sparse --max-tokens 9", "--max-tokens needs --tree dta"),
-        ("--tree dta --max-tokens 9 --plan p2", "--tree dta has no p; use --tree sparse"),
-        ("--tree dta --max-tokens 9 --data-parallel fsdp", "--tree dta has no fsdp"),
-        ("--tree dta --max-tokens 9 --plan c2", "--tree dta has no c"),
-        ("--tree dta --max-tokens 9 --ac full", "--tree dta has no --ac"),
-        ("--ac most", "argument --ac: invalid choice: 'most' (choose from"),
-        ("--shard-ranks 2", "--shard-ranks needs --data-parallel fsdp"),
-        ("--offload --plan d1", "--offload needs --data-parallel fsdp"),
-        ("--data-parallel fsdp --shard-ranks 2", "2 ranks that shard must divide d = 1"),
-        ("--tree dta --max-tokens 9 --compile", "--tree dta has no --compile"),
-        ("--lr-min 1.5", "--lr-min must be at most 1, got 1.5"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused_before_anything_is_written(tmp_path, flags, text):
-    codes, _, err = cli(tmp_path, f"{TINY} --out run {flags}")
-    assert codes == [2] and text in err[0]
-    assert not (tmp_path / "run").exists()
