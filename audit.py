@@ -1271,8 +1271,8 @@ class Report:
 def audited(run, step=None, group=None, task="", reward="") -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
-    The arguments are those of the command line, see `main`. Without `group`, the first group that
-    teaches something is shown. Raises ValueError if the step cannot be audited.
+    The arguments have the names and meanings of the command line's, see `main`. Without `group`,
+    the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
     """
     files = RunFiles(run, task, reward)
     config = files.config

@@ -692,6 +692,11 @@ class ModelConfig(SimpleConfig):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name}: expected a positive integer, got {reprlib.repr(size)}")
+
+            # Bytes of a matrix must fit into 63 bits, and RoPE allocates head_dim / 2 frequencies.
+            most = 2**16 if name in ("num_hidden_layers", "head_dim") else 2**28
+            if size > most:
+                raise ValueError(f"{name}: expected at most {most}, got {size}")
         given = self.rope_parameters
         super().__post_init__()
 
@@ -1611,7 +1616,7 @@ class KVCache:
     """Keys and values of the tokens so far, for rows of any lengths.
 
     The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
-    that a window has left behind, and for a prompt that is kept in another cache:
+    that no window reaches any more, and for a prompt that is kept in another cache:
 
         sliding layer, window 3     row 0   k k k k . .      lengths 6 2, first 2 0
                                     row 1   k k . . . .
@@ -2351,7 +2356,7 @@ class Place(NamedTuple):
 def places_of(name, shape, stored=()) -> list[Place]:
     """Return the places of a parameter. stored: names of a checkpoint, if one is read."""
     # We have the experts of a layer in one parameter. Checkpoints of transformers 4 have one tensor
-    # for each expert; later ones stack the experts, with the rows of up after those of gate.
+    # for each expert; later ones stack the experts, with the rows of gate first and then of up.
     path, _, leaf = name.rpartition(".")
     if not path.endswith(".experts") or name in stored:
         return [Place(name, tuple(shape))]
@@ -2517,8 +2522,8 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     Of a split model (DTensors), every rank must call: each tensor is gathered, and the first rank
     writes. Experts are written one by one. Parameters that are larger than max_shard_bytes in all
     go into several files with an index; at most one file's tensors are in memory. Weights of an
-    older checkpoint in the directory are removed first. So write beside a checkpoint that is still
-    needed, and rename the directory. If the disk is full, all ranks raise an OSError.
+    older checkpoint in the directory are removed first: if you still need it, write to another
+    directory and rename that. If the disk is full, all ranks raise an OSError.
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
@@ -2593,7 +2598,7 @@ TEXT_FILES = (
 
 
 def copy_text_files(source, target) -> list[str]:
-    """Replace a checkpoint's text files by those of another checkpoint. Return the names copied.
+    """Replace a checkpoint's text files by another checkpoint's. Return the names copied.
 
     A file of `target` that `source` does not have is removed, so that no template of another model
     is left.
@@ -2676,7 +2681,7 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
 def full_definition(model, tokens, /, frequencies=None):
     """Return `definition` of a `Transformer`, (S, V): with soft cap, router bias, RoPE types.
 
-    frequencies: frequencies(rope, head_dim) -> f of (5). Default: those of `rope_frequencies`.
+    frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
     config = model.config
     ropes = config.rope_parameters.values()

@@ -1365,12 +1365,12 @@ def whole_box(x) -> tuple:
 
 
 def part_of(model) -> Part:
-    """Return the Part of a model: that of `parallelize`, or of a model that each rank has whole."""
+    """Return the Part that `parallelize` made of a model; a whole model is the part of one rank."""
     return getattr(model, "part", None) or Part(model)
 
 
 def plan_of(model) -> Plan:
-    """Return the plan of a model, or of an object in its place: that of one rank without a part."""
+    """Return the plan of a model, or of an object in its place. Default: the plan of one rank."""
     part = getattr(model, "part", None)
     return Plan() if part is None else part.plan
 
@@ -1465,8 +1465,8 @@ def require_possible(
 ):
     """Raise a ValueError if options do not fit together, on every rank.
 
-    The parameters are those of `parallelize`. No message was sent yet, and nothing of the model was
-    changed, so that a caller may correct the call and repeat it.
+    Takes the parameters of `parallelize`. No message was sent yet, and the model is unchanged, so a
+    caller may correct the call and repeat it.
     """
     for name, value, known in (
         ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
@@ -1721,7 +1721,7 @@ def shard_ends(stage, part, embeddings):
 
 def shard_width(experts, group):
     """Keep this rank's part of each expert's inner width: rows of gate and up, columns of down."""
-    # The weights of a layer's experts are (E, inner, M), those of down_proj (E, M, inner).
+    # A weight of a layer's experts is (E, inner, M), except for down_proj, which is (E, M, inner).
     for name, p in list(experts.named_parameters()):
         dim = 2 if name == "down_proj" else 1
         setattr(experts, name, parameter_shard(p, group, dim))
@@ -2888,7 +2888,8 @@ def speaks_for_replica(model) -> bool:
 def gather_replica(model, items):
     """Return a list of the items of all ranks of this rank's replica, and where its own begin.
 
-    Data is often distributed over all ranks, but those of one c, t or p group run the same forward.
+    Data is often distributed over all ranks, but the ranks of one c, t or p group run the same
+    forward.
     items: list of anything that can be pickled. The parts are in the order of the ranks.
     """
     part = part_of(model)
@@ -3009,7 +3010,7 @@ def require_generator_plan(plan) -> None:
 def split_for_decoding(model, plan, *, device_mesh):
     """Turn a whole model into this rank's part of a generator's plan, without gradients; return it.
 
-    The parameters are those of `parallelize`. The t ranks of a replica share the decoding: all of
+    Takes the parameters of `parallelize`. The t ranks of a replica share the decoding: all of
     them get the same tokens, and compute the same logits of the whole vocabulary. `gather_replica`
     makes the same batch of their lists. Ranks that exchange rows of experts with other replicas
     need the same number of model calls: `end_together`.
@@ -3022,7 +3023,7 @@ def split_for_decoding(model, plan, *, device_mesh):
     model.calls = None
     split_weights(model.part, shapes)
 
-    # One new token a row is no sequence that could be shared out, so between f and g every tensor
+    # One new token in a row cannot be split along the sequence, so between f and g every tensor
     # rank has all rows. Experts whose width is not split get each row once all the same.
     if plan.tp > 1 and plan.etp == 1:
         for layer in model.model.layers:
@@ -4221,7 +4222,7 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
 class WeightSender:
     """Send orders and weights: the trainer's end. All trainer ranks call it together.
 
-    generator: model on the meta device. Its names, shapes and dtypes are those of the messages.
+    generator: model on the meta device. The messages have its names, shapes and dtypes.
     optimizer: of the trainer. It may have master weights.
     """
 

@@ -767,7 +767,7 @@ class DenseMask(Mask):
         return self
 
     def slice(self, queries, keys, batch=ALL, heads=ALL):
-        # A mask of one head serves all heads, also those of a rank that has a share of them.
+        # A mask of one head serves all heads, also if this rank has a share of the heads.
         bits = self.bits[batch, heads if self.bits.shape[1] > 1 else ALL]
         return DenseMask(bits[:, :, checked_index(queries)][..., checked_index(keys)])
 
@@ -1130,7 +1130,7 @@ def causal_squares(queries, keys, window, shortest):
 
 
 def groups_of_keys(keys, square_of_key, window, tile):
-    """Return slices of keys: a long run of keys that are seen alike, or several short ones."""
+    """Return slices of keys: one long run that the same queries see, or several short runs."""
     # A run ends where the next token does not follow, or its start or end differs. In a causal run
     # the starts ascend with the index; such a run is cut into tiles, since only its last query sees
     # all of it. A window cuts every run into tiles.
@@ -1201,7 +1201,7 @@ def group_query_heads(x_bHiX, g, /):
     """View the query heads of a key head as more rows of it: (b, H, i, X) -> (b, G, r, X).
 
     With r = i H / G rows against one key head, a matmul needs no copies of k and v. H = 4, G = 2,
-    i = 3: heads 0 and 1 become the 6 rows of key head 0, heads 2 and 3 those of key head 1.
+    i = 3: heads 0 and 1 become the 6 rows of key head 0, and heads 2 and 3 the rows of key head 1.
     """
     return x_bHiX.unflatten(1, (g, -1)).flatten(2, 3)
 

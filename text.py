@@ -405,8 +405,8 @@ class Jsonl(Task):
             require_gold(row.get("answer"))
 
         # An assistant's message at the end is not shown. In --demo-data every answer after the
-        # user's first message is learned. In --data only the answer at the end is, and what stands
-        # before it is shown, whoever said it.
+        # user's first message is learned. In --data only the answer at the end is, and all
+        # messages before it are shown.
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         shown = json.dumps(asked, sort_keys=True) if "messages" in row else row["question"]
         if learned:
@@ -778,8 +778,8 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
     # `read_checkpoint` refuses tensors of another shape by name.
     if config.model and not Path(config.model).is_dir():
         raise ValueError(
-            f"the shape and the text of this run's model are those of its --model "
-            f"{config.model}, which is gone: put it back"
+            f"this run's model has its shape and text from --model {config.model}, "
+            f"which is gone: put it back"
         )
 
     def read(path):

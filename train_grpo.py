@@ -1,22 +1,22 @@
-"""GRPO on multi-turn tasks: sample groups of answers, and make the better answers likelier.
+"""GRPO on multi-turn tasks: play each prompt several times, and make the better games likelier.
 
-Two rules make a run the same on any number of ranks, up to rounding. **Every loss is a sum over
-sampled tokens, divided by Z**, the number of sampled tokens in the minibatch on all ranks. So
-gradients are summed over ranks and never averaged. **Each sampling draw depends only on (seed,
-step, group, rollout)**, and never on the rank.
+Two rules make a run the same on any number of ranks, until rounding tips a draw between two tokens.
+**Every loss is a sum over sampled tokens, divided by Z**, the number of sampled tokens in the
+minibatch on all ranks. So gradients are summed over ranks and never averaged. **Each sampling draw
+depends only on (seed, step, group, rollout)**, and never on the rank.
 
     python train_grpo.py core                                   # learn `guess`, on one process
-    torchrun --nproc-per-node 2 train_grpo.py core --plan c2    # a ring. d2: data, t2: tensors
+    torchrun --nproc-per-node 2 train_grpo.py core --plan c2    # 2 ranks share each row's tokens
     python train_grpo.py --help                                 # the full version, with all flags
 
-The code computes these equations. Rollout i of a group has the reward R_i and sampled tokens t. The
-log-prob of a token under softmax(logits / temperature) is lp_t now, and was old_t when the token
-was sampled. H_t is the entropy of the policy's distribution at t. The full version has variations,
-and adds (4) importance weights, (6) a critic and (8) experts.
+A group is the rollouts, or games, of one prompt. Rollout i has the reward R_i and sampled tokens t.
+Their log-probs under softmax(logits / temperature) are lp_t now, and were old_t when sampled. H_t
+is the entropy of the policy's distribution at t. The full version adds (4) importance weights, (6)
+a critic, (8) experts, and the GRPO paper's scaling of (1), mean over each rollout, and KL penalty.
 
     (1)  A_i  = R_i - mean of the group's rewards
     (2)  r_t  = exp(lp_t - old_t)
-    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient: -r_t A_i lp_t', or 0
+    (3)  l_t  = -min(r_t A_i, clip(r_t, 1 - low, 1 + high) A_i)  gradient -r_t A_i lp_t', or 0
     (5)  l_t <- l_t - entropy_coef H_t
     (7)  loss = sum of l_t / Z over all ranks
 
@@ -63,7 +63,7 @@ class SimpleConfig:
     heads: int = 4  # query heads; half as many key heads
     dtype: str = "float32"  # of weights and products: float32 or float64
     # rollouts
-    prompts: int = 28  # groups of a step, over all ranks
+    prompts: int = 28  # groups of a step, over all ranks; a step is one batch of rollouts
     group: int = 16  # rollouts of one prompt
     max_new_tokens: int = 16  # limit of a rollout after its prompt, the task's replies included
     temperature: float = 1.0  # of sampling and of every log-prob
@@ -81,17 +81,16 @@ class SimpleConfig:
     tree: str = "disabled"  # sparse: compute each prefix that rollouts share only once
     # output
     eval_every: int = 10  # steps between evaluations; the last step always evaluates
-    eval_prompts: int = 70  # held-out prompts of one evaluation; guess repeats its few secrets
+    eval_prompts: int = 70  # prompts of one evaluation; guess repeats its few secrets
 
 
-# Second number of a prompt's key; separates training from evaluation.
+# Second number of the key that draws a prompt; separates training from evaluation.
 ROLLOUT = 1
 EVALUATION = 2
 
 
 def uniforms(key, count):
-    """Return `count` numbers in [0, 1). They depend only on `key`, a tuple of integers from 0."""
-    # A counter-based generator: no state is carried from one rollout or step to the next.
+    """Return `count` numbers in [0, 1). They depend only on `key`, non-negative integers."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).random(count)
 
 
@@ -100,7 +99,7 @@ def uniforms(key, count):
 
 def deal(seed, index, size) -> int:
     """Return card `index` of an endless row of shuffled decks of 0..size-1."""
-    # size 3: cards 0 1 2 are deck 0, cards 3 4 5 deck 1. 28 prompts have each of 7 secrets 4 times.
+    # Each card comes equally often. Size 3: deck 0 is dealt at indices 0 1 2, deck 1 at 3 4 5.
     deck, position = divmod(index, size)
     return int(np.random.default_rng([seed, deck]).permutation(size)[position])
 
@@ -117,7 +116,8 @@ class Guess:
     `prompt` begins a group. It takes a numpy Generator, the prompt's number in the run or in the
     evaluation, and whether it is held out, and returns (state, prompt tokens). `reply` takes a
     state and the tokens of a turn, and returns (new state, reply tokens, reward). A reply of None
-    ends the game. A state is a tuple that never changes, so rollouts can share it.
+    ends the game. A rollout that reaches its limit of tokens keeps the reward of its earlier turns.
+    A state is a tuple that never changes, so rollouts can share it.
     """
 
     def __init__(self, config):
@@ -129,7 +129,7 @@ class Guess:
         self.end = (self.size + 3,)  # `.`, the token that ends a turn
 
     def prompt(self, rng, index, held_out):
-        # There are only 7 secrets, so evaluation uses the training secrets, each equally often.
+        # There are only 7 secrets, so evaluation plays the training secrets, each equally often.
         secret = index % self.size if held_out else deal(self.seed, index, self.size)
         return (secret, 1, 0, self.size - 1, 0), [self.size]  # the state of `reply`, and `?`
 
@@ -166,7 +166,8 @@ class Guess:
 #     logprobs[t]         lp    lp    0        lp       lp          of the policy that sampled
 #     draws[t]            u     u     unused   u        u           what sampled target t, in [0, 1)
 #
-# Four turns have 8 sampled tokens and 3 replies: 11 new tokens, below the default limit of 16.
+# `draws` begins with the first token after the prompt, which has one token here. Four turns have 8
+# sampled tokens and 3 replies: 11 new tokens, below the default limit of 16.
 
 
 class Episode(models.Row):
@@ -223,7 +224,7 @@ class SimpleSource:
     config: SimpleConfig
     task: Guess
     trainer: "SimpleTrainer"
-    first_step: int = 0
+    first_step: int = 0  # above 0 in a run that is resumed, which the full version does
 
     def get(self, step) -> Batch:
         """Return the batch of a step: `group` rollouts of each prompt."""
@@ -232,7 +233,7 @@ class SimpleSource:
         return Batch(groups, range(c.prompts), c.minibatches)
 
     def evaluate(self, step) -> float:
-        """Return the fraction of held-out prompts that greedy decoding solves."""
+        """Return the fraction of evaluation prompts that greedy decoding solves."""
         groups = self.play(EVALUATION, 0, self.config.eval_prompts, 1, 0.0)
         count = len([episode for (episode,) in groups.values() if episode.reward >= 1])
         return self.trainer.total(count) / self.config.eval_prompts
@@ -246,8 +247,8 @@ class SimpleSource:
         groups = {}
         for g in range(dist.get_rank(data_ranks), prompts, dist.get_world_size(data_ranks)):
             rng = np.random.default_rng([seed, stream, step, g])
-            start = self.task.prompt(rng, step * prompts + g, stream == EVALUATION)
-            groups[g] = [Episode((seed, step), g, n, *start, limit) for n in range(rollouts)]
+            state, prompt = self.task.prompt(rng, step * prompts + g, stream == EVALUATION)
+            groups[g] = [Episode((seed, step), g, n, state, prompt, limit) for n in range(rollouts)]
 
         # One token of every rollout at a time. A rollout that samples an end token ends its turn.
         models.simple_generate(
@@ -262,7 +263,7 @@ class SimpleSource:
 
 def simple_advantages(rewards_G):
     """Return A of (1), an array (G,), for the float64 rewards (G,) of one group."""
-    # Equal rewards say nothing, and get exact zeros: the mean of three times .1 differs from .1.
+    # Equal rewards say nothing, and get exact zeros: in floats, the mean of .1 .1 .1 is not .1.
     if (rewards_G == rewards_G[0]).all():
         return np.zeros_like(rewards_G)
 
@@ -276,7 +277,7 @@ def simple_loss(config, episodes, sampled, logprobs_N, entropy_N, Z):
     sampled: N pairs (b, t), target t of episodes[b]. logprobs_N and entropy_N are their lp and H.
     Z: sampled tokens of the minibatch on all ranks.
     """
-    # One number for each sampled token, in the dtype of the run.
+    # `prepare` has set `old` and `advantage`. Take one number for each sampled token.
     old_N = logprobs_N.new_tensor([episodes[b].old[t] for b, t in sampled])
     advantage_N = logprobs_N.new_tensor([episodes[b].advantage for b, t in sampled])
 
@@ -324,7 +325,7 @@ def score_rows(config, model, episodes, ring):
 def score_tree(config, model, episodes, ring):
     """Return what `score_rows` returns, by one forward of the tree of all prefixes."""
 
-    # The tree returns one tensor per token, so we stack log-prob and entropy in it.
+    # The tree keeps only the first result of `logprobs`, so that has both scores in one tensor.
     def logprobs(hidden_NM, targets_N):
         scores = model.logprobs(hidden_NM, targets_N, temperature=config.temperature)
         return torch.stack(scores, -1), None
@@ -371,7 +372,7 @@ class SimpleTrainer:
         return {"reward/mean": self.total(sum(rewards)) / self.total(len(rewards))}
 
     def loss_denominator(self, episodes) -> int:
-        """Return this rank's part of Z of (7)."""
+        """Count the sampled tokens of these rows, which c and t ranks share. Z sums over d."""
         return sum(sum(episode.mask) for episode in episodes)
 
     def learning_rate(self, step) -> float:
@@ -414,7 +415,7 @@ def evaluates(config, step) -> bool:
 
 
 def train(config, source, trainer, log):
-    """Train, and return the fraction of held-out prompts that the last evaluation solved."""
+    """Train, and return the fraction of prompts that the last evaluation solved."""
     # The full version calls this loop with other source, trainer and log objects.
     solved = None
     for step in range(source.first_step, config.steps):
@@ -424,8 +425,8 @@ def train(config, source, trainer, log):
         # Compute advantages and old log-probs once. The updates change the policy, not these.
         metrics = trainer.prepare(batch)
 
-        # Take several optimizer steps on a batch. Z is summed before any forward, so all ranks have
-        # the same Z. It is 0 only in the full version, if all rollouts of a minibatch are dropped.
+        # Take several optimizer steps on a batch. Ranks divide their parts of the loss by Z, so
+        # counts are summed first. Z is 0 only in the full version, which may drop all rollouts.
         updates = []
         for minibatch in batch.minibatches():
             Z = trainer.total(trainer.loss_denominator(minibatch))
@@ -433,7 +434,6 @@ def train(config, source, trainer, log):
                 update = trainer.forward_backward(minibatch, Z)
                 updates.append(update | trainer.optim_step(trainer.learning_rate(step)))
 
-        # The next batch is sampled with the new weights.
         trainer.push_weights()
         solved = source.evaluate(step) if evaluates(config, step) else None
         log.step(step, batch, metrics, updates, solved)
@@ -447,7 +447,7 @@ class SimpleLog:
         self.file = file
 
     def step(self, step, batch, metrics, updates, solved):
-        """Log a step: its loss is summed over minibatches, the norm is the last minibatch's."""
+        """Log a step: the sum of its minibatches' losses, and the last minibatch's norm."""
         loss = sum(update["loss"] for update in updates)
         line = {"step": step, "loss": loss, "grad_norm": updates[-1]["grad_norm"]}
         text = json.dumps(line | metrics | {"solved": solved})
@@ -509,10 +509,11 @@ def core_check():
         heads=2, dtype="float64", temperature=0.8, lr=0.03, lr_warmup=2, max_grad_norm=0.1,
         eval_every=3, eval_prompts=2,
     )  # fmt: skip
-    for config.tree in ("disabled", "sparse"):
+    for tree in ("disabled", "sparse"):
+        config.tree = tree
         alone = simple_policy(config)
         for weight in alone.parameters():
-            weight.data *= 20 if weight.dim() == 2 else 1  # it prefers some tokens then
+            weight.data *= 20 if weight.dim() == 2 else 1  # far from equal probabilities
         trainer = SimpleTrainer(config, copy.deepcopy(alone), parallel.SimpleGrid("d1"))
         record = []
         log = SimpleNamespace(step=lambda *given: record.append(given))
@@ -856,7 +857,7 @@ class Config(SimpleConfig):
     overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
     # the loss
     advantage: Advantage = "group_mean"  # (1) of the equations; gae is PPO's, with a critic
-    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: that of --advantage
+    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: from --advantage
     scale: Literal["", "none", "group", "batch"] = ""  # divides an advantage; empty: as above
     teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # w and Z of (7)
@@ -1231,7 +1232,7 @@ def resumed_config(path, given) -> Config:
         raise ValueError(f"{path} is not of this version of Config: start a new run")
 
     # A task's file is code, and so is a reward's. The run's directory may be a stranger's, so a
-    # file that it names is never imported: whoever goes on with the run names the file again.
+    # file that it names is never imported. To go on with the run, name the file again.
     for name in ("task", "reward"):
         spec = str(stored[name])
         called = spec.rpartition(":")[2]
@@ -1333,8 +1334,8 @@ def advantages(rewards_PG, /, kind="group_mean", *, baseline="", scale="", token
         # The same as subtracting from each reward the mean of the other G - 1 rewards.
         out_PG = out_PG * G / max(1, G - 1)  # (1)
 
-    # Hard and easy prompts count the same if each group is scaled to a spread of one. A group of
-    # few rollouts has a noisy spread; that of a step does not, and keeps the groups' proportions.
+    # Hard and easy prompts count the same if each group is scaled to a spread of one. The spread of
+    # a few rollouts is noisy. A whole step's is less so, and keeps the groups' proportions.
     if scale == "group" and G > 1:
         out_PG = out_PG / (rewards_PG.std(-1, ddof=1, keepdims=True) + 1e-4)  # (1)
     if scale == "batch" and np.ptp(rewards_PG) == 0:
@@ -1590,7 +1591,7 @@ def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
     l_BT     loss of each token, 0 where mask is off
     stats    what is measured of each token, by name: (B, T), detached, 0 where mask is off
 
-    The other parameters are those of `grpo_loss`.
+    The other parameters are as in `grpo_loss`.
     """
     weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
     loss = (weight_B1 * l_BT).sum() / Z  # (7)
@@ -1876,7 +1877,7 @@ DEMO_PLAY = 4
 
 
 def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
-    """Return (group, state, prompt tokens) for those of a step's groups that this rank plays.
+    """Return (group, state, prompt tokens) for each group of a step that this rank plays.
 
     stream: ROLLOUT, EVALUATION or DEMO_PROMPT. It and step are part of the generators' keys.
     groups: group numbers of the step, of all ranks.
@@ -2264,7 +2265,7 @@ def kl_penalties(config, trajectory):
 def gae(rewards, values, mask, /, gamma, lam):
     """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
 
-    rewards, values: (L - 1,). Only sampled tokens, those of the mask, are actions and follow each
+    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
     other; the task's replies are part of the environment.
     """
     # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
@@ -2463,8 +2464,8 @@ class ExpertLoads:
         if not self.layers:
             return {}
 
-        # Parts of a rank are of its own tokens, and of the layers that it has: their sum over all
-        # ranks is the whole. A number of tokens is exact in float64, so all ranks cast one vote.
+        # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
+        # whole. A number of tokens is exact in float64, so all ranks cast one vote.
         sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
         counts_LE = sums[1:].view_as(self.counts_LE)
         for losses, counts in self.parts:
@@ -2669,7 +2670,7 @@ class TreeBatches(RowBatches):
 
 def tree_row(trie, masks, length) -> parallel.PackedRow:
     """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
-    # After the tree stands padding, tokens of which each is a tree of its own.
+    # Padding follows the tree. Each padding token is a tree by itself.
     #
     #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
     N = len(trie)
@@ -3074,7 +3075,7 @@ class Task:
         raise NotImplementedError
 
     def demo_prompt(self, rng, index: int):
-        """Begin a demonstration, as `prompt` begins a group. index counts those of the run."""
+        """Begin a demonstration, as `prompt` begins a group. index counts the run's."""
         return self.prompt(rng, index, False)
 
     def demo(self, state, rng) -> list[int]:
@@ -3184,7 +3185,7 @@ def make_task(config) -> Task:
 
 
 def mean_metrics(updates, step) -> dict:
-    """Return a step's metrics from those of its updates by METRICS; warn if there is none."""
+    """Merge the metrics of a step's updates by METRICS; warn if there was no update."""
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -3361,7 +3362,7 @@ def require_room(config, task, positions):
 
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
-    """Return the metrics of a step, all but seconds and the evaluation, from those of its parts."""
+    """Merge all metrics of a step except seconds and the evaluation."""
     # The age of the sampler's weights when each update began.
     version = trainer.policy_version
     for update in reversed(updates):
@@ -4186,7 +4187,7 @@ def generate_apart(config, task, device, side) -> int:
                     side.store.set("evaluated", str(step))
             order = receiver.next()
 
-        # The weights of the last push are those of the last step, so the generators write OUT/hf.
+        # The last push brought the weights of the last step, so the generators write OUT/hf.
         if order["export"]:
             export(config, task, generator, order["out"])
     return order["code"]
@@ -4225,7 +4226,7 @@ def refuse_directory(config, out):
     if holds_run and not (config.resume or config.overwrite):
         raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
     if not holds_run and found - {"config.tmp", "lock"}:
-        raise ValueError(f"{out} holds files that are no run; choose another --out")
+        raise ValueError(f"{out} holds files that are not a run's; choose another --out")
     if config.resume and not holds_run:
         raise ValueError(f"--resume: {out} holds no run")
 

@@ -950,7 +950,7 @@ class PathEdges:
         return score_N[self.edges_RT].masked_fill(~self.inside_RT, 0.0)
 
     def flat(self, x):
-        """Return the entries of a tensor like that of `read` that belong to `edges`."""
+        """Return the entries that belong to `edges` of a tensor with the shape of `read`'s."""
         return x if self.is_one else x[self.inside_RT]
 
 
@@ -1044,8 +1044,8 @@ class _TreeWalk:
                                forward 2, backward 2: likewise
                                backward 0: starts from its scores, and from its keys and values
 
-    scores_CN[c, t] is score c of edge t; dscores_CN is (4). The arguments are those of
-    `tree_backward`; join_only_children: of `partition_tree`.
+    scores_CN[c, t] is score c of edge t; dscores_CN is (4). Takes the arguments of
+    `tree_backward`, and join_only_children of `partition_tree`.
     """
 
     def __init__(self, model, trie, *, max_tokens=None, recompute=False, join_only_children=False,
@@ -1329,7 +1329,7 @@ class _SummingLeaf:
 
 
 def _grouped(values, keys, count):
-    """Return values by key as int64 tensors: those of key 0, of key 1, .., of key count - 1."""
+    """Return values by key as int64 tensors, one for each of the keys 0 .. count - 1."""
     if not count:
         return []
     order = np.argsort(keys, kind="stable")
@@ -1921,7 +1921,7 @@ def check() -> int:
     try:
         tables["families"] = _measuring_file().family_rows()
     except ImportError as missing:
-        print(f"families: SKIP ({missing}); it would show those of models.py")
+        print(f"families: SKIP ({missing}); it would show the families of models.py")
     worst = 0.0
     for name, rows in tables.items():
         columns = next(iter(rows.values()))

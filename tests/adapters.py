@@ -1,16 +1,21 @@
-"""Adapters of tests/conformance.py: this project's loss, and verl's.
+"""Adapters of tests/conformance.py: this project's loss, and the losses of verl, TRL and OpenRLHF.
 
     python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean
     python tests/conformance.py tests/adapters.py:verl objective=gmpo   # needs verl
     python tests/adapters.py table          # the rows of tests/RESULTS.md
+
+Each adapter calls the package's own function with what the package's trainer gives it.
 """
 
 import importlib.util
 import sys
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import conformance
+import torch
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 DROPPED = dict(clip_low=0.15, clip_high=0.15)  # DPPO's bounds
@@ -72,6 +77,102 @@ def verl(batch):
 verl.SETTINGS = dict(objective="clip", **CLIP, ranks="mean", count_empty=True)
 
 
+# TRL -------------------------------------------------------------------------------------------
+# The loss divides by the number of accumulation steps itself, so that micro-batches are added up
+# (the trainer sets `loss_is_scaled_for_ga`). DDP takes the mean over ranks. Each micro-batch has
+# per_device_train_batch_size sequences, with or without a token.
+
+
+class Accelerator:
+    """What `_compute_loss` asks of accelerate, on one of several ranks."""
+
+    device, process_index, sync_gradients = torch.device("cpu"), 0, True
+
+    def __init__(self, ranks):
+        self.num_processes = ranks
+
+    def gather(self, x):
+        return x
+
+    def reduce(self, x, reduction):
+        return x
+
+
+def trl(batch):
+    """GRPOTrainer._compute_loss or GMPOTrainer's, on an object with the fields that it reads."""
+    c = batch.settings
+    if c["objective"] == "gmpo":
+        from trl.experimental.gmpo import GMPOTrainer as Trainer
+    else:
+        from trl.trainer.grpo_trainer import GRPOTrainer as Trainer
+
+    loss_type = dict(token_mean="dapo", sequence_mean="grpo", constant="dr_grpo")[c["aggregation"]]
+    loss_type = c["objective"] if c["objective"] in ("cispo", "sapo") else loss_type
+    args = SimpleNamespace(
+        delta=c["dual_clip"] or None, sapo_temperature_pos=c["tau_pos"],
+        sapo_temperature_neg=c["tau_neg"], steps_per_generation=batch.micro_batches,
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        args=args, model=SimpleNamespace(training=True), accelerator=Accelerator(batch.ranks),
+        current_gradient_accumulation_steps=batch.micro_batches, loss_type=loss_type,
+        importance_sampling_level="sequence" if c["objective"] == "gspo" else "token",
+        epsilon_low=c["clip_low"], epsilon_high=c["clip_high"] + (c["objective"] == "cispo"),
+        max_completion_length=c["max_new_tokens"], beta=0.0, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, use_vllm=False, _entropy_bonus_enabled=False,
+        aux_loss_enabled=False, _metrics=defaultdict(lambda: defaultdict(list)),
+    )  # fmt: skip
+
+    # The forward is replaced by its log-probs. num_items_in_batch counts the tokens of all ranks
+    # in a generation batch, which by default is the batch of one optimizer step.
+    entropy, mask = torch.zeros_like(batch.lp), batch.mask.long()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (batch.lp, entropy, None)
+    inputs = dict(
+        prompt_ids=mask[:, :1], prompt_mask=mask[:, :1], completion_ids=mask, completion_mask=mask,
+        advantages=batch.advantage[:, 0], old_per_token_logps=batch.old,
+        num_items_in_batch=torch.tensor(batch.tokens),
+    )  # fmt: skip
+    return Trainer._compute_loss(trainer, trainer.model, inputs)
+
+
+trl.SETTINGS = dict(objective="clip", **CLIP, ranks="mean", equal_rows=True, count_empty=True)
+
+
+# OpenRLHF --------------------------------------------------------------------------------------
+# DeepSpeed divides the loss of each micro-batch by their number, which the counts below undo, and
+# takes the mean over ranks. Sequences without a token are not counted.
+
+
+def openrlhf(batch):
+    """PolicyLoss with the counts of `iter_grad_accum_global_norm`, after the actor's masking."""
+    # The packages' __init__ import deepspeed, ray and vllm, which the loss does not use.
+    if "openrlhf" not in sys.modules:
+        root = Path(importlib.util.find_spec("openrlhf").submodule_search_locations[0])
+        for name in ("openrlhf", "openrlhf.models", "openrlhf.utils"):
+            package = ModuleType(name)
+            package.__path__ = [str(Path(root, *name.split(".")[1:]))]
+            sys.modules[name] = package
+        sys.modules.setdefault("deepspeed", ModuleType("deepspeed"))
+    from openrlhf.models.loss import PolicyLoss
+
+    c = batch.settings
+    loss = PolicyLoss(
+        clip_eps_low=c["clip_low"], clip_eps_high=c["clip_high"], dual_clip=c["dual_clip"] or None,
+        token_level_loss=c["aggregation"] == "token_mean",
+        policy_loss_type="gspo" if c["objective"] == "gspo" else "ppo",
+    )  # fmt: skip
+
+    # The actor's forward multiplies all log-probs by the mask, before they reach the loss.
+    counts = [torch.tensor(float(n)) / batch.micro_batches for n in (batch.tokens, batch.filled)]
+    lp, old = batch.lp * batch.mask.float(), batch.old * batch.mask.float()
+    return loss(
+        lp, old, batch.advantage, action_mask=batch.mask, dp_size=batch.ranks,
+        batch_num_tokens=counts[0], global_batch_size=counts[1],
+    )[0]  # fmt: skip
+
+
+openrlhf.SETTINGS = dict(objective="clip", **CLIP, micro_batches="mean", ranks="mean")
+
+
 # The table of tests/RESULTS.md -----------------------------------------------------------------
 
 SEQUENCES, CONSTANT = dict(aggregation="sequence_mean"), dict(aggregation="constant")
@@ -80,6 +181,10 @@ CASES = {
            dict(objective="cispo"), dict(objective="gspo", **SEQUENCES),
            dict(objective="sapo", **SEQUENCES), dict(objective="gmpo", **SEQUENCES),
            dict(objective="dppo", **DROPPED)],
+    trl: [{}, dict(dual_clip=3.0), SEQUENCES, CONSTANT,
+          dict(objective="cispo", clip_low=1.0, clip_high=4.0), dict(objective="gspo", **SEQUENCES),
+          dict(objective="sapo", **SEQUENCES), dict(objective="gmpo", **SEQUENCES)],
+    openrlhf: [{}, dict(dual_clip=3.0), SEQUENCES, dict(objective="gspo", **SEQUENCES)],
 }  # fmt: skip
 ISSUES = {("verl", "gmpo"): "verl 7913"}
 

@@ -19,6 +19,10 @@ batch holds one micro-batch: B sequences, padded on their right to T tokens.
     old          (B, T). The same, under the policy before the step.
     advantage    (B, T). All tokens of a sequence have the same one: advantage[:, 0] is (B,).
     mask         (B, T), bool. False for padding and for tokens that the policy did not sample.
+At padding lp and old are 0, except in property 6, where they are anything. A loss that takes logits
+gets a vocabulary of two tokens, the first of which was sampled. Property 6 then varies old only:
+    lp = torch.where(batch.mask, batch.lp, -1.0)  # the log-prob of the other one is finite
+    logits = torch.stack([lp, torch.log1p(-lp.exp())], -1)
 The rest counts everything that one optimizer step sees, in all micro-batches of all ranks.
     Z            The denominator of the settings' aggregation. For token_mean it is `tokens`.
     tokens       Number of tokens whose mask is True.

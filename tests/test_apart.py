@@ -250,7 +250,7 @@ def test_an_error_of_one_side_is_the_error_of_both(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes").touch()
     codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --plan d1+d1", 2)
-    assert codes == [2, 2] and "rank 1: error: run holds files that are no run" in err[1]
+    assert codes == [2, 2] and "rank 1: error: run holds files that are not a run's" in err[1]
     told = "trainer rank 0 (rank 1 of the run) has ended: ValueError: run holds files that are no"
     assert told in err[0] and "--resume" not in err[0]
 

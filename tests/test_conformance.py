@@ -1,6 +1,10 @@
 """The conformance kit finds planted faults, each in the right property, and passes right losses."""
 
 import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import adapters
 import conformance
@@ -52,6 +56,13 @@ def clip(batch):
     return weighted(-gain(log_ratio(batch).exp(), batch), batch)
 
 
+def clip_of_logits(batch):
+    """As the file's help says for a loss that takes logits."""
+    lp = torch.where(batch.mask, batch.lp, -1.0)
+    logits = torch.stack([lp, torch.log1p(-lp.exp())], -1)
+    return clip(SimpleNamespace(**vars(batch) | dict(lp=logits.log_softmax(-1)[..., 0])))
+
+
 def reinforce(batch):
     return weighted(-batch.advantage * batch.lp, batch)
 
@@ -94,6 +105,7 @@ OURS = dict(
 RIGHT = {
     **{f"ours {name}": (adapters.ours, settings) for name, settings in OURS.items()},
     "clip": (clip, CLIP), "clip by sequence": (clip, CLIP | SEQUENCES),
+    "clip of logits": (clip_of_logits, CLIP),
     "reinforce": (reinforce, dict(objective="reinforce")), "cispo": (cispo, CISPO),
     "gspo": (gspo, GSPO), "gspo by sequence": (gspo, GSPO | SEQUENCES), "sapo": (sapo, SAPO),
     "gmpo": (gmpo, GMPO), "gmpo by sequence": (gmpo, GMPO | SEQUENCES), "dppo": (dppo, DPPO),
@@ -112,8 +124,12 @@ def test_our_loss_passes_all_under_each_aggregation(name, how):
     assert verdicts(adapters.ours, OURS[name] | dict(aggregation=how)) == set()
 
 
+def needs(name):
+    return pytest.mark.skipif(not importlib.util.find_spec(name), reason=f"{name} is not installed")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("verl"), reason="verl is not installed")
+@needs("verl")
 @pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.verl])))
 def test_verls_losses_are_what_the_table_says(number):
     """Of verl 0.9.1: NaN in padding reaches what sums by sequence, and GMPO counts by itself."""
@@ -123,6 +139,176 @@ def test_verls_losses_are_what_the_table_says(number):
         assert passed == 8 and failed["micro-batches"]
     elif passed < 12:
         assert [*failed] == ["padding content"]
+
+
+@pytest.mark.slow
+@needs("trl")
+@pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.trl])))
+def test_trls_losses_are_what_the_table_says(number):
+    """Of TRL 1.16.0: masks are multiplied, and GMPO's value counts a sequence without a token."""
+    settings = adapters.CASES[adapters.trl][number]
+    passed, failed = adapters.outcome(adapters.trl, settings)
+    is_gmpo = settings.get("objective") == "gmpo"
+    assert [*failed] == ["padding content"] + ["empty sequence"] * is_gmpo
+    assert passed == 12 - len(failed) and "contents of usual size pass" in failed["padding content"]
+    assert not is_gmpo or "the loss is" in failed["empty sequence"]
+
+
+@pytest.mark.slow
+@needs("openrlhf")
+@pytest.mark.parametrize("number", range(len(adapters.CASES[adapters.openrlhf])))
+def test_openrlhfs_losses_are_what_the_table_says(number):
+    """Of OpenRLHF 0.11.2: NaN at padding stays NaN, as the mask is multiplied."""
+    passed, failed = adapters.outcome(adapters.openrlhf, adapters.CASES[adapters.openrlhf][number])
+    assert passed == 11 and "with lp nan" in failed["padding content"]
+
+
+@pytest.mark.slow
+@needs("trl")
+@pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
+def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
+    """The gradient before each step of a real run, with two micro-batches, is the definition's."""
+    import bench_trl
+    import datasets
+    import transformers
+    import trl
+
+    loss_type, aggregation = how.split()
+
+    # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
+    _, model, tokenizer, _ = bench_trl.build(SimpleNamespace(prompt=4), str(tmp_path))
+    model.resize_token_embeddings(258)
+    model.double().generation_config.eos_token_id = list(range(40))
+    seen, errors, ratios = [], [], []
+
+    def log_probs(*args, **options):
+        found = forward(*args, **options)
+        if torch.is_grad_enabled():
+            seen.append(found[0].detach())
+        return found
+
+    def compute(model, inputs):
+        loss = compute_loss(model, inputs)
+        seen[-1] = (inputs, seen[-1])
+        return loss
+
+    class Compare(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **options):
+            kept, sequences = [p.grad.clone() for p in model.parameters()], []
+            for inputs, lp in seen:
+                rows = zip(inputs["advantages"], lp, inputs["old_per_token_logps"],
+                           inputs["completion_mask"])  # fmt: skip
+                sequences.append([conformance.Sequence(*(x.tolist() for x in row)) for row in rows])
+
+            # The definition's gradient of all sequences, pulled back through the model.
+            c = conformance.settings_of(adapters.trl, dict(aggregation=aggregation))
+            gradients = iter(conformance.definition(c, sum(sequences, []))[1])
+            model.zero_grad()
+            for inputs, lp in seen:
+                names = ("prompt", "completion")
+                ids, mask = (torch.cat([inputs[f"{n}_{x}"] for n in names], 1)
+                             for x in ("ids", "mask"))  # fmt: skip
+                rows = torch.tensor([next(gradients) for _ in lp], dtype=lp.dtype)
+                forward(model, ids, mask, lp.shape[1])[0].backward(rows)
+                ratios.append(float((lp - inputs["old_per_token_logps"]).abs().max()))
+            for p, real in zip(model.parameters(), kept):
+                errors.append(float((p.grad - real).norm() / (real.norm() + 1e-9)))
+                p.grad = real
+            counts = {int(inputs["completion_mask"].sum()) for inputs, _ in seen}
+            assert len(seen) == len(counts) == 2
+            seen.clear()
+
+    text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
+    trainer = trl.GRPOTrainer(
+        model, lambda completions, **_: [float(sum(map(ord, x)) % 7) for x in completions],
+        trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4,
+            gradient_accumulation_steps=2, max_completion_length=6, max_steps=2, num_iterations=2,
+            learning_rate=2e-2, beta=0.0, loss_type=loss_type, epsilon=0.2, epsilon_high=0.28,
+            max_grad_norm=0, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
+            report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True,
+            disable_tqdm=True,
+        ),
+        datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
+    )  # fmt: skip
+    forward, compute_loss = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = log_probs, compute
+    trainer.train()
+    assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
+
+
+# Our loss in other code bases ------------------------------------------------------------------
+
+
+def recipe(name):
+    """What the section of tests/RECIPES.md defines for a package, as a dict."""
+    page = (Path(__file__).parent / "RECIPES.md").read_text()
+    section = page.split("## Our loss in other code bases")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    found = {}
+    exec(next(text for text in blocks if f"from {name}." in text or f"from {name} " in text), found)
+    return found
+
+
+@pytest.mark.slow
+@needs("verl")
+def test_our_loss_in_verl_passes_all(monkeypatch):
+    recipe("verl")
+    monkeypatch.setitem(adapters.VERL_MODES, "clip", "ours")
+    assert verdicts(adapters.verl, {}) == set()
+
+
+@pytest.mark.slow
+@needs("trl")
+def test_our_loss_in_trl_passes_all(monkeypatch):
+    monkeypatch.setattr("trl.trainer.grpo_trainer.GRPOTrainer", recipe("trl")["Trainer"])
+    assert verdicts(adapters.trl, {}) == set()
+
+
+def stand_in(monkeypatch, name, **what):
+    """Put a module in place of one that cannot be installed here."""
+    module = ModuleType(name)
+    vars(module).update(what)
+    parts = name.split(".")
+    for n in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:n]), ModuleType(parts[n - 1]))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_our_loss_for_slime_passes_all(monkeypatch):
+    """slime's forward is a stand-in; the caller divides by the tokens of the step."""
+    stand_in(
+        monkeypatch, "slime.backends.megatron_utils.loss",
+        get_log_probs_and_entropy=lambda logits, **_: (None, {"log_probs": [*logits]}),
+    )  # fmt: skip
+    their_loss = recipe("slime")["loss"]
+
+    def loss(batch):
+        lists = dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths"))
+        lists |= dict(log_probs=[*batch.old], advantages=[*batch.advantage])
+        lists["loss_masks"] = [*batch.mask]
+        args = SimpleNamespace(eps_clip=0.2, eps_clip_high=0.28)
+        return their_loss(args, lists, batch.lp, None)[0] / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
+
+
+def test_our_loss_for_prime_rl_passes_all(monkeypatch):
+    """prime-rl calls it for one sequence after another and divides by the tokens of the step."""
+    stand_in(monkeypatch, "prime_rl.trainer.rl.loss", LossOutputs=SimpleNamespace)
+    their_loss = recipe("prime_rl")["loss"]
+
+    def loss(batch):
+        total = 0.0
+        for lp, old, A, mask in zip(batch.lp, batch.old, batch.advantage, batch.mask):
+            inputs = SimpleNamespace(
+                trainer_logprobs=lp, inference_logprobs=old, advantages=A / 2, loss_mask=mask,
+                loss_weights=torch.full_like(lp, 2.0),
+            )  # fmt: skip
+            total = total + their_loss(inputs, clip_high=0.28).loss
+        return total / batch.tokens
+
+    assert verdicts(loss, CLIP) == set()
 
 
 # Wrong losses ----------------------------------------------------------------------------------

@@ -433,6 +433,8 @@ def test_a_size_that_is_not_a_positive_integer_is_refused_by_field_and_file(fiel
     for value in (0, -1, 1.5, 1e9, math.nan, "x", None, []):
         with pytest.raises(ValueError, match=f"^{field}: expected a positive integer, got "):
             tiny(**{field: value})
+    with pytest.raises(ValueError, match=f"^{field}: expected at most "):
+        tiny(**{field: 2**62})  # before anything has this size
     path = tmp_path / "config.json"
     for kind in FAMILIES:
         path.write_text(json.dumps(RAW | {"model_type": kind, field: -1}))
