@@ -2072,7 +2072,7 @@ class Pipeline:
         # DEVIATES: torch's schedules cannot run zbv forward only (2.13), so these few lines do, for
         # all of them. COMM: a micro-batch's stages run one after another, and all ranks take the
         # micro-batches in one order, so each send meets the receive that waits for it. Pinned by
-        # tests/test_plan_run.py::test_old_and_reference_log_probs_too.
+        # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         self._require_tokens(micros)
         at = [dist.get_global_rank(self.group, rank) for rank in self.rank_of]
         out = []
@@ -2695,7 +2695,8 @@ class PackedBatches:
             return found
 
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
-        # other ranks. Pinned by tests/test_plan_run.py::test_old_and_reference_log_probs_too.
+        # other ranks.
+        # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         replica = self.part.grid.replica
         parts = [None] * dist.get_world_size(replica)
         mine = None if self.model.last is None else found
@@ -3055,7 +3056,7 @@ def share_out_rows(mlp, group):
         padded_NM = F.pad(rows_NM, (0, 0, 0, -N % world))
         out_1nM = run(own_chunk(padded_NM, group)[None], balance)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
-        # tests/test_generator_plan.py::test_experts_of_a_generator_too.
+        # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         return all_gather(out_1nM[0], group)[:N].view_as(x_BSM)
 
     mlp.forward = forward

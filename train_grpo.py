@@ -2713,7 +2713,7 @@ class BlockBatches(TreeBatches):
             return loss_fn(ended, mask_BT, *scores)
 
         # COMM: experts are on other ranks, which have other trees: all make the same number of
-        # calls. Pinned by tests/test_plan_run.py::test_experts_train_alike_under_a_plan.
+        # calls. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         lockstep = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:

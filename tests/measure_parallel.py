@@ -23,22 +23,9 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import (
-    MODES,
-    TIED,
-    Allocation,
-    Grid,
-    LocalOptimizer,
-    Micro,
-    Plan,
-    clip_grad_norm,
-    full,
-    messages_of,
-    parallelize,
-    reduce_gradients,
-    require_generator_plan,
-    stage_part,
-)
+from parallel import MODES, TIED, Allocation, Grid, LocalOptimizer, Micro, Plan
+from parallel import clip_grad_norm, full, messages_of, parallelize, reduce_gradients
+from parallel import require_generator_plan, stage_part
 
 # check ------------------------------------------------------------------------------------------
 
@@ -50,7 +37,7 @@ KINDS = {
     "starved": dict(model_type="qwen3_moe", vocab_size=56, num_experts=4, router_bias_rate=1.0),
 }
 KINDS["deep"] = KINDS["dense"] | dict(num_hidden_layers=4)
-KINDS["deep tied"] = KINDS["deep"] | dict(tie_word_embeddings=True)
+KINDS["deep_tied"] = KINDS["deep"] | dict(tie_word_embeddings=True)
 LENGTH, ROWS = 24, 4
 BENCH = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
              num_key_value_heads=2, intermediate_size=384, vocab_size=2048)  # fmt: skip
@@ -219,60 +206,40 @@ def compare(
     return worst
 
 
-CASES = {
-    "d2": ("d2", "dense", {}),
-    "d2, nothing to learn on one rank": ("d2", "dense", dict(empty=True)),
-    "d4 hsdp": ("d4", "dense", dict(mode="fsdp", shard=2)),
-    "d2 fsdp": ("d2", "tied", dict(mode="fsdp")),
-    "t2": ("t2", "dense", {}),
-    "t2 without sequence": ("t2", "dense", dict(sequence=False)),
-    "t2 tied": ("t2", "tied", {}),
-    "t2 biases": ("t2", "bias", {}),
-    "c2": ("c2", "dense", {}),
-    "c2 ulysses": ("c2", "tied", dict(method="ulysses")),
-    "c4, 2 key heads": ("c4", "dense", {}),
-    "d2t2": ("d2t2", "tied", {}),
-    "d2t2 fsdp": ("d2t2", "tied", dict(mode="fsdp")),
-    "d2t2c2": ("d2t2c2", "dense", {}),
-    "d2e2": ("d2e2", "moe", {}),
-    "t2 moe": ("t2", "moe", {}),
-    "d2t2e4": ("d2t2e4", "moe", {}),
-    "etp": ("(attn:d2t2|ffn:e2t2)", "moe", {}),
-    "etp without sequence": ("(attn:d2t2|ffn:e2t2)", "moe", dict(sequence=False)),
-    "d2e2 fsdp": ("d2e2", "moe", dict(mode="fsdp")),
-    "d2t2e4 fsdp": ("d2t2e4", "moe", dict(mode="fsdp")),
-    "etp fsdp": ("(attn:d2t2|ffn:e2t2)", "moe", dict(mode="fsdp")),
-    "d2c2e4": ("d2c2e4", "moe", {}),
-    "d2e2, a rank without a token": ("d2e2", "starved", {}),
-    "d2e2 fsdp, a rank without a token": ("d2e2", "starved", dict(mode="fsdp")),
-    "d2 zero1": ("d2", "tied", dict(mode="zero1")),
-    "d2 fsdp offload": ("d2", "moe", dict(mode="fsdp", offload=True)),
-    "d2t2e4 zero1": ("d2t2e4", "moe", dict(mode="zero1")),
-    "etp zero1": ("(attn:d2t2|ffn:e2t2)", "moe", dict(mode="zero1")),
-    "c2p2 zero1": ("c2p2", "tied", dict(mode="zero1")),
-    "d2 ac full": ("d2", "moe", dict(ac="full")),
-    "t2 ac op": ("t2", "tied", dict(ac="op")),
-    "d2t2e4 fsdp ac full": ("d2t2e4", "moe", dict(mode="fsdp", ac="full")),
-    "c2 ac layers": ("c2", "dense", dict(ac="layers")),
-    "c2 ac op": ("c2", "dense", dict(ac="op")),
-    "p2 ac full": ("p2", "dense", dict(ac="full")),
-    "d2 compile": ("d2", "dense", dict(compile=True)),
-    "t2 compile": ("t2", "dense", dict(compile=True)),
-    "d2 fsdp compile ac": ("d2", "dense", dict(mode="fsdp", ac="full", compile=True)),
-    "p2": ("p2", "dense", {}),
-    "p2 tied": ("p2", "tied", {}),
-    "p2 interleaved": ("p2", "deep", dict(schedule="interleaved1f1b")),
-    "p2 interleaved tied": ("p2", "deep tied", dict(schedule="interleaved1f1b")),
-    "p2 zbv": ("p2", "deep", dict(schedule="zbv")),
-    "p2 zbv tied": ("p2", "deep tied", dict(schedule="zbv")),
-    "p2 interleaved fsdp": ("p2", "deep", dict(schedule="interleaved1f1b", mode="fsdp")),
-    "p2t2 zbv": ("p2t2", "deep tied", dict(schedule="zbv")),
-    "t2 tied zero1": ("t2", "tied", dict(mode="zero1")),
-    "d2p2 fsdp tied": ("d2p2", "tied", dict(mode="fsdp")),
-    "p2c2": ("p2c2", "dense", {}),
-    "p2d2t2": ("p2d2t2", "tied", {}),
-    "p2 etp": ("(attn:p2d2t2|ffn:p2e2t2)", "moe", {}),
-}
+# A case is written as its plan, the kind of its model, and words of this table.
+OPTIONS = {  # of `parallelize`; method: of ring_attention; empty, shard: see `compare`
+    "fsdp": dict(mode="fsdp"), "zero1": dict(mode="zero1"), "hsdp": dict(mode="fsdp", shard=2),
+    "offload": dict(offload=True), "mixed": dict(compute_dtype=torch.bfloat16),
+    "alone": dict(sequence=False), "allgather": dict(method="allgather"),
+    "ulysses": dict(method="ulysses"), "interleaved": dict(schedule="interleaved1f1b"),
+    "zbv": dict(schedule="zbv"), "full": dict(ac="full"), "op": dict(ac="op"),
+    "layers": dict(ac="layers"), "compile": dict(compile=True), "empty": dict(empty=True),
+}  # fmt: skip
+ETP = {"etp": "(attn:d2t2|ffn:e2t2)", "p2etp": "(attn:p2d2t2|ffn:p2e2t2)"}
+
+
+def read_cases(text) -> dict:
+    """{"PLAN KIND WORD ..": (plan, kind, options)} of a text with commas between its cases."""
+    cases = {}
+    for case in text.strip().strip(",").split(","):
+        plan, kind, *words = case.split()
+        options = {key: value for word in words for key, value in OPTIONS[word].items()}
+        cases[" ".join(case.split())] = ETP.get(plan, plan), kind, options
+    return cases
+
+
+# empty: a rank with nothing to learn; starved: a rank's experts get no token
+CASES = read_cases("""
+    d2 dense, d2 dense empty, d4 dense hsdp, d2 tied fsdp, t2 dense, t2 dense alone, t2 tied,
+    t2 bias, c2 dense, c2 tied ulysses, c4 dense, d2t2 tied, d2t2 tied fsdp, d2t2c2 dense,
+    d2e2 moe, t2 moe, d2t2e4 moe, etp moe, etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
+    etp moe fsdp, d2c2e4 moe, d2e2 starved, d2e2 starved fsdp, d2 tied zero1, d2 moe fsdp offload,
+    d2t2e4 moe zero1, etp moe zero1, c2p2 tied zero1, d2 moe full, t2 tied op,
+    d2t2e4 moe fsdp full, c2 dense layers, c2 dense op, p2 dense full, d2 dense compile,
+    t2 dense compile, d2 dense fsdp full compile, p2 dense, p2 tied, p2 deep interleaved,
+    p2 deep_tied interleaved, p2 deep zbv, p2 deep_tied zbv, p2 deep interleaved fsdp,
+    p2t2 deep_tied zbv, t2 tied zero1, d2p2 tied fsdp, p2c2 dense, p2d2t2 tied, p2etp moe,
+""")
 
 
 def matrix(skip=("compile",)):
@@ -282,7 +249,7 @@ def matrix(skip=("compile",)):
     for name in names:
         text, kind, options = CASES[name]
         parts = ring.launch(Plan.parse(text).world, _case, name)
-        found[f"{name} ({text})" if name != text else name] = max(map(max, parts))
+        found[name if text in name else f"{name} ({text})"] = max(map(max, parts))
     return found
 
 
@@ -369,19 +336,8 @@ def without_memory(pickled):
 class Rank:
     """What a rank of a stage holds, and sends in a step: a model in closed form, no measurement.
 
-    For n tokens of a micro-batch on this rank (tokens / micros / c), m micro-batches, M width,
-    L layers of this stage, w bytes a number, f = max(4, w), P bytes of this rank's weights, and
-    R = 1 if layers are computed again, else 0; what is handed to collectives in a step is
-
-      t  m (2 + R) times a layer's attention, and its MLP unless its experts are whole: a gather of
-         n M w / t and a scatter-add of n M w, but a layer's last scatter-add only m 2 times; m
-         times one each for the embedding, a gather of the last states, 5 n f for log-probs, n M w
-         for their gradient; gradients of norms, gates and biases after g once
-      c  m (c - 1) L of: (2 + R) 2 G D n w, k and v; 2 G D n f, their gradients. Causal, by ring
-      e  m (4 + 2 R) n K M w a sparse layer, n a t-th unless t splits experts: on average over ranks
-      p  m n M w / t forward, unless last, and as much backward, unless first; 1F1B
-      d  ddp P; zero1 P and P / k; fsdp m (2 P / k gathered, of the ends once, and P scattered), k
-         the d c ranks, or those with the same experts
+    n tokens of a micro-batch are on this rank (tokens / micros / c), m micro-batches in a step;
+    again is 1 if layers are computed again, else 0.
 
     On the wire, by the ring algorithm over W ranks: of a gather W - 1 times what is handed over, of
     a scatter-add and an all-to-all (W - 1) / W, of an all-reduce 2 (W - 1) / W. Left out: the norm,
@@ -440,6 +396,8 @@ class Rank:
         return [message for kind in kinds for message in kind() if message.ranks > 1]
 
     def tensor(self):
+        """A gather before and a scatter-add after attention and an MLP, unless its experts are
+        whole; 5 numbers a token and a gradient for log-probs; gradients of TERMS once."""
         t, m = self.plan.tp, self.step.micros
         blocks = 2 * len(self.layers) - self.apart
         dropped = 0 if self.config.post_norms else len(self.layers) - self.apart
@@ -465,6 +423,7 @@ class Rank:
         yield Message("c", "allgather", c, calls * (1 + self.again) * agreed + lengths)
 
     def experts(self):
+        """Rows to their experts and back, on average over ranks."""
         rows = self.x * self.config.num_experts_per_tok
         rows /= self.plan.tp if self.plan.etp == 1 else 1  # else all t ranks have all tokens
         counts = 8 * self.config.num_experts * (1 + self.again)
@@ -472,6 +431,7 @@ class Rank:
         yield Message("e", "alltoall", self.plan.ep, given)
 
     def pipeline(self):
+        """1F1B: states to the next stage, and as much back."""
         p, states = self.plan.pp, self.step.micros * self.states / self.plan.tp
         yield Message("p", "send", p, states * (2 - self.first - self.last))
         if p > 1 and self.config.tie_word_embeddings and (self.first or self.last):

@@ -8,19 +8,18 @@ import json
 import os
 import re
 import signal
-import socket
 import threading
 import time
-from pathlib import Path
 
 import measure_apart
 import pytest
 import torch.distributed as dist
 from conftest import LOOKUP, shortened
 from test_audit import audited
-from test_faults import torchruns, wait_for, workers
+from test_faults import fails, is_started_again
 from test_plan_run import SHAPE, mixture  # noqa: F401, a fixture
-from test_ranks import largest_difference, learns_something, read_metrics, trained
+from test_ranks import largest_difference, learns_something, read_metrics
+from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import TINY, _main, begin, cli, contents, end, good, same_run, wait_for_steps
 
 import parallel
@@ -28,54 +27,51 @@ import train_grpo
 from parallel import checkpoints
 from train_grpo import parse_config
 
-FLAGS = f"{SHAPE} --out run --eval-every 2 --timeout 20"
+FLAGS = f"{SHAPE} --eval-every 2 --timeout 20"
+OF_ENDLESS = f"{TINY} --out run --staleness 1 --steps 100000 --timeout 3 --plan"
+SIZES = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
 
 
 # The run of one process ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """flags -> the metrics of one process."""
-    made = {}
+def two_runs(tmp_path, *runs):
+    """The directories of runs, each given as its number of ranks and its flags."""
+    for n, (world, flags) in enumerate(runs):
+        (tmp_path / f"{n}").mkdir()
+        good(tmp_path / f"{n}", f"{flags} --out run", world)
+    return [tmp_path / f"{n}" / "run" for n in range(len(runs))]
 
-    def run(flags):
-        if flags not in made:
-            folder = tmp_path_factory.mktemp("one")
-            made[flags] = trained(folder, 1, flags.replace("--out run", ""))
-            assert learns_something(made[flags])
-        return made[flags]
 
-    return run
+def store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 PLANS = {
-    "d1+d1": (2, ""),
-    "d2+d1": (3, ""),
-    "d1+d2": (3, ""),
-    "d2+d2": (4, "--data-parallel zero1"),
-    "d1+fsdp": (3, "--plan d1+d2 --data-parallel fsdp"),
-    "d1+t2": (3, ""),
-    "d1+c2": (3, "--cp-method ulysses"),
-    "d1+p2": (3, "--pp-schedule zbv"),
-    "d2+d1t2": (4, "--tree sparse"),
-    "t2+d1": (3, ""),
-    "t2+d2": (4, "--data-parallel fsdp"),
-    "d1+archon:d2": (3, "--tree dta --max-tokens 9"),
-}  # fmt: skip
+    "d1+d1": 2,
+    "d2+d1": 3,
+    "d1+d2": 3,
+    "d2+d2 --data-parallel zero1": 4,
+    "d1+d2 --data-parallel fsdp": 3,
+    "d1+t2": 3,
+    "d1+c2 --cp-method ulysses": 3,
+    "d1+p2 --pp-schedule zbv": 3,
+    "d2+d1t2 --tree sparse": 4,
+    "t2+d1": 3,
+    "t2+d2 --data-parallel fsdp": 4,
+    "d1+archon:d2 --tree dta --max-tokens 9": 3,
+}
 SHORT = [("d1+d1", 0), ("d1+d1", 1), ("d1+d1", 2), ("t2+d1", 1)]
 EVERY = [pytest.param(*case, 3) for case in SHORT]
 EVERY += [pytest.param(name, K, 20, marks=pytest.mark.slow) for name in PLANS for K in (0, 1, 2)]
 
 
-@pytest.mark.parametrize("name, K, steps", EVERY)
-def test_two_sides_make_the_run_of_one_process(one_process, tmp_path, name, K, steps):
-    world, more = PLANS[name]
-    plan = "" if "--plan" in more else f"--plan {name}"
+@pytest.mark.parametrize("plan, K, steps", EVERY)
+def test_two_sides_make_the_run_of_one_process(run_of, tmp_path, plan, K, steps):  # noqa: F811
     flags = f"{FLAGS} --staleness {K} --steps {steps}"
-    out, _ = good(tmp_path, f"{flags} {plan} {more}", world)
-    found = read_metrics(tmp_path / "run")
-    assert largest_difference(found, one_process(flags)) < 1e-8
+    good(tmp_path, f"{flags} --out run --plan {plan}", PLANS[plan])
+    found, truth = read_metrics(tmp_path / "run"), run_of(flags)
+    assert learns_something(truth) and largest_difference(found, truth) < 1e-8
     assert [line["policy/age_max"] for line in found] == [min(s, K) for s in range(steps)]
     assert not checkpoints(tmp_path / "run", "tmp") and (tmp_path / "run" / "hf").exists()
 
@@ -95,18 +91,12 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", shortened(OPTIONS, "demonstrations"))
 def test_options_make_the_run_of_one_process_too(tmp_path, name):
-    world = 4 if "d1+d3" in OPTIONS[name] else 2
-    flags = f"{FLAGS} --staleness 1 --steps 3 {OPTIONS[name]}"
-    plan = "" if "--plan" in flags else "--plan d1+d1"
-    alone = flags.replace("--plan d1+d3", "")
-    for folder, count, more in (("a", world, f"{flags} {plan}"), ("b", 1, alone)):
-        (tmp_path / folder).mkdir()
-        good(tmp_path / folder, more, count)
-    runs = [tmp_path / folder / "run" for folder in "ab"]
-    if name != "sampled in bfloat16":
-        assert largest_difference(*map(read_metrics, runs)) < 1e-8
-    else:  # rounding to bfloat16 may turn a bit of the weights around
-        assert largest_difference(*map(read_metrics, runs)) < 1e-4
+    flags, _, plan = f"{FLAGS} --staleness 1 --steps 3 {OPTIONS[name]}".partition(" --plan ")
+    plan = plan or "d1+d1"
+    runs = two_runs(tmp_path, (4 if "d3" in plan else 2, f"{flags} --plan {plan}"), (1, flags))
+    # rounding to bfloat16 may turn a bit of the weights around
+    bound = 1e-4 if name == "sampled in bfloat16" else 1e-8
+    assert largest_difference(*map(read_metrics, runs)) < bound
     texts = [[json.loads(x)["text"] for x in (run / "samples.jsonl").open()] for run in runs]
     assert texts[0] == texts[1] and texts[0]
     lines = [(run / "rollouts.jsonl").read_text().splitlines() for run in runs]
@@ -120,26 +110,23 @@ def test_options_make_the_run_of_one_process_too(tmp_path, name):
     (1, 4, "t2e2+d1p2")])  # fmt: skip
 def test_experts_are_trained_apart(mixture, tmp_path, K, world, plan):  # noqa: F811
     shape = SHAPE.replace("--layers 4 --hidden 16 --heads 4", f"--model {mixture}")
-    flags = f"{shape} --out run --eval-every 2 --staleness {K} --steps 4 --balance-coef 0.1"
+    flags = f"{shape} --eval-every 2 --staleness {K} --steps 4 --balance-coef 0.1"
     alone = plan.partition(" ")[2]
-    for folder, count, more in (("a", world, f"--plan {plan}"), ("b", 1, alone)):
-        (tmp_path / folder).mkdir()
-        good(tmp_path / folder, f"{flags} {more}", count)
-    runs = [read_metrics(tmp_path / folder / "run") for folder in "ab"]
-    assert largest_difference(*runs) < 1e-8
+    runs = two_runs(tmp_path, (world, f"{flags} --plan {plan}"), (1, f"{flags} {alone}"))
+    assert largest_difference(*map(read_metrics, runs)) < 1e-8
 
 
 # Stopped, resumed, audited ---------------------------------------------------------------------
 
 
-def test_a_run_goes_on_apart_and_together(one_process, tmp_path):
+def test_a_run_goes_on_apart_and_together(run_of, tmp_path):  # noqa: F811
     """2 steps apart, 2 in one process, 2 apart under another plan: the batches go along."""
     flags = f"{FLAGS} --staleness 2"
-    good(tmp_path, f"{flags} --plan d1+d1 --steps 2", 2)
+    good(tmp_path, f"{flags} --out run --plan d1+d1 --steps 2", 2)
     good(tmp_path, "--resume --out run --steps 4 --plan d1")
     good(tmp_path, "--resume --out run --steps 6 --plan d1+t2", 3)
     found = read_metrics(tmp_path / "run")
-    assert largest_difference(found, one_process(f"{flags} --steps 6")) < 1e-8
+    assert largest_difference(found, run_of(f"{flags} --steps 6")) < 1e-8
 
     # At its last step there is nothing to do but to say what is solved.
     _, out, _ = cli(tmp_path, "--resume --out run --plan d1+d1", 2)
@@ -158,9 +145,8 @@ def test_a_signal_to_either_side_saves_and_ends_both(tmp_path, victim):
     done = int(re.search(r"SIGTERM: saved after (\d+) steps", out[1])[1])
     assert len(read_metrics(tmp_path / "run")) == done
     good(tmp_path, f"--resume --out run --steps {done + 2}", 2)
-    (tmp_path / "b").mkdir()
-    good(tmp_path / "b", f"{flags} {done + 2}")
-    runs = [read_metrics(folder / "run") for folder in (tmp_path, tmp_path / "b")]
+    (one,) = two_runs(tmp_path, (1, f"{flags} {done + 2}"))
+    runs = [read_metrics(run) for run in (tmp_path / "run", one)]
     for line in (*runs[0], *runs[1]):
         line.pop("eval/solved", None)  # an interrupted run may evaluate at its own last step
     assert largest_difference(*runs) < 1e-8
@@ -169,13 +155,12 @@ def test_a_signal_to_either_side_saves_and_ends_both(tmp_path, victim):
 @pytest.mark.slow  # tests/test_staleness.py kills a run of one process
 def test_a_killed_run_resumes_bit_for_bit(tmp_path):
     """Both sides die in a step; from the checkpoint on it is the same run, and so is the audit."""
-    flags = f"{TINY} --out run --save-every 2 --staleness 1 --steps 6 --plan d1+d1 --timeout 20"
-    codes, _, _ = cli(tmp_path, f"{flags} --timeout 5", 2, die=("train_grpo.RolloutQueue.get", 4))
+    flags = f"{TINY} --save-every 2 --staleness 1 --steps 6 --plan d1+d1 --timeout"
+    at = "train_grpo.RolloutQueue.get", 4
+    codes, _, _ = cli(tmp_path, f"{flags} 5 --out run", 2, die=at)
     assert codes[1] == -signal.SIGKILL and codes[0] == 2
     good(tmp_path, "--resume --out run --timeout 20", 2)
-    (tmp_path / "b").mkdir()
-    good(tmp_path / "b", flags, 2)
-    same_run(tmp_path / "run", tmp_path / "b" / "run")
+    same_run(tmp_path / "run", *two_runs(tmp_path, (2, f"{flags} 20")))
 
 
 def test_the_audit_takes_a_run_of_two_sides(tmp_path, process_group):
@@ -212,9 +197,8 @@ SOME_LOST = [pytest.param(*case, marks=[pytest.mark.slow] * (n in (1, 2, 3)))
 def test_losing_a_rank_ends_the_run_in_time_and_says_which(
     tmp_path, plan, world, victim, number, text
 ):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    flags = f"{TINY} --out run --staleness 1 --steps 100000 --plan {plan} --timeout 3"
-    processes, log = begin(tmp_path, flags, world, die=store.port, main=_hosted)
+    hosted = store()
+    processes, log = begin(tmp_path, f"{OF_ENDLESS} {plan}", world, die=hosted.port, main=_hosted)
     wait_for_steps(tmp_path / "run", 3)
     os.kill(processes[victim].pid, number)
     lost = time.monotonic()
@@ -231,36 +215,21 @@ def test_losing_a_rank_ends_the_run_in_time_and_says_which(
 
 def test_losing_the_rank_with_the_store_ends_the_run_too(tmp_path):
     """Without torchrun the store is in rank 0 of the run."""
-    flags = f"{TINY} --out run --staleness 1 --steps 100000 --plan d1+d1 --timeout 3"
-    processes, log = begin(tmp_path, flags, 2)
+    processes, log = begin(tmp_path, f"{OF_ENDLESS} d1+d1", 2)
     wait_for_steps(tmp_path / "run", 3)
     processes[0].kill()
-    codes, _, err = end(processes, log, seconds=30)
-    assert codes == [-signal.SIGKILL, 2]
-    assert re.search(r"rank 1: error: step \d+: .*(store|another rank).* is gone", err[1])
+    said = r"step \d+: .*(store|another rank).* is gone"
+    fails(end(processes, log, seconds=30), None, said, codes=[-signal.SIGKILL, 2])
 
 
 @pytest.mark.slow  # torchrun itself
 @pytest.mark.parametrize("machines, victim", [(1, 0), (1, 1), (2, 1)])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(tmp_path, machines, victim):
     """The ranks that start again find the store of those before them, and nothing in it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = f"{TINY} --out run --save-every 2 --dtype float64 --staleness 1 --steps 60"
-    apart = f"{flags} --plan d1+d1 --timeout 20 --resume-or-start"
-    started = torchruns(tmp_path, machines, port, apart)
-    wait_for(tmp_path, 7, None)
-    pids = sorted(pid for torchrun in started for pid in workers(torchrun))
-    os.kill(pids[victim], signal.SIGKILL)
-    codes = [torchrun.wait(300) for torchrun in started]
-    logs = [path.read_text() for path in sorted(tmp_path.glob("log-*"))]
-    assert codes == [0] * machines, "\n".join(logs)
-    assert sum(text.count("rank(s), plan") for text in logs) >= 2, "it was never started again"
-    (tmp_path / "b").mkdir()
-    good(tmp_path / "b", flags)
-    runs = [read_metrics(folder / "run") for folder in (tmp_path, tmp_path / "b")]
-    assert largest_difference(*runs) < 1e-8
+    flags = f"{TINY} --save-every 2 --dtype float64 --staleness 1 --steps 60"
+    is_started_again(tmp_path, machines, victim, f"{flags} --out run --plan d1+d1 --timeout 20", 7)
+    runs = tmp_path / "run", *two_runs(tmp_path, (1, flags))
+    assert largest_difference(*map(read_metrics, runs)) < 1e-8
 
 
 BROKEN = """
@@ -299,9 +268,8 @@ def test_other_plans_are_refused(flags, text):
 @pytest.mark.parametrize("world", [1, 3])
 def test_another_number_of_ranks_is_refused_by_all(tmp_path, world):
     codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --plan d1+d1", world)
-    assert codes == [2] * world
     expected = f"expected 2 ranks, 1 to generate and 1 to train, got {world}; start 2 by torchrun"
-    assert all(expected in text for text in err)
+    assert codes == [2] * world and all(expected in text for text in err)
     assert not (tmp_path / "run").exists()
 
 
@@ -311,9 +279,8 @@ def test_a_plan_that_does_not_fit_the_model_leaves_what_is_there(tmp_path, plan)
     (tmp_path / "run").mkdir()
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / "run" / name).write_text("{}")
-    codes, _, err = cli(tmp_path, f"{TINY} --out run --overwrite --steps 3 --plan {plan}", 4)
-    assert codes == [2] * 4
-    assert all("divisible by t = 3" in text for text in err)
+    done = cli(tmp_path, f"{TINY} --out run --overwrite --steps 3 --plan {plan}", 4)
+    fails(done, ".*divisible by t = 3", codes=[2] * 4)
     assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["config.json", "metrics.jsonl"]
 
 
@@ -322,38 +289,35 @@ def test_a_plan_that_does_not_fit_the_model_leaves_what_is_there(tmp_path, plan)
 
 def test_long_messages_go_in_pieces_and_leave_nothing():
     """The store refuses a value of more than 8 MiB."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
-    sides = [parallel.Side(name, 0, sizes, store, 10) for name in sizes]
+    shared = store()
+    sides = [parallel.Side(name, 0, SIZES, shared, 10) for name in SIZES]
     value = {"text": "é" * (5 << 20), "number": 0.1}
     sides[0].post("long", value)
     assert sides[1].read("long") == value
-    before = {key for key in store.list_keys() if key.startswith("long")}
-    assert len(before) > 2
+    assert len([key for key in shared.list_keys() if key.startswith("long")]) > 2
     sides[1].delete("long")
-    assert not {key for key in store.list_keys() if key.startswith("long")}
+    assert not [key for key in shared.list_keys() if key.startswith("long")]
     for side in sides:
         side.leaving.set()
 
 
 def test_the_rank_with_the_store_leaves_last():
     """After a good run it waits for all others, and after an error for a moment."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sizes = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
-    first, other = (parallel.Side(name, 0, sizes, store.clone(), 10) for name in sizes)
+    shared = store()
+    first, other = (parallel.Side(name, 0, SIZES, shared.clone(), 10) for name in SIZES)
 
     left = threading.Event()
     thread = threading.Thread(target=lambda: (first.finish(), left.set()))
     thread.start()
-    store.set("done/1", "1")
+    shared.set("done/1", "1")
     assert not left.wait(0.3), "the other rank still needs the store"
     other.finish()
     assert left.wait(5)
 
     # A rank that computes reads the word of the first one a little later, and then leaves.
-    store.delete_key("left/1")
+    shared.delete_key("left/1")
     began = time.monotonic()
-    late = threading.Timer(0.4, store.set, ("left/1", "1"))
+    late = threading.Timer(0.4, shared.set, ("left/1", "1"))
     late.start()
     with pytest.raises(KeyError), first.leaving_word():
         raise KeyError("x")
@@ -365,12 +329,11 @@ def test_the_rank_with_the_store_leaves_last():
 
 def test_nothing_is_left_in_the_store(tmp_path):
     """Batches, orders, weights and evaluations are deleted once they are read."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    hosted = store()
     flags = f"{TINY} --out run --staleness 1 --steps 6 --plan d2+d1 --timeout 20"
-    processes, log = begin(tmp_path, flags, 3, die=store.port, main=_hosted)
-    codes, _, err = end(processes, log)
+    codes, _, err = end(*begin(tmp_path, flags, 3, die=hosted.port, main=_hosted))
     assert codes == [0, 0, 0], err
-    names = [key.split("/", 1)[1] for key in store.list_keys() if "/" in key]
+    names = [key.split("/", 1)[1] for key in hosted.list_keys() if "/" in key]
     left = [name for name in names if re.match(r"(batch|order|ready|evaluation)/", name)]
     # The batch past the last step was sampled and is in the checkpoint; the last order is kept.
     assert {name.split("/")[0] for name in left} <= {"order", "ready"}, left
@@ -396,10 +359,10 @@ def test_both_sides_work_at_the_same_time(tmp_path, K):
     flags = f"{TINY} --out run --staleness {K} --steps 8 --eval-every 100 --plan d1+d1"
     codes, _, err = end(*begin(tmp_path, flags, 2, main=_both_slow))
     assert codes == [0, 0], err
-    lines = [json.loads(line) for line in Path(tmp_path / "run" / "metrics.jsonl").open()]
-    seconds = sorted(line["seconds/total"] for line in lines[2:])[2]
-    waits = [sorted(line[f"seconds/{name}"] for line in lines[2:])[2]
-             for name in ("wait_rollout", "wait_train")]  # fmt: skip
+    lines = train_grpo.whole_lines(tmp_path / "run" / "metrics.jsonl")[2:]
+    seconds, *waits = (
+        sorted(line[f"seconds/{name}"] for line in lines)[2]
+        for name in ("total", "wait_rollout", "wait_train"))  # fmt: skip
     if K == 0:
         assert seconds > 0.4 and min(waits) > 0.2
     else:

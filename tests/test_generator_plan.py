@@ -11,29 +11,18 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_parallel import Rank, Step
-from test_faults import kill
+from test_faults import fails, fills_up, kill
 from test_faults import run as run_with_faults
 from test_plan_run import SHAPE as FLAGS
-from test_plan_run import mixture  # noqa: F401, a fixture
-from test_ranks import (
-    TASK,
-    _train,
-    largest_difference,
-    learns_something,
-    ranks,
-    read_metrics,
-    run_of,  # noqa: F401, a fixture
-    trained,
-)
+from test_ranks import _train, largest_difference, ranks, read_metrics
+from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents
 from test_sharded_start import SHAPE, LiveBytes, shape_of
 
 import models
 import parallel
 import train_grpo
-from parallel import (
-    Allocation, Grid, Plan, full, local, split_for_decoding, tensors_of,
-)  # fmt: skip
+from parallel import Allocation, Grid, Plan, full, local, split_for_decoding, tensors_of
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 # The tokens ------------------------------------------------------------------------------------
@@ -76,13 +65,17 @@ def model_of(family, seed=2):
     return model
 
 
-def without_memory(model):
-    """A model of this shape on the meta device, for the Trainer to allocate."""
-    with torch.device("meta"):
+def trainer_of(family, plan, **how):
+    """A Trainer in float64 whose generator has a random model's weights, its config and task."""
+    config = Config(dtype="float64", plan=plan, **dict(group=4) | how).check()
+    model = model_of(family)
+    with torch.device("meta"):  # for the Trainer to allocate
         bare = models.Transformer(dataclasses.replace(model.config, router_bias_rate=0.0)).double()
         if model.config.router_bias_rate:
             models.give_router_bias(bare, model.config.router_bias_rate)
-    return bare.requires_grad_(False)
+    trainer = Trainer(config, model, generator=bare.requires_grad_(False))
+    trainer.push_weights()
+    return trainer, config
 
 
 def _sampled(rank, plan, families):
@@ -90,12 +83,9 @@ def _sampled(rank, plan, families):
     found = {}
     for family in families:
         for name, setting in SETTINGS.items():
-            how = dict(group=4, eval_prompts=3, temperature=4.0) | setting
-            config = Config(dtype="float64", plan=plan, **how).check()
+            setting = dict(eval_prompts=3, temperature=4.0) | setting
+            trainer, config = trainer_of(family, plan, **setting)
             task = make_task(config)
-            model = model_of(family)
-            trainer = Trainer(config, model, generator=without_memory(model))
-            trainer.push_weights()
             rollouts, _, _ = collect(config, task, trainer.generator, 1)
             groups = {
                 n: [(t.tokens, t.sampler_logprobs.tolist(), t.reward) for t in group]
@@ -188,12 +178,9 @@ def test_all_ranks_of_a_split_generator_sample_alike(tmp_path):
 def _served(rank, prompts):
     """How many model calls this rank has made for itself, and how many in all; its groups."""
     # Four rows at a time: rank 0 decodes its two groups of three one after the other.
-    setting = dict(group=4, batch_rows=4, prompts=prompts, minibatches=1)
-    config = Config(dtype="float64", plan="d2e2", **setting).check()
+    setting = dict(batch_rows=4, prompts=prompts, minibatches=1)
+    trainer, config = trainer_of("qwen3_moe", "d2e2", **setting)
     task = make_task(config)
-    model = model_of("qwen3_moe")
-    trainer = Trainer(config, model, generator=without_memory(model))
-    trainer.push_weights()
     calls = trainer.generator.calls
     own, run = [], calls.run
     calls.run = lambda tokens, **how: own.append(len(how)) or run(tokens, **how)
@@ -230,13 +217,10 @@ class Moody(Task):
 
 def _asked(rank, fault):
     """Which prompts this rank's task was asked about; what it has decoded, by group."""
-    setting = dict(group=4, prompts=3, minibatches=1, forks=2, fork_turns=1, max_new_tokens=12)
-    config = Config(dtype="float64", plan="t2", **setting).check()
     task = Moody()
     Moody.asked = None if fault and rank == 1 else []
-    model = model_of("qwen3")
-    trainer = Trainer(config, model, generator=without_memory(model))
-    trainer.push_weights()
+    setting = dict(prompts=3, minibatches=1, forks=2, fork_turns=1, max_new_tokens=12)
+    trainer, config = trainer_of("qwen3", "t2", **setting)
     decoded = {}
     rollout = train_grpo.rollout
 
@@ -454,60 +438,6 @@ def test_a_push_goes_tensor_by_tensor_from_any_layout_to_any(tmp_path, name):
 
 # Whole runs ------------------------------------------------------------------------------------
 
-RUNS = {  # name -> ranks, flags
-    "d2|t2": (2, "--plan d2|t2"),
-    "t2|d2 fsdp": (2, "--plan t2|d2 --data-parallel fsdp"),
-    "t2|p2 forks": (2, "--plan t2|p2 --forks 2 --fork-turns 1 --advantage per_branch"),
-    "t2|c2 sparse": (2, "--plan t2|c2 --tree sparse"),
-    "t2|d2 dta": (2, "--plan t2|d2 --tree dta --max-tokens 16 --data-parallel zero1"),
-    "t2|t2 KL": (2, "--plan t2|t2 --kl-coef 0.05 --proximal"),
-    "t2|d2 stale": (2, "--plan t2|d2 --staleness 1"),
-    "t2 few": (2, "--plan t2|d2 --prompts 1 --minibatches 1"),
-    "d2t2|d4 fsdp": (4, "--plan d2t2|d4 --data-parallel fsdp"),
-    "d2t2|p2t2": (4, "--plan d2t2|p2t2"),
-    "d4|d2t2": (4, "--plan d4|d2t2 --data-parallel fsdp"),
-}
-WITH_EXPERTS = {
-    "t2e2|d2e2": (2, "--plan t2e2|d2e2"),
-    "d2e2|t2": (2, "--plan d2e2|t2"),
-    "d2t2e4|d4 fsdp": (4, "--plan d2t2e4|d4 --data-parallel fsdp"),
-    "d4e4|p2d2e2": (4, "--plan d4e4|p2d2e2"),
-}
-# What of a flag is not the generator's or the trainer's plan, and belongs to the one process too.
-OF_THE_RUN = "--forks", "--fork-turns", "--advantage", "--kl-coef", "--proximal", "--staleness"
-OF_THE_RUN += "--prompts", "--minibatches"
-
-
-def of_the_run(flags):
-    """Those of some flags that one process needs for the same run."""
-    words = flags.split("--")[1:]
-    return " ".join(f"--{word.strip()}" for word in words if f"--{word.split()[0]}" in OF_THE_RUN)
-
-
-QUICK = [pytest.param(name, 3) for name in ("t2|p2 forks",)]
-EVERY = QUICK + [pytest.param(name, 20, marks=pytest.mark.slow) for name in RUNS]
-
-
-@pytest.mark.parametrize("name, steps", EVERY)
-def test_a_generator_of_any_plan_gives_the_run_of_one_process(
-    run_of, tmp_path, name, steps,  # noqa: F811
-):  # fmt: skip
-    world, more = RUNS[name]
-    flags = f"{FLAGS} --steps {steps} --eval-every {2 if steps < 20 else 5}"
-    truth = run_of(f"{flags} {of_the_run(more)}")
-    assert learns_something(truth)
-    assert largest_difference(trained(tmp_path, world, f"{flags} {more}"), truth) < 1e-8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_experts_of_a_generator_too(run_of, mixture, tmp_path, name):  # noqa: F811
-    world, more = WITH_EXPERTS[name]
-    flags = f"{TASK} --lr 0.005 --steps 20 --eval-every 5 --model {mixture}"
-    found = trained(tmp_path, world, f"{flags} {more}")
-    assert largest_difference(found, run_of(flags)) < 1e-8
-
-
 def test_a_run_goes_on_with_another_generator_and_is_audited(
     run_of, tmp_path, capsys,  # noqa: F811
 ):  # fmt: skip
@@ -531,28 +461,10 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
     assert not (out / "hf.tmp").exists()
 
 
-def _unwritable(rank, flags, out):
-    """What each rank says where OUT/hf cannot be written."""
-    if rank == 0:
-        (out / "hf.tmp").parent.mkdir(parents=True)
-    save = models._write_tensors
-
-    def full_disk(tensors, path, first):
-        raise OSError(f"cannot write {path.name}: no space left")
-
-    models._write_tensors = full_disk
-    try:
-        with pytest.raises((ValueError, OSError)) as error:
-            _train(rank, flags, out)
-    finally:
-        models._write_tensors = save
-    return f"{error.value}"
-
-
 def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_path):
-    flags = f"{FLAGS} --steps 1 --plan t2|d2"
-    for text in ranks(tmp_path, 2, _unwritable, flags, tmp_path / "run"):
-        assert "hf not written" in text and "no space left" in text
+    fault = (0, "models.save_hf", 1, fills_up, None, 3000)
+    flags = f"{FLAGS} --out run --steps 1 --plan t2|d2"
+    fails(run_with_faults(tmp_path, flags, fault), ".*run/hf not written .*File too large")
 
 
 @pytest.mark.parametrize("where", shortened(
@@ -560,6 +472,5 @@ def test_a_split_generator_that_cannot_be_written_ends_all_ranks_by_name(tmp_pat
 ))  # fmt: skip
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     fault = (1, where, 5, kill)
-    codes, _, err = run_with_faults(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", fault)
-    assert codes == [2, -9]
-    assert "another rank is gone" in err[0] and "go on with --resume --out run" in err[0]
+    done = run_with_faults(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", fault)
+    fails(done, ".*another rank is gone.*go on with --resume --out run", None, codes=[2, -9])

@@ -1,27 +1,18 @@
-"""Plans against one process in float64; checkpoints across plans; messages; what is refused."""
+"""Plans against one process in float64; checkpoints across plans; messages; memory."""
 
 import contextlib
 import functools
 import gc
 import json
-import re
 import sys
 
 import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
-from measure_parallel import (
-    CASES,
-    LENGTH,
-    ROWS,
-    batch,
-    compare,
-    document_positions,
-    train,
-    train_pipeline,
-    truth_of,
-)
+from measure_parallel import CASES, LENGTH, ROWS
+from measure_parallel import batch, build, compare, document_positions, train, train_pipeline
+from measure_parallel import truth_of
 from test_ranks import join, ranks, start
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,34 +20,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import parallel
-from parallel import (
-    Grid,
-    LocalOptimizer,
-    Micro,
-    Plan,
-    clip_grad_norm,
-    full,
-    parallelize,
-    read_checkpoint,
-    reduce_gradients,
-    training_tensors,
-    write_checkpoint,
-)
+from parallel import Grid, LocalOptimizer, Micro, Plan
+from parallel import clip_grad_norm, full, parallelize, read_checkpoint, reduce_gradients
+from parallel import training_tensors, write_checkpoint
 
-SLOW = {"d2 compile", "t2 compile", "d2 fsdp compile ac"}
-# What each of these joins is in the default suite apart, or tied, which is harder:
-SLOW |= {"p2 interleaved", "p2 zbv"}  # "p2 interleaved tied", "p2 zbv tied"
-SLOW |= {"d2t2", "p2t2 zbv"}  # "p2d2t2" and "d2t2 fsdp"; with "p2 zbv tied"
-SLOW |= {"d2t2e4 fsdp ac full"}  # "d2t2e4 fsdp", "d2 ac full"
-# test_a_checkpoint_of_one_plan_goes_on_under_another trains under these three:
-SLOW |= {"d2t2e4 zero1", "p2 etp", "etp fsdp"}
-# What these join is apart in the default suite, here or in test_parity.py against transformers:
-SLOW |= {"d2t2e4", "etp without sequence", "etp zero1", "c2p2 zero1", "d2p2 fsdp tied"}
-SLOW |= {"p2 interleaved fsdp", "t2 ac op", "c2 ac op", "c2 ac layers", "d2e2 fsdp"}
-SLOW |= {"t2 tied zero1", "p2 ac full", "p2d2t2"}
-SLOW |= {"d2", "d2 fsdp", "d2 zero1", "t2", "c2", "p2", "d2e2", "etp"}  # all against transformers
+# The others join what these are apart, are those that test_parity.py holds against transformers,
+# or train in test_a_checkpoint_of_one_plan_goes_on_under_another.
+DEFAULT = measure_parallel.read_cases("""
+    d2 dense empty, d4 dense hsdp, t2 dense alone, t2 tied, t2 bias, c2 tied ulysses, c4 dense,
+    d2t2 tied fsdp, d2t2c2 dense, t2 moe, d2t2e4 moe fsdp, d2c2e4 moe, d2e2 starved,
+    d2e2 starved fsdp, d2 moe fsdp offload, d2 moe full, p2 tied, p2 deep_tied interleaved,
+    p2 deep_tied zbv, p2c2 dense,
+""")
 # The second step has AdamW's moments; a third, for all plans, is behind `-m slow`.
-EVERY = [pytest.param(name, 2) for name in CASES if name not in SLOW]
+EVERY = [pytest.param(name, 2) for name in DEFAULT]
 EVERY += [pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -67,34 +44,6 @@ def test_every_plan_is_one_process(tmp_path, name, steps):
     given = text, kind, options, steps, torch.float64, truth
     for errors in ranks(tmp_path, Plan.parse(text).world, compare, *given):
         assert max(errors) < 1e-10, errors
-
-
-def _with_fault(rank, fault, text, kind, options):
-    """The worst gradient error where one term of a sum is forgotten."""
-    if fault == "norms":  # a norm's term of its gradient is taken for the whole
-        parallel.Part.is_partial = lambda part, name: False
-    elif fault == "tie":
-        place = parallel.Part.place
-
-        def without(part, *given):
-            here = place(part, *given)
-            return here._replace(sums=(*here.sums[:2], None))
-
-        parallel.Part.place = without
-    else:  # every rank takes its own experts for all
-        parallel.dispatch_experts = lambda x, counts, experts, group: experts(
-            x, counts.view(2, -1).sum(0)
-        )
-    return max(compare(rank, text, kind, options, 1)[1:3])
-
-
-@pytest.mark.parametrize(
-    "fault, text, kind",
-    [("norms", "t2", "dense"), ("tie", "p2", "tied"), ("experts", "d2e2", "moe")],
-)
-def test_a_forgotten_term_is_seen(tmp_path, fault, text, kind):
-    found = ranks(tmp_path, 2, _with_fault, fault, text, kind, {})
-    assert max(found) > 1e-3
 
 
 # Checkpoints across plans ----------------------------------------------------------------------
@@ -161,19 +110,16 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, writer, reader
     parts = ranks(tmp_path, world, _train_and_save, text, mode, path, 3)
     saved, after = ({k: v for part in parts for k, v in part[n].items()} for n in (0, 1))
     text, mode = reader
-    for loaded, stepped in ranks(
-        tmp_path, Plan.parse(text).world, _load_and_train, text, mode, path, 4
-    ):
+    world = Plan.parse(text).world
+    for loaded, stepped in ranks(tmp_path, world, _load_and_train, text, mode, path, 4):
         assert loaded and all(torch.equal(loaded[name], saved[name]) for name in loaded)
         assert all((stepped[k] - after[k]).abs().max() < 1e-10 for k in stepped)
 
 
-FLOAT32 = ["d2", "t2", "c2", "d2t2e4", "p2 tied"]
+FLOAT32 = ["d2 dense", "t2 dense", "c2 dense", "d2t2e4 moe", "p2 tied"]
 # Sums of the same parts, whose formulas test_every_plan_is_one_process has in float64:
-FLOAT32 += [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("d2t2c2", "etp", "p2d2t2", "d2t2e4 fsdp")
-]
+LATER = "d2t2c2 dense", "etp moe", "p2d2t2 tied", "d2t2e4 moe fsdp"
+FLOAT32 += [pytest.param(name, marks=pytest.mark.slow) for name in LATER]
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -206,7 +152,7 @@ def _dispatched(rank, counts):
 def _counts(rank, text, kind, options):
     """Collectives of one forward and backward, by name, and P2P sends."""
     plan, sends, real = Plan.parse(text), [], dist.P2POp.__init__
-    grid, model = Grid.make(plan), measure_parallel.build(kind, torch.float64)
+    grid, model = Grid.make(plan), build(kind, torch.float64)
     model = parallelize(model, plan, device_mesh=grid, attention=models.causal_attention, **options)
     take, (_, documents, weights) = torch.arange(LENGTH), batch()
     rows = torch.arange(ROWS).chunk(plan.dp)[grid.dp_rank]
@@ -227,7 +173,7 @@ def _counts(rank, text, kind, options):
 
 
 def test_collectives_are_those_of_the_table(tmp_path):
-    L, sparse = 2, len(measure_parallel.build("moe", torch.float64).config.sparse_layers)
+    L, sparse = 2, len(build("moe", torch.float64).config.sparse_layers)
     gathers = dict(allgather_=2 * L + 1 + 2 * L + 1, reduce_scatter_=2 * L + 1 + 2 * L)
     cases = [
         ("t2", "dense", {}, gathers | dict(allreduce_=2 + 1)),
@@ -244,9 +190,8 @@ def test_collectives_are_those_of_the_table(tmp_path):
 
 def _kept_by_a_pipeline(rank):
     """Bytes of all tensors after a step of the longest of 20 lengths, and after the other 19."""
-    pipeline = parallelize(
-        measure_parallel.build("tied", torch.float64), Plan.parse("p2"),
-        device_mesh=Grid.make(Plan.parse("p2")))  # fmt: skip
+    plan = Plan.parse("p2")
+    pipeline = parallelize(build("tied", torch.float64), plan, device_mesh=Grid.make(plan))
     kept = []
     for length in range(60, 20, -2):
         micros = [Micro(torch.arange(length)[None] % 56, torch.arange(length)[None])] * 4
@@ -258,9 +203,7 @@ def _kept_by_a_pipeline(rank):
 
 def _bytes_of_all_tensors():
     gc.collect()
-    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
-    memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return sum(memory.values())
+    return _memory(x for x in gc.get_objects() if isinstance(x, torch.Tensor))
 
 
 def test_a_pipeline_keeps_the_buffers_of_its_last_length_only(tmp_path):
@@ -313,84 +256,39 @@ def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found
     assert reads.count <= 1
 
 
-# Bad input -------------------------------------------------------------------------------------
-
-
-def _refused(rank, text, kind, options, length=LENGTH, rows=ROWS):
-    plan = Plan.parse(text)
-    with pytest.raises(ValueError) as error:
-        grid, model = Grid.make(plan), measure_parallel.build(kind, torch.float64)
-        model = parallelize(model, plan, device_mesh=grid, **options)
-        tokens = torch.zeros(1, length, dtype=torch.int64)
-        if plan.pp == 1:
-            model.hidden(tokens)
-        micros = [Micro(tokens, torch.arange(length)[None])] * rows
-        model.forward_backward(micros, None)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    "text, kind, options, message",
-    [
-        ("t2", "dense", dict(length=23), "23 tokens a sequence must divide by t = 2 .*pad to 24"),
-        ("d2", "dense", dict(mode="zero3"), "mode: expected one of ddp, fsdp, zero1, got 'zero3'"),
-        ("d2", "dense", dict(ac="some"), "ac: expected one of none, full, layers, op, got 'some'"),
-        ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
-        ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
-        ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
-        ("d4", "dense", {}, r"plan d4: expected p \* d \* c \* t = 4 ranks, got 2"),
-        ("d2e2", "dense", {}, "expected a model with experts, got a dense one"),
-        ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
-        ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
-        ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
-        ("p2", "dense", dict(rows=1), "p2: expected a micro-batch for each of 2 stages, got 1"),
-        ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
-        ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
-    ],
-)
-def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path, text, kind, options, message):
-    options = dict(options)
-    sizes = {name: options.pop(name) for name in ("length", "rows") if name in options}
-    call = functools.partial(_refused, **sizes)
-    first, second = ranks(tmp_path, 2, call, text, kind, options)
-    assert first == second and re.search(message, first), first
-
-
-def test_microbatches_may_change_their_length_from_step_to_step_and_evaluate(tmp_path):
-    for found in ranks(tmp_path, 2, _lengths):
-        assert found < 1e-10
+# What else a step must do ----------------------------------------------------------------------
 
 
 def _lengths(rank):
-    plan = Plan.parse("p2")
-    whole = measure_parallel.build("tied", torch.float64)
-    pipeline = parallelize(
-        measure_parallel.build("tied", torch.float64), plan, device_mesh=Grid.make(plan)
-    )
+    """The worst error of a pipeline whose micro-batches change their length from step to step."""
+    plan, whole = Plan.parse("p2"), build("tied", torch.float64)
+    pipeline = parallelize(build("tied", torch.float64), plan, device_mesh=Grid.make(plan))
     worst = 0.0
     for length in (8, 12, 8):
         tokens = torch.arange(3 * length).view(3, 1, length) % 56
-        places = torch.arange(length)[None]
-        micros = [Micro(x, places) for x in tokens]
+        micros = [Micro(x, torch.arange(length)[None]) for x in tokens]
         found = pipeline.forward(micros)
         losses = pipeline.forward_backward(
             micros, lambda k, hidden: hidden.square().sum() * (k + 1)
         )
-        if rank == 1:
-            true = [whole.hidden(x) for x in tokens]
-            worst = max(
-                worst, *(float((a - b).abs().max()) for a, b in zip(found, true, strict=True))
-            )
-            sums = (t.square().sum() * (k + 1) for k, t in enumerate(true))
-            worst = max(worst, *(abs(float(a / b) - 1) for a, b in zip(losses, sums, strict=True)))
-        else:
+        if rank == 0:
             assert found is None and losses == []
+            continue
+        true = [whole.hidden(x) for x in tokens]
+        sums = [x.square().sum() * (k + 1) for k, x in enumerate(true)]
+        errors = [float((a - b).abs().max()) for a, b in zip(found, true, strict=True)]
+        errors += [abs(float(a / b) - 1) for a, b in zip(losses, sums, strict=True)]
+        worst = max(worst, *errors)
     return worst
+
+
+def test_microbatches_may_change_their_length_from_step_to_step_and_evaluate(tmp_path):
+    assert max(ranks(tmp_path, 2, _lengths)) < 1e-10
 
 
 def _frozen(rank):
     """Half of the parameters are frozen, and are neither moved nor counted."""
-    grid, model = Grid.make(Plan.parse("t2")), measure_parallel.build("dense", torch.float64)
+    grid, model = Grid.make(Plan.parse("t2")), build("dense", torch.float64)
     for n, p in enumerate(model.parameters()):
         p.requires_grad_(n % 2 == 0)
     model = parallelize(model, grid.plan, device_mesh=grid)
@@ -408,28 +306,30 @@ def _frozen(rank):
 
 def _evaluated(rank, evaluates):
     """The norm and the weights of a step, with a forward without a backward before it or not."""
-    grid, model = Grid.make(Plan.parse("d2")), measure_parallel.build("tied", torch.bfloat16)
+    grid, model = Grid.make(Plan.parse("d2")), build("tied", torch.bfloat16)
     model = parallelize(model, grid.plan, device_mesh=grid, mode="fsdp")
     optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.1))
     tokens = torch.arange(8)[None] + rank
-    model.hidden(tokens).double().square().sum().backward()
-    if evaluates:
+
+    def evaluate():
         with torch.no_grad():
             model.hidden(tokens)
+
+    model.hidden(tokens).double().square().sum().backward()
+    if evaluates:
+        evaluate()
     reduce_gradients(model)
     norm = clip_grad_norm(model, 1.0)
     assert norm.dtype == torch.float64
     optimizer.step()
     if evaluates:
-        with torch.no_grad():
-            model.hidden(tokens)
+        evaluate()
     return norm, [full(x).clone() for x in training_tensors(model, optimizer).values()]
 
 
 def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
-    (norm, plain), (other, evaluated) = (
-        ranks(tmp_path, 2, _evaluated, k)[0] for k in (False, True)
-    )
+    found = [ranks(tmp_path, 2, _evaluated, evaluates)[0] for evaluates in (False, True)]
+    (norm, plain), (other, evaluated) = found
     assert norm == other
     assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
 
@@ -444,7 +344,7 @@ def test_frozen_parameters_stay_as_they_are(tmp_path):
 
 @pytest.mark.parametrize("ac, layers", [("full", [0, 1, 2, 3]), ("layers", [0, 2]), ("op", [])])
 def test_what_checkpointing_computes_again(ac, layers):
-    model = measure_parallel.build("deep", torch.float64)
+    model = build("deep", torch.float64)
     names = [name for name, _ in model.named_parameters()]
     again = {}  # layer -> FLOPs of what is computed in a backward
 
@@ -465,7 +365,7 @@ def test_what_checkpointing_computes_again(ac, layers):
     parallel.checkpoint_layers(model.model.layers, ac)
     model.hidden(torch.arange(12)[None]).sum().backward()
     with FlopCounterMode(display=False) as counter:
-        measure_parallel.build("deep", torch.float64).hidden(torch.arange(12)[None])
+        build("deep", torch.float64).hidden(torch.arange(12)[None])
     whole = counter.get_total_flops()
     assert [n for n, flops in again.items() if flops] == layers[::-1]
     most = whole * len(layers) / 4  # what only the layer's output needs is not done again
@@ -473,12 +373,19 @@ def test_what_checkpointing_computes_again(ac, layers):
     assert names == [name for name, _ in model.named_parameters()]
 
 
+def _memory(tensors):
+    """Bytes of their storages, each counted once."""
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+                for x in tensors}.values())  # fmt: skip
+
+
 def _held(rank, text, kind, mode, compute_dtype):
     """Bytes of weights, gradients and moments after a step."""
     plan = Plan.parse(text)
-    model = measure_parallel.build(kind, torch.float32)
     options = dict(mode=mode, compute_dtype=compute_dtype)
-    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
+    model = parallelize(
+        build(kind, torch.float32), plan, device_mesh=Grid.make(plan), **options
+    )
     optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x), zero=mode == "zero1")
     reduce_gradients(model)  # without a backward these are zeros
     weights = [parallel.local(p) for p in model.parameters()]
@@ -486,11 +393,7 @@ def _held(rank, text, kind, mode, compute_dtype):
     optimizer.step()
     weights += [p.detach() for p in optimizer.mine.values()]
     moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    found = []
-    for tensors in (weights, gradients, moments):
-        memory = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-        found.append(sum(memory.values()))
-    return found
+    return [_memory(tensors) for tensors in (weights, gradients, moments)]
 
 
 @pytest.mark.parametrize(
@@ -503,7 +406,7 @@ def _held(rank, text, kind, mode, compute_dtype):
 def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode, compute_dtype):
     plan = Plan.parse(text)
     found = ranks(tmp_path, plan.world, _held, text, kind, mode, compute_dtype)
-    config = measure_parallel.build(kind, torch.float32).config
+    config = build(kind, torch.float32).config
     step = measure_parallel.Step(mode, compute=2 if compute_dtype else 0)
     told = measure_parallel.memory(plan, config, step)
     fullest = max(found, key=sum)
@@ -513,7 +416,7 @@ def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, m
 
 @pytest.mark.quick
 def test_plan_prints_groups_and_memory(tmp_path, capsys):
-    models.save_hf(measure_parallel.build("moe", torch.float32), tmp_path)
+    models.save_hf(build("moe", torch.float32), tmp_path)
     command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
     assert parallel.main(command) == 0
     out = capsys.readouterr().out

@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import measure_parallel
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
-from measure_parallel import LENGTH, batch, document_positions, train, train_pipeline
+from measure_parallel import LENGTH, batch, build, document_positions, train, train_pipeline
 from test_ranks import ranks
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,26 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import models
 import parallel
-from parallel import (
-    TIED,
-    Damaged,
-    Grid,
-    LocalOptimizer,
-    Micro,
-    Plan,
-    clip_grad_norm,
-    copy_weights,
-    local,
-    parallelize,
-    persistent_buffers,
-    read_checkpoint,
-    read_newest,
-    reduce_gradients,
-    replica_difference,
-    sealed,
-    training_tensors,
-    write_checkpoint,
-)
+from parallel import TIED, Damaged, Grid, LocalOptimizer, Micro, Plan
+from parallel import clip_grad_norm, copy_weights, local, parallelize, persistent_buffers
+from parallel import read_checkpoint, read_newest, reduce_gradients, replica_difference, sealed
+from parallel import training_tensors, write_checkpoint
 
 # A checkpoint's table of contents and its state --------------------------------------------------
 
@@ -79,6 +62,11 @@ def lay(path, files):
             state["files"][name] = [[end, zlib.crc32(raw[:end])] for end in ends]
     (path / "state.json").write_text(json.dumps(sealed(state)))
     return path
+
+
+def refuses(path, text, **options):
+    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
+        read_checkpoint(path, tensors(), **options)
 
 
 def _table(edit):
@@ -114,11 +102,6 @@ class SetsAttributes:
         return _StorageInfo, ("a", 0, 0), (None, {"evil": 1})
 
 
-# The class itself, under a BUILD whose state would be set on it attribute by attribute.
-BUILD_ON_A_CLASS = (
-    b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
-    b"N}\x8c\x04evilK\x01s\x86b."
-)
 DEEP = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."  # a tuple in a tuple .. as a key
 LAUGHS = b"\x80\x04\x8c\x01a" + b"\x94h\x00h\x00\x86" * 60 + b"\x8c\x01b\x93."
 
@@ -144,7 +127,6 @@ TABLES = {
     "a tensor more": (
         _table(lambda t: t.state_dict_metadata.update(third=t.state_dict_metadata["first"])),
         "not those that it stores"),
-    "a class with an attribute": (lambda raw: BUILD_ON_A_CLASS, "is damaged"),
     "an object with a state": (lambda raw: pickle.dumps(SetsAttributes()), "is damaged"),
     "a deep key": (lambda raw: DEEP, "a tuple that is neither"),
     "a name that doubles": (lambda raw: LAUGHS, "a tuple that is neither"),
@@ -160,18 +142,15 @@ TABLES = {
 def test_a_table_that_is_not_ours_is_refused_by_name(whole, tmp_path, name):
     damage, text = TABLES[name]
     path = lay(tmp_path / "saved", whole | {".metadata": damage(whole[".metadata"])})
-    with pytest.raises(ValueError, match=rf"checkpoint {path}: \.metadata .*{text}"):
-        read_checkpoint(path, tensors())
+    refuses(path, rf"\.metadata .*{text}")
     assert not hasattr(Metadata, "evil") and not hasattr(_StorageInfo, "evil")
 
 
-GLOBALS = [
-    "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
-    "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-]  # fmt: skip
-GLOBALS = [("torch.distributed.checkpoint.metadata", name) for name in GLOBALS]
-GLOBALS += [("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")]
-GLOBALS += [("torch.serialization", "_get_layout"), ("torch", "float32")]
+DCP = "torch.distributed.checkpoint"
+NAMES = "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata"
+GLOBALS = [(f"{DCP}.metadata", name) for name in f"{NAMES} _MEM_FORMAT_ENCODING".split()]
+GLOBALS += [(f"{DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "float32")]
+GLOBALS += [("torch.serialization", "_get_layout")]
 
 
 def _text(value):
@@ -184,14 +163,14 @@ def test_a_table_cannot_change_what_it_names(whole, tmp_path, module, name):
     """BUILD, with a state of each form, on an allowed global, which may be a class."""
     attributes = ["evil", "__init__", "__setstate__", "__new__", "__code__", "__class__"]
     named = b"\x80\x04" + _text(module) + _text(name) + b"\x93"
-    owners = [pkgutil.resolve_name(f"{module}.{name}"), parallel._Record, parallel._TableUnpickler]
+    owners = [x for x in vars(parallel).values() if isinstance(x, type)]
+    owners += [pkgutil.resolve_name(f"{module}.{name}")]
     before = [getattr(owner, x, None) for owner in owners for x in attributes]
     for attribute in attributes:
         changed = b"}" + _text(attribute) + b"K\x01s"  # {attribute: 1}
         for state in (changed, b"N" + changed + b"\x86", b"}" + changed + b"\x86"):
             path = lay(tmp_path / "saved", whole | {".metadata": named + state + b"b."})
-            with pytest.raises(ValueError, match=rf"checkpoint {path}: \.metadata .*"):
-                read_checkpoint(path, tensors())
+            refuses(path, r"\.metadata ")
     assert [getattr(owner, x, None) for owner in owners for x in attributes] == before
 
 
@@ -204,8 +183,7 @@ def test_a_table_cannot_ask_for_memory_or_time(whole, tmp_path):
                 b"\x80\x04Nr\xff\xff\xff\xff.", b"\x80\x04\x8f."):  # fmt: skip
         path = lay(tmp_path / "saved", whole | {".metadata": raw})
         began = time.monotonic()
-        with pytest.raises(ValueError, match=rf"checkpoint {path}: \.metadata .*"):
-            read_checkpoint(path, tensors())
+        refuses(path, r"\.metadata ")
         assert time.monotonic() - began < 10
 
 
@@ -234,33 +212,27 @@ def test_a_flipped_byte_of_the_table_is_refused_or_harmless(whole, tmp_path):
     assert 200 < refused < 400
 
 
-STATES = {
-    "no number": ('{"step": NaN', "Out of range"),
-    "infinite": ('{"step": -Infinity', "Out of range"),
-    "too large": ('{"step": 1e999', "Out of range"),
-    "negative": ('{"step": -3', "step in state.json to be an integer of 0 or more, got -3"),
-    "a fraction": ('{"step": 3.0', "step in state.json to be an integer .*, got 3.0"),
-    "a truth value": ('{"step": true', "step in state.json to be an integer .*, got True"),
-    "a text": ('{"step": "3"', "step in state.json to be an integer .*, got '3'"),
-    "missing": ('{"note": 1', "step in state.json to be an integer .*, got None"),
+STATES = {  # what state.json begins with, which has the seal that fits
+    '{"step": NaN': "Out of range",
+    '{"step": -Infinity': "Out of range",
+    '{"step": 1e999': "Out of range",
+    '{"step": -3': "step in state.json to be an integer of 0 or more, got -3",
+    '{"step": 3.0': "step in state.json to be an integer .*, got 3.0",
+    '{"step": true': "step in state.json to be an integer .*, got True",
+    '{"step": "3"': "step in state.json to be an integer .*, got '3'",
+    '{"note": 1': "step in state.json to be an integer .*, got None",
 }
 
 
-def _resealed(path, text):
-    """state.json of a text, with the seal that fits whatever Python's JSON reads there."""
-    state = json.loads(text)
-    path.write_text(json.dumps(state | {"seal": zlib.crc32(json.dumps(state).encode())}))
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_without_proper_counts_is_refused(whole, tmp_path, name):
-    begin, text = STATES[name]
+@pytest.mark.parametrize("begin", STATES)
+def test_a_state_without_proper_counts_is_refused(whole, tmp_path, begin):
     path = lay(tmp_path / "saved", whole)
-    files = json.dumps(json.loads((path / "state.json").read_text())["files"])
-    _resealed(path / "state.json", begin + ', "files": ' + files + "}")
-    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
-        read_checkpoint(path, tensors(), counts=("step",))
+    files = json.loads((path / "state.json").read_text())["files"]
+    state = json.loads(f'{begin}, "files": {json.dumps(files)}}}')
+    state["seal"] = zlib.crc32(json.dumps(state).encode())
+    (path / "state.json").write_text(json.dumps(state))
+    refuses(path, STATES[begin], counts=("step",))
 
 
 FILES = {
@@ -288,8 +260,7 @@ def test_a_state_that_lists_other_files_is_refused(whole, tmp_path, name):
         os.mkfifo(path / "pipe")
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(sealed(state | {"files": edit(state["files"])})))
-    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
-        read_checkpoint(path, tensors())
+    refuses(path, text)
 
 
 @pytest.mark.quick
@@ -464,7 +435,7 @@ def _biased(seed):
 
 
 WITH_BUFFERS = [("d2", "ddp"), ("d2", "fsdp"), ("d2", "zero1"), ("t2", "ddp"), ("d2e2", "ddp")]
-WITH_BUFFERS += [("p2", "ddp"), ("p2", "fsdp")]
+WITH_BUFFERS += [("p2", "ddp"), ("p2", "fsdp"), ("t2e2", "ddp"), ("(attn:t2|ffn:t2)", "ddp")]
 
 
 def _prepared(text, mode, seed):
@@ -478,7 +449,7 @@ def _carried(rank, folder):
     """Buffers of a checkpoint read under each plan, and what the whole model's copy says."""
     tokens, true = torch.arange(12)[None], _biased(1)
     for text, mode in WITH_BUFFERS:
-        path = folder / f"{text}-{mode}"
+        path = folder / f"{WITH_BUFFERS.index((text, mode))}"
         write_checkpoint(path, training_tensors(*_prepared(text, mode, 1)), {})
         other, optimizer = _prepared(text, mode, 2)
         read_checkpoint(path, training_tensors(other, optimizer))
@@ -509,58 +480,103 @@ def test_buffers_travel_with_checkpoints_and_copies_under_every_plan(tmp_path):
 # Calls that cannot be --------------------------------------------------------------------------
 
 
-def _fails(function):
+def _fails(function, *args, **options):
     with pytest.raises(ValueError) as error:
-        function()
+        function(*args, **options)
     return str(error.value)
 
 
 def _model(kind="dense"):
-    return measure_parallel.build(kind, torch.float64)
+    return build(kind, torch.float64)
 
 
-def _unchanged(model, true):
-    """Still the whole model that computes on one process."""
-    tokens = torch.arange(LENGTH)[None]
-    return torch.equal(model.hidden(tokens), true.hidden(tokens))
+def _call(text, kind="dense", *, grid=None, length=LENGTH, rows=4, bad=1, **options):
+    """What is said of a plan, of the grid of another one, or of tokens that cannot be."""
+    model, plan, parts = _model(kind), Plan.parse(text), []
+    tokens = torch.ones(1, length, dtype=torch.int64)
+    tokens[0, 5] = bad
+
+    def call():
+        mesh = Grid.make(Plan.parse(grid or text))
+        parts.append(part := parallelize(model, plan, device_mesh=mesh, **options))
+        if plan.pp == 1:
+            part.hidden(tokens)
+        part.forward_backward([Micro(tokens, torch.arange(length)[None])] * rows, None)
+
+    said = _fails(call)
+    if not parts:  # it is still the whole model that computes on one process
+        tokens = torch.arange(LENGTH)[None]
+        assert torch.equal(model.hidden(tokens), _model(kind).hidden(tokens))
+    return said
+
+
+CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
+    ("t2", "dense", dict(length=23), "23 tokens a sequence must divide by t = 2 .*pad to 24"),
+    ("d2", "dense", dict(mode="zero3"), "mode: expected one of ddp, fsdp, zero1, got 'zero3'"),
+    ("d2", "dense", dict(ac="some"), "ac: expected one of none, full, layers, op, got 'some'"),
+    ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
+    ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
+    ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
+    ("d4", "dense", {}, r"plan d4: expected p \* d \* c \* t = 4 ranks, got 2"),
+    ("d2e2", "dense", {}, "expected a model with experts, got a dense one"),
+    ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
+    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
+    ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
+    ("p2", "dense", dict(rows=1), "p2: expected a micro-batch for each of 2 stages, got 1"),
+    ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
+    ("p2", "dense", dict(schedule="zbv", attention=print), "zbv cuts 4 stages, but the model"),
+    ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
+    ("d2", "dense", dict(grid="t2"), "expected the grid of plan d2, got that of plan t2"),
+    ("t2", "dense", dict(grid="d2"), "expected the grid of plan t2, got that of plan d2"),
+    ("d2", "dense", dict(schedule="zbv"), "schedule='zbv' needs a pipeline, but plan d2 has no p"),
+]
 
 
 def _refused_calls(rank):
+    return [_call(text, kind, **options) for text, kind, options, _ in CALLS]
+
+
+def _of_two_ranks(function, tmp_path):
+    """What both ranks return, which is equal."""
+    first, second = ranks(tmp_path, 2, function)
+    assert first == second
+    return first
+
+
+def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
+    for (*case, pattern), text in zip(CALLS, _of_two_ranks(_refused_calls, tmp_path), strict=True):
+        assert re.search(pattern, text), (case, text)
+
+
+def _tokens_beyond(rank):
+    row = torch.ones(1, LENGTH, dtype=torch.int64)
+    found = []
+    for bad in (57, -1):
+        row[0, 5] = bad
+        found.append((_call("t2", bad=bad), _fails(_model().hidden, row)))
+    return found
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_alike_with_and_without_t(tmp_path):
+    for said in _of_two_ranks(_tokens_beyond, tmp_path):
+        assert said[0] == said[1] and "vocabulary" in said[0], said
+
+
+def _split_again(rank):
+    """What is said of a model that is split already, or whose states cannot be sharded."""
     grids = {text: Grid.make(Plan.parse(text)) for text in ("d2", "t2", "p2")}
-    texts, true = [], _model()
 
-    def call(text, *, grid=None, **options):
-        model, plan = _model(), Plan.parse(text)
-        mesh = grids[grid or text]
-        texts.append(_fails(lambda: parallelize(model, plan, device_mesh=mesh, **options)))
-        assert _unchanged(model, true)
+    def split(model, text, **options):
+        return parallelize(model, Plan.parse(text), device_mesh=grids[text], **options)
 
-    call("d2", grid="t2")
-    call("d2", schedule="zbv")
-    call("p2", schedule="zbv", attention=print)
-
-    split = parallelize(_model(), Plan.parse("t2"), device_mesh=grids["t2"])
-    again = lambda: parallelize(split, Plan.parse("t2"), device_mesh=grids["t2"])  # noqa: E731
-    texts.append(_fails(again))
-    pipeline = parallelize(_model(), Plan.parse("p2"), device_mesh=grids["p2"])
-    again = lambda: parallelize(pipeline, Plan.parse("p2"), device_mesh=grids["p2"])  # noqa: E731
-    texts.append(_fails(again))
     fsdp.fully_shard(sharded := _model())
-    again = lambda: parallelize(sharded, Plan.parse("d2"), device_mesh=grids["d2"])  # noqa: E731
-    texts.append(_fails(again))
-
-    whole = parallelize(_model(), Plan.parse("d2"), device_mesh=grids["d2"])
-    parts = parallelize(_model(), Plan.parse("d2"), device_mesh=grids["d2"], mode="fsdp")
-    for model in (whole, parts, sharded, _model()):
-        zero = lambda: LocalOptimizer(model, torch.optim.AdamW, zero=True)  # noqa: B023, E731
-        texts.append(_fails(zero))
-    return texts
+    cases = [(split(_model(), "t2"), "t2"), (split(_model(), "p2"), "p2"), (sharded, "d2")]
+    texts = [_fails(split, model, text) for model, text in cases]
+    ways = split(_model(), "d2"), split(_model(), "d2", mode="fsdp"), sharded, _model()
+    return texts + [_fails(LocalOptimizer, x, torch.optim.AdamW, zero=True) for x in ways]
 
 
 REFUSED = [
-    "expected the grid of plan d2, got that of plan t2",
-    "schedule='zbv' needs a pipeline, but plan d2 has no p",
-    "zbv cuts 4 stages, but the model has 2 layers",
     *["expected a whole model, got one that is split or sharded already"] * 3,
     *["zero=True .* expected a model of .*zero1.*, got mode=" + m for m in ("'ddp'", "'fsdp'")],
     "expected a whole model or one of parallelize, got one with DTensors",
@@ -568,10 +584,8 @@ REFUSED = [
 ]  # fmt: skip
 
 
-def test_calls_that_cannot_be_are_refused_before_anything_changes(tmp_path):
-    first, second = ranks(tmp_path, 2, _refused_calls)
-    assert first == second
-    for text, pattern in zip(first, REFUSED, strict=True):
+def test_a_model_is_split_once_and_zero1_needs_its_mode(tmp_path):
+    for text, pattern in zip(_of_two_ranks(_split_again, tmp_path), REFUSED, strict=True):
         assert re.search(pattern, text), text
 
 
@@ -583,14 +597,13 @@ def _odd(rank):
         grid, options = Grid.make(plan), dict(attention=models.causal_attention, mode=mode)
         model = parallelize(_model(), plan, device_mesh=grid, **options)
         part = torch.arange(27).chunk(2)[dist.get_rank(grid.context)][None]
-        texts.append(_fails(lambda: model.hidden(part)))  # noqa: B023
+        texts.append(_fails(model.hidden, part))
         assert model.hidden(part[:, :12]).shape[1] == 12
     plan = Plan.parse("p2t2")
     pipeline = parallelize(_model(), plan, device_mesh=Grid.make(plan))
     micros = [Micro(torch.arange(23)[None], torch.arange(23)[None])] * 2
-    texts.append(_fails(lambda: pipeline.forward(micros)))
-    texts.append(_fails(lambda: pipeline.forward_backward(micros, None)))
-    return texts
+    texts.append(_fails(pipeline.forward, micros))
+    return [*texts, _fails(pipeline.forward_backward, micros, None)]
 
 
 def test_an_odd_share_of_a_sequence_is_refused_by_every_rank(tmp_path):
@@ -605,7 +618,7 @@ def test_an_odd_share_of_a_sequence_is_refused_by_every_rank(tmp_path):
 
 def _trained(text, kind, *, shards=None, sizes=None, **options):
     """A model and its optimiser after three AdamW steps; without a plan where text is ""."""
-    model = measure_parallel.build(kind, torch.float64, **(sizes or {}))
+    model = build(kind, torch.float64, **(sizes or {}))
     adamw = lambda x: torch.optim.AdamW(x, lr=0.01)  # noqa: E731
     share = dist.get_rank()
     if text:
@@ -648,6 +661,8 @@ def _compared(rank, cases):
         for culprit, name, key, _ in flips:
             if rank == culprit and key == "buffer":
                 tensor = persistent_buffers(model)[name]
+            elif rank == culprit and key == "master":
+                tensor = optimizer.mine[name]
             elif rank == culprit:
                 p = named[name]
                 mine = optimizer.mine[name] if own and key else p
@@ -677,6 +692,8 @@ COMPARED = {
         ("t2", "dense", {}, [(1, NORM, "", "{NORM}: rank 0 / rank 1 hold"), (1, UP, "", None),
                              (0, Q_NORM, "exp_avg", "{Q_NORM} (exp_avg): rank 0 / rank 1 hold")]),
         ("t2", "dense", dict(sequence=False), [(1, NORM, "", "{NORM}: rank 0 / rank 1 hold")]),
+        ("d2", "dense", dict(compute_dtype=torch.float32),
+         [(1, NORM, "master", "{NORM} (master): rank 0 / rank 1 hold")]),
         ("d2", "dense", dict(mode="fsdp"), [(1, UP, "", None),
                                             (1, UP, "step", "{UP} (step): rank 0 / rank 1 hold")]),
         ("p2", "tied", {}, [(1, TIED, "", "{TIED}: rank 0 / rank 1 hold"), (0, UP, "", None),
@@ -722,8 +739,8 @@ def _after_three_steps(rank, cases):
 # other places of the ends' messages, over the borders at which the order of additions turns.
 UNEVEN = dict(sizes=dict(num_hidden_layers=3, vocab_size=600))
 SIX = [
-    ("p2d3", "deep tied", UNEVEN), ("p2d3", "deep tied", UNEVEN | dict(mode="zero1")),
-    ("p2d3", "deep tied", UNEVEN | dict(mode="fsdp")), ("d3t2", "dense", {}),
+    ("p2d3", "deep_tied", UNEVEN), ("p2d3", "deep_tied", UNEVEN | dict(mode="zero1")),
+    ("p2d3", "deep_tied", UNEVEN | dict(mode="fsdp")), ("d3t2", "dense", {}),
     ("d3t2", "dense", dict(sequence=False)),
 ]  # fmt: skip
 
@@ -765,14 +782,13 @@ def _odd_modules(rank):
     model.late = torch.nn.Parameter(torch.ones(1))
     tied = _model()
     tied.lm_head.weight = tied.model.embed_tokens.weight
-    texts = [_fails(lambda: reduce_gradients(model))]
-    texts.append(_fails(lambda: parallelize(tied, plan, device_mesh=grid)))
+    texts = [_fails(reduce_gradients, model)]
+    texts.append(_fails(parallelize, tied, plan, device_mesh=grid))
     part = parallelize(tied, Plan.parse("d2"), device_mesh=Grid.make(Plan.parse("d2")))
     reduce_gradients(part)
     pipeline = parallelize(_model(), Plan.parse("p2"), device_mesh=Grid.make(Plan.parse("p2")))
     (stage,) = pipeline.parts.values()
-    again = lambda: parallelize(stage, Plan.parse("d2"), device_mesh=part.part.grid)  # noqa: E731
-    texts.append(_fails(again))
+    texts.append(_fails(parallelize, stage, Plan.parse("d2"), device_mesh=part.part.grid))
     return model.scale.grad.tolist(), texts
 
 

@@ -13,9 +13,6 @@ Ranks start once for each number of ranks and form (default, slow) and go throug
 """
 
 import contextlib
-import os
-import traceback
-from datetime import timedelta
 from typing import NamedTuple
 
 import pytest
@@ -24,22 +21,9 @@ import torch.distributed as dist
 
 import models
 import ring_attention as ring
-from parallel import (
-    Grid,
-    LocalOptimizer,
-    Micro,
-    Pipeline,
-    Plan,
-    clip_grad_norm,
-    copy_weights,
-    full,
-    parallelize,
-    read_checkpoint,
-    reduce_gradients,
-    training_tensors,
-    write_checkpoint,
-)
-from test_ranks import join, ranks, start
+from parallel import Grid, LocalOptimizer, Micro, Pipeline, Plan
+from parallel import clip_grad_norm, full, parallelize, reduce_gradients
+from test_ranks import ranks
 
 ROWS, LENGTH, VOCABULARY, WIDTH, STEPS = 4, 24, 56, 24, 3
 TEMPERATURE, MAX_NORM = 0.7, 1.0
@@ -122,12 +106,9 @@ def make_truth(family, folder):
     torch.manual_seed(0)
     data = Data.draw()
     with float32_is_float64():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch.float64,
-            attn_implementation="eager",
-            experts_implementation="eager",  # the grouped product has no float64
-        )
+        eager = dict(attn_implementation="eager", experts_implementation="eager")  # not grouped:
+        model = transformers.AutoModelForCausalLM.from_config(  # that has no float64
+            config, dtype=torch.float64, **eager)  # fmt: skip
         with torch.no_grad():  # norms and biases away from their neutral values
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p)
@@ -278,105 +259,56 @@ def _run_cases(rank, folder, cases):
     return {name: run_case(case, folder, grids) for name, case in cases.items()}
 
 
-FSDP, ZERO1 = dict(mode="fsdp"), dict(mode="zero1")
-INTERLEAVED, ZBV = dict(schedule="interleaved1f1b"), dict(schedule="zbv")
-ALLGATHER, ULYSSES = dict(method="allgather"), dict(method="ulysses")
-ALONE = dict(sequence=False)
+# A case is written as its plan and words of this table.
+OPTIONS = {
+    "fsdp": dict(mode="fsdp"), "zero1": dict(mode="zero1"), "alone": dict(sequence=False),
+    "interleaved": dict(schedule="interleaved1f1b"), "zbv": dict(schedule="zbv"),
+    "allgather": dict(method="allgather"), "ulysses": dict(method="ulysses"),
+    "full": dict(ac="full"), "op": dict(ac="op"),
+}  # fmt: skip
 ETP = "(attn:d2t2|ffn:e2t2)"
 
-DEFAULT = {
-    "d2": Case("d2", "qwen3"),
-    "d2 fsdp": Case("d2", "gemma3", FSDP),
-    "d2 zero1": Case("d2", "qwen2", ZERO1),
-    "t2": Case("t2", "qwen3"),
-    "t2 llama": Case("t2", "llama"),
-    "c2 mistral": Case("c2", "mistral"),
-    "c2": Case("c2", "gemma3"),
-    "p2": Case("p2", "gemma3"),
-    "p2 zbv": Case("p2", "qwen3", ZBV),
-    "d2e2": Case("d2e2", "moe"),
-    "d2t2": Case("d2t2", "qwen2"),
-    "d2t2e2 etp": Case(ETP, "moe"),
-}
-# The same with a gradient that one rank scales in the second of the three steps.
-FAULTY = {
-    "d2": DEFAULT["d2"]._replace(fault="layers.1.mlp.up_proj"),
-    "t2": DEFAULT["t2"]._replace(fault="layers.0.input_layernorm"),
-    "c2": DEFAULT["c2"]._replace(fault="layers.2.self_attn.k_proj"),
-    "p2": DEFAULT["p2"]._replace(fault="layers.3.mlp.down_proj"),
-    "d2e2": DEFAULT["d2e2"]._replace(fault="layers.2.mlp.experts.gate_proj"),
-}
-PLANS = {  # name -> plan, options; of a dense family
-    "d2": ("d2", {}),
-    "d2 fsdp": ("d2", FSDP),
-    "d2 zero1": ("d2", ZERO1),
-    "t2": ("t2", {}),
-    "t2 without sequence": ("t2", ALONE),
-    "t2 zero1": ("t2", ZERO1),
-    "c2": ("c2", {}),
-    "c2 allgather": ("c2", ALLGATHER),
-    "c2 ulysses": ("c2", ULYSSES),
-    "c2 fsdp": ("c2", FSDP),
-    "p2": ("p2", {}),
-    "p2 interleaved": ("p2", INTERLEAVED),
-    "p2 zbv": ("p2", ZBV),
-    "p2 fsdp": ("p2", FSDP),
-    "d2 ac full": ("d2", dict(ac="full")),
-    "t2 ac op": ("t2", dict(ac="op")),
-    "d4": ("d4", {}),
-    "d4 fsdp": ("d4", FSDP),
-    "d4 zero1": ("d4", ZERO1),
-    "c4": ("c4", {}),
-    "c4 ulysses": ("c4", ULYSSES),
-    "p4": ("p4", {}),
-    "d2t2": ("d2t2", {}),
-    "d2t2 fsdp": ("d2t2", FSDP),
-    "d2t2 zero1": ("d2t2", ZERO1),
-    "d2t2 without sequence": ("d2t2", ALONE),
-    "p2t2": ("p2t2", {}),
-    "p2t2 interleaved": ("p2t2", INTERLEAVED),
-    "p2t2 zbv": ("p2t2", ZBV),
-    "p2t2 without sequence": ("p2t2", ALONE),
-    "c2t2": ("c2t2", {}),
-    "c2t2 ulysses": ("c2t2", ULYSSES),
-    "c2t2 allgather": ("c2t2", ALLGATHER),
-    "d2c2": ("d2c2", {}),
-    "d2c2 fsdp": ("d2c2", FSDP),
-    "d2c2 zero1": ("d2c2", ZERO1),
-    "d2p2": ("d2p2", {}),
-    "d2p2 fsdp": ("d2p2", FSDP),
-    "d2p2 zero1, zbv": ("d2p2", ZERO1 | ZBV),
-    "p2c2": ("p2c2", {}),
-    "p2c2 interleaved": ("p2c2", INTERLEAVED),
-}
-EXPERTS = {  # and of the mixture
-    "d2e2": ("d2e2", {}),
-    "d2e2 fsdp": ("d2e2", FSDP),
-    "d2e2 zero1": ("d2e2", ZERO1),
-    "d2e2 ac full": ("d2e2", dict(ac="full")),
-    "t2e2": ("t2e2", {}),
-    "t2, experts whole": ("t2", {}),
-    "c2e2": ("c2e2", {}),
-    "etp": ("(attn:t2|ffn:t2)", {}),
-    "etp without sequence": ("(attn:t2|ffn:t2)", ALONE),
-    "d4e2": ("d4e2", {}),
-    "d4e4 fsdp": ("d4e4", FSDP),
-    "d2t2e2 etp": (ETP, {}),
-    "d2t2e2 etp without sequence": (ETP, ALONE),
-    "d2t2e2 etp fsdp": (ETP, FSDP),
-    "d2t2e2 etp zero1": (ETP, ZERO1),
-    "d2t2e2": ("d2t2e2", {}),
-    "d2t2e4": ("d2t2e4", {}),
-    "d2t2e4 fsdp": ("d2t2e4", FSDP),
-    "d2c2e4": ("d2c2e4", {}),
-    "d2p2e2": ("d2p2e2", {}),
-    "p2t2e2 zbv": ("p2t2e2", ZBV),
-    "p2 etp": ("(attn:p2t2|ffn:p2t2)", {}),
-}
-SLOW = {
-    f"{family} {name}": Case(plan, family, options)
+
+def case(family, name, fault=""):
+    """name: "PLAN WORD WORD ..". fault: see `Case`."""
+    plan, *words = name.split()
+    options = {}
+    for word in words:
+        options |= OPTIONS[word]
+    return Case(plan, family, options, fault)
+
+
+DEFAULT = [
+    ("qwen3", "d2"), ("gemma3", "d2 fsdp"), ("qwen2", "d2 zero1"), ("qwen3", "t2"), ("llama", "t2"),
+    ("mistral", "c2"), ("gemma3", "c2"), ("gemma3", "p2"), ("qwen3", "p2 zbv"), ("moe", "d2e2"),
+    ("qwen2", "d2t2"), ("moe", ETP),
+]  # fmt: skip
+# A gradient that one rank scales in the second of the three steps.
+FAULTY = [
+    ("qwen3", "d2", "layers.1.mlp.up_proj"), ("qwen3", "t2", "layers.0.input_layernorm"),
+    ("gemma3", "c2", "layers.2.self_attn.k_proj"), ("gemma3", "p2", "layers.3.mlp.down_proj"),
+    ("moe", "d2e2", "layers.2.mlp.experts.gate_proj"),
+]  # fmt: skip
+PLANS = """
+d2, d2 fsdp, d2 zero1, d2 full, t2, t2 alone, t2 zero1, t2 op, c2, c2 allgather, c2 ulysses, c2 fsdp
+p2, p2 interleaved, p2 zbv, p2 fsdp, d4, d4 fsdp, d4 zero1, c4, c4 ulysses, p4
+d2t2, d2t2 fsdp, d2t2 zero1, d2t2 alone, p2t2, p2t2 interleaved, p2t2 zbv, p2t2 alone
+c2t2, c2t2 ulysses, c2t2 allgather, d2c2, d2c2 fsdp, d2c2 zero1, d2p2, d2p2 fsdp, d2p2 zero1 zbv
+p2c2, p2c2 interleaved
+"""
+EXPERTS = """
+d2e2, d2e2 fsdp, d2e2 zero1, d2e2 full, t2e2, t2, c2e2, (attn:t2|ffn:t2), (attn:t2|ffn:t2) alone
+d4e2, d4e4 fsdp, ETP, ETP alone, ETP fsdp, ETP zero1, d2t2e2, d2t2e4, d2t2e4 fsdp, d2c2e4, d2p2e2
+p2t2e2 zbv, (attn:p2t2|ffn:p2t2)
+""".replace("ETP", ETP)
+SLOW = [
+    (family, name)
     for family in FAMILIES
-    for name, (plan, options) in (EXPERTS if family == "moe" else PLANS).items()
+    for name in (EXPERTS if family == "moe" else PLANS).strip().replace("\n", ", ").split(", ")
+]
+CASES = {
+    form: {f"{given[0]} {given[1]}": case(*given) for given in cases}
+    for form, cases in dict(default=DEFAULT, faulty=FAULTY, slow=SLOW).items()
 }
 
 
@@ -396,12 +328,11 @@ def truths(tmp_path_factory):
 def errors_of(truths, tmp_path_factory):
     """(form, number of ranks) -> {case: its errors, the worst of any rank}; each made once."""
     made = {}
-    forms = {"default": DEFAULT, "faulty": FAULTY, "slow": SLOW}
 
     def errors(form, name):
-        world = Plan.parse(forms[form][name].plan).world
+        world = Plan.parse(CASES[form][name].plan).world
         if (form, world) not in made:
-            cases = {k: c for k, c in forms[form].items() if Plan.parse(c.plan).world == world}
+            cases = {k: c for k, c in CASES[form].items() if Plan.parse(c.plan).world == world}
             by_rank = ranks(tmp_path_factory.mktemp("parity"), world, _run_cases, truths, cases)
             made[form, world] = {
                 k: {kind: max(found[k][kind] for found in by_rank) for kind in BUDGET}
@@ -412,192 +343,19 @@ def errors_of(truths, tmp_path_factory):
     return errors
 
 
-def require_within_budget(errors):
+EVERY = [("default", name) for name in CASES["default"]]
+EVERY += [pytest.param("slow", name, marks=pytest.mark.slow) for name in CASES["slow"]]
+
+
+@pytest.mark.parametrize("form, name", EVERY)
+def test_a_plan_gives_what_transformers_gives(errors_of, form, name):
+    errors = errors_of(form, name)
     over = {kind: errors[kind] for kind in BUDGET if not errors[kind] <= BUDGET[kind]}
     assert not over, over
 
 
-@pytest.mark.parametrize("name", DEFAULT)
-def test_a_plan_gives_what_transformers_gives(errors_of, name):
-    require_within_budget(errors_of("default", name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_every_plan_and_family_gives_what_transformers_gives(errors_of, name):
-    require_within_budget(errors_of("slow", name))
-
-
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", CASES["faulty"])
 def test_a_gradient_scaled_on_one_rank_is_seen_by_each_check(errors_of, name):
     errors = errors_of("faulty", name)
     for kind in BUDGET:
         assert errors[kind] > 100 * BUDGET[kind], kind
-
-
-# A router's bias -----------------------------------------------------------------------------
-
-VOTING = ["d2", "d2e2", "t2e2", "(attn:t2|ffn:t2)", "p2"]
-
-
-def _mixture(votes):
-    sizes = dict(num_hidden_layers=2, sparse_layers=(0, 1), num_experts=4)
-    config = models.tiny("qwen3_moe", router_bias_rate=0.1, **sizes)
-    model = models.Transformer(config).double().init_weights(0)
-    for layer, buffer in enumerate(model.buffers()):
-        buffer.copy_(votes * (torch.arange(4) + 10 * layer + 1))
-    return model
-
-
-def _buffers(model):
-    parts = model.parts.values() if isinstance(model, Pipeline) else [model]
-    return {name: buffer.clone() for part in parts for name, buffer in part.named_buffers()}
-
-
-def _keep_votes(rank, folder, plans):
-    """plan -> whether a checkpoint, and whether a copy into a whole model, has the votes."""
-    found, truth = {}, _buffers(_mixture(1))
-
-    def split(model, plan, grid):
-        part = parallelize(model, plan, device_mesh=grid)
-        return part, LocalOptimizer(part, lambda x: torch.optim.AdamW(x, lr=0.01))
-
-    for n, text in enumerate(plans):
-        plan = Plan.parse(text)
-        grid = Grid.make(plan)
-        part, optimizer = split(_mixture(1), plan, grid)
-        write_checkpoint(folder / f"votes-{n}", training_tensors(part, optimizer), {})
-        other, optimizer = split(_mixture(0), plan, grid)
-        read_checkpoint(folder / f"votes-{n}", training_tensors(other, optimizer))
-        read = _buffers(other)
-        assert read, "this rank holds a sparse layer"
-        target = _mixture(0)
-        copy_weights(part, target)
-        copied = _buffers(target)
-        found[text] = dict(
-            read=all(torch.equal(read[name], truth[name]) for name in read),
-            copied=all(torch.equal(copied[name], truth[name]) for name in truth),
-        )
-    return found
-
-
-@pytest.fixture(scope="module")
-def votes_kept(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("votes")
-    (folder / "ranks").mkdir()
-    return ranks(folder / "ranks", 2, _keep_votes, folder, VOTING)
-
-
-@pytest.mark.parametrize("how", ["read", "copied"])
-@pytest.mark.parametrize("plan", VOTING)
-def test_the_votes_for_experts_survive(votes_kept, plan, how):
-    assert all(found[plan][how] for found in votes_kept)
-
-
-# What all ranks refuse -----------------------------------------------------------------------
-
-
-def _dense(**changes):
-    config = models.tiny("qwen3", vocab_size=57, **changes)
-    return models.Transformer(config).double().init_weights(0)
-
-
-def _bad_tokens(bad):
-    tokens = torch.arange(1, 25).view(1, -1).clone()
-    tokens[0, 5] = bad
-    return tokens
-
-
-def _beyond(plan, bad):
-    part = parallelize(_dense(), plan, device_mesh=Grid.make(plan))
-    part.hidden(_bad_tokens(bad))
-
-
-def _beyond_57(plan):
-    _beyond(plan, 57)
-
-
-def _beyond_0(plan):
-    _beyond(plan, -1)
-
-
-def _zero_on_fsdp(plan):
-    part = parallelize(_dense(), plan, device_mesh=Grid.make(plan), mode="fsdp")
-    LocalOptimizer(part, lambda x: torch.optim.AdamW(x, lr=0.01), zero=True)
-
-
-def _another_plans_grid(plan):
-    grid = Grid.make(Plan.parse("d2"))
-    part = parallelize(_dense(), plan, device_mesh=grid)
-    part.hidden(_bad_tokens(1)).sum().backward()
-
-
-def _27_tokens(plan):
-    grid = Grid.make(plan)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ring.Mask.causal(27, window=window)
-        return ring.ring_attention(q, k, v, group=grid.context, mask=mask, scale=scale)
-
-    part = parallelize(_dense(), plan, device_mesh=grid, attention=attention)
-    take = ring.indices(27, dist.get_rank(grid.context), plan.cp)
-    part.hidden(torch.arange(1, 28)[None][:, take], positions=take[None])
-
-
-def _refused(rank, world, folder, function, plan):
-    """Leaves the error's kind and text in the folder, and leaves at once, as a rank that fails."""
-    torch.set_num_threads(1)
-    meet = dict(init_method=f"file://{folder}/store", timeout=timedelta(seconds=20))
-    dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
-    text = "no error"
-    try:
-        function(Plan.parse(plan))
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        (folder / f"traceback-{rank}").write_text(traceback.format_exc())
-    (folder / f"text-{rank}").write_text(text)
-    os._exit(0)
-
-
-def texts_of_ranks(folder, function, plan):
-    """"KIND: TEXT" of what each rank raised, or "no error"."""
-    world = Plan.parse(plan).world
-    join(start(world, _refused, world, folder, function, plan), 60)
-    return [(folder / f"text-{rank}").read_text() for rank in range(world)]
-
-
-def text_of_one_process(bad):
-    try:
-        _dense().hidden(_bad_tokens(bad))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-@pytest.mark.parametrize("bad, function", [(57, _beyond_57), (-1, _beyond_0)])
-def test_a_token_beyond_the_vocabulary_is_refused_alike_with_and_without_t(tmp_path, bad, function):
-    texts = texts_of_ranks(tmp_path, function, "t2")
-    assert texts[0].startswith("ValueError: ")
-    assert {*texts} == {text_of_one_process(bad)}
-
-
-REFUSED = {
-    "zero1's optimiser on fsdp": (_zero_on_fsdp, "d2"),
-    "a grid of another plan": (_another_plans_grid, "t2"),
-    "27 tokens over c2t2": (_27_tokens, "c2t2"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_refuses_alike(tmp_path, name):
-    texts = texts_of_ranks(tmp_path, *REFUSED[name])
-    assert texts[0].startswith("ValueError: ") and len({*texts}) == 1, texts
-
-
-def test_a_mistake_that_is_refused_today_is_seen_as_refused(tmp_path):
-    texts = texts_of_ranks(tmp_path, _wrong_mode, "d2")
-    assert texts[0].startswith("ValueError: mode: expected one of") and len({*texts}) == 1
-
-
-def _wrong_mode(plan):
-    parallelize(_dense(), plan, device_mesh=Grid.make(plan), mode="zero2")

@@ -9,7 +9,7 @@ import measure_parallel
 import pytest
 import torch
 from conftest import ROOT
-from measure_parallel import PUBLISHED, WIRE, Rank, Step
+from measure_parallel import PUBLISHED, WIRE, Rank, Step, read_cases
 from test_ranks import ranks
 
 import models
@@ -162,10 +162,10 @@ def test_what_is_not_a_plan_is_refused(text, message):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["", "d2+", "d2|", "|d2", "d2++d2", "attn:d2|d2", "d2|ffn:e2", 2])
-def test_what_is_not_an_allocation_is_refused(text):
-    with pytest.raises(ValueError, match="expected a plan such as d2t2"):
-        Allocation.parse(text)
+def test_what_is_not_an_allocation_is_refused():
+    for text in ("", "d2+", "d2|", "|d2", "d2++d2", "attn:d2|d2", "d2|ffn:e2", 2):
+        with pytest.raises(ValueError, match="expected a plan such as d2t2"):
+            Allocation.parse(text)
 
 
 @pytest.mark.quick
@@ -233,40 +233,24 @@ def test_schedules_that_do_not_exist_are_refused(wrong):
         lr_factor(3, **dict(warmup=2, total=10) | wrong)
 
 
-SENDS = {  # plan, kind of model, options of parallelize, micro-batches a replica
-    "d2": ("d2", "dense", {}, 2),
-    "d2 zero1": ("d2", "dense", dict(mode="zero1"), 1),
-    "d2 fsdp": ("d2", "dense", dict(mode="fsdp"), 2),
-    "t2": ("t2", "dense", {}, 2),
-    "t2 again": ("t2", "dense", dict(ac="full"), 1),
-    "t2 sandwich, tied, again": ("t2", "tied", dict(ac="full"), 1),
-    "t2 moe again": ("t2", "moe", dict(ac="full"), 1),
-    "c2": ("c2", "dense", {}, 2),
-    "c2 again": ("c2", "dense", dict(ac="full"), 1),
-    "d2e2": ("d2e2", "moe", {}, 2),
-    "d2e2 fsdp again": ("d2e2", "moe", dict(mode="fsdp", ac="full"), 2),
-    "p2": ("p2", "dense", {}, 4),
-    "p2 tied": ("p2", "tied", {}, 2),
-    "d2 zero1 mixed": ("d2", "dense", dict(mode="zero1", compute_dtype=torch.bfloat16), 1),
-    "d2 fsdp mixed": ("d2", "dense", dict(mode="fsdp", compute_dtype=torch.bfloat16), 2),
-    "t2 moe mixed": ("t2", "moe", dict(ac="full", compute_dtype=torch.bfloat16), 1),
-    "c2 mixed": ("c2", "dense", dict(compute_dtype=torch.bfloat16), 2),
-    "d2e2 mixed": ("d2e2", "moe", dict(compute_dtype=torch.bfloat16), 2),
-    "p2 tied mixed": ("p2", "tied", dict(compute_dtype=torch.bfloat16), 2),
-}
+SENDS = {  # a case of read_cases: micro-batches of a replica
+    "d2 dense": 2, "d2 dense zero1": 1, "d2 dense fsdp": 2, "t2 dense": 2, "t2 dense full": 1,
+    "t2 tied full": 1, "t2 moe full": 1, "c2 dense": 2, "c2 dense full": 1, "d2e2 moe": 2,
+    "d2e2 moe fsdp full": 2, "p2 dense": 4, "p2 tied": 2, "d2 dense zero1 mixed": 1,
+    "d2 dense fsdp mixed": 2, "t2 moe full mixed": 1, "c2 dense mixed": 2, "d2e2 moe mixed": 2,
+    "p2 tied mixed": 2,
+}  # fmt: skip
 SENDS_4 = {
-    "c4": ("c4", "dense", {}, 1),
-    "d2t2 fsdp": ("d2t2", "dense", dict(mode="fsdp"), 2),
-    "t2c2 again": ("t2c2", "dense", dict(ac="full"), 1),
-    "d2t2e4": ("d2t2e4", "moe", {}, 2),
-    "etp": ("(attn:d2t2|ffn:e2t2)", "moe", dict(ac="full"), 1),
-    "d2p2 zero1": ("d2p2", "dense", dict(mode="zero1"), 2),
-    "d2p2 fsdp": ("d2p2", "dense", dict(mode="fsdp"), 4),
-    "p2t2": ("p2t2", "dense", {}, 2),
-    "p4": ("p4", "deep", {}, 4),
-    "d2t2 fsdp mixed": ("d2t2", "dense", dict(mode="fsdp", compute_dtype=torch.bfloat16), 2),
-}
+    "c4 dense": 1, "d2t2 dense fsdp": 2, "t2c2 dense full": 1, "d2t2e4 moe": 2, "etp moe full": 1,
+    "d2p2 dense zero1": 2, "d2p2 dense fsdp": 4, "p2t2 dense": 2, "p4 deep": 4,
+    "d2t2 dense fsdp mixed": 2,
+}  # fmt: skip
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
+
+
+def case_of(name):
+    """(plan, kind of model, options, micro-batches a replica)."""
+    return *read_cases(name)[name], (SENDS | SENDS_4)[name]
 
 
 def _handed_over(rank, cases):
@@ -279,12 +263,12 @@ def handed_over(tmp_path_factory):
     made = {}
 
     def of_case(name):
-        cases = SENDS if name in SENDS else {name: SENDS_4[name]}
+        names = SENDS if name in SENDS else [name]
         if name not in made:
-            folder = tmp_path_factory.mktemp("sends")
-            world = Plan.parse(cases[name][0]).world
-            found = ranks(folder, world, _handed_over, [*cases.values()])
-            made.update(zip(cases, zip(*found)))
+            cases = [case_of(name) for name in names]
+            world = Plan.parse(cases[0][0]).world
+            found = ranks(tmp_path_factory.mktemp("sends"), world, _handed_over, cases)
+            made.update(zip(names, zip(*found)))
         return made[name]
 
     return of_case
@@ -293,7 +277,7 @@ def handed_over(tmp_path_factory):
 @pytest.mark.parametrize("name", [*SENDS, *SLOW])
 def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
     """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
-    text, kind, options, micros = (SENDS | SENDS_4)[name]
+    text, kind, options, micros = case_of(name)
     plan = Plan.parse(text)
     found, told = handed_over(name), []
     config = measure_parallel.build(kind, torch.float32, vocab_size=56).config

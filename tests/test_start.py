@@ -11,23 +11,16 @@ import signal
 from pathlib import Path
 
 import pytest
-
-import train_grpo
 from conftest import LOOKUP
+from test_ranks import read_metrics
+from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
 
 from audit import RunFiles, audited, state_before
-from test_ranks import UNEQUAL, read_metrics
-from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
 from train_grpo import Config, Log, make_task, parse_config
 
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9 --log-every 4"
 RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
-
-
-def lines_of(path):
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(UNEQUAL)} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def test_help_shows_the_default_of_each_start(capsys):
 
 def test_the_supervised_start_is_seen(straight):
     run, out = straight()
-    lines = lines_of(run / "demos.jsonl")
+    lines = read_metrics(run, "demos.jsonl")
     assert [line["step"] for line in lines] == list(range(10))
     assert all(line.keys() == {"step", *Log.DEMO_METRICS} - {"seconds/total"} for line in lines)
     losses = [line["loss/token_mean"] for line in lines]
@@ -108,20 +101,16 @@ def test_the_supervised_start_is_seen(straight):
 
 SUPERVISED = "train_grpo.RolloutQueue.imitate"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, "train_grpo.Log.advance", 3), (1, "train_grpo.write_reference", 1),
-    (1, "train_grpo.save", 3), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
+    (1, SUPERVISED, 6), (1, "train_grpo.save", 3), (1, "train_grpo.Log.advance", 3),
+    (1, "train_grpo.write_reference", 1), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
     (2, SUPERVISED, 6), (2, "train_grpo.save", 3),
 ]  # fmt: skip
-QUICK = 0, 3
-SOME = [
-    pytest.param(*kill, marks=[] if n in QUICK else [pytest.mark.slow])
-    for n, kill in enumerate(KILLS)
-]
+SOME = KILLS[:2] + [pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[2:]]
 
 
 def same_start(run, truth):
     same_run(run, truth)
-    assert lines_of(run / "demos.jsonl") == lines_of(truth / "demos.jsonl")
+    assert read_metrics(run, "demos.jsonl") == read_metrics(truth, "demos.jsonl")
     names = {path.name for path in truth.iterdir()}
     assert {path.name for path in run.iterdir()} == names
 
@@ -142,11 +131,10 @@ def _stopped(rank, world, port, cwd, log, flags, count):
     _main(rank, world, port, cwd, log, flags, None)
 
 
-LAST = pytest.param(1, 10, marks=pytest.mark.slow)
-OF_TWO = pytest.param(2, 6, marks=pytest.mark.slow)
+LATER = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6))]
 
 
-@pytest.mark.parametrize("world, count", [(1, 6), LAST, OF_TWO])
+@pytest.mark.parametrize("world, count", [(1, 6), *LATER])
 def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
     codes, out, err = end(*begin(tmp_path, DEMOS, world, count, _stopped))
     assert codes == [143] * world, err
@@ -254,14 +242,10 @@ def test_it_warns_once_a_streak_in_words_of_what_is_equal(process_group, capsys)
 PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in a step
 
 
-@pytest.mark.parametrize(
-    "flags, reply, warns",
-    [
-        ("", PER_PROMPT, True),
-        ("--advantage gae", PER_PROMPT, False),
-        pytest.param("--advantage gae", "return state, None, 1.0", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("flags, reply, warns", [
+    ("", PER_PROMPT, True), ("--advantage gae", PER_PROMPT, False),
+    pytest.param("--advantage gae", "return state, None, 1.0", True, marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warns):
     """With a critic, rewards of different prompts can be compared. Rank 0 says it for all."""
