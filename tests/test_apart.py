@@ -251,11 +251,12 @@ def test_an_error_of_one_side_is_the_error_of_both(tmp_path):
     (tmp_path / "run" / "notes").touch()
     codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --plan d1+d1", 2)
     assert codes == [2, 2] and "rank 1: error: run holds files that are not a run's" in err[1]
-    told = "trainer rank 0 (rank 1 of the run) has ended: ValueError: run holds files that are no"
+    told = "trainer rank 0 (rank 1 of the run) has ended: ValueError: run holds files that are not"
     assert told in err[0] and "--resume" not in err[0]
 
 
 @pytest.mark.parametrize("flags, text", [
+    ("--plan d1+d1 --data-parallel fsdp --shard-ranks 2", "2 ranks that shard must divide d = 1"),
     ("--plan d1+d1+d1", "A|B and A+B have two plans, the generator's and the trainer's"),
     ("--plan d1|d1+d1", "A|B and A+B have two plans, the generator's and the trainer's"),
     ("--plan p2+d1", "a generator has d, t and e, and no p"),

@@ -522,6 +522,7 @@ CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
     ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
     ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
     ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
+    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2 each expert is whole on one rank"),
     ("p2", "dense", dict(rows=1), "p2: expected a micro-batch for each of 2 stages, got 1"),
     ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
     ("p2", "dense", dict(schedule="zbv", attention=print), "zbv cuts 4 stages, but the model"),
