@@ -285,6 +285,8 @@ MEANINGS = [  # fields of a config.json, and what they mean
     *((dict(model_type="qwen3_moe", use_sliding_window=True, sliding_window=7,
             max_window_layers=first), dict(layer_types=(SLIDING, SLIDING), sliding_window=7))
       for first in (..., 1, 2)),
+    *((dict(model_type=kind, use_sliding_window=True, sliding_window=7, max_window_layers=1),
+       dict(layer_types=(FULL, SLIDING), sliding_window=7)) for kind in ("qwen2", "qwen3")),
     # Where a list says which layers slide, transformers follows it too.
     (dict(model_type="mistral", layer_types=[FULL] * 2), dict(layer_types=(FULL, FULL))),
     (dict(model_type="gemma3", text_config=INSIDE, eos_token_id=[1, 106]),
