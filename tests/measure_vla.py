@@ -196,31 +196,27 @@ def mask_of(block_BS, valid_BS, position_BS):
     return Mask(start_BS, end_BS, rows_BS=valid_BS, position_BS=position_BS)
 
 
-class RingPrefix:
-    """Replace a `Prefix` by one that a ring holds. Each rank computes the whole suffix.
+class RingPrefix(Prefix):
+    """A prefix that a ring holds. Each rank computes the whole suffix.
 
-    block_BP, valid_BP, positions_BP: the arguments of `Prefix`, of the whole prefix.
-    options: passed to `prefix_attention`.
+    options: passed to `prefix_attention`. The other arguments are those of `Prefix`.
     """
 
     def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
-        every_BP = torch.ones_like(block_BP)
-        self.block_BP, self.options, self.layers = block_BP, options, {}
-        self.valid_BP = every_BP.bool() if valid_BP is None else valid_BP
-        self.positions_BP = every_BP.cumsum(1) - 1 if positions_BP is None else positions_BP
-        self.mask = mask_of(self.block_BP, self.valid_BP, self.positions_BP)
+        super().__init__(block_BP, valid_BP, positions_BP)
+        self.options = options
+        self.mask = mask_of(*self.tokens)
 
     def record(self, q, k, v, /, *, layer, scale, window=None):
         options = dict(mask=self.mask.with_window(window), scale=scale)
-        options |= dict(length=self.block_BP.shape[1], **self.options)
+        options |= dict(length=self.mask.shape[3], **self.options)
         out, *self.layers[layer] = prefix_attention(q, k, v, **options)
         return out
 
     def after(self, positions_BT, blocks_T, /):
-        block_BT = (self.block_BP.max() + 1 + blocks_T).expand_as(positions_BT)
-        parts = (self.block_BP, block_BT), (self.valid_BP, torch.ones_like(block_BT).bool())
-        parts = *parts, (self.positions_BP, positions_BT)
-        whole = mask_of(*(torch.cat(part, 1) for part in parts))
+        block_BT = (self.tokens[0].max() + 1 + blocks_T).expand_as(positions_BT)
+        after = block_BT, torch.ones_like(block_BT).bool(), positions_BT
+        whole = mask_of(*(torch.cat(pair, 1) for pair in zip(self.tokens, after)))
 
         def suffix(q, k, v, /, *, layer, scale, window=None):
             options = dict(mask=whole.with_window(window), scale=scale)

@@ -169,6 +169,7 @@ def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots
     monkeypatch.setattr(Transformer, "hidden", watched_hidden)
     generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=slots)
     assert len(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
+    assert len(logits_after) == (3 if slots == 1 else 2)  # prompts that enter together in one call
 
 
 # The cache's memory ------------------------------------------------------------------------------

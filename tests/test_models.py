@@ -388,17 +388,6 @@ def test_a_seed_decides_the_draws_of_rows_that_have_none():
 
 
 @pytest.mark.quick
-def test_generate_computes_equal_prompts_once(monkeypatch):
-    model, fed = model_of(), []
-    original = Transformer.hidden
-    monkeypatch.setattr(Transformer, "hidden", lambda self, tokens, **k: (
-        fed.append(tuple(tokens.shape)), original(self, tokens, **k))[1])  # fmt: skip
-    rows = [Row(p, np.linspace(0, 0.9, 4)) for p in ([3, 4, 5], [3, 4, 5], [7], [3, 4, 5])]
-    done = generate(model, rows, max_new_tokens=4, temperature=1.0)
-    assert fed == [(2, 3), (4, 1), (4, 1), (4, 1)] and all(row.truncated for row in done)
-
-
-@pytest.mark.quick
 def test_sampling_follows_the_distribution():
     p = torch.tensor([0.0, 0.1, 0.25, 0.0, 0.65, 0.0])
     uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
