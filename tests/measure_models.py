@@ -1,9 +1,9 @@
 """What `python models.py inspect | bench` run, and the longer half of its `check`.
 
 inspect: what a checkpoint holds and what of it would be loaded.
-bench: tokens a second of generation and of training, against transformers if it is installed,
-parameters, FLOPs and peak memory. One thread, CPU seconds, alternating; with --device cuda seconds
-of the wall, and with --size large a Qwen3-0.6B in bfloat16.
+bench: tokens a second of generation and of training, against transformers if it is installed, and
+peak memory. One thread, CPU seconds, alternating; with --device cuda seconds of the wall, and with
+--size large a Qwen3-0.6B in bfloat16.
 """
 
 import argparse
@@ -14,20 +14,14 @@ import resource
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import models
 from models import (
-    Balance,
-    ModelConfig,
-    Transformer,
-    generate,
-    grouped_linear,
-    load_hf,
-    save_hf,
-    tiny_model,
+    Balance, ModelConfig, Transformer, generate, grouped_linear, load_hf, save_hf, tiny_model,
 )  # fmt: skip
 from models import relative_error as relative
 
@@ -191,16 +185,6 @@ def inspect(directory):
           f"not of the text model {others} tensors")  # fmt: skip
 
 
-# bench -----------------------------------------------------------------------------------------
-
-
-def qwen3(vocab_size=4096) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=16,
-    )  # fmt: skip
-
-
 def parameters(config) -> tuple[int, int]:
     """All parameters, and those that one token meets (K of the E experts)."""
     with torch.device("meta"):
@@ -216,17 +200,32 @@ def parameters(config) -> tuple[int, int]:
     return count, active
 
 
-def flops(config, length) -> float:
-    """Forward and backward of one token in a row of `length`, causal: 6 a matrix element, and
-    attention's 12 H D a visible key, of which there are length / 2 or at most the window."""
-    count, active = parameters(config)
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    width = config.num_attention_heads * config.head_dim
-    visible = [
-        length / 2 if kind == "full_attention" else min(length / 2, config.sliding_window)
-        for kind in config.layer_types
-    ]
-    return 6 * (active - embedding) + 12 * width * sum(visible)
+# bench -----------------------------------------------------------------------------------------
+
+SMALL = dict(
+    hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, head_dim=16,
+)  # fmt: skip
+QWEN3_06B = dict(
+    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+SIZES = {  # models and dtype; (prompts, samples, length, new tokens); (rows, length, is trained)
+    # Small enough for one thread of a CPU; the vocabulary is what weighs in generation.
+    "default": (
+        [SMALL | dict(vocab_size=V) for V in (4096, 32768)], torch.float32,
+        [(1, 8, 512, 64), (4, 8, 128, 64), (8, 1, 32, 64)],
+        [(4, 256, False), (4, 256, True), (1, 1024, True)]),
+    # For a GPU: a released shape, prompts and answers of the lengths that are trained on it.
+    "large": (
+        [QWEN3_06B], torch.bfloat16,
+        [(1, 8, 4096, 128), (32, 8, 512, 128), (8, 1, 128, 128), (1, 1, 128, 128)],
+        [(4, 2048, False), (4, 2048, True), (1, 8192, True)]),
+    # To see that the command runs.
+    "toy": (
+        [SMALL | dict(vocab_size=64)], torch.float32, [(1, 2, 8, 2)],
+        [(2, 8, False), (2, 8, True)]),
+}  # fmt: skip
 
 
 def seconds_of(function, device):
@@ -251,90 +250,41 @@ def paired(ours, theirs, repeats, device="cpu"):
     return *(statistics.median(x) for x in zip(*pairs)), ratios
 
 
-def generation(model, theirs, *, prompts, samples, length, new):
+def generation(model, theirs, prompts, samples, length, new):
     """Sampling at temperature 1: `samples` completions of each of `prompts` prompts."""
-    device = model.head_weight.device
-    tokens = torch.randint(model.config.vocab_size, (prompts, length)).to(device)
+    tokens = torch.randint(model.config.vocab_size, (prompts, length)).to(model.head_weight.device)
     rows = [row.tolist() for row in tokens for _ in range(samples)]
+    options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0)
+    options |= dict(num_return_sequences=samples, eos_token_id=None)
 
     def run():
         generate(model, rows, max_new_tokens=new, temperature=1.0, seed=0)
 
-    def run_theirs():
-        theirs.generate(tokens, max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0,
-                        num_return_sequences=samples, pad_token_id=0,
-                        eos_token_id=None)  # fmt: skip
-
     what = f"generate {prompts} x {samples} x {new}, prompt {length}"
-    return what, prompts * samples * new, run, run_theirs
+    return what, prompts * samples * new, run, lambda: theirs.generate(tokens, **options)
 
 
-def training(model, theirs, *, rows, length, backward=True):
+def training(model, theirs, rows, length, backward):
     """Forward, and backward, of the mean negative log-prob of the next token."""
     tokens = torch.randint(model.config.vocab_size, (rows, length)).to(model.head_weight.device)
 
-    def run():
+    def ours():
         hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
         return -model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()
 
-    def run_theirs():
+    def of_transformers():
         return theirs(tokens, labels=tokens).loss
 
-    def with_backward(model, forward):
-        def both():
-            model.zero_grad()
-            forward().backward()
+    def with_backward(trained, forward):
+        trained.zero_grad()
+        forward().backward()
 
-        return both
-
-    if not backward:
-        return (
-            f"forward {rows} x {length}",
-            rows * length,
-            torch.no_grad()(run),
-            torch.no_grad()(run_theirs),
-        )
-    return (f"train {rows} x {length}", rows * length, with_backward(model, run),
-            with_backward(theirs, run_theirs))  # fmt: skip
-
-
-def sizes(name):
-    """([(what, configuration, dtype)], cases): what `bench --size` measures, and on which model.
-
-    A case is `generation` or `training` and its options.
-    """
-    def grouped(prompts, samples, length, new):
-        return generation, dict(prompts=prompts, samples=samples, length=length, new=new)
-
-    def trained(rows, length, **options):
-        return training, dict(rows=rows, length=length, **options)
-
-    # Small enough for one thread of a CPU; the vocabulary is what weighs in generation.
-    if name == "default":
-        shapes = [(f"Qwen3, hidden 128, 4 layers, V {v}", qwen3(v), torch.float32)
-                  for v in (4096, 32768)]  # fmt: skip
-        generated = [grouped(1, 8, 512, 64), grouped(4, 8, 128, 64), grouped(8, 1, 32, 64)]
-        return shapes, generated + [trained(4, 256, backward=False), trained(4, 256),
-                                    trained(1, 1024)]  # fmt: skip
-
-    # For a GPU: a released shape, prompts and answers of the lengths that are trained on it.
-    if name == "large":
-        shapes = [("Qwen3-0.6B", ModelConfig(**QWEN3_06B), torch.bfloat16)]
-        generated = [grouped(1, 8, 4096, 128), grouped(32, 8, 512, 128), grouped(8, 1, 128, 128),
-                     grouped(1, 1, 128, 128)]  # fmt: skip
-        return shapes, generated + [trained(4, 2048, backward=False), trained(4, 2048),
-                                    trained(1, 8192)]  # fmt: skip
-
-    # To see that the command runs.
-    shapes = [("Qwen3, hidden 128, 4 layers, V 64", qwen3(64), torch.float32)]
-    return shapes, [grouped(1, 2, 8, 2), trained(2, 8, backward=False), trained(2, 8)]
-
-
-SIZES = "default", "large", "toy"
-QWEN3_06B = dict(
-    hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-    num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
-)  # fmt: skip
+    what = f"{'train' if backward else 'forward'} {rows} x {length}"
+    runs = [torch.no_grad()(ours), torch.no_grad()(of_transformers)]
+    if backward:
+        both = (model, ours), (theirs, of_transformers)
+        runs = [partial(with_backward, *one) for one in both]
+    return what, rows * length, *runs
 
 
 def bench(repeats, device="cpu", size="default"):
@@ -343,18 +293,17 @@ def bench(repeats, device="cpu", size="default"):
     torch.manual_seed(0)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
-    shapes, cases = sizes(size)
+    shapes, dtype, generated, trained = SIZES[size]
     found = {}
     rates = {}
-    for name, config, dtype in shapes:
-        count, active = parameters(config)
-        cached = 2 * dtype.itemsize * config.num_key_value_heads * config.head_dim
-        print(f"{name}: {count / 1e6:.2f} M parameters, of which a token meets {active / 1e6:.2f} "
-              f"M; {flops(config, 512) / 1e6:.1f} MFLOP a trained token at 512; "
-              f"{cached * config.num_hidden_layers} bytes of cache a token")  # fmt: skip
+    for shape in shapes:
+        config = ModelConfig(**shape)
+        print(f"Qwen3, hidden {config.hidden_size}, {config.num_hidden_layers} layers, "
+              f"V {config.vocab_size}: {parameters(config)[0] / 1e6:.2f} M parameters")  # fmt: skip
         model, theirs = pair_of(config, device, dtype)
-        for work, options in cases:
-            what, tokens, run, run_theirs = work(model, theirs, **options)
+        cases = [generation(model, theirs, *case) for case in generated]
+        cases += [training(model, theirs, *case) for case in trained]
+        for what, tokens, run, run_theirs in cases:
             key = f"V{config.vocab_size} {what}"
             if theirs is None:
                 run()

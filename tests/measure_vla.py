@@ -5,32 +5,25 @@ an action expert reads the Gemma's keys and values and learns the actions. Four 
 of 2: a ring has its own rows, its ranks share the tokens of the prefix by `ring_attention` and
 compute the whole suffix, each, by `attend`. Losses, where <> is a mean over all rows of all rings:
 
-    (1)  flow  =  < mean |v(x_tau, tau) - (a - eps)|^2 >      x_tau = tau a + (1 - tau) eps
+    (1)  flow  =  < mean |v(x_tau, tau) - (a - eps)|^2 >      as in example_action_expert.py
     (2)  text  =  - mean log p(t_(j+1) | what j sees)         over the scored j of all rings
-    (3)  loss  =  flow + TEXT text
-
-with a the actions, eps noise, tau a random time, no stopped gradient. (1) is the loss of pi0,
-arXiv:2410.24164, and equation (1) of example_action_expert.py. (3) is pi0.5's, arXiv:2504.16054.
-(1) is replicated over a ring and (2) is not, so they have different factors (`loss_scale`) under
-one sum of gradients over the ranks, (4). The prefix gets gradients from (2) by the ring's backward,
-and from (1) by the gather's too.
-
+    (3)  loss  =  flow + TEXT text                            pi0.5's, arXiv:2504.16054
     (4)  d loss / d w  =  sum over ranks of d(s_flow flow_rank + TEXT s_text text_rank) / d w,
          s_flow = 1/2, s_text = 1, flow_rank and text_rank divided by the *global* counts
 
+(1) is replicated over a ring and (2) is not, so they have different factors (`loss_scale`) under
+one sum of gradients over the ranks. The prefix gets gradients from both.
+
 What it must equal. float64, every step: loss, each gradient and each parameter after AdamW are
 one process's on the batch of both rings, whose attention is one dense mask (`Prefix`), to 1e-10.
-bf16: all finite; the first gradient is at most twice as far from float64's as one process's in
-bf16; the last epoch's mean loss is at most FALL times the first's; the curve stays within CURVE
-first losses of the float64 one (root mean square over the steps).
+bf16, as FSDP2's mixed precision has it (float32 masters, losses, sum over ranks and step): all
+finite; the first gradient is at most twice as far from float64's as one process's in bf16; the last
+epoch's mean loss is at most FALL times the first's; the curve stays within CURVE first losses of
+the float64 one (root mean square over the steps).
 
-bf16 is what FSDP2's mixed precision makes of it: bf16 weights, activations and gradients; float32
-masters, losses, sum over ranks, moments and step.
-
-Each batch has PAD of four kinds: the answer's tail, anywhere, all that one rank of the ring holds
-of a row, a row's whole prefix; every fifth step, all that one rank of a ring holds of all rows.
-(2) scores PAD too, so that rows which see nothing get a gradient (OpenTau's issue 300). Rings have
-5 and 4 rows: a mean of their means is not (1). Positions and windows count tokens that are no PAD.
+Batches have PAD of several kinds, see `draw`. (2) scores PAD too, so that rows which see nothing
+get a gradient (OpenTau's issue 300). Rings have 5 and 4 rows: a mean of their means is not (1).
+Positions and windows count tokens that are no PAD.
 
     B rows   P prefix tokens, s of this rank   T suffix tokens, A their width   S = P + T
 """
@@ -38,11 +31,13 @@ of a row, a row's whole prefix; every fifth step, all that one rank of a ring ho
 import json
 import math
 import time
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from example_action_expert import Prefix, control_batch, control_case, flow_matching_loss
+from torch.utils._pytree import tree_map_only
 
 import ring_attention as ra
 from ring_attention import Mask, digest, indices, launch, loss_scale, make_ring, relative
@@ -64,7 +59,8 @@ def sampler_seed(seed, rank, ring_size):
     return digest(seed, rank // ring_size)
 
 
-class SentTensor(NamedTuple):
+@dataclass
+class SentTensor:
     """A tensor on the CPU, and the kind of device where it belongs."""
 
     tensor: torch.Tensor
@@ -84,25 +80,10 @@ def broadcast_batch(batch, group=None):
     def packed(x):
         return SentTensor(x.detach().cpu().clone(), x.device.type)
 
-    def unpacked(sent):
-        return sent.tensor.to(sent.device)
-
     # Pickling a CUDA tensor would bring its device along, which may be another rank's.
-    box = [map_nested(batch, torch.Tensor, packed) if ring.rank == 0 else None]
+    box = [tree_map_only(torch.Tensor, packed, batch) if ring.rank == 0 else None]
     dist.broadcast_object_list(box, src=ring.name(0), group=ring.group)
-    return map_nested(box[0], SentTensor, unpacked)
-
-
-def map_nested(x, kind, function):
-    """x with function(leaf) for each leaf of a kind; dicts, lists and (named) tuples stay so."""
-    if isinstance(x, kind):
-        return function(x)
-    if isinstance(x, dict):
-        return {key: map_nested(value, kind, function) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        parts = [map_nested(value, kind, function) for value in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-    return x
+    return tree_map_only(SentTensor, lambda sent: sent.tensor.to(sent.device), box[0])
 
 
 def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
@@ -144,7 +125,9 @@ def draw(step, rank, dtype):
     """The batch of a rank's ring, the same on all its ranks: tensors of B rows by name.
 
     The task is `control`'s: go to the goal that two words of the instruction name; the answer says
-    them again. start: the suffix's first position.
+    them again. start: the suffix's first position. PAD is the tail of row 0's answer, anywhere in
+    row 1, all that one rank holds of row 2, and all of row 3; every fifth step, all that one rank
+    holds of any row.
     """
     step = step % EPOCH
     ring, seed = rank // RING, sampler_seed(step, rank, RING)
@@ -170,19 +153,19 @@ def draw(step, rank, dtype):
 
 def pad_census(steps):
     """{kind of PAD: the fewest rows of it in a batch}, and how often a rank holds nothing else."""
-    batches = [draw(step, r, torch.float64)["valid"] for step in range(steps) for r in range(WORLD)]
     shards = [indices(P, rank, RING) for rank in range(RING)]
-    alive = [torch.stack([v[:, s].any(1) for s in shards], 1) for v in batches]
-    return {
-        "rows with PAD in a batch": min(int((~v).any(1).sum()) for v in batches),
-        "rows in a batch of which a rank holds PAD only": min(
-            int((~a).any(1).sum()) for a in alive
-        ),
-        "rows of PAD only in a batch": min(int((~v).all(1).sum()) for v in batches),
-        "times that all a rank holds is PAD": sum(
-            not a[:, n % RING].any() for n, a in enumerate(alive)
-        ),
-    }
+    counts = []
+    alone = 0
+    for n in range(steps * WORLD):
+        valid_BP = draw(n // WORLD, n % WORLD, torch.float64)["valid"]
+        alive_BR = torch.stack([valid_BP[:, shard].any(1) for shard in shards], 1)
+        without = valid_BP.all(1), alive_BR.all(1), alive_BR.any(1)
+        counts.append([int((~rows).sum()) for rows in without])
+        alone += not alive_BR[:, n % RING].any()
+    kinds = ("rows with PAD in a batch", "rows in a batch of which a rank holds PAD only",
+             "rows of PAD only in a batch")  # fmt: skip
+    fewest = dict(zip(kinds, map(min, zip(*counts))))
+    return fewest | {"times that all a rank holds is PAD": alone}
 
 
 # 2. One process: the definition --------------------------------------------------------------
@@ -213,31 +196,27 @@ def mask_of(block_BS, valid_BS, position_BS):
     return Mask(start_BS, end_BS, rows_BS=valid_BS, position_BS=position_BS)
 
 
-class RingPrefix:
-    """Replace a `Prefix` by one that a ring holds. Each rank computes the whole suffix.
+class RingPrefix(Prefix):
+    """A prefix that a ring holds. Each rank computes the whole suffix.
 
-    block_BP, valid_BP, positions_BP: the arguments of `Prefix`, of the whole prefix.
-    options: passed to `prefix_attention`.
+    options: passed to `prefix_attention`. The other arguments are those of `Prefix`.
     """
 
     def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
-        every_BP = torch.ones_like(block_BP)
-        self.block_BP, self.options, self.layers = block_BP, options, {}
-        self.valid_BP = every_BP.bool() if valid_BP is None else valid_BP
-        self.positions_BP = every_BP.cumsum(1) - 1 if positions_BP is None else positions_BP
-        self.mask = mask_of(self.block_BP, self.valid_BP, self.positions_BP)
+        super().__init__(block_BP, valid_BP, positions_BP)
+        self.options = options
+        self.mask = mask_of(*self.tokens)
 
     def record(self, q, k, v, /, *, layer, scale, window=None):
         options = dict(mask=self.mask.with_window(window), scale=scale)
-        options |= dict(length=self.block_BP.shape[1], **self.options)
+        options |= dict(length=self.mask.shape[3], **self.options)
         out, *self.layers[layer] = prefix_attention(q, k, v, **options)
         return out
 
     def after(self, positions_BT, blocks_T, /):
-        block_BT = (self.block_BP.max() + 1 + blocks_T).expand_as(positions_BT)
-        parts = (self.block_BP, block_BT), (self.valid_BP, torch.ones_like(block_BT).bool())
-        parts = *parts, (self.positions_BP, positions_BT)
-        whole = mask_of(*(torch.cat(part, 1) for part in parts))
+        block_BT = (self.tokens[0].max() + 1 + blocks_T).expand_as(positions_BT)
+        after = block_BT, torch.ones_like(block_BT).bool(), positions_BT
+        whole = mask_of(*(torch.cat(pair, 1) for pair in zip(self.tokens, after)))
 
         def suffix(q, k, v, /, *, layer, scale, window=None):
             options = dict(mask=whole.with_window(window), scale=scale)

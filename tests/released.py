@@ -5,10 +5,10 @@ They are small and have random weights.
     directory = make("gemma3", folder)                          # 8 to 16 M parameters
     directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
 
-The files and the fields of their configurations are those of the published repositories, in the
-spelling of transformers 4. The chat templates are the real ones, which the package trl carries. The
-tokenizers are of the same kind, trained on made-up words: byte-level BPE for Llama and Qwen, and
-for Gemma the tokenizer.json that SentencePiece's BPE with byte fallback becomes.
+Their config.json is the published one of test_published.py, in the spelling of transformers 4, with
+smaller sizes. The chat templates are the real ones, which the package trl carries. The tokenizers
+are of the same kind, trained on made-up words: byte-level BPE for Llama and Qwen, and for Gemma the
+tokenizer.json that SentencePiece's BPE with byte fallback becomes.
 """
 
 import dataclasses
@@ -19,15 +19,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from test_published import PUBLISHED
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from models import ModelConfig, Transformer, save_hf
 
-FAMILIES = "llama", "qwen2", "qwen3", "qwen3_moe", "gemma3"
-TEMPLATES = {"llama": "llama3", "qwen2": "qwen2_5", "qwen3": "qwen3", "qwen3_moe": "qwen3",
-             "gemma3": "gemma3"}  # fmt: skip
+FAMILIES = {  # the published model, and trl's name of its chat template
+    "llama": ("Llama-3.2-1B", "llama3"), "qwen2": ("Qwen2.5-0.5B", "qwen2_5"),
+    "qwen3": ("Qwen3-0.6B", "qwen3"), "qwen3_moe": ("Qwen3-30B-A3B", "qwen3"),
+    "gemma3": ("Gemma 3 1B", "gemma3"),
+}  # fmt: skip
 VOCABULARY = 4000
 
 # How Qwen cuts text into words before BPE: letters with one sign before them, single digits, signs,
@@ -96,7 +99,7 @@ def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Pa
 def chat_template(family) -> str:
     """The family's real chat template."""
     (package,) = importlib.util.find_spec("trl").submodule_search_locations
-    path = Path(package) / "chat_templates" / f"{TEMPLATES[family]}.jinja"
+    path = Path(package) / "chat_templates" / f"{FAMILIES[family][1]}.jinja"
     return path.read_text(encoding="utf-8")
 
 
@@ -197,87 +200,53 @@ def gemma_tokenizer():
 
 
 def config_of(family, tokenizer, layers, width, template) -> dict:
-    """config.json, in the spelling of transformers 4."""
-    shared = dict(
-        attention_dropout=0.0, hidden_size=width, initializer_range=0.02,
-        intermediate_size=3 * width, num_attention_heads=4, num_hidden_layers=layers,
-        num_key_value_heads=2, rms_norm_eps=1e-6, torch_dtype="bfloat16",
-        transformers_version="4.51.0", use_cache=True,
+    """config.json: the published one with smaller sizes and with the tokenizer's ids.
+
+    template: of a model without one, the end of a document is the only end.
+    """
+    raw = PUBLISHED[FAMILIES[family][0]][1] | dict(
+        hidden_size=width, intermediate_size=3 * width, num_attention_heads=4,
+        num_hidden_layers=layers, num_key_value_heads=2, max_window_layers=layers,
+        vocab_size=tokenizer.get_vocab_size(), transformers_version="4.51.0",
     )  # fmt: skip
     if family == "gemma3":
-        ends = [tokenizer.token_to_id("<eos>"), tokenizer.token_to_id("<end_of_turn>")]
-        return shared | dict(
-            architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", attention_bias=False,
-            attn_logit_softcapping=None, bos_token_id=tokenizer.token_to_id("<bos>"),
-            cache_implementation="hybrid", eos_token_id=ends if template else ends[0],
-            final_logit_softcapping=None, head_dim=width // 2, num_key_value_heads=1,
-            hidden_activation="gelu_pytorch_tanh", max_position_embeddings=32768,
-            pad_token_id=tokenizer.token_to_id("<pad>"), query_pre_attn_scalar=width // 2,
-            rope_local_base_freq=10000, rope_scaling=None, rope_theta=1000000, sliding_window=32,
-            sliding_window_pattern=6 if layers >= 6 else 2,
-            vocab_size=tokenizer.get_vocab_size() - 1,
+        # The text model knows one token less than its tokenizer: the place of an image.
+        raw |= dict(
+            head_dim=width // 2, query_pre_attn_scalar=width // 2, num_key_value_heads=1,
+            sliding_window=32, sliding_window_pattern=6 if layers >= 6 else 2,
+            vocab_size=raw["vocab_size"] - 1, pad_token_id=tokenizer.token_to_id("<pad>"),
         )  # fmt: skip
+        marks = "<bos>", "<eos>", "<end_of_turn>"
+    elif family == "llama":
+        raw |= dict(head_dim=width // 4)
+        marks = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
+    else:
+        raw |= dict(vocab_size=VOCABULARY + 96)  # rounded up: the last rows belong to no token
+        raw |= {} if family == "qwen2" else dict(head_dim=width // 2)
+        if family == "qwen3_moe":
+            raw |= dict(moe_intermediate_size=3 * width // 4, num_experts=8, num_experts_per_tok=2)
+        marks = "<|endoftext|>", "<|endoftext|>", "<|im_end|>"
+    bos, document, turn = map(tokenizer.token_to_id, marks)
+    ends = [document, turn] if family == "gemma3" else turn  # some files say one, some both
+    return raw | dict(bos_token_id=bos, eos_token_id=ends if template else document)
 
-    if family == "llama":
-        end = tokenizer.token_to_id("<|eot_id|>" if template else "<|end_of_text|>")
-        return shared | dict(
-            architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False,
-            bos_token_id=tokenizer.token_to_id("<|begin_of_text|>"), eos_token_id=end,
-            head_dim=width // 4, hidden_act="silu", max_position_embeddings=131072,
-            mlp_bias=False, pretraining_tp=1, rope_theta=500000.0, tie_word_embeddings=True,
-            vocab_size=tokenizer.get_vocab_size(), rope_scaling=dict(
-                factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0,
-                original_max_position_embeddings=8192, rope_type="llama3"),
-        )  # fmt: skip
 
-    document = tokenizer.token_to_id("<|endoftext|>")
-    end = tokenizer.token_to_id("<|im_end|>") if template else document
-    qwen = shared | dict(
-        bos_token_id=document, eos_token_id=end, hidden_act="silu", rope_theta=1000000.0,
-        max_window_layers=layers, tie_word_embeddings=True, use_sliding_window=False,
-        vocab_size=VOCABULARY + 96,  # rounded up: the last rows belong to no token
-    )  # fmt: skip
-    if family == "qwen2":
-        return qwen | dict(
-            architectures=["Qwen2ForCausalLM"], model_type="qwen2", sliding_window=32768,
-            max_position_embeddings=32768,
-        )  # fmt: skip
-
-    qwen |= dict(
-        attention_bias=False, head_dim=width // 2, max_position_embeddings=40960,
-        rope_scaling=None, sliding_window=None,
-    )  # fmt: skip
-    if family == "qwen3":
-        return qwen | dict(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-    return qwen | dict(
-        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", decoder_sparse_step=1,
-        mlp_only_layers=[], moe_intermediate_size=3 * width // 4, norm_topk_prob=True,
-        num_experts=8, num_experts_per_tok=2, output_router_logits=False,
-        router_aux_loss_coef=0.001, tie_word_embeddings=False,
-    )  # fmt: skip
+SAMPLING = {  # of generation_config.json: how its authors sample
+    "llama": dict(temperature=0.6, top_p=0.9, max_length=4096),
+    "gemma3": dict(top_k=64, top_p=0.95, cache_implementation="hybrid", pad_token_id=0),
+    "qwen": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
+}
 
 
 def generation_config_of(family, raw) -> dict:
     """generation_config.json: how its authors sample, and where an answer ends."""
     ends = raw["eos_token_id"]
-    if family == "llama":
-        document = raw["bos_token_id"] + 1
-        return dict(
-            bos_token_id=raw["bos_token_id"], do_sample=True, max_length=4096, temperature=0.6,
-            eos_token_id=ends if ends == document else [document, ends], top_p=0.9,
-            transformers_version="4.40.0",
-        )  # fmt: skip
-    if family == "gemma3":
-        return dict(
-            bos_token_id=raw["bos_token_id"], cache_implementation="hybrid", do_sample=True,
-            eos_token_id=ends, pad_token_id=raw["pad_token_id"], top_k=64, top_p=0.95,
-            transformers_version="4.51.0",
-        )  # fmt: skip
-    document = raw["bos_token_id"]
+    document = raw["bos_token_id"] + (family == "llama")
+    if isinstance(ends, int) and ends != document and family != "gemma3":
+        ends = [document, ends] if family == "llama" else [ends, document]
     return dict(
-        bos_token_id=document, do_sample=True, pad_token_id=document, repetition_penalty=1.1,
-        eos_token_id=ends if ends == document else [ends, document], temperature=0.7, top_k=20,
-        top_p=0.8, transformers_version="4.51.0",
+        bos_token_id=raw["bos_token_id"], do_sample=True, eos_token_id=ends,
+        transformers_version="4.51.0", **SAMPLING.get(family, SAMPLING["qwen"]),
     )  # fmt: skip
 
 
@@ -293,16 +262,14 @@ def tokenizer_config_of(family, tokenizer, template) -> dict:
     if family == "gemma3":
         settings |= dict(
             add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
-            boi_token="<start_of_image>", eoi_token="<end_of_image>",
+            boi_token="<start_of_image>", eoi_token="<end_of_image>", pad_token="<pad>",
             image_token="<image_soft_token>", model_max_length=1000000000000000019884624838656,
-            pad_token="<pad>", sp_model_kwargs=None, spaces_between_special_tokens=False,
-            tokenizer_class="GemmaTokenizer", unk_token="<unk>", use_default_system_prompt=False,
+            tokenizer_class="GemmaTokenizer", unk_token="<unk>",
         )  # fmt: skip
     elif family == "llama":
         settings |= dict(
             bos_token="<|begin_of_text|>", clean_up_tokenization_spaces=True,
-            eos_token="<|eot_id|>" if template else "<|end_of_text|>",
-            model_input_names=["input_ids", "attention_mask"], model_max_length=131072,
+            eos_token="<|eot_id|>" if template else "<|end_of_text|>", model_max_length=131072,
             tokenizer_class="PreTrainedTokenizerFast",
         )  # fmt: skip
     else:
@@ -310,7 +277,7 @@ def tokenizer_config_of(family, tokenizer, template) -> dict:
             add_bos_token=False, add_prefix_space=False, errors="replace", bos_token=None,
             additional_special_tokens=list(QWEN_MARKS[1:]), model_max_length=131072,
             eos_token="<|im_end|>" if template else "<|endoftext|>", pad_token="<|endoftext|>",
-            split_special_tokens=False, tokenizer_class="Qwen2Tokenizer", unk_token=None,
+            tokenizer_class="Qwen2Tokenizer", unk_token=None,
         )  # fmt: skip
     if template:
         settings["chat_template"] = chat_template(family)

@@ -22,40 +22,43 @@ from models import tiny
 SCRIPT = ROOT / "tests/example_action_expert.py"
 
 
-def loss_of(velocity, batch):
-    return flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).mean()
+def velocity_after(model, expert, batch, prefix, **placed):
+    """v(x, tau) of an expert after a prefix of six tokens that are no PAD.
+
+    placed: tokens and positions of the prefix that differ from the batch's.
+    """
+    tokens = placed.pop("tokens", batch["tokens"])
+    model.hidden(tokens, attention=prefix.record, **placed)
+    options = dict(positions_B1=torch.full((len(tokens), 1), 6), state=batch["state"])
+    return lambda x, tau: expert(x, tau, prefix, **options)
 
 
 # The prefix over a ring ------------------------------------------------------------------------
 
 
 def _ring(rank, layout):
+    """Relative errors of the loss and of every gradient on this rank."""
     world = dist.get_world_size()
     model, expert, batch = control_case(torch.float64)
     parameters = [*model.parameters(), *expert.parameters()]
-    tokens, P = batch["tokens"], batch["tokens"].shape[1]
-    block = torch.tensor([0, 0, 1, 2, 2, 2]).expand_as(tokens)
-    start = torch.full((len(tokens), 1), P)
+    block = torch.tensor([0, 0, 1, 2, 2, 2]).expand_as(batch["tokens"])
 
-    def velocity(prefix, **placed):
-        shown = placed.pop("tokens", tokens)
-        model.hidden(shown, attention=prefix.record, **placed)
-        return lambda x, tau: expert(x, tau, prefix, positions_B1=start, state=batch["state"])
+    def loss_and_gradients(prefix, factor, **placed):
+        velocity = velocity_after(model, expert, batch, prefix, **placed)
+        loss = flow_matching_loss(velocity, batch["actions"], batch["noise"], batch["tau"]).mean()
+        return loss, *torch.autograd.grad(loss * factor, parameters, allow_unused=True)
 
-    truth = loss_of(velocity(Prefix(block)), batch)
-    want = torch.autograd.grad(truth, parameters, allow_unused=True)
-    index = ra.indices(P, rank, world, layout)
-    placed = dict(tokens=tokens[:, index], positions=index.expand(len(tokens), -1))
-    got = loss_of(velocity(RingPrefix(block, layout=layout), **placed), batch)
+    truth, *want = loss_and_gradients(Prefix(block), 1.0)
+    index = ra.indices(6, rank, world, layout)
+    placed = dict(tokens=batch["tokens"][:, index], positions=index.expand(len(block), -1))
     scale = ra.loss_scale(world, replicated=True, reduce="sum")
-    grads = torch.autograd.grad(got * scale, parameters, allow_unused=True)
+    got, *grads = loss_and_gradients(RingPrefix(block, layout=layout), scale, **placed)
     errors = [abs((got - truth) / truth).item()]
     for ours, theirs in zip(grads, want, strict=True):
-        if theirs is None or not theirs.any():
-            continue
-        ours = ours.contiguous()
-        dist.all_reduce(ours)
-        errors.append(ra.relative(ours, theirs))
+        if theirs is not None and theirs.any():
+            ours = ours.contiguous()
+            dist.all_reduce(ours)
+            errors.append(ra.relative(ours, theirs))
     return errors
 
 
@@ -74,20 +77,17 @@ def test_a_prefix_on_a_ring_gives_the_one_process_loss_and_gradients(tmp_path, w
 @pytest.mark.quick
 def test_padding_in_the_prefix_changes_nothing():
     model, expert, batch = control_case(torch.float64)
-    tokens = batch["tokens"]
     want = velocity_of(model, expert, batch)(batch["noise"], batch["tau"])
     at = torch.tensor([0, 2, 3, 4, 6, 7])  # PAD at 1 and 5
-    padded = torch.full((len(tokens), 8), 3)
-    padded[:, at] = tokens
-    valid = torch.zeros(len(tokens), 8, dtype=torch.bool)
+    padded = torch.full((3, 8), 3)
+    padded[:, at] = batch["tokens"]
+    valid = torch.zeros(3, 8, dtype=torch.bool)
     valid[:, at] = True
-    positions = torch.zeros(len(tokens), 8, dtype=torch.long)
+    positions = torch.zeros(3, 8, dtype=torch.long)
     positions[:, at] = torch.arange(6)
-
     prefix = Prefix(torch.zeros_like(padded), valid, positions)
-    model.hidden(padded, positions=positions, attention=prefix.record)
-    start = torch.full((len(tokens), 1), 6)
-    got = expert(batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"])
+    placed = dict(tokens=padded, positions=positions)
+    got = velocity_after(model, expert, batch, prefix, **placed)(batch["noise"], batch["tau"])
     assert ra.relative(got, want) < 1e-12
 
 
@@ -129,13 +129,10 @@ def test_block_attention_is_the_rule_in_words(skip_pad):
 @pytest.mark.quick
 def test_detach_stops_the_gradient_at_the_prefix():
     model, expert, batch = control_case(torch.float64)
-    tokens, start = batch["tokens"], torch.full((3, 1), 6)
     for detach in (False, True):
-        prefix = Prefix(torch.zeros_like(tokens), detach=detach)
-        model.hidden(tokens, attention=prefix.record)
-        out = expert(
-            batch["noise"], batch["tau"], prefix, positions_B1=start, state=batch["state"]
-        )
+        prefix = Prefix(torch.zeros_like(batch["tokens"]), detach=detach)
+        velocity = velocity_after(model, expert, batch, prefix)
+        out = velocity(batch["noise"], batch["tau"])
         grads = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
         assert any(g is not None and g.any() for g in grads) == (not detach)
 
@@ -187,14 +184,9 @@ def test_an_expert_that_does_not_fit_is_named():
     expert = ActionExpert(dataclasses.replace(config, head_dim=12), action_dim=2)
     with pytest.raises(ValueError, match="head_dim is 12 in the expert and 10 in the prefix"):
         expert.require_fits(config)
+    given = torch.zeros(1, 2, 2), torch.zeros(1), None
     with pytest.raises(ValueError, match="has no state"):
-        expert(
-            torch.zeros(1, 2, 2),
-            torch.zeros(1),
-            None,
-            positions_B1=None,
-            state=torch.zeros(1, 1),
-        )
+        expert(*given, positions_B1=None, state=torch.zeros(1, 1))
     with pytest.raises(ValueError, match="dense"):
         ActionExpert(tiny("qwen3_moe"), action_dim=2)
 

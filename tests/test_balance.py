@@ -12,15 +12,8 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from test_audit import rows_of
-from test_ranks import (
-    TASK,
-    _train,
-    largest_difference,
-    ranks,
-    read_metrics,
-    run_of,  # noqa: F401, a fixture
-    trained,
-)
+from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
+from test_ranks import run_of  # noqa: F401, a fixture
 
 import models
 import ring_attention
@@ -59,44 +52,40 @@ def experts():
 
 
 def by_hand(model):
-    """(10) of each sequence by itself: its sum, its gradient, and the counts."""
+    """(10) of each sequence by itself: its sum, its gradient, and the counts (layers, experts)."""
     total = torch.zeros((), dtype=torch.float64)
-    counts = {}
+    counts_LE = torch.zeros(4, 8, dtype=torch.float64)
     for sequence in SEQUENCES:
         balance = Balance(torch.zeros(len(sequence)).long(), coef=COEF)
         (0 * model.hidden(torch.tensor(sequence)[None], balance=balance).sum()).backward()
         total += sum(balance.losses.values())
         for layer, counts_E in balance.counts.items():
-            counts[layer] = counts.get(layer, 0) + counts_E
-    return total, {name: p.grad for name, p in model.named_parameters()}, counts
+            counts_LE[layer] += counts_E
+    return total, {name: p.grad for name, p in model.named_parameters()}, counts_LE
 
 
-def summed_over_ranks(parts):
-    """Losses and counts of `Balance` objects, over all ranks."""
+def error(model, parts, truth):
+    """The worst error of loss and gradients. Counts must be equal.
+
+    parts: (losses, counts) of this rank's `Balance` objects.
+    """
+    total, grads, true_LE = truth
     loss = torch.zeros(1, dtype=torch.float64)
-    counts_LE = torch.zeros(4, 8, dtype=torch.float64)
+    counts_LE = torch.zeros_like(true_LE)
     for losses, counts in parts:
         loss += sum(losses.values())
         for layer, counts_E in counts.items():
             counts_LE[layer] += counts_E
     dist.all_reduce(loss)
     dist.all_reduce(counts_LE)
-    return loss[0], counts_LE
-
-
-def error(model, parts, truth):
-    """The worst of loss and gradients; counts must be equal."""
-    total, grads, counts = truth
-    loss, counts_LE = summed_over_ranks(parts)
-    for layer, counts_E in counts.items():
-        assert counts_LE[layer].equal(counts_E)
-    largest = max(g.abs().max() for g in grads.values() if g is not None)
-    worst = abs(loss - total) / total
+    assert counts_LE.equal(true_LE)
     reduce_gradients(model)
+    largest = max(g.abs().max() for g in grads.values() if g is not None)
+    assert largest > 1e-3
+    worst = abs(loss[0] - total) / total
     for name, p in model.named_parameters():
         true = torch.zeros(p.shape) if grads[name] is None else grads[name]
         worst = max(worst, (full(p.grad) - true).abs().max() / largest)
-    assert largest > 1e-3
     return worst.item()
 
 
@@ -105,11 +94,10 @@ def _packed(rank, names, fault):
     found = {}
     truth = by_hand(experts())
     for name in names:
-        text, options = PLANS[name]
-        plan = Plan.parse(text)
-        grid = Grid.make(plan)
+        plan, options = Plan.parse(PLANS[name][0]), PLANS[name][1]
         attention = models.causal_attention if plan.cp > 1 else None
-        model = parallelize(experts(), plan, device_mesh=grid, attention=attention, **options)
+        model = parallelize(
+            experts(), plan, device_mesh=Grid.make(plan), attention=attention, **options)
         parts = []
 
         def balance(sequence_j, token_j, *, sequences, groups):
@@ -184,22 +172,24 @@ def batch():
     dist.destroy_process_group()
 
 
+def votes_of(trainer):
+    """The votes of all routers, (layers, experts)."""
+    return torch.stack([*persistent_buffers(trainer.model).values()])
+
+
 def numbers(trainer):
     """All gradients and the votes, as one vector."""
-    model = trainer.model
-    votes = [x.flatten().double() for x in persistent_buffers(model).values()]
-    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat([*grads, *votes])
+    grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+    return torch.cat([*grads, votes_of(trainer).flatten().double()])
 
 
 @pytest.mark.quick
 def test_two_calls_make_one_step(batch):
     """`sequences` says how many both have: gradient, metrics and votes are those of one call."""
     config, batch = batch
-    whole = Trainer(config, measure_grpo.model_of("balanced moe"))
+    whole, parts = (Trainer(config, measure_grpo.model_of("balanced moe")) for _ in range(2))
     Z = whole.loss_denominator(batch)
-    parts = Trainer(config, measure_grpo.model_of("balanced moe"))
-    before = {name: votes_E.clone() for name, votes_E in persistent_buffers(whole.model).items()}
+    before = votes_of(whole).clone()
     found = whole.forward_backward(batch, Z)
     halves = [parts.forward_backward(half, Z, sequences=len(batch))
               for half in (batch[:5], batch[5:])]  # fmt: skip
@@ -207,47 +197,42 @@ def test_two_calls_make_one_step(batch):
     assert sum(x["balance/loss"] for x in halves) == pytest.approx(found["balance/loss"], 1e-12)
     for trainer in (whole, parts):
         trainer.optim_step(0.0)
-    votes = [persistent_buffers(trainer.model) for trainer in (whole, parts)]
-    for name, votes_E in votes[0].items():
-        assert not votes_E.equal(before[name]) and votes_E.equal(votes[1][name])
+    assert votes_of(whole).ne(before).any(1).all() and votes_of(whole).equal(votes_of(parts))
 
 
 @pytest.mark.quick
 def test_a_skipped_step_moves_no_bias(batch):
-    """And what it counted is forgotten, as its gradient is."""
+    """And what it counted is forgotten, as its gradient is: the next step is a first one."""
     config, batch = batch
-    trainer = Trainer(config, measure_grpo.model_of("balanced moe"))
-    trainer.forward_backward(batch[:2], 1.0)
-    before = torch.cat([*persistent_buffers(trainer.model).values()])
+    trainer, fresh = (Trainer(config, measure_grpo.model_of("balanced moe")) for _ in range(2))
+    trainer.forward_backward(batch[1:], 1.0)
+    before = votes_of(trainer).clone()
     next(trainer.model.parameters()).grad[0] = float("nan")
     assert "nonfinite" in trainer.optim_step(0.0)
-    assert torch.cat([*persistent_buffers(trainer.model).values()]).equal(before)
-    assert not trainer.experts.counts_LE.any()
+    assert votes_of(trainer).equal(before)
+    for one in (trainer, fresh):
+        one.forward_backward(batch[:1], 1.0)
+        one.optim_step(0.0)
+    assert votes_of(trainer).equal(votes_of(fresh))
 
 
 # Whole runs -----------------------------------------------------------------------------------
 
 BALANCED = "--balance-coef 0.5 --router-bias-rate 0.05"
-RUNS = {
-    "2 ranks": (2, ""),
-    "t2": (2, "--plan t2"),
-    "c2": (2, "--plan c2"),
-    "d2e2": (2, "--plan d2e2"),
-    "p2": (2, "--plan p2"),
-    "p2 zbv": (2, "--plan p2 --pp-schedule zbv"),
+RUNS = {  # ranks, flags
+    "2 ranks": (2, ""), "t2": (2, "--plan t2"), "c2": (2, "--plan c2"), "p2": (2, "--plan p2"),
+    "d2e2": (2, "--plan d2e2"), "p2 zbv": (2, "--plan p2 --pp-schedule zbv"),
     "p2 interleaved": (2, "--plan p2 --pp-schedule interleaved1f1b"),
     "fsdp": (2, "--data-parallel fsdp --ac full"),
     "sparse": (1, "--tree sparse --micro-tokens 60"),
-    "sparse t2": (2, "--tree sparse --plan t2"),
-    "sparse c2": (2, "--tree sparse --plan c2"),
+    "sparse t2": (2, "--tree sparse --plan t2"), "sparse c2": (2, "--tree sparse --plan c2"),
     "sparse p2": (2, "--tree sparse --plan p2"),
     "sparse fsdp": (2, "--tree sparse --data-parallel fsdp"),
     "dta": (1, "--tree dta --max-tokens 9 --recompute"),
     "dta t2e2": (2, "--tree dta --max-tokens 9 --plan t2e2"),
     "d2t2e4": (4, "--plan d2t2e4 --tree dta --max-tokens 9"),
-    "t2c2": (4, "--plan t2c2 --ac full"),
-    "p2t2": (4, "--plan p2t2 --tree sparse"),
-}
+    "t2c2": (4, "--plan t2c2 --ac full"), "p2t2": (4, "--plan p2t2 --tree sparse"),
+}  # fmt: skip
 STEPS = {name: 4 for name in RUNS} | {"sparse": 2}
 
 
@@ -316,10 +301,9 @@ def test_a_resumed_run_goes_on_with_its_bias(run_of, mixture, tmp_path, first, t
     flags = flags_of(mixture, 4)
     (tmp_path / "ranks").mkdir()
     out = tmp_path / "run"
-    world, more = RUNS[first]
-    ranks(tmp_path / "ranks", world, _train, f"{flags} {more} --steps 2", out)
-    world, more = RUNS[then]
-    ranks(tmp_path / "ranks", world, _train, f"{flags} {more} --resume", out)
+    for name, how in (first, "--steps 2"), (then, "--resume"):
+        world, more = RUNS[name]
+        ranks(tmp_path / "ranks", world, _train, f"{flags} {more} {how}", out)
     assert largest_difference(read_metrics(out), run_of(flags)) < 1e-8
 
 
@@ -349,8 +333,7 @@ def test_a_model_without_experts_refuses_what_is_about_them(name):
 def test_what_the_checkpoint_was_trained_with_is_said(mixture, tmp_path, capfd, balanced):
     """And that no OUT/hf is written: its format has no place for a router's bias."""
     flags = f"{TASK} --lr 0.005 --steps 1 --prompts 1 --group 2 --minibatches 1 --model {mixture}"
-    if balanced:
-        flags += f" {BALANCED}"
+    flags += f" {BALANCED}" if balanced else ""
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["train_grpo.py"])

@@ -5,13 +5,14 @@ import weakref
 
 import pytest
 import torch
+from test_models import Watching
 from test_ranks import ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from models import FULL, SLIDING, Batch, Row, forward_with_cache, generate, prefill, tiny_model
+from models import (
+    FULL, SLIDING, KVCache, Row, Transformer, forward_with_cache, generate, prefill, tiny_model,
+)  # fmt: skip
 from parallel import Grid, Plan, split_for_decoding
-
 
 CASES = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
@@ -136,65 +137,66 @@ def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
 
 @pytest.mark.quick
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_a_waiting_row_takes_the_slot_of_an_ended_row_at_the_next_token(slots, monkeypatch):
-    rows, draw, used = talks(), Batch.draw, []
+def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots, monkeypatch):
+    rows, computed, prompts, logits_after = talks(), [], [], []
+    sample, begin, hidden = models.sample, KVCache.begin, Transformer.hidden
 
-    def watched(self, *options):
-        waiting = [row for row in rows if not row.new and row not in [x for _, x in self.rows]]
-        assert len(self.rows) == slots or not waiting
-        used.append(len(self.rows))
-        return draw(self, *options)
+    # Before each token: slots are full if enough rows have not ended, there are keys of their
+    # prompts alone, and no logits after a prompt are kept for rows that have all entered.
+    def watched_sample(logits, *draws, **options):
+        alive = [row for row in rows if not row.new or row.new < NEW and row.tokens[-1] not in ENDS]
+        assert len(logits) == min(slots, len(alive))
+        assert 0 < len(prompts[-1].lengths) <= len({row.tokens[0] for row in alive})
+        assert len(alive) > slots or not any(storage() for storage in logits_after)
+        return sample(logits, *draws, **options)
 
-    monkeypatch.setattr(Batch, "draw", watched)
-    generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=slots)
-    assert sum(used) == sum(row.new for row in rows) and len(used) >= sum(used) / slots
+    def watched_prefill(*given):
+        cache, logits = prefill(*given)
+        logits_after.append(weakref.ref(logits.untyped_storage()))
+        return cache, logits
 
+    def watched_begin(self, other, rows, **options):
+        prompts.extend([other] if options.get("share") else [])
+        begin(self, other, rows, **options)
 
-def test_a_prompt_is_computed_once_and_kept_while_rows_need_it(monkeypatch):
-    rows, go_on, computed, kept = talks(), Batch.go_on, [], []
-    hidden = models.Transformer.hidden
-
-    def watched(self, going):
-        go_on(self, going)
-        needed = {row.tokens[0] for row in rows if not row.new} | {x.tokens[0] for *_, x in going}
-        kept.append(len(self.prompts.lengths))
-        assert kept[-1] <= len(needed)
-        assert {self.tokens[n][0] for n in self.after} <= {x.tokens[0] for x in rows if not x.new}
-
-    def counted(self, tokens, **options):
+    def watched_hidden(self, tokens, **options):
         computed.extend(tokens[:, 0].tolist())
         return hidden(self, tokens, **options)
 
-    monkeypatch.setattr(Batch, "go_on", watched)
-    monkeypatch.setattr(models.Transformer, "hidden", counted)
-    generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=2)
+    monkeypatch.setattr(models, "sample", watched_sample)
+    monkeypatch.setattr(models, "prefill", watched_prefill)
+    monkeypatch.setattr(KVCache, "begin", watched_begin)
+    monkeypatch.setattr(Transformer, "hidden", watched_hidden)
+    generate(model_of("qwen3"), rows, max_new_tokens=NEW, end=ENDS, slots=slots)
     assert len(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
-    assert kept[-1] == 0 < max(kept)
+    assert len(logits_after) == (3 if slots == 1 else 2)  # prompts that enter together in one call
 
 
 # The cache's memory ------------------------------------------------------------------------------
-
-
-class Live(TorchDispatchMode):
-    """Measures a cache's stores and the results of operations that still exist, in bytes."""
-
-    def __init__(self, cache):
-        super().__init__()
-        self.cache, self.results, self.worst = cache, weakref.WeakValueDictionary(), 0.0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out = op(*args, **kwargs or {})
-        found = out if isinstance(out, tuple | list) else (out,)
-        self.results.update({id(x): x for x in found if isinstance(x, torch.Tensor)})
-        stores = list(self.cache.layers.values())
-        self.worst = max(self.worst, held([*stores, *self.results.values()]) / held(stores))
-        return out
 
 
 def held(tensors):
     """Return the bytes of the tensors' storages."""
     storages = [x.untyped_storage() for x in tensors]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+def most_held(cache, function):
+    """Call function(), and return the most bytes at a time, as a multiple of the cache's stores.
+
+    Counted are the stores and the results of operations that still exist.
+    """
+    results, worst = weakref.WeakValueDictionary(), []
+
+    def look(_, out):
+        found = out if isinstance(out, tuple | list) else (out,)
+        results.update({id(x): x for x in found if isinstance(x, torch.Tensor)})
+        stores = list(cache.layers.values())
+        worst.append(held([*stores, *results.values()]) / held(stores))
+
+    with Watching(look):
+        function()
+    return max(worst)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
@@ -204,16 +206,17 @@ def test_a_cache_never_holds_a_second_copy_of_itself(name):
         changes |= dict(layer_types=(SLIDING,) * 16, sliding_window=250)
     model = tiny_model(name, **changes)
     cache, _ = prefill(model, [[5] * (200 - n) for n in range(8)])
-    with Live(cache) as live:
+
+    def grow_and_shrink():
         forward_with_cache(model, cache, torch.ones(8, 1).long())  # the stores grow
         for rows in range(7, 0, -1):
             cache.select([*range(1, rows + 1)])  # the worst order: all rows change places
             forward_with_cache(model, cache, torch.ones(rows, 1).long())
-    assert 1.05 < live.worst <= 1.15  # one layer of 16 at a time
+
+    assert 1.05 < most_held(cache, grow_and_shrink) <= 1.15  # one layer of 16 at a time
     cache, _ = prefill(model, [[5] * 100] * 8)
-    with Live(cache) as live:
-        cache.select([0, 1, 7, 3, 4, 5, 6])
-    assert live.worst <= 1.01  # only the row that moves is copied
+    order = [0, 1, 7, 3, 4, 5, 6]
+    assert most_held(cache, lambda: cache.select(order)) <= 1.01  # only the row that moves
 
 
 # Turns, queues, weights --------------------------------------------------------------------------
@@ -273,24 +276,17 @@ WAITING = (
 
 def waits(function):
     """How often Python asks the device for a number while the function runs."""
-    count = 0
+    asked, tolist = [], torch.Tensor.tolist
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            nonlocal count
-            count += op.overloadpacket in WAITING
-            return op(*args, **kwargs or {})
+    def counted(x):
+        asked.append("tolist")
+        return tolist(x)
 
-    tolist = torch.Tensor.tolist
-    with pytest.MonkeyPatch.context() as patch, Watch():
-        def counted(x):
-            nonlocal count
-            count += 1
-            return tolist(x)
-
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", counted)
-        function()
-    return count
+        with Watching(lambda operation, _: asked.extend([operation] * (operation in WAITING))):
+            function()
+    return len(asked)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "sliding qwen"])

@@ -14,11 +14,8 @@ SMALL = "--device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 --e
 
 def starts(task, count, held_out=False):
     """(number, state, prompt) of the first `count` problems."""
-    made = []
-    for index in range(count):
-        state, prompt = task.prompt(np.random.default_rng([7, index]), index, held_out)
-        made.append((index, state, prompt))
-    return made
+    draws = [np.random.default_rng([7, index]) for index in range(count)]
+    return [(index, *task.prompt(rng, index, held_out)) for index, rng in enumerate(draws)]
 
 
 def tokens(task, text):
@@ -37,18 +34,11 @@ def test_demonstrations_of_addition_are_right_chains():
     assert task.reply((47, 98), chain) == ((47, 98), None, 1.0)
 
 
-@pytest.mark.parametrize(
-    "answer, reward",
-    [
-        ("0 8 5 .", 1.0),  # no chain: it earns nothing by itself
-        ("1 1 , 0 8 5 .", 1.0),  # and may be wrong
-        ("7 8 0 1 5 , 4 3 1 0 8 , 0 8 6 .", 0.0),
-        ("7 8 0 1 5 , 4 3 1 0 8 , 8 5 .", 0.0),
-        ("7 8 0 1 5 , 4 3 1 0 8 , 0 0 8 5 .", 0.0),
-        ("0 8 5 , .", 0.0),
-        (".", 0.0),
-    ],
-)
+@pytest.mark.parametrize("answer, reward", [
+    ("0 8 5 .", 1.0), ("1 1 , 0 8 5 .", 1.0),  # a chain earns nothing by itself, and may be wrong
+    *((f"7 8 0 1 5 , 4 3 1 0 8 , {wrong} .", 0.0) for wrong in ("0 8 6", "8 5", "0 0 8 5")),
+    ("0 8 5 , .", 0.0), (".", 0.0),
+])  # fmt: skip
 def test_answers_to_an_addition(answer, reward):
     task = Addition(Config())
     assert task.reply((47, 38), tokens(task, answer)) == ((47, 38), None, reward)
@@ -98,25 +88,15 @@ def test_demonstrations_of_the_calculator_are_valid_and_not_always_right():
     assert 0.1 < np.mean(rewards["sum first"]) < 0.4
 
 
-@pytest.mark.parametrize(
-    "turns, reward",
-    [
-        (["3 * 4 .", "2 + 12 .", "14 ."], 1.0),
-        (["3 * 4 .", "12 + 2 .", "14 ."], 1.0),
-        (["14 ."], 1.0),  # by heart
-        (["1 + 1 .", "7 - 7 .", "6 * 7 .", "14 ."], 1.0),  # any calls
-        (["2 + 3 .", "5 * 4 .", "20 ."], 0.0),
-        (["3 * 4 .", "12 ."], 0.0),
-        (["+ ."], 0.0),
-        (["."], 0.0),
-        (["3 * 4 4 ."], 0.0),
-        (["3 4 * ."], 0.0),
-        (["3 * + ."], 0.0),
-        (["3 ? 4 ."], 0.0),
-        (["3 * 17 ."], 0.0),  # 51 is no number of the calculator's
-        (["2 - 3 ."], 0.0),
-    ],
-)
+@pytest.mark.parametrize("turns, reward", [
+    (["3 * 4 .", "2 + 12 .", "14 ."], 1.0), (["3 * 4 .", "12 + 2 .", "14 ."], 1.0),
+    (["14 ."], 1.0),  # by heart
+    (["1 + 1 .", "7 - 7 .", "6 * 7 .", "14 ."], 1.0),  # any calls
+    (["2 + 3 .", "5 * 4 .", "20 ."], 0.0), (["3 * 4 .", "12 ."], 0.0),
+    *(([turn], 0.0) for turn in (
+        "+ .", ".", "3 * 4 4 .", "3 4 * .", "3 * + .", "3 ? 4 .", "2 - 3 .",
+        "3 * 17 .")),  # 51 is not a number of the calculator's
+])  # fmt: skip
 def test_answers_to_the_calculator(turns, reward):
     task = Calculator(Config())
     state = (tuple(tokens(task, "2 + 3 * 4")), 14, ())
@@ -136,10 +116,9 @@ def test_held_out_problems_are_never_trained_on(Class, process_group):
     asked = {True: set(), False: set()}
     for step in range(2):
         for stream, held_out in ((1, False), (2, True), (3, False)):  # rollouts, evaluation, demos
-            for _, _, prompt in draw_prompts(
-                config, task, stream, step, range(150), first=step * 150, held_out=held_out
-            ):
-                asked[held_out].add(tuple(prompt))
+            options = dict(first=step * 150, held_out=held_out)
+            drawn = draw_prompts(config, task, stream, step, range(150), **options)
+            asked[held_out] |= {tuple(prompt) for _, _, prompt in drawn}
     assert len(asked[True]) > 25 and len(asked[False]) > 200
     assert not asked[True] & asked[False]
 

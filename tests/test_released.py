@@ -1,7 +1,6 @@
 """The whole road for each family: a released checkpoint, its text, an export, all by transformers.
 
-Each step is a function that compares one thing with transformers, so that other roads (a training
-run between load and export, say) can be put together from the same steps.
+Each step is a function, so that other roads can be put together from the same steps.
 """
 
 import pytest
@@ -54,13 +53,6 @@ def same_logits(ours, model, prompt):
 
 def same_answer(ours, model, prompt, end, *, length=12):
     """The greedy answer, up to one of the ends, is transformers'; its tokens."""
-    (row,) = generate(ours, [prompt], max_new_tokens=length, temperature=0, end=end)
-    assert row.tokens == their_answer(model, prompt, end, length)
-    assert row.truncated == (row.tokens[-1] not in end)
-    return row.tokens[len(prompt) :]
-
-
-def their_answer(model, prompt, end, length):
     from transformers import GenerationConfig
 
     # The checkpoint's own configuration says how its authors sample: at random, with a penalty for
@@ -69,19 +61,11 @@ def their_answer(model, prompt, end, length):
         do_sample=False, max_new_tokens=length, eos_token_id=list(end), pad_token_id=0,
         repetition_penalty=1.0,
     )  # fmt: skip
-    return model.generate(torch.tensor([prompt]), generation_config=options)[0].tolist()
-
-
-def export(ours, source, target):
-    """What a run leaves for others: weights, their config, and the text files."""
-    save_hf(ours, target)
-    copy_text_files(source, target)
-
-
-def same_model(model, again):
-    """Two of transformers' models have the same parameters."""
-    pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
-    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
+    (row,) = generate(ours, [prompt], max_new_tokens=length, temperature=0, end=end)
+    truth = model.generate(torch.tensor([prompt]), generation_config=options)
+    assert row.tokens == truth[0].tolist()
+    assert row.truncated == (row.tokens[-1] not in end)
+    return row.tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("family", shortened(released.FAMILIES))
@@ -109,11 +93,12 @@ def test_a_released_checkpoint_comes_and_goes_as_transformers_has_it(family, tmp
     same_logits(ours, model, row)
 
     # As it goes: others load it, and so do we.
-    export(ours, directory, tmp_path / "hf")
+    save_hf(ours, tmp_path / "hf")
+    copy_text_files(directory, tmp_path / "hf")
     again, tokenizer = theirs(tmp_path / "hf")
-    same_model(model, again)
+    pairs = zip(model.state_dict().items(), again.state_dict().items(), strict=True)
+    assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
     assert same_tokens(tmp_path / "hf", tokenizer) == prompt
     assert Text(tmp_path / "hf").end == text.end
     assert again.generation_config.to_diff_dict() == model.generation_config.to_diff_dict()
-    ours = load_hf(tmp_path / "hf")
-    same_logits(ours, again, prompt)
+    same_logits(load_hf(tmp_path / "hf"), again, prompt)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import released
 
-pytest.importorskip("transformers", reason="see tests/requirements.txt")
+transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
 import text as text_file  # noqa: E402
 from models import TEXT_FILES, copy_text_files  # noqa: E402
 from text import Text  # noqa: E402
@@ -33,9 +33,11 @@ def texts(checkpoints):
 @pytest.fixture(scope="module")
 def theirs(checkpoints):
     """transformers' tokenizer of each family."""
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-    load = transformers.AutoTokenizer.from_pretrained
-    return {name: load(directory) for name, directory in checkpoints.items()}
+    return {name: tokenizer_of(directory) for name, directory in checkpoints.items()}
+
+
+def tokenizer_of(directory):
+    return transformers.AutoTokenizer.from_pretrained(directory)
 
 
 @pytest.fixture
@@ -109,31 +111,23 @@ CONVERSATIONS = {
 }
 
 
-def test_there_are_twenty_conversations():
-    assert len(CONVERSATIONS) == 20
-
-
 @pytest.mark.parametrize("family", released.FAMILIES)
-def test_token_ids_are_those_of_transformers(texts, theirs, family):
-    text = texts[family]
+def test_texts_and_token_ids_are_those_of_transformers(texts, theirs, family):
+    """Of prompts, of raw text, which has one BOS if any, and of what is decoded."""
+    text, other = texts[family], theirs[family]
     for name, messages in CONVERSATIONS.items():
-        want = theirs[family].apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False)  # fmt: skip
-        assert text.prompt(messages) == want, name
         for prompted in (False, True):
             got = text.render(messages, add_generation_prompt=prompted)
-            assert got == theirs[family].apply_chat_template(
-                messages, add_generation_prompt=prompted, tokenize=False), name  # fmt: skip
-
-
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_raw_text_is_that_of_transformers_with_one_bos(texts, theirs, family):
-    text = texts[family]
-    for messages in CONVERSATIONS.values():
-        for message in messages:
-            raw = message["content"]
-            assert text.encode(raw, bos=True) == theirs[family](raw).input_ids
-            assert text.encode(raw) == theirs[family](raw, add_special_tokens=False).input_ids
+            want = dict(add_generation_prompt=prompted, tokenize=False)
+            assert got == other.apply_chat_template(messages, **want), name
+        tokens = text.prompt(messages)
+        want = dict(add_generation_prompt=True, return_dict=False)
+        assert tokens == other.apply_chat_template(messages, **want), name
+        assert text.decode(tokens) == other.decode(tokens, skip_special_tokens=True)
+        assert text.decode(tokens, special=True) == other.decode(tokens)
+        for raw in [message["content"] for message in messages]:
+            assert text.encode(raw, bos=True) == other(raw).input_ids
+            assert text.encode(raw) == other(raw, add_special_tokens=False).input_ids
     if family in BOS:
         once = text.encode(f"{BOS[family]}a")
         assert text.encode("a", bos=True) == text.encode(f"{BOS[family]}a", bos=True) == once
@@ -150,15 +144,6 @@ def test_a_directory_that_is_not_there_is_named(tmp_path):
         Text(tmp_path / "Qwen/Qwen3-0.6B")
 
 
-@pytest.mark.parametrize("family", released.FAMILIES)
-def test_decoding_is_that_of_transformers(texts, theirs, family):
-    text = texts[family]
-    for messages in CONVERSATIONS.values():
-        tokens = text.prompt(messages)
-        assert text.decode(tokens) == theirs[family].decode(tokens, skip_special_tokens=True)
-        assert text.decode(tokens, special=True) == theirs[family].decode(tokens)
-
-
 FEATURES = """\
 {%- for m in messages %}
     {%- if m.role == 'system' %}{% continue %}{% endif %}
@@ -172,13 +157,12 @@ FEATURES = """\
 
 
 def test_what_transformers_gives_templates_is_there(changed):
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
     directory = changed("gemma3", {"chat_template.jinja": FEATURES})
     messages = said("é <b>", "b", system="s")
     messages[1]["tool_calls"] = None
     got = Text(directory).render(messages)
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
-    assert got == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    options = dict(tokenize=False, add_generation_prompt=True)
+    assert got == tokenizer_of(directory).apply_chat_template(messages, **options)
     assert "<bos> <start_of_image>  True" in got and "leaks" not in got and "calls" not in got
 
 
@@ -205,12 +189,10 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_template_is_found_where_transformers_finds_it(changed, place):
-    transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
     changes, want = PLACES[place]
     directory = changed("gemma3", changes)
-    theirs = transformers.AutoTokenizer.from_pretrained(directory)
     assert Text(directory).render(HELLO) == want
-    assert theirs.apply_chat_template(HELLO, tokenize=False) == want
+    assert tokenizer_of(directory).apply_chat_template(HELLO, tokenize=False) == want
 
 
 @pytest.mark.quick
@@ -342,8 +324,8 @@ def test_the_next_turn_depends_on_no_answer(texts, family):
 def test_a_template_must_write_an_answer_once(changed, times):
     source = "{{ messages[0].content }}" + times * "{{ messages[1].content }}"
     directory = changed("qwen2", {"chat_template.jinja": source})
-    said_of_it = complaint_of(Text(directory).next_turn, said("a", "b", "c"), 0)
-    assert said_of_it.startswith(
+    found = complaint_of(Text(directory).next_turn, said("a", "b", "c"), 0)
+    assert found.startswith(
         f"the chat template of {directory} writes an answer {times} times, not once")
 
 
@@ -411,52 +393,39 @@ DAMAGE = {
     "/config.json: vocab_size: expected a positive integer": {"config.json": {"vocab_size": 0}},
     "no .*/config.json; expected": {"config.json": None},
     "cannot be read: UnicodeDecodeError": {"chat_template.jinja": b"\xff"},
-    "chat template of .* fails: TypeError": {SETTINGS: {"chat_template": 5}},
-    "chat template of .* fails: ValueError: .*no default": {SETTINGS: {"chat_template": NAMED[:1]}},
-    "chat template of .* fails: TemplateSyntaxError": {"chat_template.jinja": "{% if %}"},
-    "fails: TemplateSyntaxError: unexpected": {SETTINGS: {"chat_template": "{{"}},
     "cannot be read: TypeError: .*bos_token": {SETTINGS: {"bos_token": 2}},
     "cannot be read: TypeError: .* bos_token": {SETTINGS: {"bos_token": {"content": 2}}},
+    "^TypeError": {SETTINGS: {"chat_template": 5}},
+    "^ValueError: .*no default": {SETTINGS: {"chat_template": NAMED[:1]}},
+    "^TemplateError: no$": {SETTINGS: {"chat_template": "{{ raise_exception('no') }}"}},
+    "^TemplateSyntaxError: unexpected": {SETTINGS: {"chat_template": "{{"}},
+    "^TemplateSyntaxError": "{% if %}",
+    "^TemplateError: not with you": "{{ raise_exception('not\nwith  you') }}",
+    "^UndefinedError: .*no attribute 'x'": "{{ messages[0].x.y }}",
+    "^TypeError:": "{{ messages[0].content + 5 }}",
+    "^OverflowError: Range too big": "{% for i in range(200000) %}{% endfor %}",
+    "^RecursionError": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "^SecurityError: .*'__class__'": "{{ messages.__class__.__mro__ }}",
+    "^SecurityError: .*'__globals__'": "{{ raise_exception.__globals__.keys() }}",
+    "^SecurityError: .*'append'": "{% set x = messages.append(1) %}",
+    "^TypeError: no loader": "{% include 'config.json' %}",
 }  # fmt: skip
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("complaint", DAMAGE)
 def test_a_damaged_file_is_named(changed, complaint):
-    """At the latest by the first prompt, which is before a run begins."""
-    directory = changed("gemma3", DAMAGE[complaint])
-    said_of_it = complaint_of(lambda: Text(directory).prompt(HELLO))
-    assert str(directory) in said_of_it
-    assert re.search(complaint, said_of_it), said_of_it
+    """At the latest by the first prompt, which is before a run begins. ^: what a template fails by.
 
-
-HOSTILE = {
-    "fails: TemplateError: not with you": "{{ raise_exception('not\nwith  you') }}",
-    "fails: UndefinedError: .*no attribute 'x'": "{{ messages[0].x.y }}",
-    "fails: TypeError": "{{ messages[0].content + 5 }}",
-    "fails: OverflowError: Range too big": "{% for i in range(200000) %}{% endfor %}",
-    "fails: RecursionError": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "fails: SecurityError: .*'__class__'": "{{ messages.__class__.__mro__ }}",
-    "fails: SecurityError: .*'__globals__'": "{{ raise_exception.__globals__.keys() }}",
-    "fails: SecurityError: .*'append'": "{% set x = messages.append(1) %}",
-    "fails: TypeError: no loader": "{% include 'config.json' %}",
-}
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("complaint", HOSTILE)
-def test_what_a_template_does_wrong_is_named_with_its_directory(changed, complaint):
-    directory = changed("gemma3", {"chat_template.jinja": HOSTILE[complaint]})
-    said_of_it = complaint_of(Text(directory).render, HELLO)
-    assert said_of_it.startswith(f"the chat template of {directory} fails: ")
-    assert re.search(complaint, said_of_it), said_of_it
-
-
-@pytest.mark.quick
-def test_a_wrong_template_in_the_settings_is_named_too(changed):
-    directory = changed("gemma3", {SETTINGS: {"chat_template": "{{ raise_exception('no') }}"}})
-    assert complaint_of(Text(directory).prompt, HELLO) == (
-        f"the chat template of {directory} fails: TemplateError: no")
+    A text instead of a dict of files is a template in chat_template.jinja.
+    """
+    changes = DAMAGE[complaint]
+    changes = {"chat_template.jinja": changes} if isinstance(changes, str) else changes
+    directory = changed("gemma3", changes)
+    found = complaint_of(lambda: Text(directory).prompt(HELLO))
+    assert str(directory) in found
+    begins = f"^the chat template of {re.escape(str(directory))} fails: "
+    assert re.search(complaint.replace("^", begins), found), found
 
 
 @pytest.mark.quick
@@ -513,8 +482,6 @@ def test_code_that_a_directory_brings_is_never_run(changed):
 
 
 def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, theirs, tmp_path):
-    from transformers import AutoTokenizer
-
     for family, directory in checkpoints.items():
         target = tmp_path / family
         names = copy_text_files(directory, target)
@@ -522,7 +489,7 @@ def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, theirs, tmp
         assert sorted(path.name for path in target.iterdir()) == sorted(names)
         assert all((target / x).read_bytes() == (directory / x).read_bytes() for x in names)
         (target / "config.json").write_bytes((directory / "config.json").read_bytes())
-        again = AutoTokenizer.from_pretrained(target)
+        again = tokenizer_of(target)
         for messages in CONVERSATIONS.values():
             want = theirs[family].apply_chat_template(messages, return_dict=False)
             assert again.apply_chat_template(messages, return_dict=False) == want

@@ -9,11 +9,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
-from test_families import CASES, SIZES, hf_config, relative
+from conftest import ROOT, shortened
+from test_families import CASES, SIZES, hf_config
 from test_ranks import ranks
 
 import parallel
+from models import relative_error as relative
 from tree_attention import TokenTrie, tree_backward, tree_scores
 
 # Grouped heads in each. The two that slide have layers of both kinds; Gemma's have RoPEs of theirs.
@@ -132,7 +133,7 @@ def on_a_tree(code, model, true_loss, **options):
     return errors(result.loss.item(), policy, true_loss, model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", shortened([*FAMILIES, *OTHERS], *FAMILIES))
 def test_the_recipe_trains_a_model_of_transformers_on_a_tree(family):
     model = model_of(family)
     with KeepFloat64():
@@ -140,21 +141,14 @@ def test_the_recipe_trains_a_model_of_transformers_on_a_tree(family):
         for options in ({}, {"max_tokens": 4}, {"max_tokens": 9, "recompute": True}):
             assert max(on_a_tree(recipe(), model, loss, **options)) < 1e-12
 
-    # As transformers is: its norms round gradients to float32, each sequence's by itself.
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_own_casts_are_the_only_difference(family):
+    """Its norms round gradients to float32, each sequence's by itself."""
     model = model_of(family, "sdpa")
     loss = by_itself(model, sequences_of_a_tree(), loss_fn, TEMPERATURE)
     error, gradient_error = on_a_tree(recipe(), model, loss)
     assert error < 1e-12 and 1e-9 < gradient_error < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OTHERS)
-def test_the_recipe_trains_other_families_too(family):
-    model = model_of(family)
-    with KeepFloat64():
-        loss = by_itself(model, sequences_of_a_tree(), loss_fn, TEMPERATURE)
-        for options in ({}, {"max_tokens": 4}):
-            assert max(on_a_tree(recipe(), model, loss, **options)) < 1e-12
 
 
 LEFT_OUT = {

@@ -4,13 +4,12 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import measure_vla as vla
 import pytest
 import torch
-from conftest import shortened
+from conftest import ROOT, shortened
 from measure_ring import unshard_replicated
 from test_ranks import ranks
 
@@ -19,24 +18,15 @@ import ring_attention as ra
 seed, scale, summed = vla.sampler_seed, vla.loss_scale, vla.Rings.sum
 FAULTS = {  # name: (where, what, what stands there instead)
     "rings seeded alike": (vla, "sampler_seed", lambda step, rank, size: seed(step, 0, size)),
-    "a mean of the rings' means": (
-        vla.Rings,
-        "sum",
-        lambda self, x, over=1: 2 * x if over == vla.RING else summed(self, x),
-    ),
-    "each rank of a ring counts the suffix": (
-        vla,
-        "loss_scale",
-        lambda size, replicated, reduce: scale(size, replicated=False, reduce=reduce),
-    ),
+    "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
+        2 * x if over == vla.RING else summed(self, x))),
+    "each rank of a ring counts the suffix": (vla, "loss_scale", lambda size, replicated, reduce: (
+        scale(size, replicated=False, reduce=reduce))),
     "a gather that does not sum gradients": (ra, "unshard", unshard_replicated),
-    "PAD is seen": (
-        vla,
-        "mask_of",
-        lambda block, valid, at: ra.Mask(*ra.Mask.blocks(block).keys[1:3], position_BS=at),
-    ),
+    "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
+        ra.Mask(*ra.Mask.blocks(block).keys[1:3], position_BS=at))),
     "windows count PAD": (vla, "mask_of", lambda block, valid, at: ra.Mask.blocks(block, valid)),
-}
+}  # fmt: skip
 
 
 def _runs(rank):
@@ -102,13 +92,14 @@ def test_each_row_of_the_table_can_fail():
         return {what for what, value, bound in rows if not value <= bound}
 
     assert not failed()
+    grown = [(torch.ones(3), torch.ones(2) * factor) for factor in (1.001, 1.1)]
     cases = [
         failed(truth._replace(losses=[2.0] * 24 + [2.0001] + losses[25:])),
-        failed(truth._replace(grads=[*grads[:-1], (torch.ones(3), torch.ones(2) * 1.001)])),
+        failed(truth._replace(grads=[*grads[:-1], grown[0]])),
         failed(truth._replace(weights=[torch.full((2,), math.nan)])),
         failed(digests=((7, 7), (8, 9))),
         failed(half=near._replace(finite=[True, False])),
-        failed(half=near._replace(grads=[(torch.ones(3), torch.ones(2) * 1.1)])),
+        failed(half=near._replace(grads=[grown[1]])),
         failed(half=near._replace(losses=[x + 0.1 for x in losses])),
     ]
     assert [len(case) for case in cases] == [1] * len(cases)
@@ -119,8 +110,7 @@ def test_each_row_of_the_table_can_fail():
 @pytest.mark.slow
 def test_fifty_steps_in_bf16():
     command = [sys.executable, "ring_attention.py", "stress", "--model"]
-    root = Path(ra.__file__).parent
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     line = json.loads(run.stdout.splitlines()[-1])
     assert line["ok"] and line["loss"]["bf16"][1] < 0.7 * line["loss"]["bf16"][0]
