@@ -1393,7 +1393,7 @@ class _Attend(torch.autograd.Function):
         # These five are O(S), and on a ring O(S / W): no block of another rank. Autograd through
         # the tiles would keep the P of every tile: O(S^2).
         # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
-        # Pinned by tests/test_ring_faults.py::test_the_suite_catches_eight_planted_faults.
+        # Pinned by tests/test_ring.py::test_every_layout_and_method_is_the_definition.
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.setting = where, config
         ctx.run_backward = backward
@@ -1759,7 +1759,7 @@ def ring_forward(q_BhqD, k_BgkD, v_BgkD, schedule, config, /):
         # COMM: send to the right, receive from the left, compute, wait. So the next block travels
         # while this one is computed; and nobody waits before it has posted, so no circle of ranks
         # can deadlock. Pinned by
-        # tests/test_ring.py::test_double_buffering_hides_a_delay_on_the_wire.
+        # tests/test_ring.py::test_double_buffering_computes_while_a_message_is_in_flight.
         next_2BgkD, messages = rotate_block(block_2BgkD, schedule, hop)
         wait = post(ring, messages)
 
@@ -1837,7 +1837,7 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, schedule, c
         wait()
 
         # NUMERICS: parts are summed in float32 or better, in the order of the hops. Pinned by
-        # tests/test_ring.py::test_gradients_travel_in_float32_or_better.
+        # tests/test_ring.py::test_bytes_on_the_wire_match_the_formula.
         sum_2BgkD = part_2BgkD
         if arriving_2BgkD is not None:
             sum_2BgkD = arriving_2BgkD.add_(part_2BgkD)

@@ -1778,7 +1778,7 @@ def redistribute(sequences, data, *, group=None, strategy="dfs", cost=None):
         problem = str(error)
 
     # COMM: one message, which every rank sends, also with nothing or with its error in it. Pinned
-    # by tests/test_tree_ranks.py::test_redistribute_when_only_rank_0_has_data.
+    # by tests/test_tree_ranks.py::test_the_sum_of_the_ranks_gradients_is_the_gradient.
     by_rank = ring.gather_objects((problem, arrays, items), place)
     problems = [f"rank {rank}: {why}" for rank, (why, _, _) in enumerate(by_rank) if why]
     if problems:

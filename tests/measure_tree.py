@@ -7,6 +7,7 @@ says sharing saves.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from pathlib import Path
@@ -17,16 +18,8 @@ from measure_grpo import Clock, peak
 from measure_models import QWEN3_06B
 
 import models
-from tree_attention import (
-    Cost,
-    TokenTrie,
-    _tree_rows,
-    definition,
-    forests,
-    partition,
-    partition_tree,
-    tree_backward,
-)
+from tree_attention import Cost, TokenTrie, _tree_rows, definition, forests, partition
+from tree_attention import partition_tree, tree_backward
 
 
 def family_rows(device="cpu"):
@@ -165,53 +158,35 @@ def modeled_time(trie, cost=None, /) -> float:
     return stats.tree_tokens * cost.token + stats.tree_pairs * cost.pair + above * cost.recomputed
 
 
-def segments(trie):
-    """Return where the tree forks: (children, stops). A segment is a part of a path without a fork.
-
-    children: {a token, or -1 for no token: first tokens of the segments below it}. stops: (N,), for
-    each token the index after the last token of its segment.
-    """
-    # A segment begins where a path begins, and after a token that has several children.
+def draw(trie, most=40) -> str:
+    """A segment a line: its tokens, how many, and the sequences that end in it."""
+    # A segment is a part of a path without a fork. It begins where a path begins, and after a token
+    # that has several children. In preorder its tokens follow each other:
     #
-    #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      children  {-1: [0], 1: [2, 4]}
-    #                          token     5  6  7  8  9      stops     2  2  4  4  5
+    #     5 6 7 8 / 5 6 9      index     0  1  2  3  4      segments 0-1, 2-3 and 4
     #                          children  1  2  1  0  0
     parent = trie.parent.numpy()
     child_count = np.bincount(parent[parent >= 0], minlength=len(trie))
-    first_tokens = np.flatnonzero((parent < 0) | (child_count[parent] != 1))
-    children = {}
-    for token in first_tokens.tolist():
-        children.setdefault(int(parent[token]), []).append(token)
-
-    # It ends with the next token, in preorder, that has no child or several.
-    ends = np.append(np.flatnonzero(child_count != 1) + 1, len(trie))
-    stops = ends[np.searchsorted(ends, np.arange(len(trie)) + 1)]
-    return children, stops.tolist()
-
-
-def draw(trie, most=40) -> str:
-    """A segment a line: its tokens, how many, and the sequences that end in it."""
-    children, stops = segments(trie)
+    starts = np.flatnonzero((parent < 0) | (child_count[parent] != 1)).tolist()
     ends = {}
     for i, token in enumerate(trie.ends.tolist()):
         ends.setdefault(token, []).append(i)
 
-    # Depth first, with a list instead of recursion: forks may be nested thousands deep.
     lines = []
-    todo = [(first, 0) for first in reversed(children.get(-1, []))]
-    while todo and len(lines) < most:
-        first, level = todo.pop()
-        stop = stops[first]
+    levels = {-1: 0}  # of the segments below the last token of another
+    for first, stop in itertools.pairwise([*starts, len(trie)]):
+        if len(lines) == most:
+            lines.append(f".. {len(starts) - most} segments more")
+            break
         text = " ".join(str(x) for x in trie.tokens[first : min(stop, first + 8)].tolist())
         if stop > first + 8:
             text += f" .. ({stop - first} tokens)"
         here = [f"{ends[t]} at {t + 1 - first}" for t in range(first, stop) if t in ends]
         if here:
             text += f"   ends: {', '.join(here)}"
+        level = levels[int(parent[first])]
         lines.append(f"{'|  ' * level}+- {text}")
-        todo += [(child, level + 1) for child in reversed(children.get(stop - 1, []))]
-    if todo:
-        lines.append(f".. {len(todo)} branches and more")
+        levels[stop - 1] = level + 1
     return "\n".join(lines)
 
 

@@ -1,8 +1,27 @@
-"""Attention as one writes it on a blackboard: what the tests hold every other form against."""
+"""What the tests hold attention against: the definition, and a look at the operations that ran."""
 
 import math
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_attention import relative
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's kernel; _backward follows the name
+
+
+def draw(rows, keys=None, *, heads=4, groups=2, width=8, batch=2, dtype=torch.float64, seed=0):
+    """q, k, v that want gradients, and an upstream gradient."""
+    gen = torch.Generator().manual_seed(seed)
+    k_shape = (batch, groups, rows if keys is None else keys, width)
+    shapes = [(batch, heads, rows, width), k_shape, k_shape, (batch, heads, rows, width)]
+    drawn = [torch.randn(s, generator=gen, dtype=torch.float64).to(dtype) for s in shapes]
+    return [x.requires_grad_() for x in drawn[:3]], drawn[3]
+
+
+def worst(found, truth):
+    """The largest relative error of some tensors."""
+    return max(relative(a.detach(), b.detach()) for a, b in zip(found, truth, strict=True))
 
 
 def plain_attention(q, k, v, visible, *, scale=None, softcap=None):
@@ -32,3 +51,24 @@ def plain_attention(q, k, v, visible, *, scale=None, softcap=None):
     weights = (scores - lse[..., None]).exp().masked_fill(blind[..., None], 0.0)
     out = torch.einsum("bgcqk,bgkd->bgcqd", weights.unflatten(1, (k.shape[1], -1)), v)
     return out.flatten(1, 2), lse.masked_fill(blind, -math.inf)
+
+
+class Watch(TorchDispatchMode):
+    """What torch runs inside: (name, args, kwargs) of every operation, and the largest result."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.ran.append((function.overloadpacket.__name__, args, kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        return out
+
+    def calls(self, name):
+        """Return (args, kwargs) of each call of an operation."""
+        return [given for ran, *given in self.ran if ran == name]

@@ -1,71 +1,74 @@
 """Any callable of the model's form: interval masks on one process, and on a ring."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
+from oracles import worst
 from test_ranks import ranks
 
 import models
 import ring_attention as ra
-from models import packed_attention, relative_error, tiny_model
 
 LENGTHS = (7, 1, 6, 12, 5)
 
 
-def packed_case(model_type):
-    """A model, tokens (1, S) with PAD at both ends, positions, document ids and an upstream."""
-    model = tiny_model(model_type, seed=5)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.tensor([-1, *(d for d, n in enumerate(LENGTHS) for _ in range(n)), -1])[None]
-    positions = torch.cat([torch.zeros(1), *map(torch.arange, LENGTHS), torch.zeros(1)]).long()[
-        None
-    ]
-    tokens = torch.randint(53, ids.shape, generator=generator)
-    upstream = torch.randn(*ids.shape, 24, generator=generator, dtype=torch.float64)
-    return model, tokens, positions, ids, upstream * (ids >= 0)[..., None]
+def run(model_type, make_attention, index=slice(None)):
+    """States of the real tokens `index`, and gradients, of packed documents with PAD around them.
 
-
-def gradients(model, out, upstream):
+    make_attention: makes the callable of document ids (1, S).
+    """
+    model, gen = models.tiny_model(model_type, seed=5), torch.Generator().manual_seed(0)
+    ids = [-1, *(d for d, n in enumerate(LENGTHS) for _ in range(n)), -1]
+    ids, places = torch.tensor(ids)[None], [*map(torch.arange, LENGTHS)]
+    positions = torch.cat([torch.zeros(1), *places, torch.zeros(1)]).long()[None]
+    tokens = torch.randint(53, ids.shape, generator=gen)
+    upstream = torch.randn(*ids.shape, 24, generator=gen, dtype=torch.float64)
+    attention, real = make_attention(ids), ids[:, index] >= 0
+    out = model.hidden(tokens[:, index], positions=positions[:, index], attention=attention)
     parameters = [p for n, p in model.named_parameters() if n != "lm_head.weight"]
-    return torch.autograd.grad((out * upstream).sum(), parameters)
+    loss = (out * upstream[:, index])[real].sum()
+    return out.detach(), real, torch.autograd.grad(loss, parameters)
+
+
+def by_intervals(attend):
+    """Make callables of interval masks from a function like `ring_attention`."""
+
+    def of_documents(ids):
+        mask = ra.Mask.documents(doc_ids=ids)
+
+        def attention(q, k, v, /, *, layer, scale, window=None):
+            return attend(q, k, v, mask=mask.with_window(window), scale=scale)
+
+        return attention
+
+    return of_documents
+
+
+def by_packing(ids):
+    return models.packed_attention(doc_ids=ids)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("model_type", models.TINY)
 def test_interval_masks_and_packed_attention_are_one_rule(model_type):
-    model, tokens, positions, ids, upstream = packed_case(model_type)
-    mask = ra.Mask.documents(doc_ids=ids)
-
-    def interval(q, k, v, /, *, layer, scale, window=None):
-        return ra.attend(q, k, v, mask.with_window(window), scale=scale)[0]
-
-    found = []
-    for attention in (interval, packed_attention(doc_ids=ids)):
-        out = model.hidden(tokens, positions=positions, attention=attention)
-        found.append((out.detach()[ids >= 0], *gradients(model, out, upstream)))
-    for a, b in zip(*found):
-        assert relative_error(a, b) < 1e-12 < relative_error(0 * a, b)
+    makers = by_intervals(lambda *qkv, **how: ra.attend(*qkv, **how)[0]), by_packing
+    ours, truth = ([out[real], *grads] for out, real, grads in (run(model_type, x) for x in makers))
+    assert worst(ours, truth) < 1e-12
+    assert min(ra.relative(0 * x, x) for x in truth) == 1  # zeros would not pass
 
 
 def _ring(rank, model_type, layout, method):
-    world, errors = dist.get_world_size(), []
-    model, tokens, positions, ids, upstream = packed_case(model_type)
-    truth = model.hidden(tokens, positions=positions, attention=packed_attention(doc_ids=ids))
-    want = gradients(model, truth, upstream)
-    index, mask = ra.indices(ids.shape[1], rank, world, layout), ra.Mask.documents(doc_ids=ids)
-
-    def ring(q, k, v, /, *, layer, scale, window=None):
-        options = dict(layout=layout, method=method, scale=scale)
-        return ra.ring_attention(q, k, v, mask=mask.with_window(window), **options)
-
-    out = model.hidden(tokens[:, index], positions=positions[:, index], attention=ring)
-    real = ids[:, index] >= 0
-    errors.append(relative_error(out.detach()[real], truth.detach()[:, index][real]))
-    for ours, theirs in zip(gradients(model, out, upstream[:, index]), want, strict=True):
-        ours = ours.contiguous()
-        dist.all_reduce(ours)
-        errors.append(relative_error(ours, theirs))
-    return errors
+    """The worst error of this rank's states and of the gradients, over all ranks."""
+    index = ra.indices(sum(LENGTHS) + 2, rank, dist.get_world_size(), layout)
+    over_the_ring = functools.partial(ra.ring_attention, layout=layout, method=method)
+    whole, _, want = run(model_type, by_packing)
+    out, real, grads = run(model_type, by_intervals(over_the_ring), index)
+    grads = [grad.contiguous() for grad in grads]
+    for grad in grads:
+        dist.all_reduce(grad)
+    return worst([out[real], *grads], [whole[:, index][real], *want])
 
 
 @pytest.mark.parametrize("layout, method", [("zigzag", "ring"), ("contiguous", "ulysses")])
@@ -73,5 +76,4 @@ def _ring(rank, model_type, layout, method):
 def test_a_model_over_a_ring_has_the_one_process_states_and_gradients(
     tmp_path, model_type, layout, method
 ):
-    for errors in ranks(tmp_path, 2, _ring, model_type, layout, method):
-        assert max(errors) < 1e-10
+    assert max(ranks(tmp_path, 2, _ring, model_type, layout, method)) < 1e-10

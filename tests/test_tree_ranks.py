@@ -3,101 +3,78 @@
 import pytest
 import torch
 import torch.distributed as dist
+from oracles import worst
 from test_ranks import ranks
 
 import models
 from ring_attention import relative
-from tree_attention import (
-    TinyModel,
-    TokenTrie,
-    definition,
-    example_loss,
-    forests,
-    overlay,
-    partition_tree,
-    redistribute,
-    tree_backward,
-    tree_logprobs,
-    tree_scores,
-)
+from tree_attention import TinyModel, TokenTrie, definition, example_loss, forests, overlay
+from tree_attention import partition_tree, redistribute, tree_backward, tree_logprobs, tree_scores
+
+FORESTS = forests() | {"nothing": [], "short": [[3, 1, 2]]}
 
 
-def sequences_of(name):
-    return [torch.tensor(x) for x in forests()[name]]
-
-
-def build(kind):
-    return TinyModel() if kind == "tiny" else models.tiny_model(kind)
-
-
-def flat(model, sequences):
-    """Loss, log-probs and gradients of one process, sequence by sequence."""
+def case(kind, name):
+    """A model, sequences, and their loss, log-probs and gradients, sequence by sequence."""
+    model = TinyModel() if kind == "tiny" else models.tiny_model(kind)
+    sequences = [torch.tensor(x) for x in FORESTS[name]]
     loss, logprobs = definition(model, sequences, example_loss, temperature=0.7)
-    grads = [p.grad.clone() for p in model.parameters()]
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad()
-    return torch.as_tensor(loss), logprobs, grads
+    return model, sequences, (torch.as_tensor(loss), logprobs, grads)
 
 
 @torch.no_grad()
-def sum_gradients(parameters):
-    """.grad becomes the sum over the ranks; a rank that has none takes part with zeros."""
-    for p in parameters:
+def summed_gradients(model):
+    """The sums over ranks; a rank that has none takes part with zeros."""
+    for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         dist.all_reduce(p.grad)
-
-
-def gradient_error(model, truth):
-    return max(relative(p.grad, x) for p, x in zip(model.parameters(), truth, strict=True))
+    return [p.grad for p in model.parameters()]
 
 
 def _dealt(rank, kind, name, strategy, holders, max_tokens):
-    """Train on this rank's share; the errors of the summed loss and gradient, and the shares."""
-    model, sequences = build(kind), sequences_of(name)
-    loss, logprobs, grads = flat(model, sequences)
+    """Train on this rank's share; the error of the summed loss and gradient, and the share."""
+    model, sequences, (loss, logprobs, grads) = case(kind, name)
     own = [i for i in range(len(sequences)) if i % holders == rank]
     data = [{"id": i, "logprobs": logprobs[i]} for i in own]  # as old log-probs would travel
     share, data = redistribute([sequences[i] for i in own], data, group=None, strategy=strategy)
-    for x, item in zip(share, data, strict=True):
-        assert torch.equal(x, sequences[item["id"]])
-    result = tree_backward(
-        model,
-        TokenTrie(share),
-        lambda k, *scores: example_loss(data[k]["id"], *scores),
-        max_tokens=max_tokens,
-        temperature=0.7,
-    )
+    ids = [item["id"] for item in data]
+    assert all(torch.equal(x, sequences[i]) for x, i in zip(share, ids, strict=True))
+    options = dict(max_tokens=max_tokens, temperature=0.7)
+    loss_fn = lambda k, *scores: example_loss(ids[k], *scores)  # noqa: E731
+    result = tree_backward(model, TokenTrie(share), loss_fn, **options)
     for found, item in zip(result.logprobs, data, strict=True):
         assert relative(found, item["logprobs"]) < 1e-12
-    lone = all(p.grad is None for p in model.parameters())
-    sum_gradients(model.parameters())
-    total = result.loss.clone()
+    lone, total = all(p.grad is None for p in model.parameters()), result.loss.clone()
     dist.all_reduce(total)
-    ids = [item["id"] for item in data]
-    return gradient_error(model, grads), relative(total, loss), ids, lone
+    return worst([total, *summed_gradients(model)], [loss, *grads]), ids, lone
 
 
-DEALT = [(2, "dfs"), (2, "round_robin"), (4, "dfs")]
-DEALT += [pytest.param(4, "round_robin", marks=pytest.mark.slow)]
+DEALT = [
+    (world, "tiny", name, strategy, holders or world, 3)
+    for world, strategy in ((2, "dfs"), (2, "round_robin"), (4, "dfs"))
+    for name, holders in (("forest", None), ("prefixes", 1))
+]
+DEALT += [
+    pytest.param(4, "tiny", "forest", "round_robin", 4, 3, marks=pytest.mark.slow),
+    pytest.param(4, "tiny", "prefixes", "round_robin", 1, 3, marks=pytest.mark.slow),
+    (4, "gemma3_text", "binary", "dfs", 1, None),
+    (4, "tiny", "one sequence", "dfs", 1, 2),
+]
 
 
-@pytest.mark.parametrize("world, strategy", DEALT)
-def test_the_sum_of_the_ranks_gradients_is_the_gradient(tmp_path, world, strategy):
-    for name, holders in (("forest", world), ("prefixes", 1)):
-        found = ranks(tmp_path, world, _dealt, "tiny", name, strategy, holders, 3)
-        assert max(max(grad, loss) for grad, loss, *_ in found) < 1e-10
-        assert sorted(sum((ids for *_, ids, _ in found), [])) == list(range(len(forests()[name])))
-
-
-def test_redistribute_when_only_rank_0_has_data(tmp_path):
-    found = ranks(tmp_path, 4, _dealt, "gemma3_text", "binary", "dfs", 1, None)
-    assert max(max(grad, loss) for grad, loss, *_ in found) < 1e-10
-    assert all(ids for *_, ids, _ in found)
-
-
-def test_a_rank_without_a_share_takes_part_with_zeros(tmp_path):
-    found = ranks(tmp_path, 4, _dealt, "tiny", "one sequence", "dfs", 1, 2)
-    assert max(max(grad, loss) for grad, loss, *_ in found) < 1e-10
-    assert [lone for *_, lone in found] == [False, True, True, True]
+@pytest.mark.parametrize("world, kind, name, strategy, holders, size", DEALT)
+def test_the_sum_of_the_ranks_gradients_is_the_gradient(
+    tmp_path, world, kind, name, strategy, holders, size
+):
+    """Of shares from all ranks, or from rank 0; a rank without a share takes part with zeros."""
+    found = ranks(tmp_path, world, _dealt, kind, name, strategy, holders, size)
+    assert max(error for error, *_ in found) < 1e-10
+    ids = [ids for _, ids, _ in found]
+    assert sorted(sum(ids, [])) == list(range(len(FORESTS[name])))
+    assert [lone for *_, lone in found] == [not some for some in ids]
+    assert name != "binary" or all(ids)
 
 
 def _bad(rank, sequences, data):
@@ -119,60 +96,40 @@ def test_one_ranks_mistake_is_an_error_on_every_rank(tmp_path, sequences, data, 
     assert first == second and message in first
 
 
-def _on_a_ring(rank, kind, name, method, layout):
-    """The packed tree over all ranks' ring: errors of log-probs and summed gradients."""
-    model, sequences = build(kind), sequences_of(name)
-    _, logprobs, grads = flat(model, sequences)
-    trie = TokenTrie(sequences)
-    across = dict(group=dist.group.WORLD, method=method, layout=layout)
-    scores = tree_scores(model, trie, temperature=0.7, **across)
-    sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
-    sum_gradients(model.parameters())
-    found = tree_logprobs(model, trie, temperature=0.7)  # no group: this process alone
-    return [
-        gradient_error(model, grads),
-        max(relative(a[0], b) for a, b in zip(scores, logprobs, strict=True)),
-        max(relative(a, b) for a, b in zip(found, logprobs, strict=True)),
-    ]
+def _on_a_ring(rank, cases, method, layout):
+    """The packed tree over all ranks' ring: the worst error of log-probs and summed gradients."""
+    errors = []
+    for kind, name in cases:
+        model, sequences, (_, logprobs, grads) = case(kind, name)
+        trie, across = TokenTrie(sequences), dict(method=method, layout=layout)
+        scores = tree_scores(model, trie, temperature=0.7, group=dist.group.WORLD, **across)
+        sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
+        found = tree_logprobs(model, trie, temperature=0.7)  # no group: this process alone
+        errors += worst([x[0] for x in scores], logprobs), worst(found, logprobs)
+        errors.append(worst(summed_gradients(model), grads))
+    return max(errors)
 
 
+TWO = ("tiny", "forest"), ("gemma3_text", "binary")
+FEW = ("tiny", "one sequence"), ("tiny", "star")
 ON_A_RING = [
-    (2, "allgather", "contiguous"), (4, "ring", "zigzag"),
-    pytest.param(2, "ring", "zigzag", marks=pytest.mark.slow),
-    pytest.param(4, "allgather", "contiguous", marks=pytest.mark.slow),
+    (2, TWO, "allgather", "contiguous"), (4, TWO, "ring", "zigzag"),
+    pytest.param(2, TWO, "ring", "zigzag", marks=pytest.mark.slow),
+    pytest.param(4, TWO, "allgather", "contiguous", marks=pytest.mark.slow),
+    (4, FEW, "ulysses", "zigzag"), (4, [("tiny", "short")], "ring", "zigzag"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world, method, layout", ON_A_RING)
-def test_a_tree_on_a_ring_is_one_process(tmp_path, world, method, layout):
-    for kind, name in (("tiny", "forest"), ("gemma3_text", "binary")):
-        found = ranks(tmp_path, world, _on_a_ring, kind, name, method, layout)
-        assert max(sum(found, [])) < 1e-10
-
-
-def test_a_tree_of_fewer_tokens_than_ranks_and_ulysses(tmp_path):
-    for name, method in (("one sequence", "ulysses"), ("star", "ulysses"), ("tiny", "ring")):
-        found = ranks(tmp_path, 4, _short, name, method)
-        assert max(found) < 1e-10
-
-
-def _short(rank, name, method):
-    model = TinyModel()
-    sequences = [torch.tensor([3, 1, 2])] if name == "tiny" else sequences_of(name)
-    _, logprobs, grads = flat(model, sequences)
-    scores = tree_scores(
-        model, TokenTrie(sequences), temperature=0.7, group=dist.group.WORLD, method=method
-    )
-    sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
-    sum_gradients(model.parameters())
-    return gradient_error(model, grads)
+@pytest.mark.parametrize("world, cases, method, layout", ON_A_RING)
+def test_a_tree_on_a_ring_is_one_process(tmp_path, world, cases, method, layout):
+    """Also one of fewer tokens than ranks."""
+    assert max(ranks(tmp_path, world, _on_a_ring, cases, method, layout)) < 1e-10
 
 
 def _overlaid(rank, max_tokens):
     """Parents of this rank's chunks among all, how many calls, and the error of its gradient."""
-    name = ("forest", "nothing", "binary")[rank]
-    sequences = [] if name == "nothing" else sequences_of(name)
-    trie, model, calls = TokenTrie(sequences), build("qwen3_moe"), []
+    model, sequences, (*_, grads) = case("qwen3_moe", ("forest", "nothing", "binary")[rank])
+    trie, calls, hidden = TokenTrie(sequences), [], model.hidden
     own = partition_tree(trie, max_tokens, join_only_children=True)
     chunks = overlay(own, dist.group.WORLD)
     real = [chunk for chunk in chunks if chunk.stop > chunk.start]
@@ -183,20 +140,15 @@ def _overlaid(rank, max_tokens):
         if chunk.stop > chunk.start:  # what was above a chunk still is
             parent = chunks[chunk.parent][:2] if chunk.parent >= 0 else None
             assert parent == above[chunk.start]
-    hidden = model.hidden
     model.hidden = lambda *given, positions, attention, balance=None: (
         calls.append(1) or hidden(*given, positions=positions, attention=attention)
     )
     options = dict(max_tokens=max_tokens, lockstep=dist.group.WORLD, check_finite=False)
     tree_backward(model, trie, example_loss, temperature=0.7, **options)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    model.zero_grad()
-    model.hidden, grads = hidden, [torch.zeros_like(p) for p in model.parameters()]
-    if sequences:
-        grads = flat(model, sequences)[2]
-    scale = max(x.abs().max() for x in grads) if sequences else 1.0
-    worst = max((a - b).abs().max() / scale for a, b in zip(found, grads, strict=True))
-    return [chunk.parent for chunk in chunks], len(calls), float(worst)
+    scale = max(x.abs().max() for x in grads) or 1.0
+    error = max((a - b).abs().max() / scale for a, b in zip(found, grads, strict=True))
+    return [chunk.parent for chunk in chunks], len(calls), float(error)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 5])
