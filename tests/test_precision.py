@@ -267,7 +267,7 @@ def _far(rank, cast):
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
         model, _ = mixed_model(model, mode=mode)
-        tokens = torch.arange(600)[None] % 53
+        tokens = (torch.arange(600)[None] + rank) % 53
         model.hidden(tokens).to(torch.float32).pow(3).sum().backward()
         parallel.reduce_gradients(model)
         found.append(gradient(model))
@@ -276,8 +276,9 @@ def _far(rank, cast):
 
 def test_fsdp_computes_as_ddp_does(tmp_path):
     """Bit for bit on one rank, also behind position 256; with FSDP2's cast of inputs it does not:
-    it would round the states, and the cosines of the positions."""
+    it would round the states, and the cosines of the positions. Two ranks sum in float32."""
     assert ranks(tmp_path, 1, _far, False) == [0.0]
+    assert max(ranks(tmp_path, 2, _far, False)) < 1e-6
     assert ranks(tmp_path, 1, _far, True)[0] > 1e-3
 
 
