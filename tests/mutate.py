@@ -1,105 +1,49 @@
-"""Plant random slips of one line in a copy of the project, and list those that no test notices.
+"""Plant random slips of one line in copies of the project, and list those that no test notices.
 
     python tests/mutate.py                      60 slips over all files
     python tests/mutate.py models.py --seed 1   other slips, in one file
-    python tests/mutate.py --slow --count 200   the slow tests judge, too
+    python tests/mutate.py --slow --count 200   the slow tests judge too
 
-A slip is a wrong sign, an offset by one, a skipped check: `slips_of` has the list. Texts, errors,
-prints and type hints are left alone. The first call records which test runs which block of code.
-It runs the suite once, in a copy in which every block reports itself, in forked ranks and commands
-too. The record is kept in the temporary folder. A test file that has changed is recorded again, on
-the next call. Code that has changed is not: `--record` begins anew.
-Each slip is then judged by the tests that run its block, the most specific ones first, until their
-recorded seconds reach --seconds. Exit code: 0 if every slip is caught, else 1.
+`slips_of` lists the kinds of slips. What errors and prints say is left alone. The first call runs
+the suite once, to record which tests run which block of code (see blocks.py). The record is kept in
+the temporary folder. A test file that has changed is recorded again, on the next call. If code has
+moved to other blocks, use --record. Each slip is judged by tests that run its block: from each test
+file in turn the test that runs the fewest blocks, until their recorded seconds reach --seconds.
+Exit code: 0 if every slip is caught, else 1.
 """
 
 import argparse
 import ast
 import contextlib
-import copy
 import hashlib
 import itertools
-import json
 import os
 import random
-import shutil
-import signal
-import subprocess
+import re
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-# The slips ---------------------------------------------------------------------------------------
+from blocks import SAID, called, copied, record, run_tests, walk
+
+# Slips -------------------------------------------------------------------------------------------
 
 OTHER = {"min": "max", "amin": "amax", "any": "all", "floor": "ceil", "zeros": "ones", "sin": "cos"}
-OTHER |= {"argmin": "argmax", "minimum": "maximum", "zeros_like": "ones_like"}
+OTHER |= {"argmin": "argmax", "minimum": "maximum", ast.And: ast.Or, ast.Add: ast.Sub}
 OTHER |= {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn}
-OTHER |= {ast.Add: ast.Sub, ast.And: ast.Or}
 OTHER |= {b: a for a, b in OTHER.items()}
 DTYPES = {"float64": "float32", "float32": "bfloat16", "int64": "int32"}
 FACTORS = {ast.Mult: "missing scale", ast.Div: "divisor", ast.Mod: "divisor"}
-SAID = {"print", "warn", "write", "add_argument", "set_description"}  # calls whose words are texts
-WORDS = {"help", "metavar", "description", "title", "file", "flush"}
-ALONG = "sum mean cat stack split flatten unflatten transpose softmax cumsum gather amax logsumexp"
-ALONG = {"dim", "axis", "amin", "narrow", "chunk", "squeeze", "unsqueeze", *ALONG.split()}
 
-
-@dataclass(frozen=True)
-class Slip:
-    """One changed line of a file. place: the block of code, as `models.py:KVCache.keep:2`."""
-
-    kind: str
-    file: str
-    line: int
-    place: str
-    before: str
-    after: str
-
-
-def walk(node, place="", counter=None, name=""):
-    """Yield (node, place) for the code of a syntax tree; `Mask.slice:2` is a third block.
-
-    Outside of functions a place is ''. Docstrings, type hints, decorators and what is said in
-    errors and prints are left out.
-    """
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        name = f"{name}.{node.name}".lstrip(".")
-        counter = itertools.count() if isinstance(node, ast.FunctionDef) else None
-        place = f"{name}:0" if counter else ""
-    for field, value in ast.iter_fields(node):
-        children = value if isinstance(value, list) else [value]
-        if field in ("annotation", "returns", "decorator_list") or not children:
-            continue
-        is_elif = field == "orelse" and type(node) is type(children[0]) is ast.If
-        starts = counter and isinstance(children[0], ast.stmt) and not is_elif
-        here = f"{name}:{next(counter)}" if starts else place
-        for child in children:
-            is_text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
-            if isinstance(child, ast.AST) and not is_text:
-                yield child, here
-                if not isinstance(child, ast.Raise | ast.JoinedStr) and called(child) not in SAID:
-                    yield from walk(child, here, counter, name)
-
-
-def called(node):
-    """Return the last part of the name of the function that a call calls; '' for other nodes."""
-    function = getattr(node, "func", None)
-    return getattr(function, "attr", getattr(function, "id", ""))
+# places: the blocks of code that hold the line, or that use what it binds; see blocks.py.
+Slip = namedtuple("Slip", "kind file line places before after")
 
 
 def changed(node, **fields):
     """Return a copy of a syntax node with other fields."""
-    new = copy.copy(node)
-    for name, value in fields.items():
-        setattr(new, name, value)
-    return new
-
-
-def without(items):
-    return [items[:n] + items[n + 1 :] for n in range(len(items))]
+    return type(node)(**dict(ast.iter_fields(node)) | fields)
 
 
 def slips_of(node, siblings):
@@ -110,38 +54,39 @@ def slips_of(node, siblings):
     op = type(getattr(node, "op", None))
     if op in OTHER:
         yield "and/or" if op in (ast.And, ast.Or) else "sign", node, changed(node, op=OTHER[op]())
-    if op in FACTORS and isinstance(node, ast.BinOp):
-        yield FACTORS[op], node, node.left
-    if op is ast.FloorDiv and isinstance(node, ast.BinOp):  # rounded up
-        low = changed(node, left=ast.UnaryOp(ast.USub(), node.left))
-        yield "divisor", node, ast.UnaryOp(ast.USub(), low)
     if isinstance(node, ast.UnaryOp):
         yield "and/or" if op is ast.Not else "sign", node, node.operand
+    if isinstance(node, ast.BinOp) and op in FACTORS:
+        yield FACTORS[op], node, node.left
+    if isinstance(node, ast.BinOp) and op is ast.FloorDiv:  # rounded up
+        low = changed(node, left=ast.UnaryOp(ast.USub(), node.left))
+        yield "divisor", node, ast.UnaryOp(ast.USub(), low)
     if isinstance(node, ast.Compare):
-        other = OTHER[type(node.ops[0])]()
-        yield "comparison", node, changed(node, ops=[other, *node.ops[1:]])
+        ops = [OTHER[type(node.ops[0])](), *node.ops[1:]]
+        yield "comparison", node, changed(node, ops=ops)
     if isinstance(node, ast.IfExp):
         yield "condition", node, node.body
         yield "condition", node, node.orelse
     if isinstance(node, ast.If) and not node.orelse:
         yield "skipped check", node.test, ast.Constant(False)
-    if isinstance(node, ast.AugAssign) or isinstance(node, ast.Expr) and called(node.value):
+    statement = called(node.value) not in {"", *SAID} if isinstance(node, ast.Expr) else None
+    if statement or isinstance(node, ast.AugAssign):
         yield "skipped statement", node, ast.Pass()
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        yield "offset", node, ast.Constant(node.value + 1)
-    if isinstance(node, ast.Constant) and type(node.value) is float:
-        yield "bound", node, ast.Constant(node.value * 10)
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        n = node.value
+        new = n * 8 if type(n) is float else 0 if n == 1 else n + 1
+        yield "offset or axis" if type(n) is int else "bound", node, ast.Constant(new)
     if isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
-        for rest in without(node.elts) if len(node.elts) > 1 else ():
-            yield "stale key", node, changed(node, elts=rest)
+        for n in range(len(node.elts) if len(node.elts) > 1 else 0):
+            yield "stale key", node, changed(node, elts=node.elts[:n] + node.elts[n + 1 :])
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         for name in siblings:
             yield "sibling", node, changed(node, id=name)
     for field in {"id", "attr"} & {*node._fields}:
         name = getattr(node, field)
         if name in OTHER or name in DTYPES:
-            kind, new = ("min/max", OTHER[name]) if name in OTHER else ("dtype", DTYPES[name])
-            yield kind, node, changed(node, **{field: new})
+            new = OTHER.get(name) or DTYPES[name]
+            yield "min/max" if name in OTHER else "dtype", node, changed(node, **{field: new})
     if isinstance(node, ast.Call):
         yield from slips_of_call(node)
 
@@ -149,72 +94,75 @@ def slips_of(node, siblings):
 def slips_of_call(node):
     """Yield the slips of a call: its arguments, its keywords, and functions of known meaning."""
     name, args, keywords = called(node), node.args, node.keywords
-    fixed = ast.Constant | ast.Starred
     for n, (a, b) in enumerate(itertools.pairwise(args)):
-        if not isinstance(a, fixed) and not isinstance(b, fixed) and ast.dump(a) != ast.dump(b):
+        fixed = isinstance(a, ast.Constant | ast.Starred) or isinstance(b, ast.Starred)
+        if not fixed and ast.dump(a) != ast.dump(b):
             yield "swapped argument", node, changed(node, args=[*args[:n], b, a, *args[n + 2 :]])
-    for word, rest in zip(keywords, without(keywords)):
-        if word.arg and word.arg not in WORDS:
+    for n, word in enumerate(keywords):
+        if word.arg:
+            rest = keywords[:n] + keywords[n + 1 :]
             yield "dropped keyword", node, changed(node, keywords=rest)
         if word.arg in ("src", "dst"):
             yield "source rank", word.value, ast.Constant(0)
     if name in ("to", "double") and isinstance(node.func, ast.Attribute):
         yield "dtype", node, node.func.value
-    if name in ("promote_types", "get_global_rank") and len(args) == 2:
-        promotes = name == "promote_types"
-        yield "dtype" if promotes else "source rank", node, args[0 if promotes else 1]
+    if name == "promote_types":
+        yield "dtype", node, args[0]
+    if name == "get_global_rank":
+        yield "source rank", node, args[1]
     if name == "where" and len(args) == 3:
         yield "mask", node, args[1]
-    along = [x for x in args if name in ALONG] + [x.value for x in keywords if x.arg in ALONG]
-    for x in along:
-        with contextlib.suppress(ValueError):
-            yield "axis", x, ast.Constant(0 if int(ast.unparse(x)) else 1)
 
 
 def related(a, b):
     """Say whether a reader could take a name for another: one tensor suffix, or one stem."""
-    (stem, _, suffix), (other_stem, _, other_suffix) = (x.rpartition("_") for x in (a, b))
+    (stem, _, suffix), (other, _, other_suffix) = (x.rpartition("_") for x in (a, b))
     shaped = suffix == other_suffix != suffix.lower()
-    return a != b and (shaped or stem and stem == other_stem or a.rstrip("012") == b.rstrip("012"))
+    return a != b and (shaped or stem == other != "" or a.rstrip("012") == b.rstrip("012"))
 
 
 def slips(text, file):
     """Return every slip of a file's text that fits in one line."""
-    lines = text.encode().split(b"\n")
-    found, names, nodes = {}, defaultdict(set), [*walk(ast.parse(text))]
-    for node, place in nodes:  # the names that each function binds
-        if isinstance(node, ast.arg) or isinstance(getattr(node, "ctx", None), ast.Store):
-            names[place.split(":")[0]].add(getattr(node, "arg", getattr(node, "id", "")))
+    lines, nodes = text.encode().split(b"\n"), [*walk(ast.parse(text))]
+    found, names, users = {}, defaultdict(set), defaultdict(set)
+    for node, place in nodes:  # what a function binds, or a line outside; the blocks that name it
+        name = getattr(node, "arg", getattr(node, "attr", getattr(node, "id", None)))
+        users[name] |= {f"{file}:{place}"} if place else set()
+        is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        if is_stored or isinstance(node, ast.arg):
+            names[place.split(":")[0] or node.lineno].add(name)
+
     for node, place in nodes:
         own = names[place.split(":")[0]] if isinstance(node, ast.Name) else ()
         alike = sorted(name for name in own if related(name, node.id))
         for kind, old, new in slips_of(node, alike):
-            if old.lineno < old.end_lineno:
+            at = old.lineno
+            if at < old.end_lineno:
                 continue
             simple = isinstance(new, ast.Name | ast.Constant | ast.Call | ast.Pass | type(old))
             after = ast.unparse(new) if simple else f"({ast.unparse(new)})"
-            before = lines[old.lineno - 1]
-            after = before[: old.col_offset] + after.encode() + before[old.end_col_offset :]
-            slip = Slip(kind, file, old.lineno, f"{file}:{place}", before.decode(), after.decode())
-            found[slip.line, slip.after] = slip
+            line = lines[at - 1]
+            after = line[: old.col_offset] + after.encode() + line[old.end_col_offset :]
+            used = {f"{file}:{place}"} if place else set().union(*(users[x] for x in names[at]))
+            slip = Slip(kind, file, at, frozenset(used), line.decode(), after.decode())
+            found[at, slip.after] = slip
     return [*found.values()]
 
 
 def planted(slip, text):
-    """Return a file's text with the slip; None if it is not a program, or the same program."""
+    """Return a file's text with the slip, or None if that is not a program."""
     lines = text.split("\n")
     lines[slip.line - 1] = slip.after
     with contextlib.suppress(SyntaxError):
-        slipped = "\n".join(lines)
-        return slipped if ast.dump(ast.parse(slipped)) != ast.dump(ast.parse(text)) else None
+        compile("\n".join(lines), slip.file, "exec")
+        return "\n".join(lines)
 
 
 def draw(texts, count, seed):
     """Draw slips of {file: text}: each kind with the same probability, one slip a line at most."""
     rng, kinds, drawn = random.Random(seed), defaultdict(list), {}
-    for file, text in texts.items():
-        for slip in slips(text, file):
-            kinds[slip.kind].append(slip)
+    for slip in itertools.chain(*(slips(text, file) for file, text in texts.items())):
+        kinds[slip.kind].append(slip)
     while kinds and len(drawn) < count:
         kind = rng.choice(sorted(kinds))
         slip = kinds[kind].pop(rng.randrange(len(kinds[kind])))
@@ -224,55 +172,73 @@ def draw(texts, count, seed):
     return [*drawn.values()]
 
 
-# Which tests run which block ---------------------------------------------------------------------
-
-# Blocks report to this module. As a plugin of pytest it leaves the name of the test in a file, for
-# the processes that the test starts or has a server fork.
-PROBE = """
-import os
-FOLDER, WORKER, TEST, SEEN = {folder!r}, os.environ.get("PYTEST_XDIST_WORKER", "main"), None, set()
-
-def note(*words):
-    file = os.open(FOLDER + "/lines", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.write(file, "\\t".join([TEST, *words]).encode() + b"\\n")
-    os.close(file)
-
-def seen(place):
-    global TEST
-    if place not in SEEN:
-        SEEN.add(place)
-        if TEST is None and os.path.exists(FOLDER + "/" + WORKER):
-            TEST = open(FOLDER + "/" + WORKER).read()
-        if TEST is not None:
-            note(place)
-
-def begin(test=None):
-    global TEST
-    TEST = test
-    SEEN.clear()
-
-os.register_at_fork(after_in_child=begin)
-
-def pytest_runtest_logstart(nodeid, location):
-    begin(nodeid)
-    open(FOLDER + "/" + WORKER, "w").write(nodeid)
-
-def pytest_runtest_logreport(report):
-    if WORKER != "main" or not hasattr(report, "node"):
-        note(report.when + " " + report.outcome, str(report.duration))
-"""
+# Which slips are caught --------------------------------------------------------------------------
 
 
-def instrumented(text, file, folder):
-    """Return a file's text with a call of `seen` at the beginning of every block of a function."""
-    lines, first = text.split("\n"), {}
-    for node, place in walk(ast.parse(text)):
-        if isinstance(node, ast.stmt):
-            first.setdefault(place, node)
-    for place, node in sorted(first.items(), key=lambda x: -x[1].lineno):
-        at = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]) - 1
-        probe = f"_seen({f'{file}:{place}'!r})"
-        if not place:  # the beginning of the file
-            probe = f"import sys; sys.path.append({folder!r}); from probe import seen as _seen"
-        lines.insert(at, " " * node.col_offset + probe)
-    return "\n".join(lines)
+def judges(slip, tests, seconds):
+    """Return the tests that judge a slip, and their seconds together."""
+    of_file, chosen, total = defaultdict(list), [], 0.0
+    for test, (_, places) in sorted(tests.items(), key=lambda item: len(item[1][1])):
+        if not places.isdisjoint(slip.places):
+            of_file[test.split("::")[0]].append(test)
+    for test in filter(None, itertools.chain(*itertools.zip_longest(*of_file.values()))):
+        if not chosen or total + tests[test][0] <= seconds and len(chosen) < 500:
+            chosen.append(test)
+            total += tests[test][0]
+    return sorted(chosen, key=lambda test: test.split("::")[0]), total
+
+
+def verdict(slip, root, chosen, seconds):
+    """Plant a slip in a copy, and return the test that catches it; None if no test does."""
+    if not chosen:
+        return None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        project = copied(root, folder)
+        (project / slip.file).write_text(planted(slip, (root / slip.file).read_text()))
+        code, out = run_tests(project, chosen, "-x", seconds=120 + 10 * seconds)
+    caught = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.M) or ["a test that did not end"]
+    return None if code == 0 else caught[0]
+
+
+def main(argv, root=Path(__file__).resolve().parent.parent):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="modules to plant slips in; default: all")
+    parser.add_argument("--count", type=int, default=60, help="how many slips")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for each slip")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="slips at a time")
+    parser.add_argument("--slow", action="store_true", help="let slow tests judge too")
+    parser.add_argument("--record", action="store_true", help="record all tests again")
+    args = parser.parse_args(argv)
+    texts = {path.name: path.read_text() for path in sorted(root.glob("*.py"))}
+    files = [Path(file).name for file in args.files] or [*texts]
+    if {*files} - {*texts}:
+        parser.error(f"expected some of {' '.join(texts)}, got {' '.join(files)}")
+
+    key = hashlib.sha256(bytes(root)).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"mutate-{key}"
+    folder.mkdir(exist_ok=True)
+    tests = record(root, folder, args.jobs, args.slow, args.record)
+    drawn = draw({file: texts[file] for file in files}, args.count, args.seed)
+
+    def judge(slip):
+        chosen, seconds = judges(slip, tests, args.seconds)
+        caught = verdict(slip, root, chosen, seconds)
+        print(f"{slip.file}:{slip.line} {slip.kind}: {caught or 'SURVIVED'}", flush=True)
+        ran = Counter(test.split("::")[0] for test in chosen)
+        told = ", ".join(f"{count} of {file}" for file, count in ran.items())
+        return caught, slip, f"passed: {told}" if told else "no test runs it"
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        survivors = [found for found in pool.map(judge, drawn) if not found[0]]
+    for _, slip, told in survivors:
+        print(f"\n{slip.file}:{slip.line}  {slip.kind}\n    - {slip.before.strip()}")
+        print(f"    + {slip.after.strip()}\n    {told}")
+    print(f"\n{len(drawn)} slips, {len(drawn) - len(survivors)} caught, seed {args.seed}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -341,7 +341,7 @@ def test_an_order_waits_until_every_generator_is_ready():
     """A generator has one copy of the weights, and reads it until it says that it is ready."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     side = parallel.Side(parallel.TRAINER, 0, {"generator": 2, "trainer": 1}, store.clone(), 10)
-    sender = parallel.WeightSender(side, None, None, torch.nn.Module())
+    sender = parallel.WeightSender(side, None, None, torch.nn.Linear(1, 1))
     sent = threading.Thread(target=sender.send, args=({"version": 1}, False))
     sent.start()
     for rank in range(2):
