@@ -74,8 +74,10 @@ def slips_of(node, siblings):
         yield "skipped statement", node, ast.Pass()
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         n = node.value
-        new = n * 8 if type(n) is float else 0 if n == 1 else n + 1
-        yield "offset or axis" if type(n) is int else "bound", node, ast.Constant(new)
+        if type(n) is int:
+            yield "offset or axis", node, ast.Constant(0 if n == 1 else n + 1)
+        else:
+            yield "bound", node, ast.Constant(n * 8 or 1.0)
     if isinstance(node, ast.Tuple | ast.List) and isinstance(node.ctx, ast.Load):
         for n in range(len(node.elts) if len(node.elts) > 1 else 0):
             yield "stale key", node, changed(node, elts=node.elts[:n] + node.elts[n + 1 :])
@@ -124,28 +126,32 @@ def related(a, b):
 def slips(text, file):
     """Return every slip of a file's text that fits in one line."""
     lines, nodes = text.encode().split(b"\n"), [*walk(ast.parse(text))]
-    found, names, users = {}, defaultdict(set), defaultdict(set)
-    for node, place in nodes:  # what a function binds, or a line outside; the blocks that name it
+    found, names, users, owners, outside = {}, defaultdict(set), defaultdict(set), [], 1
+    for node, place in nodes:
+        # The owner is a function, or the line of a statement that is outside of functions. names
+        # are what it binds, and users are the blocks that mention a name.
+        outside = node.lineno if isinstance(node, ast.stmt) and not place else outside
+        owners.append(place.split(":")[0] or outside)
         name = getattr(node, "arg", getattr(node, "attr", getattr(node, "id", None)))
         users[name] |= {f"{file}:{place}"} if place else set()
         is_stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         if is_stored or isinstance(node, ast.arg):
-            names[place.split(":")[0] or node.lineno].add(name)
+            names[owners[-1]].add(name)
 
-    for node, place in nodes:
-        own = names[place.split(":")[0]] if isinstance(node, ast.Name) else ()
-        alike = sorted(name for name in own if related(name, node.id))
+    for (node, place), owner in zip(nodes, owners, strict=True):
+        is_local = isinstance(node, ast.Name) and place
+        alike = sorted(name for name in names[owner] if is_local and related(name, node.id))
         for kind, old, new in slips_of(node, alike):
             at = old.lineno
-            if at < old.end_lineno:
+            used = {f"{file}:{place}"} if place else set().union(*(users[x] for x in names[owner]))
+            if at < old.end_lineno or not used:  # a type, say, which no block names
                 continue
             simple = isinstance(new, ast.Name | ast.Constant | ast.Call | ast.Pass | type(old))
             after = ast.unparse(new) if simple else f"({ast.unparse(new)})"
             line = lines[at - 1]
             after = line[: old.col_offset] + after.encode() + line[old.end_col_offset :]
-            used = {f"{file}:{place}"} if place else set().union(*(users[x] for x in names[at]))
-            slip = Slip(kind, file, at, frozenset(used), line.decode(), after.decode())
-            found[at, slip.after] = slip
+            before, after = line.decode(), after.decode()
+            found[at, after] = Slip(kind, file, at, frozenset(used), before, after)
     return [*found.values()]
 
 
@@ -195,15 +201,16 @@ def verdict(slip, root, chosen, seconds):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         project = copied(root, folder)
         (project / slip.file).write_text(planted(slip, (root / slip.file).read_text()))
-        code, out = run_tests(project, chosen, "-x", seconds=120 + 10 * seconds)
-    caught = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.M) or ["a test that did not end"]
-    return None if code == 0 else caught[0]
+        options = ["-x", "-m", "slow or not slow"]  # conftest.py skips slow ones without -m
+        code, out = run_tests(project, chosen, *options, seconds=120 + 10 * seconds)
+    if code is None:
+        return "a test that did not end"
+    caught = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.M) or [f"pytest's exit code {code}"]
+    return caught[0] if code else None
 
 
 def main(argv, root=Path(__file__).resolve().parent.parent):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", help="modules to plant slips in; default: all")
     parser.add_argument("--count", type=int, default=60, help="how many slips")
     parser.add_argument("--seed", type=int, default=0)
@@ -227,9 +234,9 @@ def main(argv, root=Path(__file__).resolve().parent.parent):
         chosen, seconds = judges(slip, tests, args.seconds)
         caught = verdict(slip, root, chosen, seconds)
         print(f"{slip.file}:{slip.line} {slip.kind}: {caught or 'SURVIVED'}", flush=True)
-        ran = Counter(test.split("::")[0] for test in chosen)
-        told = ", ".join(f"{count} of {file}" for file, count in ran.items())
-        return caught, slip, f"passed: {told}" if told else "no test runs it"
+        ran = Counter(test.split("::")[0] for test in chosen).items()
+        told = "passed: " + ", ".join(f"{count} of {file}" for file, count in ran)
+        return caught, slip, told if chosen else "no test runs it"
 
     with ThreadPoolExecutor(args.jobs) as pool:
         survivors = [found for found in pool.map(judge, drawn) if not found[0]]

@@ -6,8 +6,6 @@ import mutate
 import pytest
 from conftest import ROOT
 
-pytestmark = pytest.mark.quick
-
 # before, after, kind
 SLIPS = [
     ("a + b", "a - b", "sign"), ("-a", "a", "sign"), ("x[a - 2]", "x[a - 3]", "offset or axis"),
@@ -26,24 +24,27 @@ SLIPS = [
 FUNCTION = "def f(a, b, c, x, k_BD, v_BD):\n    y = {}\n    return y\n"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("before, after, kind", SLIPS, ids=[before for before, *_ in SLIPS])
 def test_kinds(before, after, kind):
     found = mutate.slips(FUNCTION.format(before), "a.py")
     assert (kind, f"    y = {after}") in {(slip.kind, slip.after) for slip in found}
 
 
+@pytest.mark.quick
 def test_statements_and_checks_are_skipped_and_texts_stay():
     text = 'def f(a: int = 7):\n    "1 + 1"\n    if a:\n        raise E(f"{a + 1}")\n    g.wait()\n'
     found = {(slip.line, slip.after.strip()) for slip in mutate.slips(text + "    print(3)\n", "a")}
     assert found == {(1, 'def f(a: int = 8):'), (3, "if False:"), (5, "pass")}
 
 
+@pytest.mark.quick
 def test_every_slip_of_a_file_is_another_program_of_one_other_line():
     """Of a sample of them, and the same sample for the same seed."""
-    text = (ROOT / "text.py").read_text()
-    drawn = mutate.draw({"text.py": text}, 40, seed=1)
-    assert drawn == mutate.draw({"text.py": text}, 40, seed=1)
-    assert drawn != mutate.draw({"text.py": text}, 40, seed=2)
+    text = (ROOT / "tests" / "blocks.py").read_text()
+    drawn = mutate.draw({"blocks.py": text}, 40, seed=1)
+    assert drawn == mutate.draw({"blocks.py": text}, 40, seed=1)
+    assert drawn != mutate.draw({"blocks.py": text}, 40, seed=2)
     assert len({slip.line for slip in drawn}) == 40 and len({slip.kind for slip in drawn}) > 10
     true = ast.dump(ast.parse(text))
     for slip in drawn:
