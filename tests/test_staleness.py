@@ -201,9 +201,11 @@ DAMAGED = {
     "another batch": lambda state: state["pending"][0].update(batch=99),
     "a foreign token": lambda state: _first_rollout(state)["tokens"].__setitem__(1, 10**6),
     "a short mask": lambda state: _first_rollout(state)["sampled"].pop(),
+    "short vectors": lambda state: [
+        _first_rollout(state)[name].pop() for name in ("sampled", "logprobs")],
     "a missing group": lambda state: state["pending"][1]["groups"].pop(),
     "no form": lambda state: state.update(pending={"a": 1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", DAMAGED)
