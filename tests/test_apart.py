@@ -13,6 +13,7 @@ import time
 
 import measure_apart
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import LOOKUP, shortened
 from test_audit import audited
@@ -302,6 +303,22 @@ def test_long_messages_go_in_pieces_and_leave_nothing():
     assert not [key for key in shared.list_keys() if key.startswith("long")]
     for side in sides:
         side.leaving.set()
+
+
+def test_an_order_waits_until_every_generator_is_ready():
+    """A generator has one copy of the weights, and reads it until it says that it is ready."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    side = parallel.Side(parallel.TRAINER, 0, {"generator": 2, "trainer": 1}, store.clone(), 10)
+    sender = parallel.WeightSender(side, None, None, torch.nn.Linear(1, 1))
+    sent = threading.Thread(target=sender.send, args=({"version": 1}, False))
+    sent.start()
+    for rank in range(2):
+        time.sleep(0.2)
+        assert sent.is_alive() and not any("order" in key for key in store.list_keys())
+        store.set(f"ready/0/{rank}", "1")
+    sent.join(10)
+    assert side.read("order/0") == {"version": 1, "weights": False}
+    side.leaving.set()
 
 
 def test_the_rank_with_the_store_leaves_last():

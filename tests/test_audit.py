@@ -17,14 +17,14 @@ import pytest
 import torch
 from conftest import LOOKUP, ROOT, shortened
 from test_ranks import as_script
-from test_rollout import checkpoint, folder  # noqa: F401, fixtures
+from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
 from test_run import _main, begin, cli, contents, end, flip_a_bit, good, runs_made_once
 
 import audit
 import train_grpo
 from audit import RunFiles, audited, state_before
 from parallel import training_tensors, write_checkpoint
-from train_grpo import main, make_task
+from train_grpo import Config, main, make_task
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
@@ -563,6 +563,16 @@ def refusal(capsys, *argv):
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "cannot be audited" in err
     return err
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tokens, differs", [([9], 0), ([9, 4], 1), ([1], 3), ([1, 2, 3, 4], 0)])
+def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
+    """A lone 9 ends a rollout of `Chat`; another one goes on to the limit, here 4 tokens."""
+    task = Chat()
+    s = audit.Recorded(0, 0, [0, 1, *tokens], [], [], [], False)
+    audit.play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False), s)
+    assert s.differs == differs
 
 
 @pytest.mark.quick

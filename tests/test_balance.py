@@ -160,6 +160,19 @@ def test_padding_and_what_fills_up_is_nobodys():
     assert got == dict(pairs=[], sequences=0, groups=[])
 
 
+@pytest.mark.quick
+def test_the_bias_selects_experts_and_does_not_weigh_them():
+    layer = tiny_model("qwen3_moe", seed=3, router_bias_rate=0.1, **SHAPE).model.layers[0].mlp
+    x_NM = torch.randn(20, layer.gate.in_features, generator=torch.Generator().manual_seed(0))
+    x_NM = x_NM.to(layer.gate.weight.dtype)
+    unbiased_NK = layer.route(x_NM)[1]
+    layer.votes += torch.arange(8) - 4
+    probs_NE, topk_ids_NK, weights_NK = layer.route(x_NM)
+    assert not topk_ids_NK.equal(unbiased_NK)
+    wanted_NK = probs_NE.gather(1, topk_ids_NK)
+    assert torch.allclose(weights_NK, wanted_NK / wanted_NK.sum(1, keepdim=True))
+
+
 # The Trainer's calls --------------------------------------------------------------------------
 
 

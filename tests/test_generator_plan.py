@@ -312,6 +312,7 @@ PUSHES = {
     "t4|d4 fsdp": (4, "t4|d4", "wide", FSDP, "none"),
     "d2t2e4|d2c2 fsdp": (4, "d2t2e4|d2c2", "qwen3_moe", FSDP, "none"),
     "d2t2|d2t2 fsdp": (4, "d2t2|d2t2", "qwen3", FSDP, "none"),
+    "d4|d2p2": (4, "d4|d2p2", "qwen3", {}, "none"),  # a stage is not the rank of that number
     "(attn:d2t2|ffn:e2t2)|d2p2": (4, "(attn:d2t2|ffn:e2t2)|d2p2", "qwen3_moe", {}, "none"),
 }
 
@@ -409,7 +410,7 @@ def told_by_plan(name):
     return told
 
 
-QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2"
+QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2"
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))

@@ -14,15 +14,15 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from conftest import LOOKUP
+from conftest import LOOKUP, batch_of
 
 import models
 from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
-    LOSS_SETTINGS, METRICS, Config, Trainer, Trajectory, advantages, branch_advantages, build,
-    demonstrations, grpo_loss, loss_denominator, loss_metrics, loss_weight, lr_factor, make_task,
-    mean_metrics,
+    LOSS_SETTINGS, METRICS, Config, SampledBatch, Trainer, Trajectory, advantages,
+    branch_advantages, build, demonstrations, grpo_loss, loss_denominator, loss_metrics,
+    loss_weight, lr_factor, make_task, mean_metrics,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -428,6 +428,30 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
     assert (got - expected).norm() <= 1e-12 * expected.norm()
 
 
+def test_the_filter_takes_every_truncated_rollout_out_of_the_loss(process_group):
+    """And no other one. Advantages compare the rewards of all of them: 1, 0, 1, 0."""
+    trainer = make_trainer(overlong="filter", advantage="group_mean", group=4)
+    group = []
+    for cut, reward in [(True, 1.0), (True, 0.0), (False, 1.0), (False, 0.0)]:
+        sampled, rewards = np.ones(2, bool), [(1, reward)]
+        group.append(Trajectory(0, [1, 2, 3], sampled, -np.ones(2), cut, turn_rewards=rewards))
+    trainer.prepare(batch_of([group]))
+    assert [t.mask.tolist() for t in group] == [[False] * 2] * 2 + [[True] * 2] * 2
+    assert [t.advantages.tolist() for t in group[2:]] == [[0.5] * 2, [-0.5] * 2]
+
+
+@pytest.mark.parametrize(
+    "groups, count, sizes", [(5, 2, [2, 3]), (4, 3, [1, 1, 2]), (1, 2, [0, 1])]
+)
+def test_minibatches_have_whole_groups_in_order(groups, count, sizes):
+    batch = SampledBatch(
+        {g: [(g, "a"), (g, "b")] for g in range(groups)}, range(groups), count, sampled_by=0
+    )
+    found = [*batch.minibatches()]
+    assert [len(rollouts) // 2 for rollouts in found] == sizes
+    assert sum(found, []) == [(g, name) for g in range(groups) for name in "ab"]
+
+
 # 4. The optimizer step -----------------------------------------------------------------------
 
 
@@ -512,12 +536,17 @@ def test_a_nan_in_the_loss_skips_the_step_in_every_tree_mode(process_group, tree
     assert all(a.equal(b) for a, b in zip(before, after, strict=True))
 
 
-def test_max_skipped_steps_in_a_row_raise_and_a_finite_one_resets_the_row(process_group):
-    trainer = make_trainer(max_skipped=2)
+def test_max_skipped_steps_in_a_row_raise_and_a_finite_one_resets_the_row(process_group, tmp_path):
+    """A checkpoint holds the counts, so a resumed run goes on with the row."""
+    stopped = make_trainer(max_skipped=2)
     for value in (math.nan, 0.0, math.nan):
-        put_gradients(trainer, lm_head__weight=value)
-        trainer.optim_step()
-    assert (trainer.skipped, trainer.skipped_in_a_row, trainer.policy_version) == (2, 1, 1)
+        put_gradients(stopped, lm_head__weight=value)
+        stopped.optim_step()
+    stopped.save_checkpoint(tmp_path / "saved", step=3)
+    trainer = make_trainer(max_skipped=2)
+    trainer.load_checkpoint(tmp_path / "saved")
+    for x in (stopped, trainer):
+        assert (x.skipped, x.skipped_in_a_row, x.policy_version) == (2, 1, 1)
     put_gradients(trainer, lm_head__weight=math.inf)
     with pytest.raises(FloatingPointError, match="^2 .*in a row.* lm_head.weight on rank 0"):
         trainer.optim_step()

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import parallel
-from parallel import Grid, LocalOptimizer, Micro, Plan
+from parallel import Grid, LocalOptimizer, Micro, Place, Plan
 from parallel import clip_grad_norm, full, parallelize, read_checkpoint, reduce_gradients
 from parallel import training_tensors, write_checkpoint
 
@@ -92,6 +92,22 @@ def _load_and_train(rank, text, mode, path, seed):
     loaded = _gathered(model, optimizer)
     _one_step(grid, model, optimizer)
     return loaded, _gathered(model, optimizer)
+
+
+def _labeled(rank):
+    """Whether DTensors of rows that t cut before d, and of columns and rows, are the whole."""
+    mesh = Grid.make(Plan.parse("d2t2")).dense
+    x = torch.arange(16.0).view(8, 2)
+    found = []
+    for dim in (0, 1):
+        place = Place(mesh, (tuple(map(range, x.shape)),)).cut(dim, "tp").cut(0, "fsdp")
+        rows, columns = place.boxes[-1]
+        found.append(place.label(x[rows][:, columns]).full_tensor().equal(x))
+    return found
+
+
+def test_a_label_says_in_which_order_dimensions_were_cut(tmp_path):
+    assert ranks(tmp_path, 4, _labeled) == [[True, True]] * 4
 
 
 # (plan, mode) that saves -> (plan, mode) that goes on. In front: whole moments, split experts, rows

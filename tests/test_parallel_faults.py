@@ -31,7 +31,7 @@ import parallel
 from parallel import TIED, Damaged, Grid, LocalOptimizer, Micro, Plan
 from parallel import clip_grad_norm, copy_weights, local, parallelize, persistent_buffers
 from parallel import read_checkpoint, read_newest, reduce_gradients, replica_difference, sealed
-from parallel import training_tensors, write_checkpoint
+from parallel import superseded, training_tensors, write_checkpoint
 
 # A checkpoint's table of contents and its state --------------------------------------------------
 
@@ -269,6 +269,30 @@ def test_a_state_that_could_not_be_read_is_not_written(process_group, tmp_path):
         with pytest.raises(ValueError, match="not finite JSON"):
             write_checkpoint(tmp_path / "saved", tensors(), state)
     assert not list(tmp_path.iterdir())
+
+
+def _nowhere(rank, folder):
+    """A directory inside a file: only rank 0 makes it, and no rank waits for its failure."""
+    (folder / "file").touch()
+    with pytest.raises(OSError, match="file/saved") as caught:
+        write_checkpoint(folder / "file" / "saved", _rows_of(rank, 1, 4), {"step": 1})
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_of_all_ranks(tmp_path):
+    first, other = ranks(tmp_path, 2, _nowhere, tmp_path)
+    assert first == other
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "step, keep, gone", [(6, 2, "28"), (8, 2, "24"), (6, 9, "8"), (2, 1, "468")]
+)
+def test_superseded_checkpoints_are_old_or_later(tmp_path, step, keep, gone):
+    """Of steps 2, 4, 6 and 8."""
+    for saved in "2468":
+        (tmp_path / f"step-0000000{saved}").mkdir()
+    assert "".join(path.name[-1] for path in superseded(tmp_path, step, keep)) == gone
 
 
 def _damaged_on_two_ranks(rank, folder):

@@ -13,6 +13,7 @@ import warnings
 import measure_grpo
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
@@ -258,8 +259,8 @@ def _far(rank, cast):
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
-        model, _ = mixed_model(model, mode=mode)
-        tokens = torch.arange(600)[None] % 53
+        model, _ = mixed_model(model, plan=Plan(dp=dist.get_world_size()), mode=mode)
+        tokens = (torch.arange(600)[None] + rank) % 53
         model.hidden(tokens).to(torch.float32).pow(3).sum().backward()
         parallel.reduce_gradients(model)
         found.append(gradient(model))
@@ -271,6 +272,11 @@ def test_fsdp_computes_as_ddp_does(tmp_path):
     it would round the states, and the cosines of the positions."""
     assert ranks(tmp_path, 1, _far, False) == [0.0]
     assert ranks(tmp_path, 1, _far, True)[0] > 1e-3
+
+
+def test_fsdp_adds_gradients_in_the_dtype_of_the_weights(tmp_path):
+    """As ddp does. A sum of two ranks in bfloat16 would round it once more."""
+    assert max(ranks(tmp_path, 2, _far, False)) < 1e-6
 
 
 def moved(dtype, mixed):

@@ -126,6 +126,18 @@ def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, wo
         assert accurate < 2e-3
 
 
+def _summed(rank):
+    """The gradient of one number that three ranks gather, in bf16: 256, 1 and 1."""
+    x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    (unshard(x, dim=0, layout="contiguous", length=3) * (256, 1, 1)[rank]).sum().backward()
+    return x.grad.item()
+
+
+def test_gradients_of_a_gather_are_summed_before_they_are_rounded(tmp_path):
+    """bf16 has no 257, and 256 + 1 is 256 there."""
+    assert ranks(tmp_path, 3, _summed) == [258.0] * 3
+
+
 def _core_errors(rank, fault):
     """`core_check` of this rank, with a message of each hop that does not arrive."""
     real, stale = ra.shift, {"block": 0, "gradient": 1}.get(fault)

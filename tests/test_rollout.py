@@ -200,6 +200,35 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
         assert loss["loss/token_mean"] == pytest.approx(2 * w * math.exp(10) / Z)
 
 
+# 2. Randomness -------------------------------------------------------------------------------
+
+
+class Counted(Chat):
+    """Notes the number of each prompt and what its generator draws first. All rewards are 0."""
+
+    def __init__(self):
+        self.asked = []
+
+    def prompt(self, rng, index, held_out):
+        self.asked.append((index, rng.random()))
+        return super().prompt(rng, index, held_out)
+
+    def reply(self, turn, answer):
+        return turn, None, 0.0
+
+
+def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
+    """Without a prompt that is left out: each round of a step has the next ones."""
+    config = Config(
+        prompts=2, group=2, max_new_tokens=2, dynamic_sampling=True, max_rounds=3, entropy_coef=0
+    )
+    task = Counted()
+    for step in range(3):
+        assert train_grpo.collect(config, task, random_model(10), step)[1] == []
+    numbers, draws = zip(*task.asked)
+    assert numbers == tuple(range(18)) and len({*draws}) == 18
+
+
 # 3. What is shared ---------------------------------------------------------------------------
 
 

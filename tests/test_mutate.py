@@ -1,0 +1,103 @@
+"""tests/mutate.py: its slips are programs, reproducible, caught by a test or listed."""
+
+import ast
+
+import mutate
+import pytest
+from conftest import ROOT
+
+# before, after, kind
+SLIPS = [
+    ("a + b", "a - b", "sign"), ("-a", "a", "sign"), ("x[a - 2]", "x[a - 3]", "offset or axis"),
+    ("x.sum(1)", "x.sum(0)", "offset or axis"), ("x.sum(dim=-1)", "x.sum()", "dropped keyword"),
+    ("a / b", "a", "divisor"), ("a // b", "(-(-a // b))", "divisor"),
+    ("a * b", "a", "missing scale"), ("(a, b, c)", "(a, c)", "stale key"),
+    ("x.to(a)", "x", "dtype"), ("torch.float64", "torch.float32", "dtype"),
+    ("torch.promote_types(a, b)", "a", "dtype"), ("a < b", "a <= b", "comparison"),
+    ("a is None", "a is not None", "comparison"), ("min(a, b)", "max(a, b)", "min/max"),
+    ("f(a, b)", "f(b, a)", "swapped argument"), ("k_BD + a", "v_BD + a", "sibling"),
+    ("dist.send(x, dst=a)", "dist.send(x, dst=0)", "source rank"),
+    ("dist.get_global_rank(a, b)", "b", "source rank"), ("a and b", "a or b", "and/or"),
+    ("not a", "a", "and/or"), ("torch.where(a, b, c)", "b", "mask"), ("0.5", "4.0", "bound"),
+    ("a if b else c", "c", "condition"),
+]  # fmt: skip
+FUNCTION = "def f(a, b, c, x, k_BD, v_BD):\n    y = {}\n    return y\n"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("before, after, kind", SLIPS, ids=[before for before, *_ in SLIPS])
+def test_kinds(before, after, kind):
+    found = mutate.slips(FUNCTION.format(before), "a.py")
+    assert (kind, f"    y = {after}") in {(slip.kind, slip.after) for slip in found}
+
+
+@pytest.mark.quick
+def test_statements_and_checks_are_skipped_and_texts_stay():
+    text = 'def f(a: int = 7):\n    "1 + 1"\n    if a:\n        raise E(f"{a + 1}")\n    g.wait()\n'
+    found = {(slip.line, slip.after.strip()) for slip in mutate.slips(text + "    print(3)\n", "a")}
+    assert found == {(1, 'def f(a: int = 8):'), (3, "if False:"), (5, "pass")}
+
+
+@pytest.mark.quick
+def test_every_slip_of_a_file_is_another_program_of_one_other_line():
+    """Of a sample of them, and the same sample for the same seed."""
+    text = (ROOT / "tests" / "blocks.py").read_text()
+    drawn = mutate.draw({"blocks.py": text}, 40, seed=1)
+    assert drawn == mutate.draw({"blocks.py": text}, 40, seed=1)
+    assert drawn != mutate.draw({"blocks.py": text}, 40, seed=2)
+    assert len({slip.line for slip in drawn}) == 40 and len({slip.kind for slip in drawn}) > 10
+    true = ast.dump(ast.parse(text))
+    for slip in drawn:
+        slipped = mutate.planted(slip, text)
+        assert ast.dump(ast.parse(slipped)) != true
+        lines = enumerate(zip(text.split("\n"), slipped.split("\n"), strict=True), 1)
+        assert [n for n, (a, b) in lines if a != b] == [slip.line]
+
+
+TINY = """
+def doubled(x):
+    return x + x
+
+
+def shifted(x):
+    return x - 1
+
+
+def unseen(x):
+    return x / 3
+"""
+TESTS = """
+import os, sys
+sys.path.insert(0, ".")
+import tiny
+
+def test_doubled():
+    child = os.fork()
+    if child == 0:
+        os._exit(tiny.doubled(3) != 6)
+    assert os.waitpid(child, 0)[1] == 0
+
+def test_shifted():
+    assert tiny.shifted(3) > 0
+"""
+
+
+def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys):
+    """The sum is tested in a forked process, the difference too weakly, the quotient not at all."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    root = tmp_path / "project"
+    (root / "tests").mkdir(parents=True)
+    (root / "tiny.py").write_text(TINY)
+    (root / "tests" / "test_tiny.py").write_text(TESTS)
+    assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
+    out = capsys.readouterr().out
+    assert "tiny.py:3 sign: tests/test_tiny.py::test_doubled" in out
+    assert "tiny.py:7  " in out and "    - return x - 1" in out
+    assert "    passed: 1 of tests/test_tiny.py" in out
+    assert "    - return x / 3" in out and "    no test runs it" in out
+    assert "3 slips, 1 caught, seed 0" in out
+
+    # The tests are recorded. One that is stronger catches the difference, too.
+    (root / "tests" / "test_tiny.py").write_text(TESTS.replace("> 0", "== 2"))
+    assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
+    assert "3 slips, 2 caught, seed 0" in capsys.readouterr().out
