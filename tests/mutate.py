@@ -224,8 +224,7 @@ def main(argv, root=Path(__file__).resolve().parent.parent):
     if {*files} - {*texts}:
         parser.error(f"expected some of {' '.join(texts)}, got {' '.join(files)}")
 
-    key = hashlib.sha256(bytes(root)).hexdigest()[:12]
-    folder = Path(tempfile.gettempdir()) / f"mutate-{key}"
+    folder = Path(tempfile.gettempdir(), "mutate-" + hashlib.sha256(bytes(root)).hexdigest()[:12])
     folder.mkdir(exist_ok=True)
     tests = record(root, folder, args.jobs, args.slow, args.record)
     drawn = draw({file: texts[file] for file in files}, args.count, args.seed)

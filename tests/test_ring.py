@@ -127,15 +127,16 @@ def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, wo
 
 
 def _summed(rank):
-    """The gradient of one number that three ranks gather, in bf16: 256, 1 and 1."""
-    x = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
-    (unshard(x, dim=0, layout="contiguous", length=3) * (256, 1, 1)[rank]).sum().backward()
-    return x.grad.item()
+    """The gradient of three numbers of each of three ranks, in bf16: 256 from one of them, 1, 1."""
+    x = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    factor = torch.where(torch.arange(9) % 3 == rank, 256.0, 1.0)
+    (unshard(x, dim=0, layout="contiguous", length=9) * factor).sum().backward()
+    return x.grad.tolist()
 
 
 def test_gradients_of_a_gather_are_summed_before_they_are_rounded(tmp_path):
-    """bf16 has no 257, and 256 + 1 is 256 there."""
-    assert ranks(tmp_path, 3, _summed) == [258.0] * 3
+    """bf16 has no 257, and 256 + 1 is 256 there, in whatever order ranks are added."""
+    assert ranks(tmp_path, 3, _summed) == [[258.0] * 3] * 3
 
 
 def _core_errors(rank, fault):
