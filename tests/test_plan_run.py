@@ -112,7 +112,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("base, steps, how", cases())
+@pytest.mark.parametrize("base, steps, how", [*cases()])
 def test_every_plan_gives_the_run_of_one_process(
     run_of, mixture, tmp_path, base, steps, how,  # noqa: F811
 ):  # fmt: skip

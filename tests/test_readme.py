@@ -43,16 +43,16 @@ JSONL = " --max-new-tokens 8 --template {question}" + TINY
 TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
 
 
-def test_of(file, name):
+def by_test(file, name):
     return f"tests/test_{file}.py::test_{name}"
 
 
-CHECK = test_of("readme", "check_passes_alone_with_the_error_of_the_file_table")
-ROAD = test_of("commands", "a_released_checkpoint_from_the_first_step_to_a_conversation")
+CHECK = by_test("readme", "check_passes_alone_with_the_error_of_the_file_table")
+ROAD = by_test("commands", "a_released_checkpoint_from_the_first_step_to_a_conversation")
 EXAMPLE = "python train_grpo.py --task tests/example_tasks.py"
-TAGS = test_of("house", "every_tag_ends_in_a_test_that_exists")
-LISTED = test_of("gpu", "the_list_names_each_command")
-RESTARTED = test_of("faults", "a_killed_rank_is_started_again_and_the_run_goes_on")
+TAGS = by_test("house", "every_tag_ends_in_a_test_that_exists")
+LISTED = by_test("gpu", "the_list_names_each_command")
+RESTARTED = by_test("faults", "a_killed_rank_is_started_again_and_the_run_goes_on")
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
 PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
@@ -76,33 +76,33 @@ BY_CI |= {f"python -m pytest{flags}": "\npython -m pytest\n" for flags in PYTEST
 RUN = "python train_grpo.py"
 TABLE = {
     **dict.fromkeys(("grep NUMERICS *.py", "grep COMM *.py"), TAGS),
-    **dict.fromkeys(CUT, test_of(
+    **dict.fromkeys(CUT, by_test(
         "cut_system", "two_lines_of_the_readme_cut_the_files_out_and_run_them")),
     **dict.fromkeys(["python FILE check", *(f"python {file} check" for file in FILES)], CHECK),
-    "python ring_attention.py core": test_of("cores", "the_whole_file_runs_its_core_too"),
-    f"{RUN} audit runs/guess-0": test_of("audit", "the_audit_of_an_honest_run"),
-    f"{RUN} eval runs/mine": test_of("commands", "the_greedy_figure_is_the_runs_own"),
+    "python ring_attention.py core": by_test("cores", "the_whole_file_runs_its_core_too"),
+    f"{RUN} audit runs/guess-0": by_test("audit", "the_audit_of_an_honest_run"),
+    f"{RUN} eval runs/mine": by_test("commands", "the_greedy_figure_is_the_runs_own"),
     f"{RUN} eval DIR --task jsonl --data FILE.jsonl": ROAD,
-    f"{RUN} chat runs/mine": test_of("commands", "a_pipe_is_answered_a_line_a_line"),
-    f"{RUN} export runs/mine HF": test_of(
+    f"{RUN} chat runs/mine": by_test("commands", "a_pipe_is_answered_a_line_a_line"),
+    f"{RUN} export runs/mine HF": by_test(
         "commands", "the_newest_checkpoint_exported_is_what_the_run_wrote"),
-    f"{RUN} check": test_of("grpo_matrix", "some_cells_of_the_matrix"),
-    f"{RUN} bench": test_of("grpo_matrix", "bench_runs_at_toy_size"),
-    f"{RUN} plot DIR [DIR ...]": test_of("run", "plot_is_a_png_or_says_what_to_install"),
+    f"{RUN} check": by_test("grpo_matrix", "some_cells_of_the_matrix"),
+    f"{RUN} bench": by_test("grpo_matrix", "bench_runs_at_toy_size"),
+    f"{RUN} plot DIR [DIR ...]": by_test("run", "plot_is_a_png_or_says_what_to_install"),
     **dict.fromkeys((
         RUN, TRAIN, f"{TRAIN} --plan t2", f'{TRAIN} --plan "d2|t2"',
         f'{TRAIN} --plan "t2|d2" --data-parallel fsdp', f"{TRAIN} --plan d1+d1 --staleness 1",
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --max-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
-    "python tests/measure_apart.py trace": test_of("apart", "the_trace_shows_both_sides_at_work"),
+    "python tests/measure_apart.py trace": by_test("apart", "the_trace_shows_both_sides_at_work"),
     'python tests/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
-        test_of("apart", "the_race_is_run"),
+        by_test("apart", "the_race_is_run"),
     **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"), LISTED),
-    "sh tests/gpu.sh results": test_of("gpu", "results_shows_what_was_run_and_names_what_was_not"),
+    "sh tests/gpu.sh results": by_test("gpu", "results_shows_what_was_run_and_names_what_was_not"),
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"),
-                    test_of("gpu", "each_command_runs")),
-    "python ring_attention.py stress --model": test_of("vla", "fifty_steps_in_bf16"),
+                    by_test("gpu", "each_command_runs")),
+    "python ring_attention.py stress --model": by_test("vla", "fifty_steps_in_bf16"),
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
     f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
@@ -116,31 +116,30 @@ TABLE = {
     "python models.py inspect DIR": " ",
     "python tests/smollm_tasks.py RUN [RUN ..] FILE.png":
         "tests/test_smollm.py::test_runs_of_both_tasks_are_drawn",
-    **dict.fromkeys([*RELEASED, "python tests/smollm.py DIR"],
-                    test_of("smollm", "the_commands_of_the_recipe_run")),
+    **dict.fromkeys(RELEASED, by_test("smollm", "the_commands_of_the_recipe_run")),
     "python tests/measure_objectives.py runs/objectives 3 objectives.png":
-        test_of("objectives", "the_curves_are_drawn_of_runs_that_are_there"),
+        by_test("objectives", "the_curves_are_drawn_of_runs_that_are_there"),
     "python tests/adapters.py table":
-        test_of("conformance", "verls_losses_are_what_the_table_says"),
+        by_test("conformance", "verls_losses_are_what_the_table_says"),
     "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
-        test_of("conformance", "the_command_prints_a_row_for_each_property"),
-    "python tests/example_action_expert.py check": test_of("action", "the_check_passes_and_fails"),
+        by_test("conformance", "the_command_prints_a_row_for_each_property"),
+    "python tests/example_action_expert.py check": by_test("action", "the_check_passes_and_fails"),
     "python models.py bench --repeats 7": " --repeats 1",
-    **dict.fromkeys(SEVERAL, test_of(
+    **dict.fromkeys(SEVERAL, by_test(
         "plan", "the_training_commands_of_the_recipes_have_plans_that_fit")),
-    **dict.fromkeys(PLAN, test_of("plan", "the_rows_of_the_results_are_what_plan_prints")),
+    **dict.fromkeys(PLAN, by_test("plan", "the_rows_of_the_results_are_what_plan_prints")),
     **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume-or-start"),
                     RESTARTED),
-    "python tests/test_flags.py --seed 0 --count 1000": test_of(
+    "python tests/test_flags.py --seed 0 --count 1000": by_test(
         "flags", "random_flags_finish_or_are_refused_by_all_ranks_alike"),
-    "python parallel.py bench": test_of("parallel", "bench_runs_at_toy_size"),
+    "python parallel.py bench": by_test("parallel", "bench_runs_at_toy_size"),
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
-    "python tree_attention.py bench --repeats 7": test_of("tree", "bench_runs_at_toy_size"),
-    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3": test_of(
+    "python tree_attention.py bench --repeats 7": by_test("tree", "bench_runs_at_toy_size"),
+    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3": by_test(
         "trl", "a_checkpoint_is_measured_on_its_own_prompts"),
-    "python tests/bench_trl.py --rounds 7": test_of(
+    "python tests/bench_trl.py --rounds 7": by_test(
         "trl", "trl_gives_our_loss_and_gradient_on_its_own_batch"),
 }  # fmt: skip
 SLOW = ("python models.py bench", "memory", "longest")
