@@ -793,7 +793,7 @@ def test_memory_does_not_depend_on_the_number_of_leaves(recompute, kind):
     assert few <= many < 1.1 * few
     assert peak(model, stars(range(64))) > 4 * many  # all at once, it does
     few, many = (peak_of_scores(model, stars(range(n)), max_tokens=32) for n in (8, 32))
-    assert few <= many < 1.1 * few < 0.5 * peak_of_scores(model, stars(range(64)))
+    assert 0.9 * few < many < 1.1 * few < 0.5 * peak_of_scores(model, stars(range(64)))
 
 
 def test_a_path_grows_by_its_keys_and_values_and_their_gradients():
