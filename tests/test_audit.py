@@ -58,7 +58,6 @@ def rows_of(text):
     return {key: (*map(float, rest), verdict) for key, *rest, verdict in found}
 
 
-@pytest.mark.quick
 def test_the_audit_of_an_honest_run(honest, capsys):
     """Every metric that the step determines has a row; the tokens of a group sum to the loss."""
     run = honest()
