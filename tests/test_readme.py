@@ -117,7 +117,7 @@ TABLE = {
     "python tests/smollm_tasks.py RUN [RUN ..] FILE.png":
         "tests/test_smollm.py::test_runs_of_both_tasks_are_drawn",
     **dict.fromkeys(RELEASED, by_test("smollm", "the_commands_of_the_recipe_run")),
-    "python tests/measure_objectives.py runs/objectives 3 objectives.png":
+    "python tests/measure_objectives.py runs/objectives 5 objectives.png":
         by_test("objectives", "the_curves_are_drawn_of_runs_that_are_there"),
     "python tests/adapters.py table":
         by_test("conformance", "verls_losses_are_what_the_table_says"),
