@@ -96,7 +96,6 @@ def test_the_command_of_its_own_and_the_trainers_are_one(honest, tmp_path):
         assert (f"error: {argv[0]} cannot be audited" in found[0][2]) == (argv == ["nowhere"])
 
 
-@pytest.mark.quick
 def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, capsys):
     """models.definition gives a group's tokens the same numbers; step 3 has an evaluation."""
     run = honest(RUN + " --dtype float64 --save-every 3 --steps 5")

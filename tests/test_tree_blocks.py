@@ -193,7 +193,6 @@ CONTEXTS = {  # around attention, and so around the walk's callable, which runs 
 }
 
 
-@quick
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("context", CONTEXTS)
 @short_or_not
