@@ -104,8 +104,10 @@ def instrumented(text, file, folder):
     for place, node in sorted(first.items(), key=lambda item: -item[1].lineno):
         at = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]) - 1
         call = f"_seen({f'{file}:{place}'!r})"
-        if not place:  # the beginning of the file
-            call = f"import sys; sys.path.append({str(folder)!r}); from blocks import seen as _seen"
+        if not place:
+            # The beginning of the file. A rank's path may have tests/ with its own blocks.py.
+            call = f"import sys; sys.path.insert(0, {str(folder)!r})"
+            call += "; from blocks import seen as _seen"
         lines.insert(at, " " * node.col_offset + call)
     return "\n".join(lines)
 

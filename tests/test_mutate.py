@@ -1,6 +1,7 @@
 """tests/mutate.py: its slips are programs, reproducible, caught by a test or listed."""
 
 import ast
+import shutil
 
 import mutate
 import pytest
@@ -67,15 +68,13 @@ def unseen(x):
     return x / 3
 """
 TESTS = """
-import os, sys
+import subprocess, sys
 sys.path.insert(0, ".")
 import tiny
 
 def test_doubled():
-    child = os.fork()
-    if child == 0:
-        os._exit(tiny.doubled(3) != 6)
-    assert os.waitpid(child, 0)[1] == 0
+    code = "import tiny; assert tiny.doubled(3) == 6"
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "tests:."}, check=True)
 
 def test_shifted():
     assert tiny.shifted(3) > 0
@@ -83,14 +82,16 @@ def test_shifted():
 
 
 def test_a_slip_is_caught_or_listed(tmp_path, monkeypatch, capsys):
-    """The sum is tested in a forked process, the difference too weakly, the quotient not at all."""
+    """The sum is tested in another process, the difference too weakly, the quotient not at all."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     root = tmp_path / "project"
     (root / "tests").mkdir(parents=True)
     (root / "tiny.py").write_text(TINY)
     (root / "tests" / "test_tiny.py").write_text(TESTS)
+    shutil.copy(ROOT / "tests" / "blocks.py", root / "tests")
     assert mutate.main(["tiny.py", "--jobs", "1"], root=root) == 1
     out = capsys.readouterr().out
+    assert "tests run 2 of 3 blocks" in out
     assert "tiny.py:3 sign: tests/test_tiny.py::test_doubled" in out
     assert "tiny.py:7  " in out and "    - return x - 1" in out
     assert "    passed: 1 of tests/test_tiny.py" in out
