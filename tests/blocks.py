@@ -6,14 +6,12 @@ commands of a test are other processes, so the name of the test is in a file, to
 """
 
 import ast
-import contextlib
 import hashlib
 import importlib.util
 import itertools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +92,8 @@ def pytest_runtest_logreport(report):
 
 # The record --------------------------------------------------------------------------------------
 
+QUIET = ["-q", "--tb=no", "-p", "no:cacheprovider", "--rootdir=."]
+
 
 def instrumented(text, file, folder):
     """Return a file's text with a call of `seen` at the beginning of every block."""
@@ -118,23 +118,6 @@ def copied(root, folder):
     return Path(shutil.copytree(root, folder, ignore=left_out, dirs_exist_ok=True))
 
 
-def run_tests(project, tests, *options, seconds=None, path=""):
-    """Return pytest's exit code, None if it takes longer, and what it printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    process = subprocess.Popen(
-        [*command, "--rootdir=.", *options, *tests], cwd=project, start_new_session=True, text=True,
-        env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    try:
-        out, _ = process.communicate(timeout=seconds)
-        return process.returncode, out
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:  # ranks that wait for each other are in its process group
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 def record(root, folder, jobs, slow=False, anew=False):
     """Return {test: (seconds, places)} of all tests that pass.
 
@@ -156,7 +139,9 @@ def record(root, folder, jobs, slow=False, anew=False):
         shared = len(missing) > 1 and importlib.util.find_spec("xdist")
         options = ["-n", str(jobs), "--dist", "worksteal"] if shared else []
         options += ["-m", "slow or not slow"] if slow else []
-        run_tests(project, missing, "-p", "blocks", *options, path=str(folder))
+        command = [sys.executable, "-m", "pytest", *QUIET, "-p", "blocks", *options, *missing]
+        env = os.environ | {"PYTHONPATH": str(folder)}
+        subprocess.run(command, cwd=project, env=env, stdout=subprocess.DEVNULL)
         known |= {file: {"hash": now[file], "tests": {}} for file in missing}
         for line in (folder / "lines").read_text().splitlines():
             test, what, *seconds = line.split("\t")
