@@ -69,6 +69,15 @@ def batch_of(groups):
     return train_grpo.SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
 
 
+def complaint_of(function, *args, error=ValueError, **options):
+    """The one line of the error that a call must raise."""
+    with pytest.raises(error) as caught:
+        function(*args, **options)
+    said = str(caught.value)
+    assert said and "\n" not in said
+    return said
+
+
 @pytest.fixture(scope="module")
 def process_group():
     """A group of this one process: what a Trainer and an evaluation ask for."""

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import released
+from conftest import complaint_of
 
 transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
 import text as text_file  # noqa: E402
@@ -13,6 +14,9 @@ from models import TEXT_FILES, copy_text_files  # noqa: E402
 from text import Text  # noqa: E402
 
 SETTINGS = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+OLD = "special_tokens_map.json"
+GENERATION = "generation_config.json"
 BOS = {"llama": "<|begin_of_text|>", "gemma3": "<bos>"}  # Qwen has none
 HELLO = [{"role": "user", "content": "Hello?"}]
 
@@ -30,13 +34,8 @@ def texts(checkpoints):
     return {name: Text(directory) for name, directory in checkpoints.items()}
 
 
-@pytest.fixture(scope="module")
-def theirs(checkpoints):
-    """transformers' tokenizer of each family."""
-    return {name: tokenizer_of(directory) for name, directory in checkpoints.items()}
-
-
 def tokenizer_of(directory):
+    """transformers' own tokenizer."""
     return transformers.AutoTokenizer.from_pretrained(directory)
 
 
@@ -65,15 +64,6 @@ def changed(checkpoints, tmp_path):
         return tmp_path
 
     return make
-
-
-def complaint_of(function, *args):
-    """The one line of the ValueError that a call must raise."""
-    with pytest.raises(ValueError) as caught:
-        function(*args)
-    said = str(caught.value)
-    assert "\n" not in said and said
-    return said
 
 
 def said(*turns, system=None):
@@ -112,9 +102,9 @@ CONVERSATIONS = {
 
 
 @pytest.mark.parametrize("family", released.FAMILIES)
-def test_texts_and_token_ids_are_those_of_transformers(texts, theirs, family):
+def test_texts_and_token_ids_are_those_of_transformers(texts, checkpoints, family):
     """Of prompts, of raw text, which has one BOS if any, and of what is decoded."""
-    text, other = texts[family], theirs[family]
+    text, other = texts[family], tokenizer_of(checkpoints[family])
     for name, messages in CONVERSATIONS.items():
         for prompted in (False, True):
             got = text.render(messages, add_generation_prompt=prompted)
@@ -133,17 +123,6 @@ def test_texts_and_token_ids_are_those_of_transformers(texts, theirs, family):
         assert text.encode("a", bos=True) == text.encode(f"{BOS[family]}a", bos=True) == once
 
 
-def test_what_is_no_utf8_is_refused_by_name(texts):
-    with pytest.raises(ValueError, match=r"expected text in UTF-8, got 'ab\\udcff'"):
-        texts["qwen3"].encode("ab\udcff")
-
-
-def test_a_directory_that_is_not_there_is_named(tmp_path):
-    message = "expected the local directory of a checkpoint, got .*Qwen3-0.6B"
-    with pytest.raises(ValueError, match=message):
-        Text(tmp_path / "Qwen/Qwen3-0.6B")
-
-
 FEATURES = """\
 {%- for m in messages %}
     {%- if m.role == 'system' %}{% continue %}{% endif %}
@@ -156,51 +135,39 @@ FEATURES = """\
 """
 
 
-def test_what_transformers_gives_templates_is_there(changed):
-    directory = changed("gemma3", {"chat_template.jinja": FEATURES})
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+AS_OBJECT = {"bos_token": {"__type": "AddedToken", "content": "<eos>", "lstrip": False}}
+PLACES = {  # files, and what the template writes or a part of it
+    "a list of named ones": ({SETTINGS: {"chat_template": NAMED}}, "default"),
+    "the file wins": ({TEMPLATE: "from the file"}, "from the file"),
+    "the file alone": ({TEMPLATE: "{{ messages[0].role }}", SETTINGS: None}, "system"),
+    "tokens as objects": ({TEMPLATE: "{{ bos_token }}", SETTINGS: AS_OBJECT}, "<eos>"),
+    "tokens in their old file": (
+        {TEMPLATE: "{{ bos_token }}", SETTINGS: {"added_tokens_decoder": ...},
+         OLD: '{"bos_token": "<mask>"}'}, "<mask>"),
+    "an old file beside new ones": (
+        {TEMPLATE: "{{ bos_token }}", OLD: '{"bos_token": "<mask>"}'}, "<bos>"),
+    "all that transformers gives templates": ({TEMPLATE: FEATURES}, "<bos> <start_of_image>  True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_template_is_the_one_of_transformers(changed, place):
+    changes, want = PLACES[place]
+    directory = changed("gemma3", changes)
     messages = said("é <b>", "b", system="s")
     messages[1]["tool_calls"] = None
     got = Text(directory).render(messages)
     options = dict(tokenize=False, add_generation_prompt=True)
     assert got == tokenizer_of(directory).apply_chat_template(messages, **options)
-    assert "<bos> <start_of_image>  True" in got and "leaks" not in got and "calls" not in got
-
-
-# Where the template and the special tokens stand -----------------------------------------------
-
-NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
-PLACES = {
-    "a list of named ones": ({"tokenizer_config.json": {"chat_template": NAMED}}, "default"),
-    "the file wins": ({"chat_template.jinja": "from the file"}, "from the file"),
-    "the file alone": (
-        {"chat_template.jinja": "{{ messages[0].role }}", "tokenizer_config.json": None}, "user"),
-    "tokens as objects": (
-        {"chat_template.jinja": "{{ bos_token }}", "tokenizer_config.json": {
-            "bos_token": {"__type": "AddedToken", "content": "<eos>", "lstrip": False}}}, "<eos>"),
-    "tokens in their old file": (
-        {"chat_template.jinja": "{{ bos_token }}", "tokenizer_config.json": {
-            "added_tokens_decoder": ...}, "special_tokens_map.json": '{"bos_token": "<mask>"}'},
-        "<mask>"),
-    "an old file beside new ones": (
-        {"chat_template.jinja": "{{ bos_token }}",
-         "special_tokens_map.json": '{"bos_token": "<mask>"}'}, "<bos>"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_the_template_is_found_where_transformers_finds_it(changed, place):
-    changes, want = PLACES[place]
-    directory = changed("gemma3", changes)
-    assert Text(directory).render(HELLO) == want
-    assert tokenizer_of(directory).apply_chat_template(HELLO, tokenize=False) == want
+    assert want in got and "leaks" not in got and "calls" not in got
 
 
 @pytest.mark.quick
-def test_without_a_template_rendering_says_so(tmp_path):
+def test_a_checkpoint_may_have_no_template(tmp_path):
     directory = released.make("qwen2", tmp_path, layers=1, width=8, template=False)
     text = Text(directory)
-    assert text.template is None
-    assert text.end == (text.encode("<|endoftext|>")[0],)
+    assert text.template is None and text.end == (text.encode("<|endoftext|>")[0],)
     assert complaint_of(text.prompt, HELLO) == (
         f"{directory} has no chat template, neither chat_template.jinja nor chat_template in "
         f"tokenizer_config.json")  # fmt: skip
@@ -285,22 +252,15 @@ def test_what_was_sampled_stays_as_it_was_drawn(texts, family):
 
 
 @pytest.mark.quick
-def test_thoughts_of_earlier_turns_stay_though_the_template_drops_them(texts):
-    text = texts["qwen3"]
-    messages = said("2 + 2?", THOUGHT, "and 3?", THOUGHT, "and 4?")
-    row = row_of(text, messages)
-    assert row.count(text.encode("</think>")[0]) == 2
-    without = text.decode(row, special=True).replace(THOUGHT, "4")
-    assert without == text.render(messages)
-    assert THOUGHT not in text.render(messages)
-
-
-@pytest.mark.quick
-def test_spaces_around_an_answer_stay_though_a_template_trims_them(texts):
-    text = texts["gemma3"]
-    messages = said("2 + 2?", " 4\n", "and 3?")
+@pytest.mark.parametrize("family, turns, drawn, rendered", [
+    ("qwen3", ("2 + 2?", THOUGHT, "3?", THOUGHT, "4?"), THOUGHT, "4"),  # without earlier thoughts
+    ("gemma3", ("2 + 2?", " 4\n", "3?"), "model\n 4\n", "model\n4"),  # without spaces
+])  # fmt: skip
+def test_an_answer_stays_though_a_template_changes_it(texts, family, turns, drawn, rendered):
+    text, messages = texts[family], said(*turns)
     row = text.decode(row_of(text, messages), special=True)
-    assert row == text.render(messages).replace("model\n4", "model\n 4\n")
+    assert row.count(drawn) == turns.count(turns[1]) and drawn not in text.render(messages)
+    assert row.replace(drawn, rendered) == text.render(messages)
 
 
 @pytest.mark.quick
@@ -315,15 +275,13 @@ def test_the_next_turn_depends_on_no_answer(texts, family):
         assert text.next_turn(said("a", answer, "c"), mark) == whole[1:]
         assert text.next_turn(said("a", answer, "c"), document) == whole  # it ended in another way
     assert text.next_turn(said(marker, "b", marker, marker, "c"), mark) == whole[1:]
-    for wrong in (said("a"), said("a", "b"), []):
-        assert "answer of the assistant" in complaint_of(text.next_turn, wrong, mark)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_template_must_write_an_answer_once(changed, times):
     source = "{{ messages[0].content }}" + times * "{{ messages[1].content }}"
-    directory = changed("qwen2", {"chat_template.jinja": source})
+    directory = changed("qwen2", {TEMPLATE: source})
     found = complaint_of(Text(directory).next_turn, said("a", "b", "c"), 0)
     assert found.startswith(
         f"the chat template of {directory} writes an answer {times} times, not once")
@@ -347,7 +305,7 @@ def test_ends_are_those_of_both_configs_and_the_templates_mark(texts, changed, f
         ([document, mark], None, False, (document, mark)),
         (None, [9, document], False, (9, document)),
     ):
-        files = {"config.json": config, "generation_config.json": generation}
+        files = {"config.json": config, GENERATION: generation}
         changes = {name: {"eos_token_id": value} for name, value in files.items()}
         if not template:
             changes[SETTINGS] = {"chat_template": None}
@@ -365,34 +323,31 @@ WITHOUT_A_MARK = {
 @pytest.mark.quick
 @pytest.mark.parametrize("what", WITHOUT_A_MARK)
 def test_a_template_without_a_mark_adds_no_end(changed, what):
-    template = {"chat_template.jinja": WITHOUT_A_MARK[what]}
-    generation = {"generation_config.json": None}
-    config = {"config.json": {"eos_token_id": 1}}
-    assert Text(changed("gemma3", template | generation | config)).end == (1,)
-    directory = changed("gemma3", template | generation | {"config.json": {"eos_token_id": None}})
+    files = {TEMPLATE: WITHOUT_A_MARK[what], GENERATION: None}
+    assert Text(changed("gemma3", files | {"config.json": {"eos_token_id": 1}})).end == (1,)
+    directory = changed("gemma3", files | {"config.json": {"eos_token_id": None}})
     assert complaint_of(Text, directory).startswith(f"{directory}: nothing ends a turn. Neither ")
 
 
 # What is refused -------------------------------------------------------------------------------
 
-DAMAGE = {
+DAMAGE = {  # what is said: what files are changed to
     "tokenizer.json cannot be read": {"tokenizer.json": "{"},
+    "tokenizer.json cannot be read: ": {"tokenizer.json": "{}"},
+    "tokenizer.json cannot be read: .*": {"tokenizer.json": b"\xff"},
     "tokenizer.json$": {"tokenizer.json": None},  # "has no .."
     "tokenizer_config.json is not JSON": {SETTINGS: "{"},
     "tokenizer_config.json is not JSON: ": {SETTINGS: b"\xff{}"},
     "tokenizer_config.json is JSON of another kind": {SETTINGS: "[]"},
-    "special_tokens_map.json is not JSON": {
-        "special_tokens_map.json": "{", SETTINGS: {"added_tokens_decoder": ...}},
-    "generation_config.json is not JSON": {"generation_config.json": "{'a': 1}"},
-    "generation_config.json: eos_token_id: expected .*got \\['<eos>'\\]$": {
-        "generation_config.json": {"eos_token_id": "<eos>"}},
-    "generation_config.json: eos_token_id: expected .*got \\['<eos>'\\]": {
-        "generation_config.json": {"eos_token_id": ["<eos>"]}},
+    "special_tokens_map.json is not JSON": {OLD: "{", SETTINGS: {"added_tokens_decoder": ...}},
+    "generation_config.json is not JSON": {GENERATION: "{'a': 1}"},
+    "eos_token_id: expected .*got \\['<eos>'\\]$": {GENERATION: {"eos_token_id": "<eos>"}},
+    "eos_token_id: expected .*got \\['<eos>'\\]": {GENERATION: {"eos_token_id": ["<eos>"]}},
     "generation_config.json: eos_token_id: expected .*got \\[1, None\\]": {
-        "generation_config.json": {"eos_token_id": [1, None]}},
+        GENERATION: {"eos_token_id": [1, None]}},
     "/config.json: vocab_size: expected a positive integer": {"config.json": {"vocab_size": 0}},
     "no .*/config.json; expected": {"config.json": None},
-    "cannot be read: UnicodeDecodeError": {"chat_template.jinja": b"\xff"},
+    "cannot be read: UnicodeDecodeError": {TEMPLATE: b"\xff"},
     "cannot be read: TypeError: .*bos_token": {SETTINGS: {"bos_token": 2}},
     "cannot be read: TypeError: .* bos_token": {SETTINGS: {"bos_token": {"content": 2}}},
     "^TypeError": {SETTINGS: {"chat_template": 5}},
@@ -420,37 +375,41 @@ def test_a_damaged_file_is_named(changed, complaint):
     A text instead of a dict of files is a template in chat_template.jinja.
     """
     changes = DAMAGE[complaint]
-    changes = {"chat_template.jinja": changes} if isinstance(changes, str) else changes
-    directory = changed("gemma3", changes)
+    directory = changed("gemma3", {TEMPLATE: changes} if isinstance(changes, str) else changes)
     found = complaint_of(lambda: Text(directory).prompt(HELLO))
     assert str(directory) in found
     begins = f"^the chat template of {re.escape(str(directory))} fails: "
     assert re.search(complaint.replace("^", begins), found), found
 
 
-@pytest.mark.quick
-def test_a_templates_own_complaint_is_passed_on(texts):
-    text = texts["gemma3"]
-    twice = [*HELLO, *HELLO]
-    assert complaint_of(text.render, twice).endswith(
-        "TemplateError: Conversation roles must alternate user/assistant/user/assistant/...")
-    for wrong in ([], ["Hello?"], "Hello?", None):
-        assert "messages must be objects" in complaint_of(text.render, wrong)
+NOT_MESSAGES = "messages must be objects"
+REFUSED = [  # a call, and a part of what is said
+    (lambda text: text.encode("ab\udcff"), r"expected text in UTF-8, got 'ab\udcff'"),
+    (lambda text: Text(text.directory / "Qwen/Qwen3-0.6B"),
+     "expected the local directory of a checkpoint, got "),
+    (lambda text: text.render([*HELLO, *HELLO]),
+     "TemplateError: Conversation roles must alternate user/assistant/user/assistant/..."),
+    *((lambda text, x=x: text.render(x), NOT_MESSAGES) for x in ([], ["Hello?"], "Hello?", None)),
+    *((lambda text, x=x: text.next_turn(x, 5), "answer of the assistant")
+      for x in (said("a"), said("a", "b"), [])),
+]  # fmt: skip
 
 
 @pytest.mark.quick
-def test_an_old_jinja2_is_refused(checkpoints, monkeypatch):
-    """By transformers: the sandbox of older ones has holes."""
+def test_wrong_calls_are_refused(texts):
+    for call, words in REFUSED:
+        assert words in complaint_of(call, texts["gemma3"])
+
+
+@pytest.mark.quick
+def test_what_must_be_installed_is_named(checkpoints, monkeypatch):
     from transformers.utils import chat_template_utils
 
+    # transformers refuses an older jinja2, whose sandbox has holes.
     chat_template_utils._compile_jinja_template.cache_clear()
     monkeypatch.setattr("jinja2.__version__", "3.1.5")
     with pytest.raises(ImportError, match="pip install -U jinja2"):
         Text(checkpoints["qwen2"])
-
-
-@pytest.mark.quick
-def test_without_transformers_its_install_command_is_named(checkpoints, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install transformers"):
         Text(checkpoints["qwen2"])
@@ -481,18 +440,17 @@ def test_code_that_a_directory_brings_is_never_run(changed):
 # Copies ----------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, theirs, tmp_path):
+def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, tmp_path):
+    messages = CONVERSATIONS["six turns"]
     for family, directory in checkpoints.items():
         target = tmp_path / family
         names = copy_text_files(directory, target)
-        assert names == ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+        assert names == ["tokenizer.json", SETTINGS, GENERATION]
         assert sorted(path.name for path in target.iterdir()) == sorted(names)
         assert all((target / x).read_bytes() == (directory / x).read_bytes() for x in names)
         (target / "config.json").write_bytes((directory / "config.json").read_bytes())
-        again = tokenizer_of(target)
-        for messages in CONVERSATIONS.values():
-            want = theirs[family].apply_chat_template(messages, return_dict=False)
-            assert again.apply_chat_template(messages, return_dict=False) == want
+        prompts = [tokenizer_of(x).apply_chat_template(messages) for x in (target, directory)]
+        assert prompts[0] == prompts[1]
 
 
 @pytest.mark.quick
