@@ -120,7 +120,7 @@ TABLE = {
     "python tests/measure_objectives.py runs/objectives 5 objectives.png":
         by_test("objectives", "the_curves_are_drawn_of_runs_that_are_there"),
     "python tests/adapters.py table":
-        by_test("conformance", "verls_losses_are_what_the_table_says"),
+        by_test("conformance", "the_losses_of_other_code_bases_are_what_the_table_says"),
     "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
         by_test("conformance", "the_command_prints_a_row_for_each_property"),
     "python tests/example_action_expert.py check": by_test("action", "the_check_passes_and_fails"),
