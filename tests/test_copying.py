@@ -6,16 +6,15 @@ gives the bits of the file's own functions, which other tests hold against oracl
 """
 
 import ast
-import builtins
 import functools
 import importlib
 import re
-import symtable
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from test_house import unbound_names
 from torch.utils._pytree import tree_leaves
 
 import models
@@ -23,10 +22,6 @@ import models
 pytestmark = pytest.mark.quick
 FILES = ("ring_attention.py", "models.py", "tree_attention.py", "parallel.py", "train_grpo.py")
 SIBLINGS = {file.removesuffix(".py") for file in FILES}
-WHOLE_FILE = "take the file"  # a need that is everything
-
-
-# The table ---------------------------------------------------------------------------------------
 
 
 def rows_of_table():
@@ -40,8 +35,11 @@ def rows_of_table():
     return rows
 
 
+ROWS = rows_of_table()
+
+
 class Source:
-    """A file's definitions at the top level: name -> lines; and in which section each stands."""
+    """A file: its imports from outside, where each definition stands, and in which section."""
 
     def __init__(self, file):
         self.lines = (ROOT / file).read_text().splitlines()
@@ -59,53 +57,38 @@ class Source:
                 names = [x.id for x in ast.walk(node.targets[0]) if isinstance(x, ast.Name)]
                 self.span |= dict.fromkeys(names, (node.lineno, node.end_lineno))
 
-        ruler = re.compile(r"# (?:Appendix )?(\w+)\. .*-----$")
-        rulers = [(n, ruler.match(line)) for n, line in enumerate(self.lines, 1)]
-        self.rulers = [(n, found[1]) for n, found in rulers if found]
-
     def section_of(self, name):
-        above = [section for n, section in self.rulers if n < self.span[name][0]]
+        rulers = [re.match(r"# (?:Appendix )?(\w+)\. .*-----$", x) for x in self.lines]
+        above = [found[1] for found in rulers[: self.span[name][0]] if found]
         return above[-1] if above else None
 
+    def needed(self, text):
+        """The names that a cell of the table asks for: in backticks, or by their section."""
+        if "take the file" in text:
+            return set(self.span)
+        listed = re.findall(r"[Ss]ections? (\w+(?:(?:, | and )\w+)*)", text)
+        sections = set(re.findall(r"\w+", " ".join(listed))) - {"and"}
+        by_section = {name for name in self.span if sections and self.section_of(name) in sections}
+        return by_section | set(re.findall(r"`(\w+)`", text)) & set(self.span)
+
     def script(self, names):
-        """A script of these definitions, in the order of the file, behind the imports they use."""
+        """A script of these definitions, in the order of the file, after the imports they use."""
         spans = sorted({self.span[name] for name in names})
         pieces = "\n\n".join("\n".join(self.lines[a - 1 : b]) for a, b in spans)
-        used = names_from_outside(pieces)
+        used = unbound_names(pieces)
         return "\n".join([text for text, made in self.imports if made & used] + [pieces])
 
 
 @functools.cache
-def source_of(file):
-    return Source(file)
-
-
-def file_of(function):
-    """The one file that defines a function."""
+def source_of(function):
+    """The one file that defines a function, as (module, Source)."""
     defined = re.compile(rf"^(?:def|class) {function}\b", re.M)
     (file,) = [file for file in FILES if defined.search((ROOT / file).read_text())]
-    return file
+    return importlib.import_module(file.removesuffix(".py")), Source(file)
 
 
-def needed(source, text):
-    """The names of a file that a cell of the table asks for: in backticks, or by their section."""
-    if WHOLE_FILE in text:
-        return set(source.span)
-    listed = re.findall(r"[Ss]ections? (\w+(?:(?:, | and )\w+)*)", text)
-    sections = set(re.findall(r"\w+", " ".join(listed))) - {"and"}
-    by_name = set(re.findall(r"`(\w+)`", text)) & set(source.span)
-    return by_name | {name for name in source.span if source.section_of(name) in sections}
-
-
-def names_from_outside(script):
-    """Names that a script reads and that neither it nor Python defines."""
-    table = symtable.symtable(script, "script", "exec")
-    read, tables = set(), [table]
-    for one in tables:  # the list grows: first the script, then what is inside
-        tables += one.get_children()
-        read |= {x.get_name() for x in one.get_symbols() if x.is_global() and x.is_referenced()}
-    made = {x.get_name() for x in table.get_symbols() if x.is_assigned() or x.is_imported()}
-    return read - made - {*dir(builtins), "__file__", "ring"}  # ring_attention, imported as ring
+def names_left_out(script):
+    return unbound_names(script) - {"__file__", "ring"}  # ring_attention, imported as ring
 
 
 # Runs --------------------------------------------------------------------------------------------
@@ -158,31 +141,24 @@ def result_of(name, function):
     return [x.detach().numpy() if torch.is_tensor(x) else np.asarray(x) for x in leaves]
 
 
-# Tests -------------------------------------------------------------------------------------------
-
-
 def test_the_table_has_what_people_copy_most():
-    listed = {name for functions, _ in rows_of_table() for name in functions}
-    assert {*RUNS, "KVCache"} <= listed
+    assert {*RUNS, "KVCache"} <= {name for functions, _ in ROWS for name in functions}
 
 
-@pytest.mark.parametrize(
-    "functions, needs", rows_of_table(), ids=[functions[0] for functions, _ in rows_of_table()]
-)
+@pytest.mark.parametrize("functions, needs", ROWS, ids=[functions[0] for functions, _ in ROWS])
 def test_a_row_of_the_table_runs_by_itself(functions, needs):
-    source = source_of(file_of(functions[0]))
-    names = needed(source, needs) | {*functions}
-    missing = names_from_outside(source.script(names))
+    own, source = source_of(functions[0])
+    names = source.needed(needs) | {*functions}
+    missing = names_left_out(source.script(names))
     assert not missing, f"{functions}: the table leaves out {sorted(missing)}"
 
     # What the table names one by one must be needed by something else in the script.
     for name in set(re.findall(r"`(\w+)`", needs)) & set(source.span) - {*functions}:
         without = source.script(names - {name})
-        assert name in names_from_outside(without), f"{functions} do not need {name}"
+        assert name in names_left_out(without), f"{functions} do not need {name}"
 
     copied = {"__name__": "copied"}
     exec(compile(source.script(names), "copied", "exec"), copied)
-    own = importlib.import_module(file_of(functions[0]).removesuffix(".py"))
     for name in {*functions} & {*RUNS}:
         found = result_of(name, copied[name])
         np.testing.assert_equal(found, result_of(name, getattr(own, name)))
