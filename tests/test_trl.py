@@ -10,9 +10,7 @@ from test_ranks import as_script
 from test_rollout import checkpoint  # noqa: F401, a fixture
 
 SCRIPT = Path(__file__).with_name("bench_trl.py")
-needs_trl = pytest.mark.skipif(
-    not find_spec("trl"), reason="tests/requirements.txt is not installed"
-)
+pytestmark = pytest.mark.skipif(not find_spec("trl"), reason="tests/requirements.txt")
 
 
 def summary_of(*words, cwd):
@@ -22,14 +20,12 @@ def summary_of(*words, cwd):
     return json.loads(out.splitlines()[-1])
 
 
-@needs_trl
 def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
     size = "--prompt 24 --completion 6 --group 4 --rounds 1".split()
     summary = summary_of(*size, cwd=tmp_path)
     assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
 
 
-@needs_trl
 def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
     """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
     directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
