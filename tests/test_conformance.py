@@ -1,16 +1,23 @@
-"""The conformance kit finds planted faults, each in the right property, and passes right losses."""
+"""The conformance kit finds planted faults, each in the right property, and passes right losses.
+
+Other code bases: their losses, ours in their trainers, and the measurement against TRL's step.
+"""
 
 import importlib.util
+import json
 import re
+import shutil
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import adapters
 import conformance
 import pytest
 import torch
+from conftest import ROOT
+from test_ranks import as_script
+from test_rollout import checkpoint  # noqa: F401, a fixture
 
 CLIP = dict(objective="clip", clip_low=0.2, clip_high=0.28)
 GSPO, GMPO = CLIP | dict(objective="gspo"), CLIP | dict(objective="gmpo")
@@ -232,12 +239,41 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
     assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
 
 
+def summary_of(*words, cwd):
+    """The last line of a run of bench_trl.py that ended well."""
+    code, out, err = as_script(ROOT / "tests" / "bench_trl.py", *words, "--rounds", "1", cwd=cwd)
+    assert code == 0, err[-2000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@needs("trl")
+def test_trl_gives_our_loss_and_gradient_on_its_own_batch(tmp_path):
+    summary = summary_of(*"--prompt 24 --completion 6 --group 4".split(), cwd=tmp_path)
+    assert summary["ok"] and summary["gradient"] < 1e-5 and abs(summary["loss"]) < 1e-5
+
+
+@needs("trl")
+def test_a_checkpoint_is_measured_on_its_own_prompts(checkpoint, tmp_path):  # noqa: F811
+    """Several prompts a step, and memory: at least weights and moments, ours with two copies."""
+    directory = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    template = "{{ messages[0]['content'] }} answer:"
+    (directory / "tokenizer_config.json").write_text(json.dumps(dict(chat_template=template)))
+    size = "--prompts 3 --completion 4 --group 2".split()
+    summary = summary_of("--model", f"{directory}", *size, cwd=tmp_path)
+    assert summary["ok"] and summary["prompts"] == 3 and summary["prompt"] > len("answer:") / 2
+
+    # In float32; a checkpoint has the weights in float64.
+    weights = (directory / "model.safetensors").stat().st_size / 2 / 2**20
+    for ours, theirs in summary["memory"].values():
+        assert ours > 4 * weights and theirs > 3 * weights
+
+
 # Our loss in other code bases ------------------------------------------------------------------
 
 
 def recipe(name):
     """What the section of tests/RECIPES.md defines for a package, as a dict."""
-    page = (Path(__file__).parent / "RECIPES.md").read_text()
+    page = (ROOT / "tests" / "RECIPES.md").read_text()
     section = page.split("## Our loss in other code bases")[1].split("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.S)
     found = {}
@@ -452,6 +488,6 @@ def test_a_planted_fault_fails_the_right_properties(fault):
 
 def test_the_command_prints_a_row_for_each_property(capsys):
     """0 if all pass, 1 if one fails."""
-    how = ["tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
+    how = [f"{ROOT}/tests/adapters.py:ours", "objective=gspo", "aggregation=sequence_mean"]
     assert conformance.main(how) == 0
     assert capsys.readouterr().out.count("passed") >= 12

@@ -129,9 +129,9 @@ TABLE = {
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
     "python tree_attention.py bench --repeats 7": "tree::bench_runs_at_toy_size",
     "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
-        "trl::a_checkpoint_is_measured_on_its_own_prompts",
+        "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench_trl.py --rounds 7":
-        "trl::trl_gives_our_loss_and_gradient_on_its_own_batch",
+        "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
 }  # fmt: skip
 SLOW = ("python models.py bench", "memory", "longest")
 COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))

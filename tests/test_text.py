@@ -163,7 +163,6 @@ def test_the_template_is_the_one_of_transformers(changed, place):
     assert want in got and "leaks" not in got and "calls" not in got
 
 
-@pytest.mark.quick
 def test_a_checkpoint_may_have_no_template(tmp_path):
     directory = released.make("qwen2", tmp_path, layers=1, width=8, template=False)
     text = Text(directory)
@@ -173,7 +172,6 @@ def test_a_checkpoint_may_have_no_template(tmp_path):
         f"tokenizer_config.json")  # fmt: skip
 
 
-@pytest.mark.quick
 def test_bos_is_what_the_checkpoint_says(texts, changed):
     for family in released.FAMILIES:
         mark = BOS.get(family, "")  # "" is not a token
@@ -188,7 +186,6 @@ def test_bos_is_what_the_checkpoint_says(texts, changed):
         assert text.prompt(HELLO)[:2] == [2, 5]  # the template's own, whatever raw text has
 
 
-@pytest.mark.quick
 def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
     whole = Text(checkpoints["qwen3"])
     narrow = Text(checkpoints["qwen3"]).tokenizer.backend_tokenizer
@@ -205,20 +202,13 @@ def test_what_a_tokenizer_cuts_or_pads_is_whole_here(checkpoints, changed):
 TALKERS = "llama", "qwen2", "qwen3", "gemma3"  # the text of Qwen3-MoE is that of Qwen3
 
 
-def row_of(text, messages, *, answers=None):
+def row_of(text, messages):
     """The row that a policy makes which gives these answers, turn by turn."""
-    row = []
-    for n, message in enumerate(messages):
-        if message["role"] != "user":
-            continue
-        if row:
-            row += text.next_turn(messages[: n + 1], text.end[0])
-        else:
-            row = text.prompt(messages[: n + 1])
-        if n + 1 < len(messages):
-            given = messages[n + 1]["content"]
-            row += answers(given) if answers else text.encode(given)
-            row.append(text.end[0])
+    first = 2 if messages[0]["role"] == "system" else 1
+    row = text.prompt(messages[:first])
+    for n in range(first, len(messages) - 1, 2):
+        row += [*text.encode(messages[n]["content"]), text.end[0]]
+        row += text.next_turn(messages[: n + 2], text.end[0])
     return row
 
 
@@ -227,57 +217,26 @@ def row_of(text, messages, *, answers=None):
 def test_turns_one_by_one_are_the_whole_conversation(texts, family):
     text = texts[family]
     for name in ("short", "code", "marks of Gemma", "two turns", "six turns"):
-        messages = CONVERSATIONS[name]
-        if name == "six turns":  # the templates of Llama and Gemma trim the content
-            messages = [m | {"content": m["content"].strip()} for m in messages]
+        # The templates of Llama and Gemma trim the content.
+        messages = [x | {"content": x["content"].strip()} for x in CONVERSATIONS[name]]
         assert row_of(text, messages) == text.prompt(messages), name
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("family", TALKERS)
-def test_what_was_sampled_stays_as_it_was_drawn(texts, family):
-    text = texts[family]
-    messages = said("2 + 2?", "the answer is four", "and 3?")
-
-    # Letter by letter: tokens that no encoder makes of these words.
-    def letters(words):
-        return [token for letter in words for token in text.encode(letter)]
-
-    row = row_of(text, messages, answers=letters)
-    drawn = letters("the answer is four")
-    assert drawn != text.encode("the answer is four")
-    assert any(row[n : n + len(drawn)] == drawn for n in range(len(row)))
-    assert row != text.prompt(messages)
-    assert text.decode(row, special=True) == text.render(messages)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("family, turns, drawn, rendered", [
-    ("qwen3", ("2 + 2?", THOUGHT, "3?", THOUGHT, "4?"), THOUGHT, "4"),  # without earlier thoughts
-    ("gemma3", ("2 + 2?", " 4\n", "3?"), "model\n 4\n", "model\n4"),  # without spaces
-])  # fmt: skip
-def test_an_answer_stays_though_a_template_changes_it(texts, family, turns, drawn, rendered):
-    text, messages = texts[family], said(*turns)
-    row = text.decode(row_of(text, messages), special=True)
-    assert row.count(drawn) == turns.count(turns[1]) and drawn not in text.render(messages)
-    assert row.replace(drawn, rendered) == text.render(messages)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("family", TALKERS)
 def test_the_next_turn_depends_on_no_answer(texts, family):
+    """So what was sampled stays, though templates drop earlier thoughts and trim answers."""
     text = texts[family]
     mark, document = text.end
     whole = text.encode(text.render(said("a", "An answer", "c")).partition("An answer")[2])
     assert whole[0] == mark
     marker = "here the answer stands"  # the words of text.py, for once somebody's own
-    for answer in ("An answer", "", THOUGHT, marker, None):
+    for answer in ("An answer", "", " 4\n", THOUGHT, marker, None):
         assert text.next_turn(said("a", answer, "c"), mark) == whole[1:]
         assert text.next_turn(said("a", answer, "c"), document) == whole  # it ended in another way
     assert text.next_turn(said(marker, "b", marker, marker, "c"), mark) == whole[1:]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_template_must_write_an_answer_once(changed, times):
     source = "{{ messages[0].content }}" + times * "{{ messages[1].content }}"
@@ -288,6 +247,7 @@ def test_a_template_must_write_an_answer_once(changed, times):
 
 
 # Ends ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.quick
 @pytest.mark.parametrize("family", TALKERS)
@@ -320,7 +280,6 @@ WITHOUT_A_MARK = {
 }
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("what", WITHOUT_A_MARK)
 def test_a_template_without_a_mark_adds_no_end(changed, what):
     files = {TEMPLATE: WITHOUT_A_MARK[what], GENERATION: None}
@@ -401,7 +360,6 @@ def test_wrong_calls_are_refused(texts):
         assert words in complaint_of(call, texts["gemma3"])
 
 
-@pytest.mark.quick
 def test_what_must_be_installed_is_named(checkpoints, monkeypatch):
     from transformers.utils import chat_template_utils
 
@@ -415,7 +373,6 @@ def test_what_must_be_installed_is_named(checkpoints, monkeypatch):
         Text(checkpoints["qwen2"])
 
 
-@pytest.mark.quick
 def test_a_tokenizer_is_the_one_of_its_file(changed):
     """Though its config.json is of a family whose tokenizers cut text in another way."""
     from tokenizers import Tokenizer, pre_tokenizers
@@ -430,7 +387,6 @@ def test_a_tokenizer_is_the_one_of_its_file(changed):
         assert ours.encode(words) == theirs.encode(words).ids
 
 
-@pytest.mark.quick
 def test_code_that_a_directory_brings_is_never_run(changed):
     directory = changed("qwen2", {SETTINGS: {"auto_map": {"AutoTokenizer": ["t.T", "t.T"]}}})
     (directory / "t.py").write_text("raise SystemExit(3)")
@@ -453,7 +409,6 @@ def test_a_copy_of_the_text_files_is_the_same_tokenizer(checkpoints, tmp_path):
         assert prompts[0] == prompts[1]
 
 
-@pytest.mark.quick
 def test_no_text_of_another_model_is_left_beside_a_copy(checkpoints, tmp_path):
     for name in (*TEXT_FILES, "config.json", "notes.txt"):
         (tmp_path / name).write_text(name)
