@@ -169,56 +169,47 @@ def test_the_losses_of_other_code_bases_are_what_the_table_says(adapter, setting
 @needs("trl")
 @pytest.mark.parametrize("how", ["dapo token_mean", "grpo sequence_mean"])
 def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
-    """The gradient before each step of a real run, with two micro-batches, is the definition's."""
+    """The gradient in each step of a real run, with two micro-batches, is the definition's."""
     import bench_trl
     import datasets
     import transformers
     import trl
 
-    loss_type, aggregation = how.split()
-
     # A tiny model in float64. Answers end at many tokens, so that the two counts differ.
-    _, model, tokenizer, _ = bench_trl.build(SimpleNamespace(prompt=4), str(tmp_path))
+    loss_type, aggregation = how.split()
+    options = SimpleNamespace(model="", prompts=1, prompt=4)
+    _, model, tokenizer, _ = bench_trl.build(options, str(tmp_path))
     model.resize_token_embeddings(258)
     model.double().generation_config.eos_token_id = list(range(40))
-    seen, errors, ratios = [], [], []
+    batches, log_probs, gradients, errors, ratios = [], [], [], [], []
 
-    def log_probs(*args, **options):
-        found = forward(*args, **options)
-        if torch.is_grad_enabled():
-            seen.append(found[0].detach())
+    # Wrapped functions of the trainer note what it trains on, and its gradient in the log-probs.
+    def forward(*args, **options):
+        found = trainers_forward(*args, **options)
+        if found[0].requires_grad:
+            log_probs.append(found[0].detach())
+            found[0].register_hook(gradients.append)
         return found
 
     def compute(model, inputs):
-        loss = compute_loss(model, inputs)
-        seen[-1] = (inputs, seen[-1])
-        return loss
+        batches.append(inputs)
+        return compute_loss(model, inputs)
 
     class Compare(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, **options):
-            kept, sequences = [p.grad.clone() for p in model.parameters()], []
-            for inputs, lp in seen:
-                rows = zip(inputs["advantages"], lp, inputs["old_per_token_logps"],
-                           inputs["completion_mask"])  # fmt: skip
-                sequences.append([conformance.Sequence(*(x.tolist() for x in row)) for row in rows])
-
-            # The definition's gradient of all sequences, pulled back through the model.
+            sequences = []
+            for inputs, lp in zip(batches, log_probs, strict=True):
+                old, mask = inputs["old_per_token_logps"], inputs["completion_mask"]
+                rows = zip(inputs["advantages"], lp, old, mask)
+                sequences += [conformance.Sequence(*(x.tolist() for x in row)) for row in rows]
+                ratios.append(float((lp - old).abs().max()))
             c = conformance.settings_of(adapters.trl, dict(aggregation=aggregation))
-            gradients = iter(conformance.definition(c, sum(sequences, []))[1])
-            model.zero_grad()
-            for inputs, lp in seen:
-                names = ("prompt", "completion")
-                ids, mask = (torch.cat([inputs[f"{n}_{x}"] for n in names], 1)
-                             for x in ("ids", "mask"))  # fmt: skip
-                rows = torch.tensor([next(gradients) for _ in lp], dtype=lp.dtype)
-                forward(model, ids, mask, lp.shape[1])[0].backward(rows)
-                ratios.append(float((lp - inputs["old_per_token_logps"]).abs().max()))
-            for p, real in zip(model.parameters(), kept):
-                errors.append(float((p.grad - real).norm() / (real.norm() + 1e-9)))
-                p.grad = real
-            counts = {int(inputs["completion_mask"].sum()) for inputs, _ in seen}
-            assert len(seen) == len(counts) == 2
-            seen.clear()
+            want = torch.tensor(conformance.definition(c, sequences)[1][:-1])
+            errors.append(float((torch.cat(gradients) - want).norm() / want.norm()))
+            counts = {int(inputs["completion_mask"].sum()) for inputs in batches}
+            assert len(batches) == len(counts) == 2
+            for noted in (batches, log_probs, gradients):
+                noted.clear()
 
     text = [{"prompt": f"w{i} w{i + 50}"} for i in range(16)]
     trainer = trl.GRPOTrainer(
@@ -233,8 +224,9 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
         ),
         datasets.Dataset.from_list(text), processing_class=tokenizer, callbacks=[Compare()],
     )  # fmt: skip
-    forward, compute_loss = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
-    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = log_probs, compute
+    trainers_forward = trainer._get_per_token_logps_and_entropies
+    compute_loss = trainer._compute_loss
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = forward, compute
     trainer.train()
     assert max(errors) < 1e-5 and max(ratios) > 0.3  # advantages are float32
 
