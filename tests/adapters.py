@@ -186,7 +186,6 @@ CASES = {
           dict(objective="sapo", **SEQUENCES), dict(objective="gmpo", **SEQUENCES)],
     openrlhf: [{}, dict(dual_clip=3.0), SEQUENCES, dict(objective="gspo", **SEQUENCES)],
 }  # fmt: skip
-ISSUES = {("verl", "gmpo"): "verl 7913"}
 
 
 def outcome(adapter, settings):
@@ -198,8 +197,8 @@ def outcome(adapter, settings):
 
 def table():
     """Print a row for each case of each package that is installed."""
-    print("| package | objective, aggregation | passed | failed | known as |")
-    print("|---|---|---|---|---|")
+    print("| package | objective, aggregation | passed | failed |")
+    print("|---|---|---|---|")
     for adapter, cases in CASES.items():
         name = adapter.__name__
         if not importlib.util.find_spec(name):
@@ -209,9 +208,8 @@ def table():
             c = conformance.DEFAULTS | adapter.SETTINGS | settings
             what = "dual clip" if c["dual_clip"] else c["objective"]
             why = "; ".join(f"{key}: {text}" for key, text in failed.items())
-            known = ISSUES.get((name, what), "")
             package = f"{name} {version(name)}"
-            print(f"| {package} | {what}, {c['aggregation']} | {passed} | {why} | {known} |")
+            print(f"| {package} | {what}, {c['aggregation']} | {passed} | {why} |")
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["table"]:

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import functools
 import re
 import subprocess
 import symtable
@@ -39,15 +40,10 @@ ANYWHERE = {
 }
 
 
-class Trees(dict):
-    """The syntax tree of each file, parsed when asked for: every worker imports this file."""
-
-    def __missing__(self, path):
-        self[path] = ast.parse(path.read_text())
-        return self[path]
-
-
-TREE = Trees()
+@functools.cache
+def tree_of(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
 def core_of(path):
@@ -77,7 +73,7 @@ def test_nothing_else_stands_at_the_top():
 
 @pytest.mark.parametrize("path", MODULES, ids=IMPORTS)
 def test_imports_are_those_of_the_design_and_nothing_else_runs(path):
-    *body, last = TREE[path].body
+    *body, last = tree_of(path).body
     assert ast.unparse(last) == "if __name__ == '__main__':\n    sys.exit(main(sys.argv[1:]))"
     for top in body:
         constant = isinstance(top, ast.Assign) and isinstance(top.targets[0], ast.Name | ast.Tuple)
@@ -93,7 +89,8 @@ def test_imports_are_those_of_the_design_and_nothing_else_runs(path):
 @pytest.mark.parametrize("path", MODULES, ids=IMPORTS)
 def test_every_tag_ends_in_a_test_that_exists(path):
     """In a core a tag is one line; its argument and its test are below the ruler."""
-    tests = {f"tests/{f.name}::{x.name}" for f in EVERY for x in TREE[f].body if hasattr(x, "name")}
+    named = [(file, x.name) for file in EVERY for x in tree_of(file).body if hasattr(x, "name")]
+    tests = {f"tests/{file.name}::{name}" for file, name in named}
     core = core_of(path) if path in CORES else ""
     assert not re.findall(rf"(?:{TAG}).*[^.]\n", core), "a tag in a core goes on in the next line"
     for block in re.sub(r"\n *# ", " # ", path.read_text().removeprefix(core)).split("\n"):
@@ -105,7 +102,7 @@ def test_every_tag_ends_in_a_test_that_exists(path):
 @each_closed
 def test_every_equation_of_a_docstring_has_a_line_of_code(path):
     """In a docstring an equation begins a line as (n); the line that computes it names (n)."""
-    numbered = set(re.findall(r"^ +\((\d+)\)", ast.get_docstring(TREE[path], clean=False), re.M))
+    numbered = set(re.findall(r"^ +\((\d+)\)", ast.get_docstring(tree_of(path), clean=False), re.M))
     comments = re.findall(r"#.*", path.read_text())
     named = {number for text in comments for number in re.findall(r"\((\d+)\)", text)}
     assert numbered and numbered <= named, sorted(numbered - named)
@@ -163,7 +160,7 @@ def test_a_core_is_short_and_its_functions_take_few_arguments(path):
 @pytest.mark.parametrize("path", CORES, ids=lambda path: path.stem)
 def test_no_top_level_name_is_bound_twice(path):
     names = []
-    for x in TREE[path].body:
+    for x in tree_of(path).body:
         names += [x.name] if hasattr(x, "name") else []
         targets = x.targets if isinstance(x, ast.Assign) else []
         names += [y.id for y in targets if isinstance(y, ast.Name)]
@@ -180,8 +177,8 @@ def test_every_message_of_the_full_version_has_its_note():
     """As the README says: `grep COMM` lists every message between ranks."""
     path = ROOT / "parallel.py"
     lines, above = path.read_text().split("\n"), core_of(path).count("\n")
-    methods = [x for top in TREE[path].body if isinstance(top, ast.ClassDef) for x in top.body]
-    functions = [x for x in [*TREE[path].body, *methods] if isinstance(x, ast.FunctionDef)]
+    methods = [x for top in tree_of(path).body if isinstance(top, ast.ClassDef) for x in top.body]
+    functions = [x for x in [*tree_of(path).body, *methods] if isinstance(x, ast.FunctionDef)]
     for x in functions:
         source = "\n".join(lines[x.lineno - 1 : x.end_lineno])
         if x.lineno > above and re.search(SENDS, source) and not x.name.startswith("_check"):
