@@ -187,7 +187,7 @@ def _scale(fault, steps, model):
 
 @pytest.fixture(scope="module")
 def errors_of(tmp_path_factory):
-    """(form, case) -> its errors, the worst of any rank; all cases of a world in one start of it."""
+    """(form, case) -> its errors, the worst of any rank; each world starts once for all cases."""
     # Imported here, while float32 is float32: its table of dtypes would stay without it.
     pytest.importorskip("safetensors.torch", reason="see tests/requirements.txt")
     folder = tmp_path_factory.mktemp("truths")
