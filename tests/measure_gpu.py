@@ -84,66 +84,21 @@ def last_json(lines):
 
 
 def newest(out, device, size) -> dict:
-    """{name: the last record} of a device and size, in the order in which gpu.sh lists them."""
-    found = {}
-    for path in sorted(out.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            kept = json.loads(line)
-            if (kept["device"], kept["size"]) == (device, size):
-                found[kept["name"]] = kept
-    return found
+    """{name: the last record} of a device and size."""
+    lines = (line for path in sorted(out.glob("*.jsonl")) for line in path.open(encoding="utf-8"))
+    records = [json.loads(line) for line in lines]
+    return {x["name"]: x for x in records if (x["device"], x["size"]) == (device, size)}
 
 
-def table(header, rows) -> list:
-    """Lines of Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    return lines + ["| " + " | ".join(f"{cell}" for cell in row) + " |" for row in rows]
-
-
-def ring_rows(seconds):
-    for key, value in seconds["bench"].items():
-        way, tokens = key.rsplit(", ", 1)
-        share = value / seconds["bench"][f"SDPA, causal, {tokens}"]
-        yield tokens, way, f"{1000 * value:.2f}", f"{share:.2f}"
-
-
-def tree_rows(result):
-    for row in result["rows"]:
-        share = row["speedup"] / row["flop_bound"]
-        numbers = f"{row['cpu_s']:.3f}", f"{row['peak_mb']:.0f}", f"{row['speedup']:.2f}"
-        yield row["shape"], row["way"], *numbers, f"{row['flop_bound']:.2f}, {share:.0%}"
-
-
-def step_rows(result):
-    for row in result["rows"]:
-        numbers = [f"{row['seconds'][key]:.3f}" for key in ("rollout", "train flat", "train tree")]
-        numbers += [f"{row['gain']:.2f} of {row['bound']:.2f}", f"{row['tokens_per_second']:.0f}"]
-        flat, tree = row["gflops_flat"] / 1e3, row["gflops"] / 1e3
-        share = "" if "utilisation" not in row else f", {row['utilisation']:.0%} of the peak"
-        yield row["shape"], *numbers, f"{flat:.3g}, {tree:.3g}{share}"
-
-
-def generation_rows(result):
-    for work, rate in result["tokens_per_s"].items():
-        times = result["times_transformers"].get(work, "transformers is not installed")
-        yield work, f"{rate:.0f}", times
-
-
-def memory_rows(result):
-    for row in result["rows"]:
-        gib = [f"{row[name] / 2**30:.3g}" for name in ("train", "plan", "rollout")]
-        yield row["model"], row["flags"], *gib, f"{row['train'] / row['plan']:.0%}"
-
-
-TABLES = {  # how gpu.sh's names begin -> how their rows are made, and what stands above them
-    "ring": (ring_rows, "tokens", "kernel", "ms, forward and backward", "of SDPA's"),
-    "tree": (tree_rows, "sequences", "way", "seconds", "MiB", "times flat", "FLOP bound, of it"),
-    "step": (step_rows, "step", "rollout s", "flat s", "tree s", "gain of bound", "tokens/s",
-             "TFLOP/s"),
-    "generation": (generation_rows, "work", "tokens/s", "times transformers"),
-    "memory": (memory_rows, "model", "flags", "training's peak, GiB", "as planned",
-               "rollouts' peak", "of the plan"),
-}  # fmt: skip
+def speeds(result) -> list:
+    """What a step computes a second, which its rows do not have."""
+    lines = []
+    for row in result.get("rows", []):
+        if "gflops" in row:
+            share = f", {row['utilisation']:.0%} of the peak" if "utilisation" in row else ""
+            flat, tree = row["gflops_flat"] / 1e3, row["gflops"] / 1e3
+            lines.append(f"{row['shape']}: {flat:.3g} TFLOP/s flat, {tree:.3g} by the tree{share}")
+    return lines
 
 
 def section(records, names) -> str:
@@ -164,17 +119,16 @@ def section(records, names) -> str:
     lines = [f"{name}, torch {version}{cuda}. Each part has the command that made it."]
 
     good = {name: records[name] for name in names if records.get(name, {}).get("result")}
-    checks = [
-        (f"`{name}`", f"{x['result']['max_error']:.0e}", f"{x['seconds']:.0f} s")
-        for name, x in good.items() if name.startswith("check-")
-    ]  # fmt: skip
-    if checks:
-        lines += ["", *table(("check, in float64", "largest error", "took"), checks)]
+    if any(name.startswith("check-") for name in good):
+        lines += ["", "| check, in float64 | largest error | took |", "|---|---|---|"]
+    for name, kept in good.items():
+        if name.startswith("check-"):
+            error = kept["result"]["max_error"]
+            lines.append(f"| `{name}` | {error:.0e} | {kept['seconds']:.0f} s |")
     for name, kept in good.items():
         if not name.startswith("check-"):
-            make_rows, *header = TABLES[name.split("-")[0]]
             lines += ["", f"`sh tests/gpu.sh {name}`, {kept['seconds']:.0f} s:", ""]
-            lines += table(header, make_rows(kept["result"]))
+            lines += ["```", *kept["printed"][:-1], *speeds(kept["result"]), "```"]
 
     # What went wrong and what is not there is said, and not left out.
     failed = [f"`{x}` (exit code {records[x]['code']})" for x in records if x not in good]

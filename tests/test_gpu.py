@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -53,7 +54,6 @@ def test_the_list_names_each_command(tmp_path):
     cases = text[text.index("\ncase $name in") :]
     assert all(line for _, line in LISTED)
     assert len(set(NAMES)) == len(NAMES) == cases.count(";;") - 3  # list, results, all others
-    assert {name.split("-")[0] for name in NAMES} <= {*measure_gpu.TABLES, "check"}
     for name in NAMES:
         mine, (file, *words) = asked(name, tmp_path, DEVICE="", SIZE="", OUT="")
         assert mine == ["--out", "gpu-results", "--device", "cuda", "--size", "full"]
@@ -79,11 +79,11 @@ def test_each_command_runs(name, tmp_path):
     """At toy size, in a process that has imported torch; its rows are numbers in the section."""
     _, (file, *words) = asked(name, tmp_path, DEVICE="cpu", SIZE="toy")
     assert join(start(1, _main, file, words, tmp_path / "log")) == [0]
-    result = measure_gpu.last_json((tmp_path / "log").read_text().splitlines())
-    kept = dict(code=0, seconds=1.0, result=result) | measure_gpu.machine("cpu")
-    text = measure_gpu.section({name: kept}, NAMES)
-    assert f"`{name}`" in text.split("Not run:")[0] or f"gpu.sh {name}`" in text
-    assert "nan" not in text and "inf" not in text and "Failed" not in text
+    lines = (tmp_path / "log").read_text().splitlines()
+    kept = dict(code=0, seconds=1.0, printed=lines, result=measure_gpu.last_json(lines))
+    text = measure_gpu.section({name: kept | measure_gpu.machine("cpu")}, NAMES)
+    assert len(lines) > 1 and f"{name}`" in text.split("Not run:")[0]
+    assert not re.search(r"\b(nan|inf)\b|Failed", text)
 
 
 @pytest.mark.slow
@@ -184,28 +184,30 @@ def test_what_is_printed_is_kept_also_of_a_failure_and_a_late_command_is_ended(t
 def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{measure_gpu.BEGIN}\nold\n{measure_gpu.END}\nafter\n")
-    seconds = {"SDPA, causal, 16": 0.5, "attend, causal, 16": 0.25}
-    old = dict(name="ring", size="full", code=0, seconds=3.0, result=dict(bench={}))
-    old |= dict(device="cuda", machine="a GPU", torch="2.11.0", cuda="12.8")
-    toy = old | dict(size="toy", result=dict(bench={"SDPA, causal, 4": 9.0}))
-    lines = [json.dumps(x) for x in (old, old | dict(result=dict(bench=seconds)), toy)]
-    (tmp_path / "ring.jsonl").write_text("\n".join(lines) + "\n")
+    old = dict(name="ring", size="full", code=0, seconds=3.0, printed=["a row of old", "{}"])
+    old |= dict(device="cuda", machine="a GPU", torch="2.11.0", cuda="12.8", result=dict(bench=1))
+    new, toy = old | dict(printed=["16 tokens", "{}"]), old | dict(size="toy", printed=["4", "{}"])
+    check = old | dict(name="check-ring", result=dict(max_error=2e-15))
+    for name, records in (("ring", [old, new, toy]), ("check-ring", [check])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
 
+    names = ["check-ring", "ring", "step"]
     found = measure_gpu.newest(tmp_path, "cuda", "full")
-    measure_gpu.write_results(page, page, found, ["ring", "step"])
+    measure_gpu.write_results(page, page, found, names)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| 16 | attend, causal | 250.00 | 0.50 |" in text and "| 4 |" not in text
+    assert "\n16 tokens\n" in text and "\n4\n" not in text
+    assert "| `check-ring` | 2e-15 | 3 s |" in text
     assert "a GPU, torch 2.11.0, CUDA 12.8." in text and "Not run: `step`." in text
 
     # Again with nothing: the page has forgotten, and says so.
-    measure_gpu.write_results(page, page, {}, ["ring", "step"])
-    assert "Not run on a GPU yet: `ring`, `step`." in page.read_text()
+    measure_gpu.write_results(page, page, {}, names)
+    assert "Not run on a GPU yet: `check-ring`, `ring`, `step`." in page.read_text()
     other = dict(step=found["ring"] | dict(name="step", machine="another GPU"))
     for text, records, names, message in (
-        (text, found | other, ["ring", "step"], "different machines"),
+        (text, found | other, names, "different machines"),
         (text, found, ["step"], "no command of"),
-        ("nothing", found, ["ring"], "has no lines"),
+        ("nothing", found, names, "has no lines"),
     ):
         page.write_text(text)
         with pytest.raises(ValueError, match=message):
