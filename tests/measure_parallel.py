@@ -342,13 +342,6 @@ class Step(NamedTuple):
     def product(self):
         return self.compute or self.size
 
-    def require_even(self, plan):
-        parts = self.micros * plan.cp * plan.tp
-        if self.tokens % parts:
-            raise ValueError(
-                f"{self.tokens} tokens of a replica must divide by micro-batches * c * t = {parts}"
-            )
-
 
 class Message(NamedTuple):
     """Of all messages of one kind of group in a step: bytes that this rank hands over."""
@@ -384,7 +377,10 @@ class Rank:
     """
 
     def __init__(self, plan, config, step, stage=0):
-        step.require_even(plan)
+        parts = step.micros * plan.cp * plan.tp
+        if step.tokens % parts:
+            raise ValueError(f"{step.tokens} tokens of a replica must divide by "
+                             f"micro-batches * c * t = {parts}")  # fmt: skip
         self.plan, self.config, self.step, self.stage = plan, config, step, stage
         self.first, self.last = stage == 0, stage == plan.pp - 1
         self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.product)
@@ -400,6 +396,10 @@ class Rank:
         for name, shape in self.shapes.items():  # before fsdp
             for dim, parts, _ in self.cuts(name):
                 shape[dim] = -(-shape[dim] // parts)
+        self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        whole, shards = sum(self.sizes.values()), sum(self.shard(name) for name in self.shapes)
+        self.kept = shards if step.mode == "fsdp" else whole  # numbers of weights and of gradients
+        self.stepped = whole if step.mode == "ddp" else shards  # and of each moment
         self.layers = [int(name) for name, _ in part.model.layers.named_children()]
         sparse = set(self.layers) & set(config.sparse_layers)
         self.sparse, self.apart = len(sparse), len(sparse) if plan.etp == 1 else 0
@@ -430,7 +430,7 @@ class Rank:
         yield Message("t", "reducescatter", t, m * scatters * self.x)
         whole = [name for name in self.shapes if name.endswith(TERMS)]
         is_fsdp = self.step.mode == "fsdp"
-        terms = sum(self.shard(k) if is_fsdp else math.prod(self.shapes[k]) for k in whole)
+        terms = sum(self.shard(name) if is_fsdp else self.sizes[name] for name in whole)
         once = terms * self.step.size
         scores = self.last * m * (5 * self.n * self.wide + self.x)
         yield Message("t", "allreduce", t, once + scores)
@@ -458,32 +458,28 @@ class Rank:
         p, states = self.plan.pp, self.step.micros * self.states / self.plan.tp
         yield Message("p", "send", p, states * (2 - self.first - self.last))
         if p > 1 and self.config.tie_word_embeddings and (self.first or self.last):
-            yield Message("p", "allreduce", 2, math.prod(self.shapes[TIED]) * self.step.size)
+            yield Message("p", "allreduce", 2, self.sizes[TIED] * self.step.size)
 
     def data(self):
         mode, m, w = self.step.mode, self.step.micros, self.step.size
-        for name, shape in self.shapes.items():
+        for name, numbers in self.sizes.items():
             k, shard = self._copies(name), self.shard(name)
             given = shard * self.step.product
             if mode == "fsdp":
                 yield Message("d", "allgather", k, m * given * (1 + (".layers." in name)))
                 yield Message("d", "reducescatter", k, m * shard * k * w)
             else:
-                yield Message("d", "allreduce", k, math.prod(shape) * w)
+                yield Message("d", "allreduce", k, numbers * w)
             if mode == "zero1":
                 yield Message("d", "allgather", k, given)
 
     def memory(self) -> dict:
         """Bytes at the peak of a step by what they are for."""
-        whole = sum(math.prod(shape) for shape in self.shapes.values())
-        shard = sum(self.shard(name) for name in self.shapes)
-        kept = shard if self.step.mode == "fsdp" else whole
-        parts = dict(weights=kept, gradients=kept)
-        parts |= dict(moments=2 * (whole if self.step.mode == "ddp" else shard))
-        parts = {name: n * self.step.size for name, n in parts.items()}
-        if self.step.compute and self.step.mode != "fsdp":  # rounded weights beside their masters
-            masters = whole if self.step.mode == "ddp" else shard
-            parts["weights"] = whole * self.step.compute + masters * self.step.size
+        size = self.step.size
+        weights = self.kept * size
+        if self.step.compute and self.step.mode != "fsdp":  # rounded, beside their masters
+            weights = self.kept * self.step.compute + self.stepped * size
+        parts = dict(weights=weights, gradients=self.kept * size, moments=2 * self.stepped * size)
         return parts | dict(activations=self.activations(), buffers=self.buffers())
 
     def activations(self):
@@ -518,20 +514,19 @@ class Rank:
         under fsdp weights and gradients of the ends, of two layers, and of one; else the longest
         message of several gradients."""
         head = TIED if self.config.tie_word_embeddings else "lm_head.weight"
-        summed = math.prod(self.shapes[head]) * self.wide if self.last else 0
-        numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        summed = self.sizes[head] * self.wide if self.last else 0
         if self.step.mode == "fsdp":
             start = f"model.layers.{self.layers[0]}."
-            layer = sum(n for name, n in numbers.items() if name.startswith(start))
-            ends = sum(n for name, n in numbers.items() if ".layers." not in name)
+            layer = sum(n for name, n in self.sizes.items() if name.startswith(start))
+            ends = sum(n for name, n in self.sizes.items() if ".layers." not in name)
             if self.step.compute:  # and the gradients of one unit, as wide as they are summed
                 summed += max(ends, layer) * self.step.size
             return summed + (2 * ends + 3 * layer) * self.step.product
         together = {}  # gradients that are summed over one group, from the last to the first
-        for name, shape in reversed(self.shapes.items()):
+        for name, numbers in reversed(self.sizes.items()):
             is_cut = self.plan.tp > 1 and bool(self.cuts(name))
             if self._copies(name) > 1:
-                size = math.prod(shape) * self.step.size
+                size = numbers * self.step.size
                 gradient = torch.empty(size, dtype=torch.uint8, device="meta")
                 together.setdefault((".mlp.experts." in name, is_cut), []).append(gradient)
         messages = (message for some in together.values() for message in messages_of(some))
@@ -564,13 +559,6 @@ class Rank:
             return self.step.size, self.step.mode == "zero1"
         return self.step.product, False
 
-    def filled(self):
-        """Bytes of the weights when they are read or drawn."""
-        shapes = self.shapes
-        if self.step.mode == "fsdp":
-            return sum(self.shard(name) for name in shapes) * self.step.size
-        return sum(math.prod(shape) for shape in shapes.values()) * self.step.size
-
     def shares(self, name, generator, size):
         """Whether a parameter of the generator, another Rank, is in the policy's own memory."""
         alike = self.cuts(name) == generator.cuts(name) and size == self.step.product
@@ -578,43 +566,39 @@ class Rank:
 
     def generator(self, generator, size) -> int:
         """Bytes that a generator takes besides the policy; size: of one of its weights."""
-        numbers = sum(
-            math.prod(shape) for name, shape in generator.shapes.items()
-            if not self.shares(name, generator, size))  # fmt: skip
-        return numbers * size
+        sizes = generator.sizes.items()
+        return sum(n for name, n in sizes if not self.shares(name, generator, size)) * size
 
     def pushed(self, generator, size) -> int:
         """Bytes that come in for the generator's new weights. Where the policy was first cut as the
         generator is, what was cut behind that is gathered; elsewhere the whole of a tensor."""
         come = 0
         width, copies = self.pushed_from(size)
-        for name, shape in generator.shapes.items():
+        for name, numbers in generator.sizes.items():
             cuts = generator.cuts(name)
             alike = self.cuts(name, copies)[: len(cuts)] == cuts
-            wanted = math.prod(shape) if alike else self.numbers[name]
+            wanted = numbers if alike else self.numbers[name]
             if name not in self.shapes:
                 come += wanted * size  # from another stage
             elif not self.shares(name, generator, size):
-                own = self.shard(name) if copies else math.prod(self.shapes[name])
+                own = self.shard(name) if copies else self.sizes[name]
                 come += (wanted - own) * width
         return come
-
-
-def generator_of(plan):
-    """The generator's plan where none is given: the trainer's t and e, replicas of them else."""
-    return Plan(dp=plan.world // plan.tp, tp=plan.tp, ep=plan.ep, etp=plan.etp)
 
 
 def plans_in(texts):
     """(plans, generator, trainer) of each A|B and each B of the command line; B+C are two."""
     for text in texts:
         for plans in Allocation.parse(text).groups:
-            *generator, trainer = plans
-            if len(generator) > 1:
+            *generators, trainer = plans
+            if len(generators) > 1:
                 raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
-            for plan in generator:
+            for plan in generators:
                 require_generator_plan(plan)
-            yield plans, generator[0] if generator else generator_of(trainer), trainer
+            # By default the trainer's t and e, and replicas of them.
+            degrees = dict(tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+            default = Plan(dp=trainer.world // trainer.tp, **degrees)
+            yield plans, (*generators, default)[0], trainer
 
 
 def stages_of(plan, config, step):
@@ -626,18 +610,14 @@ def stages_of(plan, config, step):
 
 def memory(plan, config, step) -> dict:
     """Bytes of the fullest stage, see `Rank`."""
-    ranks = stages_of(plan, config, step)
-    return max((rank.memory() for rank in ranks), key=lambda parts: sum(parts.values()))
+    parts = [rank.memory() for rank in stages_of(plan, config, step)]
+    return max(parts, key=lambda of_stage: sum(of_stage.values()))
 
 
-def sends(plan, config, step) -> dict:
-    """Bytes on the wire of the busiest stage, by kind of group, see `Rank`."""
-    found = dict.fromkeys("tcdep", 0.0)
-    for rank in stages_of(plan, config, step):
-        for kind in found:
-            wire = sum(message.wire for message in rank.messages() if message.kind == kind)
-            found[kind] = max(found[kind], wire)
-    return found
+def wire(plan, config, step) -> list:
+    """Bytes of the busiest stage on the wire, by kind of group, see `Rank`."""
+    stages = [rank.messages() for rank in stages_of(plan, config, step)]
+    return [max(sum(m.wire for m in sent if m.kind == kind) for sent in stages) for kind in "tcdep"]
 
 
 def plan_command(argv):
@@ -688,34 +668,30 @@ def _table(config, options):
     What is above 100 % of 80 GB does not train there, whatever the allocator does.
     """
     print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
-    held = ["weights + gradients + moments", "activations", "buffers", "generator"]
-    held += ["GiB in all", "of 80 GB"]
-    print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
-          *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
+    print("| plan | ranks | mode | weights + gradients + moments | activations | buffers | "
+          "generator | GiB in all | of 80 GB | at start | GB t | GB c | GB d | GB e | GB p | push |")
     print("|---" * 16 + "|")
+    size = options.generator_bytes
     for plans, generator, plan in plans_in(options.plan):
-        name = "|".join(map(str, plans))
         for mode in options.mode:
             step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
                         options.compute_bytes)  # fmt: skip
-            print(_row(name, generator, plan, config, step, options.generator_bytes))
-
-
-def _row(name, generator, plan, config, step, size):
-    plan.require_fits(config=config, microbatches=step.micros)
-    first = Rank(plan, config, step)
-    sampler = Rank(generator, config, step._replace(tokens=0))
-    parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
-    # At start this rank has its part of the weights, and then of the generator. In mixed precision
-    # the weights are filled in before they are rounded, and before zero1 shares out the masters.
-    start = max(parts["weights"] + parts["generator"], first.filled())
-    gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
-    gib[:3] = [" + ".join(gib[:3])]
-    gib.insert(-1, f"{sum(parts.values()) / 80e9:.0%}")
-    sent = [*sends(plan, config, step).values(), first.pushed(sampler, size)]
-    gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
-    text = name.replace("|", "\\|")
-    return "| " + " | ".join([text, str(plan.world), step.mode, *gib, *gb]) + " |"
+            plan.require_fits(config=config, microbatches=step.micros)
+            first = Rank(plan, config, step)
+            sampler = Rank(generator, config, step._replace(tokens=0))
+            parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
+            # At start this rank has its part of the weights, and then of the generator. In mixed
+            # precision weights are filled in before they are rounded and before zero1 shares them.
+            start = max(parts["weights"] + parts["generator"], first.kept * step.size)
+            *state, activations, buffers, sampling, total, start = (
+                f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)
+            )
+            sent = [*wire(plan, config, step), first.pushed(sampler, size)]
+            cells = ["|".join(map(str, plans)).replace("|", "\\|"), str(plan.world), mode]
+            cells += [" + ".join(state), activations, buffers, sampling, total]
+            cells += [f"{sum(parts.values()) / 80e9:.0%}", start]
+            cells += [f"{x / 1e9:.1f}" if x else "" for x in sent]
+            print("| " + " | ".join(cells) + " |")
 
 
 # bench ------------------------------------------------------------------------------------------
