@@ -668,8 +668,9 @@ def _table(config, options):
     What is above 100 % of 80 GB does not train there, whatever the allocator does.
     """
     print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
-    print("| plan | ranks | mode | weights + gradients + moments | activations | buffers | "
-          "generator | GiB in all | of 80 GB | at start | GB t | GB c | GB d | GB e | GB p | push |")
+    print("| plan | ranks | mode | weights + gradients + moments | activations | buffers "
+          "| generator | GiB in all | of 80 GB | at start "
+          "| GB t | GB c | GB d | GB e | GB p | push |")  # fmt: skip
     print("|---" * 16 + "|")
     size = options.generator_bytes
     for plans, generator, plan in plans_in(options.plan):
