@@ -185,7 +185,6 @@ def test_a_table_cannot_change_what_it_names(whole, tmp_path, module, name):
     assert [getattr(owner, x, None) for owner in owners for x in attributes] == before
 
 
-@pytest.mark.quick
 def test_a_flipped_byte_of_the_table_is_refused_or_harmless(whole, tmp_path):
     draw, refused, true = random.Random(0), 0, tensors()
     for _ in range(400):
