@@ -179,7 +179,7 @@ class Training:
         self.attentions = [None] * len(of_micros)
         if is_packed and len(of_micros) > 1:
             self.attentions = [functools.partial(attention, of=some) for some in of_micros]
-        self.total = whole.tokens_BS.numel()
+        self.total, self.tp = whole.tokens_BS.numel(), plan.tp
         self.before_sum = lambda model: None  # a test's fault
 
     def backward(self):
@@ -198,9 +198,9 @@ class Training:
 
     def results(self, steps):
         """What `one_process` gives, of this rank's parameters; the loss is that of all ranks."""
-        found, plan = [], self.model.part.grid.plan
+        found = []
         for _ in range(steps):
-            loss = self.backward().double() / plan.tp  # the ranks of a t group have the same loss
+            loss = self.backward().double() / self.tp  # the ranks of a t group have the same loss
             dist.all_reduce(loss)
             grads = {name: full(p.grad).cpu().clone() for name, p in self.model.named_parameters()}
             found.append((loss.cpu(), grads, self.update().cpu()))

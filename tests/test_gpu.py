@@ -135,7 +135,6 @@ def _mistakes(rank):
     return right.device.type, right.tolist()
 
 
-@pytest.mark.quick
 def test_the_other_device_is_as_strict_as_cuda(tmp_path):
     assert ranks(tmp_path, 1, _mistakes) == [("other", [[8.0, 8.0, 8.0]])]
 

@@ -585,7 +585,7 @@ def _odd(rank):
     """What a rank says of 27 tokens that c shares out as 14 and 13, and t cannot share out."""
     for mode in ("ddp", "fsdp"):
         model = _split(_model(), "c2t2", attention=models.causal_attention, mode=mode)
-        context = model.part.grid.context
+        context = parallel.part_of(model).grid.context
         part = torch.arange(27).chunk(2)[dist.get_rank(context)][None]
         yield _fails(model.hidden, part)
         assert model.hidden(part[:, :12]).shape[1] == 12
