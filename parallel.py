@@ -2825,7 +2825,7 @@ def agreed_micro_batches(model, count) -> int:
     if part.is_fsdp or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
-        # Pinned by tests/test_ranks.py::test_a_rank_without_data_takes_part.
+        # Pinned by tests/test_ranks.py::test_unequal_shares_sum_to_the_whole.
         most = torch.tensor(count, device=part.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         count = int(most)

@@ -6,9 +6,8 @@
     python FILE check --device cuda [--few]                  each of the five files, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
-code, all that was printed, and as `result` the last line of it, which every measurement of this
-repository prints as JSON. Nothing is thrown away: a command that is run again adds a line, and the
-page takes the last.
+code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
+A command that is run again adds a line, and the page takes the last.
 """
 
 import argparse
@@ -85,84 +84,21 @@ def last_json(lines):
 
 
 def newest(out, device, size) -> dict:
-    """{name: the last record} of a device and size, in the order in which gpu.sh lists them."""
-    found = {}
-    for path in sorted(out.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            kept = json.loads(line)
-            if (kept["device"], kept["size"]) == (device, size):
-                found[kept["name"]] = kept
-    return found
+    """{name: the last record} of a device and size."""
+    lines = (line for path in sorted(out.glob("*.jsonl")) for line in path.open(encoding="utf-8"))
+    records = [json.loads(line) for line in lines]
+    return {x["name"]: x for x in records if (x["device"], x["size"]) == (device, size)}
 
 
-def table(header, rows) -> list:
-    """Lines of Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    return lines + ["| " + " | ".join(f"{cell}" for cell in row) + " |" for row in rows]
-
-
-def checks(records) -> list:
-    """Of the `check`s: the largest error in float64, whether all was in bounds."""
-    rows = [(f"`{name}`", f"{x['result']['max_error']:.0e}", f"{x['seconds']:.0f} s")
-            for name, x in records.items()]  # fmt: skip
-    return table(("check, in float64", "largest error", "took"), rows)
-
-
-def ring_rows(kept) -> list:
-    seconds = kept["result"]["bench"]
-    rows = []
-    for key, value in seconds.items():
-        way, tokens = key.rsplit(", ", 1)
-        share = value / seconds[f"SDPA, causal, {tokens}"]
-        rows.append((tokens, way, f"{1000 * value:.2f}", f"{share:.2f}"))
-    return table(("tokens", "kernel", "ms, forward and backward", "of SDPA's"), rows)
-
-
-def tree_rows(kept) -> list:
-    rows = []
-    for row in kept["result"]["rows"]:
-        share = row["speedup"] / row["flop_bound"]
-        numbers = f"{row['cpu_s']:.3f}", f"{row['peak_mb']:.0f}", f"{row['speedup']:.2f}"
-        rows.append((row["shape"], row["way"], *numbers, f"{row['flop_bound']:.2f}, {share:.0%}"))
-    header = "sequences", "way", "seconds", "MiB", "times flat", "FLOP bound, of it"
-    return table(header, rows)
-
-
-def step_rows(kept) -> list:
-    rows = []
-    for row in kept["result"]["rows"]:
-        s = row["seconds"]
-        numbers = [f"{s[key]:.3f}" for key in ("rollout", "train flat", "train tree")]
-        numbers += [f"{row['gain']:.2f} of {row['bound']:.2f}", f"{row['tokens_per_second']:.0f}"]
-        flat, tree = row["gflops_flat"] / 1e3, row["gflops"] / 1e3
-        share = "" if "utilisation" not in row else f", {row['utilisation']:.0%} of the peak"
-        rows.append((row["shape"], *numbers, f"{flat:.3g}, {tree:.3g}{share}"))
-    header = "step", "rollout s", "flat s", "tree s", "gain of bound", "tokens/s", "TFLOP/s"
-    return table(header, rows)
-
-
-def generation_rows(kept) -> list:
-    result = kept["result"]
-    rows = []
-    for work, rate in result["tokens_per_s"].items():
-        times = result["times_transformers"].get(work, "transformers is not installed")
-        rows.append((work, f"{rate:.0f}", times))
-    return table(("work", "tokens/s", "times transformers"), rows)
-
-
-def memory_rows(kept) -> list:
-    rows = []
-    for row in kept["result"]["rows"]:
-        gib = [f"{row[name] / 2**30:.3g}" for name in ("train", "plan", "rollout")]
-        rows.append((row["model"], row["flags"], *gib, f"{row['train'] / row['plan']:.0%}"))
-    header = "model", "flags", "training's peak, GiB", "as planned", "rollouts' peak", "of the plan"
-    return table(header, rows)
-
-
-TABLES = {  # how gpu.sh's names begin -> what is shown of their records
-    "ring": ring_rows, "tree": tree_rows, "step": step_rows, "generation": generation_rows,
-    "memory": memory_rows,
-}  # fmt: skip
+def speeds(result) -> list:
+    """What a step computes a second, which its rows do not have."""
+    lines = []
+    for row in result.get("rows", []):
+        if "gflops" in row:
+            share = f", {row['utilisation']:.0%} of the peak" if "utilisation" in row else ""
+            flat, tree = row["gflops_flat"] / 1e3, row["gflops"] / 1e3
+            lines.append(f"{row['shape']}: {flat:.3g} TFLOP/s flat, {tree:.3g} by the tree{share}")
+    return lines
 
 
 def section(records, names) -> str:
@@ -170,11 +106,9 @@ def section(records, names) -> str:
     unknown = sorted(records.keys() - set(names))
     if unknown:
         raise ValueError(f"records of no command of tests/gpu.sh: {', '.join(unknown)}")
-    missing = [name for name in names if name not in records]
-    lines = []
+    missing = ", ".join(f"`{name}`" for name in names if name not in records)
     if not records:
-        lines.append("Not run on a GPU yet: " + ", ".join(f"`{name}`" for name in names) + ".")
-        return "\n".join(lines)
+        return f"Not run on a GPU yet: {missing}."
 
     # A page of figures from two machines would compare what cannot be compared.
     places = {(x["machine"], x["torch"], x["cuda"]) for x in records.values()}
@@ -182,24 +116,26 @@ def section(records, names) -> str:
         raise ValueError(f"the records come from different machines or versions: {places}")
     ((name, version, cuda),) = places
     cuda = f", CUDA {cuda}" if cuda else ""
-    lines.append(f"{name}, torch {version}{cuda}. Each part has the command that made it.")
+    lines = [f"{name}, torch {version}{cuda}. Each part has the command that made it."]
 
-    good = {name: kept for name, kept in records.items() if kept["result"] is not None}
-    of_checks = {name: kept for name, kept in good.items() if name.startswith("check-")}
-    if of_checks:
-        lines += ["", *checks(of_checks)]
-    for name in names:
-        if name in good and name not in of_checks:
-            kept = good[name]
+    good = {name: records[name] for name in names if records.get(name, {}).get("result")}
+    if any(name.startswith("check-") for name in good):
+        lines += ["", "| check, in float64 | largest error | took |", "|---|---|---|"]
+    for name, kept in good.items():
+        if name.startswith("check-"):
+            error = kept["result"]["max_error"]
+            lines.append(f"| `{name}` | {error:.0e} | {kept['seconds']:.0f} s |")
+    for name, kept in good.items():
+        if not name.startswith("check-"):
             lines += ["", f"`sh tests/gpu.sh {name}`, {kept['seconds']:.0f} s:", ""]
-            lines += TABLES[name.split("-")[0]](kept)
+            lines += ["```", *kept["printed"][:-1], *speeds(kept["result"]), "```"]
 
     # What went wrong and what is not there is said, and not left out.
     failed = [f"`{x}` (exit code {records[x]['code']})" for x in records if x not in good]
     if failed:
         lines += ["", f"Failed: {', '.join(failed)}."]
     if missing:
-        lines += ["", "Not run: " + ", ".join(f"`{name}`" for name in missing) + "."]
+        lines += ["", f"Not run: {missing}."]
     return "\n".join(lines)
 
 
@@ -258,8 +194,7 @@ def ring_rows_of_check(device, few):
     """(row, error, bound) of ring_attention.py on one rank: every mask, way and dtype."""
     import ring_attention as ring
 
-    ring_attention_rows = ring.rows_of_rank(8 if few else 23, device)
-    for name, row, bound, columns in ring_attention_rows:
+    for name, row, bound, columns in ring.rows_of_rank(8 if few else 23, device):
         for column, error in columns.items():
             yield f"{name}: {row}, {column}", error, bound
 
@@ -366,8 +301,7 @@ CHECKS = {
 
 
 def check(file, argv) -> int:
-    """`python FILE check --device D`: every error beside its bound; 1 if one is over, 2 if D is
-    not there. few: some of the rows, to see that the command runs."""
+    """`python FILE check --device D`: 1 if an error is over its bound, 2 if D is not there."""
     parser = argparse.ArgumentParser(f"{file}.py check")
     parser.add_argument("--device", choices=DEVICES, required=True)
     parser.add_argument("--few", action="store_true", help="some of the rows")
@@ -406,11 +340,11 @@ def show_rows(file, device, rows) -> bool:
 def memory_case(name, size):
     """(configuration, settings): a model of a released shape, and how it trains on one device.
 
-    A step has a prompt with 8 answers, 2048 tokens each, in micro-batches of two. The 0.6B trains
-    with everything on the device. Of 8B parameters the weights, gradients and moments alone are
-    122 GiB in float32, which `plan` says and no card of 80 GB has: they stay on the host
+    A step has a prompt with 8 answers, 2048 tokens each, in micro-batches of two. Of 8B parameters
+    the weights, gradients and moments alone are 122 GiB in float32: they stay on the host
     (`--offload`), and the device has the generator, two layers and the activations.
     """
+    from measure_models import QWEN3_06B
     from measure_parallel import PUBLISHED
 
     import models
@@ -418,22 +352,21 @@ def memory_case(name, size):
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
         prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6, threads=os.cpu_count(),
+        size=1792, max_new_tokens=256, micro_tokens=4096,
     )  # fmt: skip
+    shape = QWEN3_06B
     if name == "8b":
         settings |= dict(data_parallel="fsdp", offload=True)
+        shape = PUBLISHED["qwen3-8b"]
     if size == "toy":
         settings |= dict(size=24, max_new_tokens=8, micro_tokens=64, threads=1)
-        return models.ModelConfig(
+        shape = shape | dict(
             vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=3,
             num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            tie_word_embeddings=name == "0.6b",
-        ), settings  # fmt: skip
-    settings |= dict(size=1792, max_new_tokens=256, micro_tokens=4096)
-    if name == "0.6b":
-        from measure_models import QWEN3_06B
-
-        return models.ModelConfig(**QWEN3_06B), settings
-    return models.ModelConfig.from_hf(PUBLISHED["qwen3-8b"]), settings
+        )  # fmt: skip
+    # The one is a configuration's fields, the other has Hugging Face's names.
+    config = models.ModelConfig(**shape) if name == "0.6b" else models.ModelConfig.from_hf(shape)
+    return config, settings
 
 
 def planned(shape, settings) -> dict:

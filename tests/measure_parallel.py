@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import MODES, TIED, Allocation, Grid, LocalOptimizer, Micro, Plan
+from parallel import MODES, TIED, Allocation, Grid, LocalOptimizer, Micro, Pipeline, Plan
 from parallel import clip_grad_norm, full, messages_of, parallelize, reduce_gradients
 from parallel import require_generator_plan, stage_part
 
@@ -38,20 +38,50 @@ KINDS = {
 }
 KINDS["deep"] = KINDS["dense"] | dict(num_hidden_layers=4)
 KINDS["deep_tied"] = KINDS["deep"] | dict(tie_word_embeddings=True)
-LENGTH, ROWS = 24, 4
+LENGTH, ROWS, TEMPERATURE = 24, 4, 0.7
 BENCH = dict(hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
              num_key_value_heads=2, intermediate_size=384, vocab_size=2048)  # fmt: skip
 
 
-def batch():
-    """Tokens (ROWS, LENGTH), document ids, and a weight for each token's log-prob."""
+class Batch(NamedTuple):
+    """Rows of tokens and their loss."""
+
+    tokens_BS: torch.Tensor
+    targets_BS: torch.Tensor
+    weight_BS: torch.Tensor  # of log-probs, and a tenth of its absolute value of entropies
+    documents_BS: torch.Tensor
+    positions_BS: torch.Tensor  # in the document
+    states_BSM: torch.Tensor | None = None  # weights of the last states
+
+    @classmethod
+    def of(cls, tokens, weights, documents, **more):
+        """The targets are the next tokens."""
+        positions = (documents[:, :, None] == documents[:, None]).tril().sum(-1) - 1
+        return cls(tokens, tokens.roll(-1, 1), weights, documents, positions, **more)
+
+    def part(self, rows, take, device):
+        return Batch(*(x if x is None else x[rows][:, take].to(device) for x in self))
+
+    def loss(self, hidden_BSM, logprobs_N, entropies_N):
+        """This part's terms of the loss, a sum."""
+        w = self.weight_BS.flatten().to(logprobs_N)
+        loss = -(w * logprobs_N + 0.1 * w.abs() * entropies_N).sum()
+        if self.states_BSM is None:
+            return loss
+        return loss + 0.1 * (self.states_BSM * hidden_BSM).sum()
+
+
+def batch(is_packed=True, without=0) -> Batch:
+    """Rows of several documents, or of one each; the last `without` rows have no target."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(56, (ROWS, LENGTH), generator=generator)
-    documents = torch.arange(LENGTH).expand(ROWS, -1) // torch.tensor([[24], [9], [13], [24]])
+    lengths = torch.tensor([[24], [9], [13], [24]] if is_packed else [[LENGTH]] * ROWS)
+    documents = torch.arange(LENGTH) // lengths
     weights = torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
     last = documents != documents.roll(-1, 1)
     last[:, -1] = True
-    return tokens, documents, weights.masked_fill(last, 0.0)
+    last[ROWS - without :] = True
+    return Batch.of(tokens, weights.masked_fill(last, 0.0), documents)
 
 
 def build(kind, dtype, **changes):
@@ -63,56 +93,41 @@ def build(kind, dtype, **changes):
     return model
 
 
-def train(model, rows, take, weights, attention, positions, device="cpu"):
-    """Loss of some rows' tokens `take`, and its gradient; divided by the whole batch's count."""
-    tokens, _, _ = batch()
-    targets = tokens.roll(-1, 1)[rows][:, take].flatten().to(device)
-    mine = tokens[rows][:, take].to(device)
-    places = positions[rows][:, take].to(device)
-    hidden = model.hidden(mine, positions=places, attention=attention)
-    logprobs, entropy = model.logprobs(hidden.flatten(0, 1), targets, temperature=0.7)
-    w = weights[rows][:, take].flatten().to(logprobs)
-    loss = -(w * logprobs + 0.1 * w.abs() * entropy).sum() / (ROWS * LENGTH)
-    loss.backward()
-    return loss.detach()
+def backward(model, parts, attentions, total):
+    """Add the gradients of micro-batches; their loss, 0 on ranks without the last stage.
+
+    attentions: of each micro-batch, None is the model's own. total: the loss's divisor.
+    """
+    micros = [Micro(x.tokens_BS, x.positions_BS, of) for x, of in zip(parts, attentions)]
+
+    def loss_of(k, hidden):
+        last = model.last if isinstance(model, Pipeline) else model
+        targets = parts[k].targets_BS.flatten()
+        scored = last.logprobs(hidden.flatten(0, 1), targets, temperature=TEMPERATURE)
+        return parts[k].loss(hidden, *scored) / total
+
+    losses = []
+    if isinstance(model, Pipeline):
+        losses = model.forward_backward(micros, loss_of)
+    else:
+        for k, micro in enumerate(micros):
+            loss = loss_of(k, micro.through(model, micro.tokens))
+            loss.backward()
+            losses.append(loss.detach())
+    return sum(losses, torch.zeros(()))
 
 
-def train_pipeline(pipeline, rows, take, weights, attention, positions):
-    """The same by microbatches of one row; the loss on ranks with the last stage, else 0."""
-    tokens, _, _ = batch()
-    targets = tokens.roll(-1, 1)
-    micros = [
-        Micro(tokens[r, None][:, take], positions[r, None][:, take], attention(r)) for r in rows
-    ]
-
-    def loss_fn(k, hidden):
-        r = rows[k]
-        logprobs, entropy = pipeline.last.logprobs(hidden[0], targets[r, take], temperature=0.7)
-        w = weights[r, take].to(logprobs)
-        return -(w * logprobs + 0.1 * w.abs() * entropy).sum() / (ROWS * LENGTH)
-
-    return sum(pipeline.forward_backward(micros, loss_fn), torch.zeros(()))
-
-
-def document_positions(documents):
-    """Each token's place in its document."""
-    same = documents[:, :, None] == documents[:, None]
-    return same.tril().sum(-1) - 1
-
-
-def one_process(kind, dtype, weights, steps):
+def one_process(kind, dtype, whole, steps):
     """[(loss, gradients, clip norm)] of each step, and the parameters after them."""
-    model, (_, documents, _) = build(kind, dtype), batch()
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    whole = torch.arange(LENGTH)
+    model, found = build(kind, dtype), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ring.Mask.documents(doc_ids=documents, window=window)
+        mask = ring.Mask.documents(doc_ids=whole.documents_BS, window=window)
         return ring.attend(q, k, v, mask, scale=scale, softcap=softcap)[0]
 
-    rows, positions = torch.arange(ROWS), document_positions(documents)
     for _ in range(steps):
-        loss = train(model, rows, whole, weights, attention, positions)
+        loss = backward(model, [whole], [attention], ROWS * LENGTH)
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         norm = torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
         for p in model.parameters():
@@ -123,91 +138,117 @@ def one_process(kind, dtype, weights, steps):
     return found, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def weights_without(plan):
-    """The weights of a batch whose last rank has nothing to learn from."""
-    _, _, weights = batch()
-    weights[-(ROWS // plan.dp) :] = 0.0
-    return weights
-
-
 @functools.lru_cache
-def truth_of(kind, steps, dtype=torch.float64, empty=""):
-    """`one_process` of a kind of model; empty: the text of a plan whose last rank has no target."""
-    weights = weights_without(Plan.parse(empty)) if empty else batch()[2]
-    return one_process(kind, dtype, weights, steps)
+def truth_of(kind, steps, dtype=torch.float64, without=0):
+    """`one_process` of a kind of model; without: see `batch`."""
+    return one_process(kind, dtype, batch(without=without), steps)
 
 
-def off(found, truth, scale):
-    """The largest error over all entries of all tensors, relative to the largest entry at all."""
-    return max((found[name].cpu() - truth[name]).abs().max().item() for name in found) / scale
+class Training:
+    """A model under a plan, its optimizer, and this rank's micro-batches.
+
+    rows: of this rank. Default: its share by d.
+    micros: how many micro-batches they make. Default: a row each in a pipeline, else one.
+    method: of ring_attention. adamw: AdamW's options. options: of `parallelize`.
+    """
+
+    def __init__(self, model, grid, whole, *, rows=None, micros=0, method="ring",
+                 adamw=None, **options):  # fmt: skip
+        plan, device = grid.plan, next(model.parameters()).device
+        count, length = whole.tokens_BS.shape
+        if rows is None:
+            rows = torch.arange(count).chunk(plan.dp)[grid.dp_rank]
+        is_packed = bool(whole.documents_BS.any())
+
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, of=rows):
+            mask = ring.Mask.causal(length, window=window)
+            if is_packed:
+                mask = ring.Mask.documents(doc_ids=whole.documents_BS[of], window=window)
+            given = dict(mask=mask, method=method, scale=scale, softcap=softcap)
+            return ring.ring_attention(q, k, v, group=grid.context, **given)
+
+        own = attention if is_packed or plan.cp > 1 else None
+        self.model = parallelize(model, plan, device_mesh=grid, attention=own, **options)
+        make = lambda p: torch.optim.AdamW(p, **adamw or dict(lr=0.01))  # noqa: E731
+        self.optimizer = LocalOptimizer(self.model, make, zero=options.get("mode") == "zero1")
+
+        # The model's own attention is that of all rows.
+        of_micros = rows.chunk(micros or (len(rows) if plan.pp > 1 else 1))
+        take = ring.indices(length, dist.get_rank(grid.context), plan.cp, "zigzag")
+        self.parts = [whole.part(some, take, device) for some in of_micros]
+        self.attentions = [None] * len(of_micros)
+        if is_packed and len(of_micros) > 1:
+            self.attentions = [functools.partial(attention, of=some) for some in of_micros]
+        self.total, self.tp = whole.tokens_BS.numel(), plan.tp
+        self.before_sum = lambda model: None  # a test's fault
+
+    def backward(self):
+        """Add this rank's gradients and sum them over ranks; its loss."""
+        loss = backward(self.model, self.parts, self.attentions, self.total)
+        self.before_sum(self.model)
+        reduce_gradients(self.model)
+        return loss
+
+    def update(self):
+        """Clip the gradients and apply them; their norm before."""
+        norm = clip_grad_norm(self.model, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def results(self, steps):
+        """What `one_process` gives, of this rank's parameters; the loss is that of all ranks."""
+        found = []
+        for _ in range(steps):
+            loss = self.backward().double() / self.tp  # the ranks of a t group have the same loss
+            dist.all_reduce(loss)
+            grads = {name: full(p.grad).cpu().clone() for name, p in self.model.named_parameters()}
+            found.append((loss.cpu(), grads, self.update().cpu()))
+        return found, {name: full(p.detach()).cpu() for name, p in self.model.named_parameters()}
 
 
-def kind_of_group(device):
-    """The kind of device whose backend carries messages: tests have one that is only a name."""
-    kind = torch.device(device).type
-    return kind if kind in ("cpu", "cuda") else "cpu"
+def off(found, truth, by_tensor=False):
+    """The largest error of some tensors, by the largest entry of all, or of the tensor itself."""
+    scale = max(x.abs().max() for x in truth.values())
+    errors = [
+        (found[name] - truth[name]).abs().max() / (truth[name].abs().max() if by_tensor else scale)
+        for name in found
+    ]
+    return torch.stack(errors).max()
 
 
-def compare(
-    rank, text, kind, options, steps=3, dtype=torch.float64, truth=None, device="cpu"
-):  # fmt: skip
+def errors(found, truth, by_tensor=False) -> list:
+    """The worst errors of loss, gradients, clip norm of any step; of the parameters after them."""
+    rows = []
+    for (loss, grads, norm), (true_loss, true_grads, true_norm) in zip(
+        found[0], truth[0], strict=True
+    ):
+        of_step = (loss / true_loss - 1).abs(), off(grads, true_grads, by_tensor)
+        rows.append([*of_step, (norm / true_norm - 1).abs(), off(found[1], truth[1])])
+    return torch.tensor(rows).nan_to_num(nan=math.inf).amax(0).tolist()
+
+
+def compare(rank, text, kind, options, steps=3, dtype=torch.float64, truth=None, device="cpu"):
     """This rank's worst errors: loss, gradients, clip norm, parameters after `steps` steps.
 
     truth: what `truth_of` gives for this plan, where the ranks need not all find it out again.
     device: of the plan without c and p; the truth is found on the CPU.
     """
-    options = dict(options)
-    method, empty = options.pop("method", "ring"), options.pop("empty", False)
-    plan, hsdp = Plan.parse(text), options.pop("shard", None)
-    tokens, documents, weights = batch()
-    if empty:
-        weights = weights_without(plan)
-    truth, parameters = truth or one_process(kind, dtype, weights, steps)
-    grid = Grid.make(plan, kind_of_group(device), shard=hsdp)
-    cp = grid.context
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, some=None):
-        mask = ring.Mask.documents(doc_ids=documents[rows if some is None else some], window=window)
-        return ring.ring_attention(
-            q, k, v, group=cp, mask=mask, method=method, scale=scale, softcap=softcap
-        )
-
-    def of_row(r):
-        return functools.partial(attention, some=r[None])
-
-    model = build(kind, dtype).to(device)
-    names = [name for name, _ in model.named_parameters()]
-    model = parallelize(model, plan, device_mesh=grid, attention=attention, **options)
-    held = [name for name, _ in model.named_parameters()]
-    assert names == held if plan.pp == 1 else set(held) < set(names)
-    zero = options.get("mode") == "zero1"
-    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.01), zero=zero)
-    take = ring.indices(LENGTH, dist.get_rank(cp), plan.cp, "zigzag")
-    rows = torch.arange(ROWS).chunk(plan.dp)[grid.dp_rank]
-    worst = [0.0] * 4
-    for loss, grads, norm in truth:
-        run, kind = (train, None) if plan.pp == 1 else (train_pipeline, of_row)
-        if device != "cpu":
-            run = functools.partial(train, device=device)
-        mine = run(model, rows, take, weights, kind, document_positions(documents)).double()
-        total = mine / plan.tp  # the ranks of a tensor group have the same loss
-        dist.all_reduce(total)
-        reduce_gradients(model)
-        found = {name: full(p.grad).clone() for name, p in model.named_parameters()}
-        clip = clip_grad_norm(model, 1.0)
-        scale = max(g.abs().max() for g in grads.values()).item()
-        total, clip = total.cpu(), clip.cpu()
-        errors = abs(total - loss) / abs(loss), off(found, grads, scale), abs(clip - norm) / norm
-        worst[:3] = [max(a, float(b)) for a, b in zip(worst, errors, strict=False)]
-        optimizer.step()
-        optimizer.zero_grad()
-    found = {name: full(p.detach()) for name, p in model.named_parameters()}
-    worst[3] = off(found, parameters, max(p.abs().max() for p in parameters.values()).item())
-    return worst
+    plan, options = Plan.parse(text), dict(options)
+    without = ROWS // plan.dp if options.pop("empty", False) else 0
+    truth = truth or truth_of(kind, steps, dtype, without)
+    # Tests have a device that is only a name. The CPU's backend carries its messages.
+    backend = "cuda" if torch.device(device).type == "cuda" else "cpu"
+    grid = Grid.make(plan, backend, shard=options.pop("shard", None))
+    training = Training(build(kind, dtype).to(device), grid, batch(without=without), **options)
+    found = training.results(steps)
+    held = found[1].keys()
+    assert held == truth[1].keys() if plan.pp == 1 else held < truth[1].keys()
+    return errors(found, truth)
 
 
 # A case is written as its plan, the kind of its model, and words of this table.
-OPTIONS = {  # of `parallelize`; method: of ring_attention; empty, shard: see `compare`
+OPTIONS = {  # of `parallelize`; method: of ring_attention; shard: of Grid; empty: see `compare`
     "fsdp": dict(mode="fsdp"), "zero1": dict(mode="zero1"), "hsdp": dict(mode="fsdp", shard=2),
     "offload": dict(offload=True), "mixed": dict(compute_dtype=torch.bfloat16),
     "alone": dict(sequence=False), "allgather": dict(method="allgather"),
@@ -242,43 +283,39 @@ CASES = read_cases("""
 """)
 
 
-def matrix(skip=("compile",)):
+def matrix():
     """{case: the worst error of any rank}: CASES but those that wait for a compiler."""
-    names = [name for name in CASES if not any(word in name for word in skip)]
     found = {}
-    for name in names:
-        text, kind, options = CASES[name]
-        parts = ring.launch(Plan.parse(text).world, _case, name)
-        found[name if text in name else f"{name} ({text})"] = max(map(max, parts))
+    for name, (text, _, _) in CASES.items():
+        if "compile" not in name:
+            parts = ring.launch(Plan.parse(text).world, _case, name)
+            found[name if text in name else f"{name} ({text})"] = max(map(max, parts))
     return found
 
 
 def _case(name):
-    text, kind, options = CASES[name]
-    return compare(dist.get_rank(), text, kind, options)
+    return compare(dist.get_rank(), *CASES[name])
 
 
 # plan -------------------------------------------------------------------------------------------
 
-# Published shapes, so that the commands of RESULTS.md need no download; else --model gives a
-# file.
+# Published shapes, so that the commands of RESULTS.md need no download.
+QWEN3 = dict(vocab_size=151936, num_key_value_heads=4, head_dim=128, tie_word_embeddings=False)
+SPARSE = QWEN3 | dict(
+    model_type="qwen3_moe", num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+)  # fmt: skip
 PUBLISHED = {
-    "qwen3-8b": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
-        num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        tie_word_embeddings=False,
+    "qwen3-8b": QWEN3 | dict(
+        model_type="qwen3", hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8,
     ),
-    "qwen3-30b-a3b": dict(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
-        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-        tie_word_embeddings=False,
+    "qwen3-30b-a3b": SPARSE | dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+        moe_intermediate_size=768,
     ),
-    "qwen3-235b-a22b": dict(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
-        num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
-        tie_word_embeddings=False,
+    "qwen3-235b-a22b": SPARSE | dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=94, num_attention_heads=64,
+        moe_intermediate_size=1536,
     ),
 }  # fmt: skip
 CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens"), 0)
@@ -305,13 +342,6 @@ class Step(NamedTuple):
     def product(self):
         return self.compute or self.size
 
-    def require_even(self, plan):
-        parts = self.micros * plan.cp * plan.tp
-        if self.tokens % parts:
-            raise ValueError(
-                f"{self.tokens} tokens of a replica must divide by micro-batches * c * t = {parts}"
-            )
-
 
 class Message(NamedTuple):
     """Of all messages of one kind of group in a step: bytes that this rank hands over."""
@@ -336,25 +366,21 @@ def without_memory(pickled):
 class Rank:
     """What a rank of a stage holds, and sends in a step: a model in closed form, no measurement.
 
-    n tokens of a micro-batch are on this rank (tokens / micros / c), m micro-batches in a step;
-    again is 1 if layers are computed again, else 0.
-
-    On the wire, by the ring algorithm over W ranks: of a gather W - 1 times what is handed over, of
-    a scatter-add and an all-to-all (W - 1) / W, of an all-reduce 2 (W - 1) / W. Left out: the norm,
-    counters, the trainer's metrics and passes without gradients, the generator's weights
-    (`pushed`). Sliding windows and documents save hops of a ring that are counted here.
-
-    Held, without fragmentation, cuBLAS, NCCL, or the generator's cache: weights, gradients, AdamW's
-    two moments; `activations`; `buffers`. They are added, though not all peak at once.
+    Sent: without the norm, counters, metrics, passes without gradients. Sliding windows and
+    documents save hops of a ring that are counted here. Held: without fragmentation, cuBLAS, NCCL,
+    and the generator's cache. All parts are added, though not all peak at once.
 
     Sources: t, activations arXiv:2205.05198 section 4; d arXiv:1910.02054 sections 5, 7; c
     arXiv:2310.01889; p arXiv:2104.04473 section 2; e arXiv:2006.16668. Pinned by tests/test_plan.py
     ::test_the_bytes_that_plan_tells_are_what_ranks_hand_over, ::test_activations_are_what_is_kept,
-    and tests/test_parallel.py::test_the_memory_that_plan_tells_is_what_a_rank_holds.
+    and ::test_the_memory_that_plan_tells_is_what_a_rank_holds.
     """
 
     def __init__(self, plan, config, step, stage=0):
-        step.require_even(plan)
+        parts = step.micros * plan.cp * plan.tp
+        if step.tokens % parts:
+            raise ValueError(f"{step.tokens} tokens of a replica must divide by "
+                             f"micro-batches * c * t = {parts}")  # fmt: skip
         self.plan, self.config, self.step, self.stage = plan, config, step, stage
         self.first, self.last = stage == 0, stage == plan.pp - 1
         self.n, self.wide = step.tokens // step.micros // plan.cp, max(4, step.product)
@@ -365,21 +391,18 @@ class Rank:
         self.numbers = {name: p.numel() for name, p in model.named_parameters()}
         self.whole = sum(self.numbers.values())
         part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
-        self.shapes = {name: self._shape(name, p) for name, p in part.named_parameters()}
+        self.dims = {name: p.dim() for name, p in model.named_parameters()}
+        self.shapes = {name: [*p.shape] for name, p in part.named_parameters()}
+        for name, shape in self.shapes.items():  # before fsdp
+            for dim, parts, _ in self.cuts(name):
+                shape[dim] = -(-shape[dim] // parts)
+        self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        whole, shards = sum(self.sizes.values()), sum(self.shard(name) for name in self.shapes)
+        self.kept = shards if step.mode == "fsdp" else whole  # numbers of weights and of gradients
+        self.stepped = whole if step.mode == "ddp" else shards  # and of each moment
         self.layers = [int(name) for name, _ in part.model.layers.named_children()]
         sparse = set(self.layers) & set(config.sparse_layers)
         self.sparse, self.apart = len(sparse), len(sparse) if plan.etp == 1 else 0
-
-    def _shape(self, name, p):
-        """Before fsdp: a rank's part by t, e and etp."""
-        shape, experts = list(p.shape), ".mlp.experts." in name
-        if experts:
-            shape[0] //= self.plan.ep
-        degree = self.plan.etp if experts else self.plan.tp
-        for dim in (CUT[module] + experts for module in name.split(".") if module in CUT):
-            if dim < len(shape):  # o_proj's bias is whole
-                shape[dim] = -(-shape[dim] // degree)
-        return shape
 
     def _copies(self, name):
         """Ranks with the same part, over which fsdp and zero1 share it out again."""
@@ -407,7 +430,7 @@ class Rank:
         yield Message("t", "reducescatter", t, m * scatters * self.x)
         whole = [name for name in self.shapes if name.endswith(TERMS)]
         is_fsdp = self.step.mode == "fsdp"
-        terms = sum(self.shard(k) if is_fsdp else math.prod(self.shapes[k]) for k in whole)
+        terms = sum(self.shard(name) if is_fsdp else self.sizes[name] for name in whole)
         once = terms * self.step.size
         scores = self.last * m * (5 * self.n * self.wide + self.x)
         yield Message("t", "allreduce", t, once + scores)
@@ -435,32 +458,28 @@ class Rank:
         p, states = self.plan.pp, self.step.micros * self.states / self.plan.tp
         yield Message("p", "send", p, states * (2 - self.first - self.last))
         if p > 1 and self.config.tie_word_embeddings and (self.first or self.last):
-            yield Message("p", "allreduce", 2, math.prod(self.shapes[TIED]) * self.step.size)
+            yield Message("p", "allreduce", 2, self.sizes[TIED] * self.step.size)
 
     def data(self):
         mode, m, w = self.step.mode, self.step.micros, self.step.size
-        for name, shape in self.shapes.items():
+        for name, numbers in self.sizes.items():
             k, shard = self._copies(name), self.shard(name)
             given = shard * self.step.product
             if mode == "fsdp":
                 yield Message("d", "allgather", k, m * given * (1 + (".layers." in name)))
                 yield Message("d", "reducescatter", k, m * shard * k * w)
             else:
-                yield Message("d", "allreduce", k, math.prod(shape) * w)
+                yield Message("d", "allreduce", k, numbers * w)
             if mode == "zero1":
                 yield Message("d", "allgather", k, given)
 
     def memory(self) -> dict:
         """Bytes at the peak of a step by what they are for."""
-        whole = sum(math.prod(shape) for shape in self.shapes.values())
-        shard = sum(self.shard(name) for name in self.shapes)
-        kept = shard if self.step.mode == "fsdp" else whole
-        parts = dict(weights=kept, gradients=kept)
-        parts |= dict(moments=2 * (whole if self.step.mode == "ddp" else shard))
-        parts = {name: n * self.step.size for name, n in parts.items()}
-        if self.step.compute and self.step.mode != "fsdp":  # rounded weights beside their masters
-            masters = whole if self.step.mode == "ddp" else shard
-            parts["weights"] = whole * self.step.compute + masters * self.step.size
+        size = self.step.size
+        weights = self.kept * size
+        if self.step.compute and self.step.mode != "fsdp":  # rounded, beside their masters
+            weights = self.kept * self.step.compute + self.stepped * size
+        parts = dict(weights=weights, gradients=self.kept * size, moments=2 * self.stepped * size)
         return parts | dict(activations=self.activations(), buffers=self.buffers())
 
     def activations(self):
@@ -495,20 +514,19 @@ class Rank:
         under fsdp weights and gradients of the ends, of two layers, and of one; else the longest
         message of several gradients."""
         head = TIED if self.config.tie_word_embeddings else "lm_head.weight"
-        summed = math.prod(self.shapes[head]) * self.wide if self.last else 0
-        numbers = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        summed = self.sizes[head] * self.wide if self.last else 0
         if self.step.mode == "fsdp":
             start = f"model.layers.{self.layers[0]}."
-            layer = sum(n for name, n in numbers.items() if name.startswith(start))
-            ends = sum(n for name, n in numbers.items() if ".layers." not in name)
+            layer = sum(n for name, n in self.sizes.items() if name.startswith(start))
+            ends = sum(n for name, n in self.sizes.items() if ".layers." not in name)
             if self.step.compute:  # and the gradients of one unit, as wide as they are summed
                 summed += max(ends, layer) * self.step.size
             return summed + (2 * ends + 3 * layer) * self.step.product
         together = {}  # gradients that are summed over one group, from the last to the first
-        for name, shape in reversed(self.shapes.items()):
+        for name, numbers in reversed(self.sizes.items()):
             is_cut = self.plan.tp > 1 and bool(self.cuts(name))
             if self._copies(name) > 1:
-                size = math.prod(shape) * self.step.size
+                size = numbers * self.step.size
                 gradient = torch.empty(size, dtype=torch.uint8, device="meta")
                 together.setdefault((".mlp.experts." in name, is_cut), []).append(gradient)
         messages = (message for some in together.values() for message in messages_of(some))
@@ -524,8 +542,9 @@ class Rank:
             cuts.append((0, plan.ep, plan.etp))
         degree = plan.etp if experts else plan.tp
         for module in name.split("."):
-            if module in CUT and not name.endswith("o_proj.bias"):
-                cuts.append((CUT[module] + experts, degree, 1))
+            dim = CUT.get(module, self.dims[name]) + experts
+            if dim < self.dims[name]:  # biases after g are whole
+                cuts.append((dim, degree, 1))
         if copies:
             inner = plan.ep * plan.etp if experts else plan.tp
             cuts.append((0, self._copies(name), inner))
@@ -540,13 +559,6 @@ class Rank:
             return self.step.size, self.step.mode == "zero1"
         return self.step.product, False
 
-    def filled(self):
-        """Bytes of the weights when they are read or drawn."""
-        shapes = self.shapes
-        if self.step.mode == "fsdp":
-            return sum(self.shard(name) for name in shapes) * self.step.size
-        return sum(math.prod(shape) for shape in shapes.values()) * self.step.size
-
     def shares(self, name, generator, size):
         """Whether a parameter of the generator, another Rank, is in the policy's own memory."""
         alike = self.cuts(name) == generator.cuts(name) and size == self.step.product
@@ -554,43 +566,39 @@ class Rank:
 
     def generator(self, generator, size) -> int:
         """Bytes that a generator takes besides the policy; size: of one of its weights."""
-        numbers = sum(
-            math.prod(shape) for name, shape in generator.shapes.items()
-            if not self.shares(name, generator, size))  # fmt: skip
-        return numbers * size
+        sizes = generator.sizes.items()
+        return sum(n for name, n in sizes if not self.shares(name, generator, size)) * size
 
     def pushed(self, generator, size) -> int:
         """Bytes that come in for the generator's new weights. Where the policy was first cut as the
         generator is, what was cut behind that is gathered; elsewhere the whole of a tensor."""
         come = 0
         width, copies = self.pushed_from(size)
-        for name, shape in generator.shapes.items():
+        for name, numbers in generator.sizes.items():
             cuts = generator.cuts(name)
             alike = self.cuts(name, copies)[: len(cuts)] == cuts
-            wanted = math.prod(shape) if alike else self.numbers[name]
+            wanted = numbers if alike else self.numbers[name]
             if name not in self.shapes:
                 come += wanted * size  # from another stage
             elif not self.shares(name, generator, size):
-                own = self.shard(name) if copies else math.prod(self.shapes[name])
+                own = self.shard(name) if copies else self.sizes[name]
                 come += (wanted - own) * width
         return come
-
-
-def generator_of(plan):
-    """The generator's plan where none is given: the trainer's t and e, replicas of them else."""
-    return Plan(dp=plan.world // plan.tp, tp=plan.tp, ep=plan.ep, etp=plan.etp)
 
 
 def plans_in(texts):
     """(plans, generator, trainer) of each A|B and each B of the command line; B+C are two."""
     for text in texts:
         for plans in Allocation.parse(text).groups:
-            *generator, trainer = plans
-            if len(generator) > 1:
+            *generators, trainer = plans
+            if len(generators) > 1:
                 raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
-            for plan in generator:
+            for plan in generators:
                 require_generator_plan(plan)
-            yield plans, generator[0] if generator else generator_of(trainer), trainer
+            # By default the trainer's t and e, and replicas of them.
+            degrees = dict(tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+            default = Plan(dp=trainer.world // trainer.tp, **degrees)
+            yield plans, (*generators, default)[0], trainer
 
 
 def stages_of(plan, config, step):
@@ -602,18 +610,14 @@ def stages_of(plan, config, step):
 
 def memory(plan, config, step) -> dict:
     """Bytes of the fullest stage, see `Rank`."""
-    ranks = stages_of(plan, config, step)
-    return max((rank.memory() for rank in ranks), key=lambda parts: sum(parts.values()))
+    parts = [rank.memory() for rank in stages_of(plan, config, step)]
+    return max(parts, key=lambda of_stage: sum(of_stage.values()))
 
 
-def sends(plan, config, step) -> dict:
-    """Bytes on the wire of the busiest stage, by kind of group, see `Rank`."""
-    found = dict.fromkeys("tcdep", 0.0)
-    for rank in stages_of(plan, config, step):
-        for kind in found:
-            wire = sum(message.wire for message in rank.messages() if message.kind == kind)
-            found[kind] = max(found[kind], wire)
-    return found
+def wire(plan, config, step) -> list:
+    """Bytes of the busiest stage on the wire, by kind of group, see `Rank`."""
+    stages = [rank.messages() for rank in stages_of(plan, config, step)]
+    return [max(sum(m.wire for m in sent if m.kind == kind) for sent in stages) for kind in "tcdep"]
 
 
 def plan_command(argv):
@@ -664,34 +668,31 @@ def _table(config, options):
     What is above 100 % of 80 GB does not train there, whatever the allocator does.
     """
     print("A model, not a measurement: GiB a rank holds, GB it sends a step by kind of group.\n")
-    held = ["weights + gradients + moments", "activations", "buffers", "generator"]
-    held += ["GiB in all", "of 80 GB"]
-    print("| " + " | ".join(["plan", "ranks", "mode", *held, "at start",
-          *(f"GB {kind}" for kind in "tcdep"), "push"]) + " |")  # fmt: skip
+    print("| plan | ranks | mode | weights + gradients + moments | activations | buffers "
+          "| generator | GiB in all | of 80 GB | at start "
+          "| GB t | GB c | GB d | GB e | GB p | push |")  # fmt: skip
     print("|---" * 16 + "|")
+    size = options.generator_bytes
     for plans, generator, plan in plans_in(options.plan):
-        name = "|".join(map(str, plans))
         for mode in options.mode:
             step = Step(mode, options.tokens, options.micro_batches, options.bytes, options.ac,
                         options.compute_bytes)  # fmt: skip
-            print(_row(name, generator, plan, config, step, options.generator_bytes))
-
-
-def _row(name, generator, plan, config, step, size):
-    plan.require_fits(config=config, microbatches=step.micros)
-    first = Rank(plan, config, step)
-    sampler = Rank(generator, config, step._replace(tokens=0))
-    parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
-    # At start this rank has its part of the weights, and then of the generator. In mixed precision
-    # the weights are filled in before they are rounded, and before zero1 shares out the masters.
-    start = max(parts["weights"] + parts["generator"], first.filled())
-    gib = [f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)]
-    gib[:3] = [" + ".join(gib[:3])]
-    gib.insert(-1, f"{sum(parts.values()) / 80e9:.0%}")
-    sent = [*sends(plan, config, step).values(), first.pushed(sampler, size)]
-    gb = [f"{x / 1e9:.1f}" if x else "" for x in sent]
-    text = name.replace("|", "\\|")
-    return "| " + " | ".join([text, str(plan.world), step.mode, *gib, *gb]) + " |"
+            plan.require_fits(config=config, microbatches=step.micros)
+            first = Rank(plan, config, step)
+            sampler = Rank(generator, config, step._replace(tokens=0))
+            parts = memory(plan, config, step) | dict(generator=first.generator(sampler, size))
+            # At start this rank has its part of the weights, and then of the generator. In mixed
+            # precision weights are filled in before they are rounded and before zero1 shares them.
+            start = max(parts["weights"] + parts["generator"], first.kept * step.size)
+            *state, activations, buffers, sampling, total, start = (
+                f"{x / 2**30:.1f}" for x in (*parts.values(), sum(parts.values()), start)
+            )
+            sent = [*wire(plan, config, step), first.pushed(sampler, size)]
+            cells = ["|".join(map(str, plans)).replace("|", "\\|"), str(plan.world), mode]
+            cells += [" + ".join(state), activations, buffers, sampling, total]
+            cells += [f"{sum(parts.values()) / 80e9:.0%}", start]
+            cells += [f"{x / 1e9:.1f}" if x else "" for x in sent]
+            print("| " + " | ".join(cells) + " |")
 
 
 # bench ------------------------------------------------------------------------------------------
@@ -715,74 +716,43 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def stepper(plan, model, options, rows, length, micros):
-    """(model of a plan, a function that makes a step's summed gradients) on rows shared out by d,
-    each share cut into micro-batches; no document ends inside a row."""
-    grid = Grid.make(plan)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        mask = ring.Mask.causal(length, window=window)
-        return ring.ring_attention(q, k, v, group=grid.context, mask=mask, scale=scale)
-
-    cp = attention if plan.cp > 1 else None
-    size = (rows, length), torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocab_size, size[0], generator=size[1])
-    model = parallelize(model, plan, device_mesh=grid, attention=cp, **options)
-    take = ring.indices(length, dist.get_rank(grid.context), plan.cp, "zigzag")
-    mine, targets = (
-        x.chunk(plan.dp)[grid.dp_rank][:, take].chunk(micros) for x in (tokens, tokens.roll(-1, 1))
-    )
-    places = take[None].expand(len(mine[0]), -1)
-
-    def loss(part, k, hidden):
-        logprobs, _ = part.logprobs(hidden.flatten(0, 1), targets[k].flatten())
-        return -logprobs.sum() / tokens.numel()
-
-    def step():
-        for p in model.parameters():
-            p.grad = None
-        if plan.pp > 1:
-            batch = [Micro(x, places) for x in mine]
-            model.forward_backward(batch, lambda k, hidden: loss(model.last, k, hidden))
-        else:
-            for k, x in enumerate(mine):
-                loss(model, k, model.hidden(x, positions=places)).backward()
-        reduce_gradients(model)
-
-    return model, step
+def training_of(plan, model, options, rows, length, micros):
+    """A plan's training on rows of random tokens, one document each."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (rows, length), generator=generator)
+    whole = Batch.of(tokens, torch.ones(rows, length), torch.zeros_like(tokens))
+    return Training(model, Grid.make(plan), whole, micros=micros, **options)
 
 
-def handed_over(text, kind, options, micros, rows=8, length=LENGTH):
+def handed_over(text, kind, options, micros, rows=8):
     """What `Sent` counts in a step and its update, of a model of KINDS with 56 words."""
-    plan, model = Plan.parse(text), build(kind, torch.float32, vocab_size=56)
+    model = build(kind, torch.float32, vocab_size=56)
     if options.get("compute_dtype"):
         model.residual_dtype = torch.float32
-    model, step = stepper(plan, model, options, rows, length, micros)
-    zero = options.get("mode") == "zero1"
-    optimizer = LocalOptimizer(model, lambda x: torch.optim.SGD(x, lr=0.0), zero=zero)
-    step()  # what only the first step sends, the shapes of a pipeline, say
+    training = training_of(Plan.parse(text), model, options, rows, LENGTH, micros)
+    training.backward()  # what only the first step sends, the shapes of a pipeline, say
     with Sent() as sent:
-        step()
-        optimizer.step()
+        training.backward()
+        training.optimizer.step()
     return sent.bytes
 
 
-def _timed(plan_text, options, rows, length, steps):
+def _timed(plan_text, rows, length, steps):
     """Median seconds of a step of this rank, and the bytes it sent by collective."""
     plan = Plan.parse(plan_text)
     torch.set_num_threads(max(1, 2 // plan.world))
     model = models.tiny_model("qwen3", dtype=torch.float32, **BENCH)
-    micros = rows // plan.dp if plan.pp > 1 else 1
-    _, step = stepper(plan, model, options, rows, length, micros)
+    training = training_of(plan, model, {}, rows, length, 0)
     seconds = []
     for _ in range(steps + 1):
         dist.barrier()
         begun = time.perf_counter()
-        step()
+        training.backward()
         dist.barrier()
         seconds.append(time.perf_counter() - begun)
+        training.optimizer.zero_grad()
     with Sent() as sent:
-        step()
+        training.backward()
     return statistics.median(seconds[1:]), sent.bytes
 
 
@@ -798,7 +768,7 @@ def bench(argv):
     print(f"{'plan':>8} {'tokens/s':>9} {'of one process':>15}  kB a rank sends a step")
     for text in options.plans:
         world = Plan.parse(text).world
-        found = ring.launch(world, _timed, text, {}, options.rows, options.length, options.steps)
+        found = ring.launch(world, _timed, text, options.rows, options.length, options.steps)
         rate = options.rows * options.length / max(seconds for seconds, _ in found)
         whole = whole or rate
         rows.append(dict(plan=text, tokens_per_s=rate, of_one=rate / whole, bytes=found[0][1]))

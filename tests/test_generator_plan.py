@@ -17,7 +17,7 @@ from test_plan_run import SHAPE as FLAGS
 from test_ranks import _train, largest_difference, ranks, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents
-from test_sharded_start import SHAPE, LiveBytes, shape_of
+from test_start import SHAPE, LiveBytes, shape_of
 
 import models
 import parallel

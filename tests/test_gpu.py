@@ -5,9 +5,11 @@ import importlib
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import measure_gpu
 import other_device
@@ -21,46 +23,42 @@ SCRIPT = ROOT / "tests" / "gpu.sh"
 
 def shell(*argv, **environment):
     """`sh tests/gpu.sh ARGV`: exit code, stdout, stderr."""
-    given = dict(PYTHON=sys.executable) | environment
-    done = subprocess.run(
-        ["sh", str(SCRIPT), *argv], env=os.environ | given, capture_output=True, text=True
-    )
+    given = os.environ | dict(PYTHON=sys.executable) | environment
+    done = subprocess.run(["sh", str(SCRIPT), *argv], env=given, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
-def listed():
-    code, out, err = shell()
-    assert code == 0, err
-    return [line.split(": ", 1)[0] for line in out.splitlines()]
-
-
-NAMES = listed()
+LISTED = [line.split(": ", 1) for line in shell()[1].splitlines()]
+NAMES = [name for name, _ in LISTED]
 # Whose toys take more than a few seconds, or do what another's does.
 COSTLY = "check-models", "check-ring", "check-grpo", "tree-chain", "memory-0.6b"
 
 
 def asked(name, folder, **environment):
-    """The command that gpu.sh would run under a name, by a Python that prints what it is given."""
+    """What gpu.sh gives to `record` and to FILE, by a Python that prints what it is given."""
     fake = folder / "python"
     fake.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
     fake.chmod(0o755)
     code, out, err = shell(name, PYTHON=str(fake), **environment)
     assert code == 0, err
-    words = out.splitlines()
-    assert words[:3] == [str(ROOT / "tests" / "measure_gpu.py"), "record", name]
-    command = words[words.index("--") + 1 :]
-    return words[3 : words.index("--")], command[1:]  # without the interpreter
+    script, what, given, *words = out.splitlines()
+    assert (script, what, given) == (str(ROOT / "tests" / "measure_gpu.py"), "record", name)
+    at = words.index("--")
+    return words[:at], words[at + 2 :]  # without the interpreter
 
 
 @pytest.mark.quick
-def test_the_list_names_each_command():
-    """A name for each case, and every case says in a line what it asks."""
-    code, out, err = shell()
+def test_the_list_names_each_command(tmp_path):
+    """Every case says in a line what it asks; at full size device and size arrive."""
     text = SCRIPT.read_text()
     cases = text[text.index("\ncase $name in") :]
-    assert code == 0 and all(line.split(": ", 1)[1] for line in out.splitlines())
+    assert all(line for _, line in LISTED)
     assert len(set(NAMES)) == len(NAMES) == cases.count(";;") - 3  # list, results, all others
-    assert {name.split("-")[0] for name in NAMES} <= {*measure_gpu.TABLES, "check"}
+    for name in NAMES:
+        mine, (file, *words) = asked(name, tmp_path, DEVICE="", SIZE="", OUT="")
+        assert mine == ["--out", "gpu-results", "--device", "cuda", "--size", "full"]
+        assert Path(file).exists()
+        assert words[words.index("--device") + 1] == "cuda", shlex.join(words)
 
 
 def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
@@ -73,30 +71,19 @@ def test_without_a_gpu_and_under_a_wrong_name_it_says_so(tmp_path):
 
 def _main(rank, file, words, log):
     with open(log, "w") as out, contextlib.redirect_stdout(out):
-        code = importlib.import_module(file.removesuffix(".py")).main(words)
-    sys.exit(code)
+        sys.exit(importlib.import_module(Path(file).stem).main(words))
 
 
-def dry_run(name, folder):
-    """Run a command of gpu.sh at toy size, in a process that has imported torch; its record."""
-    (folder / name).mkdir()
-    _, (path, *words) = asked(name, folder / name, DEVICE="cpu", SIZE="toy")
-    log = folder / name / "log"
-    assert join(start(1, _main, os.path.basename(path), words, log)) == [0]
-    lines = log.read_text().splitlines()
-    kept = dict(name=name, size="toy", command=words, code=0, seconds=1.0, printed=lines)
-    return kept | measure_gpu.machine("cpu") | dict(result=measure_gpu.last_json(lines))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in COSTLY)) for x in NAMES]
-)
+@pytest.mark.parametrize("name", shortened(NAMES, *(name for name in NAMES if name not in COSTLY)))
 def test_each_command_runs(name, tmp_path):
-    """At toy size; its rows stand in the section, and are numbers."""
-    kept = dry_run(name, tmp_path)
-    text = measure_gpu.section({name: kept}, NAMES)
-    assert f"`{name}`" in text.split("Not run:")[0] or f"gpu.sh {name}`" in text
-    assert "nan" not in text and "inf" not in text and "Failed" not in text
+    """At toy size, in a process that has imported torch; its rows are numbers in the section."""
+    _, (file, *words) = asked(name, tmp_path, DEVICE="cpu", SIZE="toy")
+    assert join(start(1, _main, file, words, tmp_path / "log")) == [0]
+    lines = (tmp_path / "log").read_text().splitlines()
+    kept = dict(code=0, seconds=1.0, printed=lines, result=measure_gpu.last_json(lines))
+    text = measure_gpu.section({name: kept | measure_gpu.machine("cpu")}, NAMES)
+    assert len(lines) > 1 and f"{name}`" in text.split("Not run:")[0]
+    assert not re.search(r"\b(nan|inf)\b|Failed", text)
 
 
 @pytest.mark.slow
@@ -107,14 +94,13 @@ def test_whole_runs_on_a_device_are_the_cpus():
 
 
 @pytest.mark.quick
-def test_what_memory_trains_fits_on_80_gb_by_the_plan():
+@pytest.mark.parametrize("name, on_the_host", [("0.6b", ()), ("8b", measure_gpu.ON_THE_HOST)])
+def test_what_memory_trains_fits_on_80_gb_by_the_plan(name, on_the_host):
     """And the 8B model does not without --offload, which is why it is there."""
-    for name, on_the_host in (("0.6b", ()), ("8b", measure_gpu.ON_THE_HOST)):
-        shape, settings = measure_gpu.memory_case(name, "full")
-        parts = measure_gpu.planned(shape, settings)
-        here = sum(x for part, x in parts.items() if part not in on_the_host)
-        assert 5e9 < here < 70e9
-        assert settings.get("offload", False) == (sum(parts.values()) > 80e9)
+    shape, settings = measure_gpu.memory_case(name, "full")
+    parts = measure_gpu.planned(shape, settings)
+    assert 5e9 < sum(x for part, x in parts.items() if part not in on_the_host) < 70e9
+    assert settings.get("offload", False) == (sum(parts.values()) > 80e9)
 
 
 # A device that is none ------------------------------------------------------------------------
@@ -134,28 +120,23 @@ def test_each_check_runs_on_a_device_that_is_not_the_cpu(file, tmp_path):
 
 
 def _mistakes(rank):
-    found = []
     with other_device.present():
         there = torch.ones(2, 3, device="other")
-        for mistake in (
-            lambda: there + torch.ones(2, 3),
-            lambda: there.numpy(),
-            lambda: torch.randn(2, device="other", generator=torch.Generator()),
-        ):
-            try:
-                mistake()
-            except (RuntimeError, TypeError) as error:
-                found.append(f"{error}")
+        for call, text in (
+            (lambda: there + torch.ones(2, 3), "tensors of the CPU, [[2, 3]]"),
+            (lambda: there.numpy(), "numpy"),
+            (lambda: torch.randn(2, device="other", generator=torch.Generator()),
+             "a generator of the CPU"),
+        ):  # fmt: skip
+            with pytest.raises((RuntimeError, TypeError)) as error:
+                call()
+            assert text in str(error.value)
         right = (there * 2 + there.sum())[[0]]
-    return found, right.device.type, right.tolist()
+    return right.device.type, right.tolist()
 
 
-@pytest.mark.quick
 def test_the_other_device_is_as_strict_as_cuda(tmp_path):
-    ((found, device, numbers),) = ranks(tmp_path, 1, _mistakes)
-    expected = "tensors of the CPU, [[2, 3]]", "numpy", "a generator of the CPU"
-    assert [text in error for text, error in zip(expected, found, strict=True)] == [True] * 3
-    assert (device, numbers) == ("other", [[8.0, 8.0, 8.0]])
+    assert ranks(tmp_path, 1, _mistakes) == [("other", [[8.0, 8.0, 8.0]])]
 
 
 @pytest.mark.quick
@@ -172,15 +153,7 @@ def test_a_check_on_a_device_shows_what_is_wrong(capsys):
         assert "no CUDA device here" in capsys.readouterr().err
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", NAMES)
-def test_at_full_size_each_command_asks_for_cuda(name, tmp_path):
-    """The flags exist (`test_each_command_runs` has the same ones), and device and size arrive."""
-    mine, command = asked(name, tmp_path, DEVICE="", SIZE="", OUT="")
-    given = dict(zip(mine[::2], mine[1::2], strict=True))
-    assert given == {"--out": "gpu-results", "--device": "cuda", "--size": "full"}
-    assert (ROOT / os.path.basename(command[0])).exists() or "tests/" in command[0]
-    assert command[command.index("--device") + 1] == "cuda", shlex.join(command)
+# Records and the page -------------------------------------------------------------------------
 
 
 def record(folder, code, **options):
@@ -199,46 +172,45 @@ def test_what_is_printed_is_kept_also_of_a_failure_and_a_late_command_is_ended(t
     with pytest.raises(ValueError, match="no measurement"):
         record(tmp_path, "print('no JSON')")
     records = [json.loads(x) for x in (tmp_path / "ring.jsonl").read_text().splitlines()]
-    assert [x["code"] for x in records] == [0, 3, 124]
-    assert {(x["device"], x["size"]) for x in records} == {("cpu", "toy")}
-    printed = [["a row", '{"seconds": 2}'], ["as far as this"], ["on"]]
-    assert [x["printed"] for x in records] == printed
-    assert [x["result"] for x in records] == [{"seconds": 2}, None, None]
+    assert [(x["code"], x["device"], x["size"], x["printed"], x["result"]) for x in records] == [
+        (0, "cpu", "toy", ["a row", '{"seconds": 2}'], {"seconds": 2}),
+        (3, "cpu", "toy", ["as far as this"], None), (124, "cpu", "toy", ["on"], None),
+    ]  # fmt: skip
     assert "Failed: `ring` (exit code 124)." in measure_gpu.section({"ring": records[2]}, NAMES)
-
-
-PAGE = f"before\n{measure_gpu.BEGIN}\nold\n{measure_gpu.END}\nafter\n"
 
 
 @pytest.mark.quick
 def test_results_shows_what_was_run_and_names_what_was_not(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    seconds = {"SDPA, causal, 16": 0.5, "attend, causal, 16": 0.25}
-    old = dict(name="ring", size="full", code=0, seconds=3.0, result=dict(bench={}))
-    old |= dict(device="cuda", machine="a GPU", torch="2.11.0", cuda="12.8")
-    toy = old | dict(size="toy", result=dict(bench={"SDPA, causal, 4": 9.0}))
-    lines = [json.dumps(x) for x in (old, old | dict(result=dict(bench=seconds)), toy)]
-    (tmp_path / "ring.jsonl").write_text("\n".join(lines) + "\n")
+    page.write_text(f"before\n{measure_gpu.BEGIN}\nold\n{measure_gpu.END}\nafter\n")
+    old = dict(name="ring", size="full", code=0, seconds=3.0, printed=["a row of old", "{}"])
+    old |= dict(device="cuda", machine="a GPU", torch="2.11.0", cuda="12.8", result=dict(bench=1))
+    new, toy = old | dict(printed=["16 tokens", "{}"]), old | dict(size="toy", printed=["4", "{}"])
+    check = old | dict(name="check-ring", result=dict(max_error=2e-15))
+    for name, records in (("ring", [old, new, toy]), ("check-ring", [check])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
 
+    names = ["check-ring", "ring", "step"]
     found = measure_gpu.newest(tmp_path, "cuda", "full")
-    measure_gpu.write_results(page, page, found, ["ring", "step"])
+    measure_gpu.write_results(page, page, found, names)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| 16 | attend, causal | 250.00 | 0.50 |" in text and "| 4 |" not in text
+    assert "\n16 tokens\n" in text and "\n4\n" not in text
+    assert "| `check-ring` | 2e-15 | 3 s |" in text
     assert "a GPU, torch 2.11.0, CUDA 12.8." in text and "Not run: `step`." in text
 
     # Again with nothing: the page has forgotten, and says so.
-    measure_gpu.write_results(page, page, {}, ["ring", "step"])
-    assert "Not run on a GPU yet: `ring`, `step`." in page.read_text()
-    other = found["ring"] | dict(name="step", machine="another GPU")
-    with pytest.raises(ValueError, match="different machines"):
-        measure_gpu.section(found | {"step": other}, ["ring", "step"])
-    with pytest.raises(ValueError, match="no command of"):
-        measure_gpu.section(found, ["step"])
-    with pytest.raises(ValueError, match="has no lines"):
-        page.write_text("nothing")
-        measure_gpu.write_results(page, page, found, ["ring"])
+    measure_gpu.write_results(page, page, {}, names)
+    assert "Not run on a GPU yet: `check-ring`, `ring`, `step`." in page.read_text()
+    other = dict(step=found["ring"] | dict(name="step", machine="another GPU"))
+    for text, records, names, message in (
+        (text, found | other, names, "different machines"),
+        (text, found, ["step"], "no command of"),
+        ("nothing", found, names, "has no lines"),
+    ):
+        page.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            measure_gpu.write_results(page, page, records, names)
 
 
 def test_the_page_has_the_section_of_what_lies_in_the_repository(tmp_path):

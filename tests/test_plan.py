@@ -9,13 +9,16 @@ import measure_parallel
 import pytest
 import torch
 from conftest import ROOT
-from measure_parallel import PUBLISHED, WIRE, Rank, Step, read_cases
+from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_cases
 from test_ranks import ranks
 
 import models
 import parallel
 import ring_attention as ring
-from parallel import KINDS, Allocation, Plan, connect, lr_factor
+from parallel import KINDS, Allocation, Grid, LocalOptimizer, Plan
+from parallel import connect, local, lr_factor, parallelize, reduce_gradients
+
+# The grammar -----------------------------------------------------------------------------------
 
 GOOD = {
     "d1": Plan(),
@@ -38,15 +41,6 @@ GOOD = {
 }
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("text", GOOD)
-def test_a_plan_is_read_and_written_without_loss(text):
-    plan = Plan.parse(text)
-    assert plan == GOOD[text]
-    assert Plan.parse(str(plan)) == plan
-    assert str(Plan.parse(str(plan))) == str(plan)
-
-
 def every_plan(degrees=(1, 2, 3, 4)):
     """All plans of these degrees that may exist."""
     for d, c, t, p, e in itertools.product(degrees, degrees, degrees, (1, 2), (1, 2, 4, 6, 8)):
@@ -61,8 +55,8 @@ def every_plan(degrees=(1, 2, 3, 4)):
 def test_every_plan_survives_its_string_and_its_groups_are_partitions():
     plans = list(every_plan())
     assert len(plans) > 200
-    for plan in plans:
-        assert Plan.parse(str(plan)) == plan
+    for text, plan in [*GOOD.items(), *((str(plan), plan) for plan in plans)]:
+        assert Plan.parse(text) == Plan.parse(str(plan)) == plan
         sizes = dict(dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp, ep=plan.ep, etp=plan.etp)
         sizes |= {"expert-dp": plan.edp, "fsdp": plan.dp * plan.cp}
         for kind in KINDS:
@@ -72,25 +66,28 @@ def test_every_plan_survives_its_string_and_its_groups_are_partitions():
             assert all(group == sorted(group) for group in groups)
 
 
+GROUPS = {  # plan -> kind -> groups
+    "p2d2c2t2": {
+        "pp": [[n, n + 8] for n in range(8)],
+        "dp": [[n, n + 4] for n in (0, 1, 2, 3, 8, 9, 10, 11)],
+        "cp": [[n, n + 2] for n in (0, 1, 4, 5, 8, 9, 12, 13)],
+        "tp": [[n, n + 1] for n in range(0, 16, 2)],
+        "fsdp": [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]],
+    },
+    "(attn:d4t2|ffn:e2t2)": {
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "etp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+        "ep": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "expert-dp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+    },
+    "d2t2e4": {"ep": [[0, 1, 2, 3]], "expert-dp": [[0], [1], [2], [3]]},
+}
+
+
 @pytest.mark.quick
-def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage():
-    plan = Plan.parse("p2d2c2t2")
-
-    def rank(pp, dp, cp, tp):
-        return ((pp * 2 + dp) * 2 + cp) * 2 + tp
-
-    for n, kind in enumerate(("pp", "dp", "cp", "tp")):
-        for group in plan.groups(kind):
-            places = [p for p in itertools.product((0, 1), repeat=4) if rank(*p) in group]
-            assert len(places) == 2  # they differ in this kind alone
-            assert [a != b for a, b in zip(*places, strict=True)] == [k == n for k in range(4)]
-    assert plan.groups("fsdp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
-    expert = Plan.parse("(attn:d4t2|ffn:e2t2)")
-    assert expert.groups("etp") == expert.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert expert.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert expert.groups("expert-dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    flat = Plan.parse("d2t2e4")
-    assert flat.groups("ep") == [[0, 1, 2, 3]] and flat.groups("expert-dp") == [[0], [1], [2], [3]]
+@pytest.mark.parametrize("text", GROUPS)
+def test_ranks_are_laid_out_pp_dp_cp_tp_and_the_experts_regroup_a_stage(text):
+    assert {kind: sorted(Plan.parse(text).groups(kind)) for kind in GROUPS[text]} == GROUPS[text]
 
 
 @pytest.mark.quick
@@ -113,125 +110,101 @@ def test_allocations_join_plans_on_separate_and_on_the_same_devices():
     assert nested.groups[0][1].etp == 2
     for one in (both, shared, nested):
         assert Allocation.parse(str(one)) == one
-    with pytest.raises(ValueError, match="got: sglang:d2 has 2 ranks, archon:t4 has 4"):
-        Allocation.parse("sglang:d2|archon:t4")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("", "expected a plan such as d2t2, .*, got ''. Each letter has a number of 1 or more"),
-        ("d0", "expected a plan such as .*, got 'd0'"),
-        ("d02", "got 'd02'"),
-        ("d-1", "got 'd-1'"),
-        ("d2.5", "got 'd2.5'"),
-        ("d4d2", "plan 'd4d2': expected letters of d t p c e, each at most once, got 'd4d2'"),
-        ("d2x2", "expected letters of d t p c e, each at most once, got 'd2x2'"),
-        ("D2", "got 'D2'"),
-        ("d2 t2", "got 'd2 t2'"),
-        ("d2\n", r"got 'd2\\n'"),
-        ("d\u0663", "got 'd\u0663'"),  # a digit, but not of ours
-        ("(d2", r"got '\(d2'"),
-        ("(d2)", r"got '\(d2\)'"),
-        ("(attn:d2|ffn:e2", r"got '\(attn:d2\|ffn:e2'"),
-        ("attn:d2|ffn:e2)", r"got 'attn:d2\|ffn:e2\)'"),
-        ("((attn:d2|ffn:e2))", r"got '\(\(attn"),
-        ("attn:d2", "got 'attn:d2'"),
-        ("ffn:e2|attn:d2", r"got 'ffn:e2\|attn:d2'"),
-        ("(attn:d2e2|ffn:e2)", "expected letters of d t p c, each at most once, got 'd2e2'"),
-        ("(attn:d2|ffn:c2)", "expected letters of d e t p, each at most once, got 'c2'"),
-        ("(attn:p2d2|ffn:p1e2)", "expected p2 in ffn, as it follows from attn, got p1"),
-        ("(attn:d2t2|ffn:d2e4)", "expected d1 in ffn, as it follows from attn, got d2"),
-        ("(attn:d2t4|ffn:e2t2)", "plan .*: expected ffn's t to be 1 or attn's t = 4, got 2"),
-        ("d2t2e3", r"plan d2t2e3: expected e to be a multiple of c \* t = 2, got 3"),
-        ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
-        ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
-        ("(attn:d2t2c2|ffn:e3t2)", "expected e to be a multiple of c = 2, got 3"),
-        ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
-        ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
-        ("archon[]:d2", "got 'archon"),
-        ("archon:d2+sglang:d2", r"got 'archon:d2\+sglang:d2'"),
-        ("d2|d2", r"got 'd2\|d2'"),
-        (None, "got None"),
-    ],
-)
-def test_what_is_not_a_plan_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        Plan.parse(text)
+# What is refused -------------------------------------------------------------------------------
 
-
-@pytest.mark.quick
-def test_what_is_not_an_allocation_is_refused():
-    for text in ("", "d2+", "d2|", "|d2", "d2++d2", "attn:d2|d2", "d2|ffn:e2", 2):
-        with pytest.raises(ValueError, match="expected a plan such as d2t2"):
-            Allocation.parse(text)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("degree", [0, -2, 1.5, "2", None])
-def test_degrees_are_positive_integers(degree):
-    with pytest.raises(ValueError, match="expected c to be an integer of 1 or more"):
-        Plan(cp=degree)
-    with pytest.raises(ValueError, match="expected a backend with the name 'x'"):
-        Plan(name="x")
-
-
-@pytest.mark.quick
-def test_a_plan_says_what_must_divide_what():
-    dense, moe = models.tiny("qwen3"), models.tiny("qwen3_moe", num_experts=6)
-    Plan.parse("d2t2p2").require_fits(world=8, config=models.tiny("qwen3", vocab_size=54))
-    cases = [
-        ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
-        ("p4", dict(microbatches=3), "expected a micro-batch for each of 4 stages, got 3"),
-        ("p4", dict(config=dense), "expected at most a stage for each of 2 layers, got p = 4"),
-        ("t4", dict(config=dense), "expected key heads divisible by t = 4, got 2"),
-        ("t3", dict(config=dense), "expected query heads divisible by t = 3, got 4"),
-        ("d2e2", dict(config=dense), "expected a model with experts, got a dense one"),
-        ("d4e4", dict(config=moe), "expected experts divisible by e = 4, got 6"),
-    ]
-    for text, given, message in cases:
-        with pytest.raises(ValueError, match=message):
-            Plan.parse(text).require_fits(**given)
-    fourteen = models.tiny("qwen3", num_attention_heads=14, vocab_size=54)
-    Plan.parse("t2c2").require_fits(config=fourteen)
-    with pytest.raises(ValueError, match=r"\(ulysses\) divisible by t \* c = 4, got 14"):
-        Plan.parse("t2c2").require_fits(config=fourteen, ulysses=True)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "options, factors",
-    [
-        (dict(), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-        (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
-        (dict(decay="cosine"),
-         [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
-        (dict(decay="constant"), [0.5] + [1] * 9),
-        (dict(min_ratio=0.2), [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]),
-    ],
+NO_PLANS = (
+    "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2", "(d2)", "(attn:d2|ffn:e2",
+    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon[]:d2", "d2|d2",
+    "archon:d2+sglang:d2", None,
 )  # fmt: skip
+PLANS = [(text, f"expected a plan such as .*got {re.escape(repr(text))}") for text in NO_PLANS]
+PLANS += [
+    ("", "expected a plan such as d2t2, .*, got ''. Each letter has a number of 1 or more"),
+    ("d4d2", "plan 'd4d2': expected letters of d t p c e, each at most once, got 'd4d2'"),
+    ("d2x2", "expected letters of d t p c e, each at most once, got 'd2x2'"),
+    ("(attn:d2e2|ffn:e2)", "expected letters of d t p c, each at most once, got 'd2e2'"),
+    ("(attn:d2|ffn:c2)", "expected letters of d e t p, each at most once, got 'c2'"),
+    ("(attn:p2d2|ffn:p1e2)", "expected p2 in ffn, as it follows from attn, got p1"),
+    ("(attn:d2t2|ffn:d2e4)", "expected d1 in ffn, as it follows from attn, got d2"),
+    ("(attn:d2t4|ffn:e2t2)", "plan .*: expected ffn's t to be 1 or attn's t = 4, got 2"),
+    ("d2t2e3", r"plan d2t2e3: expected e to be a multiple of c \* t = 2, got 3"),
+    ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
+    ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
+    ("(attn:d2t2c2|ffn:e3t2)", "expected e to be a multiple of c = 2, got 3"),
+    ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
+    ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
+]
+ALLOCATIONS = [
+    (text, "expected a plan such as d2t2")
+    for text in ("", "d2+", "d2|", "|d2", "d2++d2", "attn:d2|d2", "d2|ffn:e2", 2)
+]
+ALLOCATIONS += [("sglang:d2|archon:t4", "got: sglang:d2 has 2 ranks, archon:t4 has 4")]
+FIELDS = [
+    (dict(cp=degree), "expected c to be an integer of 1 or more")
+    for degree in (0, -2, 1.5, "2", None)
+]
+FIELDS += [(dict(name="x"), "expected a backend with the name 'x'")]
+DENSE, SIX = models.tiny("qwen3"), models.tiny("qwen3_moe", num_experts=6)
+FOURTEEN = models.tiny("qwen3", num_attention_heads=14, vocab_size=54)
+FITS = [
+    ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
+    ("p4", dict(microbatches=3), "expected a micro-batch for each of 4 stages, got 3"),
+    ("p4", dict(config=DENSE), "expected at most a stage for each of 2 layers, got p = 4"),
+    ("t4", dict(config=DENSE), "expected key heads divisible by t = 4, got 2"),
+    ("t3", dict(config=DENSE), "expected query heads divisible by t = 3, got 4"),
+    ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
+    ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
+    ("t2c2", dict(config=FOURTEEN, ulysses=True), r"\(ulysses\) divisible by t \* c = 4, got 14"),
+]
+SCHEDULES = [
+    (wrong, r"^expected .*, got ")
+    for wrong in (dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1),
+                  dict(min_ratio=2), dict(min_ratio=-0.1))
+]  # fmt: skip
+CALLS = [
+    (Plan.parse, [([text], message) for text, message in PLANS]),
+    (Allocation.parse, [([text], message) for text, message in ALLOCATIONS]),
+    (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
+    (lambda text, given: Plan.parse(text).require_fits(**given),
+     [([text, given], message) for text, given, message in FITS]),
+    (lambda wrong: lr_factor(3, **dict(warmup=2, total=10) | wrong),
+     [([wrong], message) for wrong, message in SCHEDULES]),
+]  # fmt: skip
+
+
+@pytest.mark.quick
+def test_what_cannot_be_is_refused():
+    for call, cases in CALLS:
+        for given, message in cases:
+            with pytest.raises(ValueError, match=message):
+                call(*given)
+    Plan.parse("d2t2p2").require_fits(world=8, config=models.tiny("qwen3", vocab_size=54))
+    Plan.parse("t2c2").require_fits(config=FOURTEEN)
+
+
+# The learning rate -----------------------------------------------------------------------------
+
+FACTORS = [
+    (dict(), [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0]),
+    (dict(first_step="zero"), [0, 0.5, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+    (dict(decay="cosine"), [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]),
+    (dict(decay="constant"), [0.5] + [1] * 9),
+    (dict(min_ratio=0.2), [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2, 0.2]),
+    (dict(warmup=4, total=4), [0.25, 0.5, 0.75, 1, 1]),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options, factors", FACTORS)
 def test_lr_factors_are_these(options, factors):
-    found = [lr_factor(step, warmup=2, total=10, **options) for step in range(10)]
+    given = dict(warmup=2, total=10) | options
+    found = [lr_factor(step, **given) for step in range(len(factors))]
     assert found == pytest.approx(factors, abs=5e-5)
 
 
-@pytest.mark.quick
-def test_a_warm_up_may_be_the_whole_run_and_later_steps_stay_at_the_end():
-    assert [lr_factor(step, warmup=4, total=4) for step in range(4)] == [0.25, 0.5, 0.75, 1]
-    assert lr_factor(4, warmup=4, total=4) == 1
-    assert lr_factor(12, warmup=2, total=10, min_ratio=0.25) == 0.25
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "wrong", [dict(decay="sqrt"), dict(first_step="one"), dict(warmup=11), dict(warmup=-1),
-              dict(min_ratio=2), dict(min_ratio=-0.1)],
-)  # fmt: skip
-def test_schedules_that_do_not_exist_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"^expected .*, got "):
-        lr_factor(3, **dict(warmup=2, total=10) | wrong)
-
+# What a rank sends and holds -------------------------------------------------------------------
 
 SENDS = {  # a case of read_cases: micro-batches of a replica
     "d2 dense": 2, "d2 dense zero1": 1, "d2 dense fsdp": 2, "t2 dense": 2, "t2 dense full": 1,
@@ -248,11 +221,6 @@ SENDS_4 = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SENDS_4]
 
 
-def case_of(name):
-    """(plan, kind of model, options, micro-batches a replica)."""
-    return *read_cases(name)[name], (SENDS | SENDS_4)[name]
-
-
 def _handed_over(rank, cases):
     return [measure_parallel.handed_over(*case) for case in cases]
 
@@ -265,7 +233,7 @@ def handed_over(tmp_path_factory):
     def of_case(name):
         names = SENDS if name in SENDS else [name]
         if name not in made:
-            cases = [case_of(name) for name in names]
+            cases = [(*read_cases(case)[case], (SENDS | SENDS_4)[case]) for case in names]
             world = Plan.parse(cases[0][0]).world
             found = ranks(tmp_path_factory.mktemp("sends"), world, _handed_over, cases)
             made.update(zip(names, zip(*found)))
@@ -274,39 +242,29 @@ def handed_over(tmp_path_factory):
     return of_case
 
 
+def _total(sent):
+    sums = {op: sum(of_rank.get(op, 0) for of_rank in sent) for of_any in sent for op in of_any}
+    return {op: size for op, size in sums.items() if size}
+
+
 @pytest.mark.parametrize("name", [*SENDS, *SLOW])
 def test_the_bytes_that_plan_tells_are_what_ranks_hand_over(handed_over, name):
     """Exactly, on average over ranks: experts' rows are as many as the tokens, wherever they go."""
-    text, kind, options, micros = case_of(name)
-    plan = Plan.parse(text)
-    found, told = handed_over(name), []
-    config = measure_parallel.build(kind, torch.float32, vocab_size=56).config
-    tokens = 8 * measure_parallel.LENGTH // plan.dp
-    ac, mode = options.get("ac", "none"), options.get("mode", "ddp")
-    compute = 2 if "compute_dtype" in options else 0
-    step = Step(mode=mode, tokens=tokens, micros=micros, ac=ac, compute=compute)
+    text, kind, options = read_cases(name)[name]
+    plan, config = Plan.parse(text), build(kind, torch.float32, vocab_size=56).config
+    step = Step(
+        mode=options.get("mode", "ddp"), tokens=8 * LENGTH // plan.dp,
+        micros=(SENDS | SENDS_4)[name], ac=options.get("ac", "none"),
+        compute=2 if "compute_dtype" in options else 0,
+    )  # fmt: skip
+    told = []
     for stage in range(plan.pp):
         given = {}
         for message in Rank(plan, config, step, stage).messages():
             given[message.op] = given.get(message.op, 0) + message.given
         told += [given] * (plan.world // plan.pp)
-
-    def total(sent):
-        ops = {op for of_rank in sent for op in of_rank}
-        sums = {op: sum(of_rank.get(op, 0) for of_rank in sent) for op in ops}
-        return {op: size for op, size in sums.items() if size}
-
-    assert total(told) == pytest.approx(total(found), rel=1e-12) and total(found)
-
-
-@pytest.mark.quick
-def test_what_is_on_the_wire_of_a_ring():
-    """Pieces of n numbers, one from each of 4 ranks: a rank passes on all but the last it gets."""
-    n, k = 12, 4
-    assert n / k * WIRE["allgather"](k) == n * WIRE["reducescatter"](k) == 9
-    assert WIRE["allreduce"](k) == 2 * WIRE["reducescatter"](k)  # which it is made of, and a gather
-    assert n * WIRE["alltoall"](k) == n - n / k  # all but its own
-    assert WIRE["send"](2) == 1
+    found = _total(handed_over(name))
+    assert found and _total(told) == pytest.approx(found, rel=1e-12)
 
 
 def kept_shape(kind, layers):
@@ -317,16 +275,15 @@ def kept_shape(kind, layers):
 
 def _kept(text, kind, dtype, layers, mixed):
     """Bytes that autograd keeps of a forward of 32 tokens, without parameters."""
-    plan = Plan.parse(text)
-    model = measure_parallel.build(kind, dtype, **kept_shape(kind, layers))
-    options = {}
+    plan, options = Plan.parse(text), {}
+    model = build(kind, dtype, **kept_shape(kind, layers))
     if mixed:
         options["compute_dtype"] = torch.bfloat16
         model.residual_dtype = dtype
-    model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan), **options)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
     if mixed:
-        parallel.LocalOptimizer(model, torch.optim.AdamW)
-    own = {parallel.local(p).untyped_storage().data_ptr() for p in model.parameters()}
+        LocalOptimizer(model, torch.optim.AdamW)
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
     seen, alive = {}, []
 
     def pack(x):
@@ -343,12 +300,11 @@ def _kept(text, kind, dtype, layers, mixed):
 @pytest.mark.parametrize("text, kind", [("d1", "dense"), ("d1", "moe"), ("t2", "dense")])
 def test_activations_are_what_is_kept(text, kind, case):
     """Of one layer more, within 5 %: the model leaves out norms' scales and experts' numbers."""
-    plan = Plan.parse(text)
-    mixed = case == "mixed"
+    plan, mixed = Plan.parse(text), case == "mixed"
     dtype = torch.float32 if mixed else getattr(torch, case)
     args = text, kind, dtype
     kept = [max(ring.launch(plan.world, _kept, *args, layers, mixed)) for layers in (2, 3)]
-    config = measure_parallel.build(kind, dtype, **kept_shape(kind, 3)).config
+    config = build(kind, dtype, **kept_shape(kind, 3)).config
     step = Step(tokens=32, micros=1, size=dtype.itemsize, ac="none", compute=2 if mixed else 0)
     rank = Rank(plan, config, step)
     # On a CPU, F.rms_norm of float32 is several operations and keeps its normalized input. On CUDA
@@ -361,47 +317,84 @@ def test_activations_are_what_is_kept(text, kind, case):
     assert rank.activations() == 3 * rank.layer()
 
 
-@pytest.mark.quick
-def test_with_layers_computed_again_only_their_inputs_wait():
-    """The middle of 3 stages has 2 of 4 micro-batches under way, one layer, 32 numbers wide."""
-    config = models.tiny("qwen3", num_hidden_layers=3, hidden_size=32)
-    rank = Rank(Plan.parse("p3t2"), config, Step(tokens=64, micros=4, size=2), stage=1)
-    assert rank.activations() == 2 * (16 // 2) * 32 * 2 + rank.layer()
+def _bytes_of(tensors):
+    """Of their storages, each counted once."""
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+def _held(rank, text, kind, mode, compute_dtype):
+    """Bytes of weights, gradients and moments after a step."""
+    plan = Plan.parse(text)
+    options = dict(mode=mode, compute_dtype=compute_dtype)
+    model = build(kind, torch.float32)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
+    optimizer = LocalOptimizer(model, torch.optim.AdamW, zero=mode == "zero1")
+    reduce_gradients(model)  # without a backward these are zeros
+    weights = [local(p) for p in model.parameters()]
+    gradients = [local(p.grad) for p in model.parameters()]
+    optimizer.step()
+    weights += [p.detach() for p in optimizer.mine.values()]
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+    return [_bytes_of(tensors) for tensors in (weights, gradients, moments)]
+
+
+HELD = [
+    ("d1", "moe", "ddp", None), ("t2", "bias", "ddp", None), ("d2e2", "moe", "ddp", None),
+    ("d2", "dense", "fsdp", None), ("p2", "dense", "ddp", None), ("d2", "dense", "zero1", None),
+    ("(attn:d2t2|ffn:e2t2)", "moe", "fsdp", None), ("t2", "moe", "ddp", torch.bfloat16),
+    ("d2", "dense", "zero1", torch.bfloat16), ("d2", "dense", "fsdp", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, kind, mode, compute_dtype", HELD)
+def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, mode, compute_dtype):
+    plan = Plan.parse(text)
+    found = ranks(tmp_path, plan.world, _held, text, kind, mode, compute_dtype)
+    step = Step(mode, compute=2 if compute_dtype else 0)
+    told = memory(plan, build(kind, torch.float32).config, step)
+    for name, counted in zip(("weights", "gradients", "moments"), max(found, key=sum), strict=True):
+        assert 0.97 < told[name] / counted < 1.03, name  # a vocabulary of 57 does not divide by 2
+
+
+# The command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 def test_the_published_shapes_have_their_published_sizes():
     for name, count in (("qwen3-8b", 8_190_735_360), ("qwen3-30b-a3b", 30_532_122_624)):
         config = models.ModelConfig.from_hf(PUBLISHED[name])
-        assert Rank(Plan(), config, Step()).whole == count
-        parts = measure_parallel.memory(Plan(), config, Step(size=2))
+        parts = memory(Plan(), config, Step(size=2))
         assert parts["weights"] == parts["gradients"] == parts["moments"] / 2 == 2 * count
 
 
 @pytest.mark.quick
-def test_plan_refuses_what_does_not_divide(capsys):
-    for text, more, message in (
-        ("t3", [], "heads divisible by t = 3"),
-        ("p4", ["--micro-batches", "2"], "expected a micro-batch for each of 4 stages, got 2"),
-        ("c8", ["--tokens", "100"], r"100 tokens of a replica must divide by .* = 64"),
+def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path, capsys):
+    models.save_hf(build("moe", torch.float32), tmp_path)
+    command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
+    assert parallel.main(command) == 0
+    out = capsys.readouterr().out
+    assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
+    assert parallel.main(["plan", "sglang:d2+(attn:d2t2|ffn:e2t2)"]) == 0
+    of_8b = ["--model", "qwen3-8b"]
+    for argv, message in (
+        ([], "usage: "),
+        (["plan", "d2d2"], "each at most once"),
+        (["plan", "t3", *of_8b], "heads divisible by t = 3"),
+        (["plan", "p4", *of_8b, "--micro-batches", "2"], "a micro-batch for each of 4 stages, got"),
+        (["plan", "c8", *of_8b, "--tokens", "100"], "100 tokens of a replica must divide by .*64"),
     ):
-        assert parallel.main(["plan", text, "--model", "qwen3-8b", *more]) == 2
+        assert parallel.main(argv) == 2
         assert re.search(message, capsys.readouterr().err)
 
 
-def commands():
-    """The `parallel.py plan` commands of the page of results."""
+def test_the_rows_of_the_results_are_what_plan_prints(capsys):
     page = (ROOT / "tests" / "RESULTS.md").read_text()
     page = page.split("## What a rank holds and sends")[1].split("\n## ")[0]
     found = re.findall(r"python parallel\.py (plan .*)", page.replace("\\\n", " "))
     assert len(found) > 1
-    return page, [shlex.split(command.split("#")[0]) for command in found]
-
-
-def test_the_rows_of_the_results_are_what_plan_prints(capsys):
-    page, found = commands()
     for command in found:
-        assert parallel.main(command) == 0
+        assert parallel.main(shlex.split(command.split("#")[0])) == 0
         rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
         assert rows and all(row in page for row in rows)
 

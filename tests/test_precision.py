@@ -12,12 +12,13 @@ import warnings
 
 import measure_grpo
 import pytest
+import test_run
 import torch
 import torch.distributed as dist
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
-from test_run import cli, good, same_run
+from test_run import begin, cli, end, good, same_run
 
 import models
 import parallel
@@ -54,80 +55,41 @@ def relative(a, b):
 # Every plan is one process ---------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory):
-    """A file: one float64 process without trees, by family; the batch."""
-    folder = tmp_path_factory.mktemp("one")
-    ranks(folder, 1, _truths, folder / "truth")
-    return folder / "truth"
-
-
 def _truths(rank, file):
+    """Write one float64 process without trees, by family, and the batch."""
     torch.save(measure_grpo.truths(measure_grpo.FAMILIES), file)
 
 
-def _cells(rank, world, cells, fault, file):
-    if fault == "masters are rounded":  # what pure bfloat16 would do to them, here float32
-        copy_to_model = LocalOptimizer.copy_to_model
-
-        def rounded(optimizer):
-            for rows in optimizer.mine.values():
-                rows.data.copy_(rows.data.bfloat16())
-            copy_to_model(optimizer)
-
-        LocalOptimizer.copy_to_model = rounded
-    if fault == "updates are not shown":
-        LocalOptimizer.copy_to_model = lambda optimizer: None
-    if fault == "gradients add up in bfloat16":
-        LocalOptimizer.master_parameters = _narrow(LocalOptimizer.master_parameters)
+def _cells(rank, world, cells, file):
     return measure_grpo.run_cells(world, cells, *torch.load(file, weights_only=False))
 
 
-def _narrow(master_parameters):
-    def narrow(optimizer):
-        for name, p in master_parameters(optimizer):
-            (here,) = (q for other, q in optimizer.model.named_parameters() if other == name)
-            here.register_hook(lambda dx: dx.bfloat16().to(dx.dtype))
-            yield name, p
-
-    return narrow
-
-
-def worst_of(tmp_path, world, cells, fault, truth):
-    found = ranks(tmp_path, world, _cells, world, cells, fault, truth)
-    assert "refused" not in found[0].values()
-    return {cell: max(part[cell] for part in found) for cell in cells}
+def mixed_cells(world):
+    """What `check --all` has, in the plans of so many ranks."""
+    for cell in measure_grpo.all_cells(tuple(measure_grpo.MIXED)):
+        config = measure_grpo.cell_setting(cell)
+        if measure_grpo.CELLS[cell[0]][0] == world:
+            if not measure_grpo.refused(config, cell[2], world):
+                yield cell
 
 
-PLANS_OF_TWO = [cell for cell in measure_grpo.mixed_cells() if measure_grpo.CELLS[cell[0]][0] == 2]
+SOME_OF_TWO = [cell for cell in measure_grpo.mixed_cells() if measure_grpo.CELLS[cell[0]][0] == 2]
+CELLS = [pytest.param(2, SOME_OF_TWO, 5e-5, id="2 some")]
+CELLS += [
+    pytest.param(world, None, measure_grpo.MIXED_BOUND, marks=pytest.mark.slow, id=f"{world} all")
+    for world in (1, 2, 4)
+]
 
 
-def test_every_plan_is_one_process_to_the_rounding_of_its_products(truth, tmp_path):
+@pytest.mark.parametrize("world, cells, bound", CELLS)
+def test_every_plan_is_one_process_to_the_rounding_of_its_products(tmp_path, world, cells, bound):
     """fsdp, zero1, t, c, e, p, trees, critics, balanced experts: masters float64, products
     float32. Worst of loss, gradients, norm, and masters after three steps."""
-    found = worst_of(tmp_path, 2, PLANS_OF_TWO, "", truth)
-    assert len(found) >= 6 and max(found.values()) < 5e-5 and min(found.values()) > 1e-8, found
-
-
-@pytest.mark.parametrize("fault", [
-    "masters are rounded", "updates are not shown", "gradients add up in bfloat16"])  # fmt: skip
-def test_a_fault_is_seen(truth, tmp_path, fault):
-    found = worst_of(tmp_path, 2, [("d2 zero1 mixed", "disabled", "qwen3")], fault, truth)
-    assert min(found.values()) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_cell_in_mixed_precision(truth, tmp_path, world):
-    """What `check --all` has, in the plans of so many ranks."""
-    cells = []
-    for cell in measure_grpo.all_cells(tuple(measure_grpo.MIXED)):
-        ranks_of_plan = measure_grpo.CELLS[cell[0]][0]
-        config = measure_grpo.cell_setting(cell)
-        if ranks_of_plan == world and not measure_grpo.refused(config, cell[2], world):
-            cells.append(cell)
-    found = worst_of(tmp_path, world, cells, "", truth)
-    assert max(found.values()) < measure_grpo.MIXED_BOUND, found
+    cells = cells or [*mixed_cells(world)]
+    ranks(tmp_path, 1, _truths, tmp_path / "truth")
+    found = ranks(tmp_path, world, _cells, world, cells, tmp_path / "truth")
+    errors = [max(part[cell] for part in found) for cell in cells]
+    assert len(errors) >= 6 and max(errors) < bound and min(errors) > 1e-8, errors
 
 
 SCHEDULES = (  # ranks and flags
@@ -201,6 +163,13 @@ def plain_loss(model, tokens, weights):
     return (weights.to(wide) * logprobs).sum()
 
 
+def our_loss(model, tokens, weights):
+    hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
+    logprobs, _ = model.logprobs(hidden, tokens[:, 1:].flatten())
+    assert logprobs.dtype == torch.float32
+    return (weights.flatten() * logprobs).sum()
+
+
 def errors_of(family, seed):
     """The gradient's error against float64: of torch.autocast training, and of ours."""
     generator = torch.Generator().manual_seed(seed)
@@ -215,10 +184,8 @@ def errors_of(family, seed):
     loss.backward()
 
     ours, _ = mixed_model(drawn(family, seed))
-    hidden = ours.hidden(tokens[:, :-1]).flatten(0, 1)
-    logprobs, _ = ours.logprobs(hidden, tokens[:, 1:].flatten())
-    assert hidden.dtype == torch.bfloat16 and logprobs.dtype == torch.float32
-    (weights.flatten() * logprobs).sum().backward()
+    assert ours.hidden(tokens[:1]).dtype == torch.bfloat16
+    our_loss(ours, tokens, weights).backward()
     return [relative(gradient(model), gradient(true)) for model in (auto, ours)]
 
 
@@ -245,17 +212,9 @@ def test_gradients_add_up_in_float32(process_group):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert relative(gradient(model), 300 * gradients[0]) < 1e-5
 
-    narrow = torch.zeros(1, dtype=torch.bfloat16)
-    for _ in range(300):
-        narrow += 1
-    assert narrow == 256
 
-
-def _far(rank, cast):
-    """Gradients of a row of 600 tokens, under ddp and under fsdp."""
-    if cast:
-        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parallel.fsdp_precision = lambda *given: policy
+def _far(rank):
+    """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -268,15 +227,10 @@ def _far(rank, cast):
 
 
 def test_fsdp_computes_as_ddp_does(tmp_path):
-    """Bit for bit on one rank, also behind position 256; with FSDP2's cast of inputs it does not:
-    it would round the states, and the cosines of the positions."""
-    assert ranks(tmp_path, 1, _far, False) == [0.0]
-    assert ranks(tmp_path, 1, _far, True)[0] > 1e-3
-
-
-def test_fsdp_adds_gradients_in_the_dtype_of_the_weights(tmp_path):
-    """As ddp does. A sum of two ranks in bfloat16 would round it once more."""
-    assert max(ranks(tmp_path, 2, _far, False)) < 1e-6
+    """Bit for bit on one rank, also behind position 256: FSDP2's own cast of inputs would round
+    the states, and the cosines of the positions. A sum of two ranks is in the weights' dtype."""
+    assert ranks(tmp_path, 1, _far) == [0.0]
+    assert max(ranks(tmp_path, 2, _far)) < 1e-6
 
 
 def moved(dtype, mixed):
@@ -284,18 +238,16 @@ def moved(dtype, mixed):
     small = SIZES | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     model = models.Transformer(models.tiny("qwen3", **small)).init_weights(0).to(dtype)
     begun = torch.cat([p.detach().double().flatten() for p in model.parameters()])
-    model, optimizer = mixed_model(model) if mixed else (model, None)
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    if mixed:
+        model, optimizer = mixed_model(model)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocab_size"], (2, 33), generator=generator)
     weights = torch.randn(2, 32, generator=generator)
     for _ in range(200):
-        hidden = model.hidden(tokens[:, :-1]).flatten(0, 1)
-        logprobs, _ = model.logprobs(hidden, tokens[:, 1:].flatten())
-        (weights.flatten() * logprobs).sum().backward()
+        our_loss(model, tokens, weights).backward()
         optimizer.step()
         optimizer.zero_grad()
     tensors = training_tensors(model, optimizer)
@@ -306,16 +258,15 @@ def moved(dtype, mixed):
 def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
     """Pure bfloat16 moves few of them: a step is a hundredth of its unit in the last place."""
     single = moved(torch.float32, False)
-    mixed = moved(torch.float32, True)
-    pure = moved(torch.bfloat16, False)
-    shares = []
-    for name, other in (("mixed", mixed), ("pure", pure)):
+    found = {}
+    for name, dtype in (("mixed", torch.float32), ("pure", torch.bfloat16)):
+        other = moved(dtype, name == "mixed")
         still = (other[single != 0] == 0).double().mean().item()
-        shares.append(still)
-        print(f"\n| {name} | {other.norm() / single.norm():.3f} | {relative(other, single):.3f} | "
-              f"{still:.3f} |", end="")  # fmt: skip
-    assert relative(mixed, single) < 0.06 and abs(mixed.norm() / single.norm() - 1) < 0.01
-    assert relative(pure, single) > 0.9 and shares[1] > 0.9 and shares[0] < 0.001
+        found[name] = (other.norm() / single.norm()).item(), relative(other, single), still
+        print(f"\n| {name} | " + " | ".join(f"{x:.3f}" for x in found[name]) + " |", end="")
+    (length, error, still), (_, error_of_pure, still_in_pure) = found.values()
+    assert error < 0.06 and abs(length - 1) < 0.01 and still < 0.001
+    assert error_of_pure > 0.9 and still_in_pure > 0.9
 
 
 # Checkpoints, the push, the audit --------------------------------------------------------------
@@ -421,48 +372,50 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
         assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
 
 
-def _faulty(rank, world, port, cwd, log, flags, fault):
-    """`main` with a fault planted in its process."""
-    import test_run
+def _late_push():
+    """The push has another step's weights: the third and later ones do nothing."""
+    push, seen = train_grpo.copy_weights, []
 
-    if fault == "the push has another step's weights":
-        push = train_grpo.copy_weights
-        seen = []
+    def late(*given):
+        seen.append(given)
+        if len(seen) < 3:
+            push(*given)
 
-        def late(*given):
-            seen.append(given)
-            if len(seen) < 3:
-                push(*given)
-
-        train_grpo.copy_weights = late
-    if fault == "masters do not move":
-        LocalOptimizer.step = lambda self: None
-    if fault == "gradients are of bfloat16's size":
-        clip = train_grpo.clip_grad_norm
-
-        def wrong(model, most):
-            for p in model.parameters():
-                p.grad *= 1.05
-            return clip(model, most)
-
-        train_grpo.clip_grad_norm = wrong
-    test_run._main(rank, world, port, cwd, log, flags, None)
+    train_grpo.copy_weights = late
 
 
-FAULTS = {
-    "the push has another step's weights": ("sampling", "--lr 0.1 --generator-dtype float32"),
-    "masters do not move": ("parameters", "--minibatches 1"),
-    "gradients are of bfloat16's size": ("grad_norm", "--minibatches 1"),
+def _masters_stay():
+    LocalOptimizer.step = lambda self: None
+
+
+def _coarse_gradients():
+    clip = train_grpo.clip_grad_norm
+
+    def wrong(model, most):
+        for p in model.parameters():
+            p.grad *= 1.05
+        return clip(model, most)
+
+    train_grpo.clip_grad_norm = wrong
+
+
+FAULTS = {  # the row that the audit names -> what is wrong, and more flags
+    "sampling": (_late_push, "--lr 0.1 --generator-dtype float32"),
+    "parameters": (_masters_stay, "--minibatches 1"),
+    "grad_norm": (_coarse_gradients, "--minibatches 1"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_audit_names_a_fault(tmp_path, process_group, fault):
-    from test_run import begin, end
+def _faulty(rank, world, port, cwd, log, flags, row):
+    """`main` with a fault planted in its process."""
+    FAULTS[row][0]()
+    test_run._main(rank, world, port, cwd, log, flags, None)
 
-    row, more = FAULTS[fault]
-    processes, log = begin(tmp_path, f"{TINY} {BF16} --steps 3 {more}", die=fault, main=_faulty)
-    codes, _, errors = end(processes, log)
+
+@pytest.mark.parametrize("row", FAULTS)
+def test_the_audit_names_a_fault(tmp_path, process_group, row):
+    flags = f"{TINY} {BF16} --steps 3 {FAULTS[row][1]}"
+    codes, _, errors = end(*begin(tmp_path, flags, die=row, main=_faulty))
     assert codes == [0], errors
     assert audited(tmp_path / "run", 2).wrong == row
 
@@ -471,21 +424,17 @@ def test_the_audit_names_a_fault(tmp_path, process_group, fault):
 
 
 @pytest.mark.quick
-def test_products_finer_than_the_weights_are_refused():
+def test_products_finer_than_the_weights_are_refused(process_group):
     for dtype, compute in (("bfloat16", "float32"), ("float32", "float64")):
         with pytest.raises(ValueError, match="--compute-dtype float.* is finer than --dtype"):
             Config(dtype=dtype, compute_dtype=compute).check()
     for dtype in ("float32", "float64", "bfloat16"):
         assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
-
-
-@pytest.mark.quick
-def test_parallelize_refuses_a_compute_dtype_that_is_no_lower(process_group, monkeypatch):
     for dtype in (torch.float32, torch.float64, torch.int64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(models.tiny_model(dtype=torch.float32), dtype)
+    model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
     with pytest.raises(ValueError, match="zero=True shards the states"):
-        model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
         LocalOptimizer(model, torch.optim.AdamW, zero=True)
 
 

@@ -1,6 +1,6 @@
 """What happens before the first step: defaults, the supervised start, the evaluation, five lines.
 
-And the line that a run says where it has nothing to learn from.
+And the line that a run says where it has nothing to learn from; and a model that starts in parts.
 """
 
 import json
@@ -8,14 +8,22 @@ import os
 import re
 import shutil
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
-from conftest import LOOKUP
-from test_ranks import read_metrics
+import torch
+import torch.distributed as dist
+from conftest import LOOKUP, shortened
+from measure_parallel import read_cases
+from test_ranks import ranks, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import models
 from audit import RunFiles, audited, state_before
+from parallel import Grid, Plan, full, local, materialise, parallelize, part_of
 from train_grpo import Config, Log, make_task, parse_config
 
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
@@ -40,24 +48,20 @@ def straight(tmp_path_factory):
 # Defaults ------------------------------------------------------------------------------------
 
 
-STARTS = [{}, dict(demos=3), dict(model="DIR"), dict(demos=3, model="DIR")]
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("given", STARTS)
-def test_defaults_depend_on_what_the_run_begins_with(given):
+@pytest.mark.parametrize("start, given", [
+    ("random", {}), ("demos", dict(demos=3)), ("model", dict(model="DIR")),
+    ("model", dict(demos=3, model="DIR"))])  # fmt: skip
+def test_defaults_depend_on_what_the_run_begins_with(start, given):
     """A default is that of the start; a flag wins over it, 0 too where 0 has a meaning."""
-    start = "model" if "model" in given else "demos" if "demos" in given else "random"
     config = Config(**given).check()
     for name, defaults in Config.BY_START.items():
         assert getattr(config, name) == defaults[start] is not None
     assert (config.entropy_coef == 0) == (start != "random")
     flags = [x for name, value in given.items() for x in (f"--{name}", str(value))]
-    given = parse_config([*flags, "--entropy-coef", "0.5", "--lr", "3"]).check()
-    assert (given.entropy_coef, given.lr) == (0.5, 3.0)
-    assert parse_config([*flags, "--entropy-coef", "0"]).check().entropy_coef == 0
-    with pytest.raises(ValueError, match="--lr must be positive.* --demo-lr must be positive"):
-        Config(lr=0.0, demo_lr=0.0).check()
+    for entropy_coef in (0.5, 0.0):
+        more = parse_config([*flags, "--entropy-coef", f"{entropy_coef}", "--lr", "3"]).check()
+        assert (more.entropy_coef, more.lr) == (entropy_coef, 3.0)
 
 
 @pytest.mark.quick
@@ -69,6 +73,8 @@ def test_help_shows_the_default_of_each_start(capsys):
         flag = name.replace("_", "-")
         numbers = f"[{row['random']}; with --demos {row['demos']}; with --model {row['model']}]"
         assert re.search(rf"--{flag} float [^\[]*{re.escape(numbers)}", shown), name
+    with pytest.raises(ValueError, match="--lr must be positive.* --demo-lr must be positive"):
+        Config(lr=0.0, demo_lr=0.0).check()
 
 
 # The supervised start --------------------------------------------------------------------------
@@ -84,12 +90,11 @@ def test_the_supervised_start_is_seen(straight):
     assert {line["lr"] for line in lines} == {0.03}  # --lr-warmup 0
 
     # Two tables, of which the second begins with what is solved behind the demonstrations.
-    rows = [line.split() for line in out.splitlines()]
-    heads = [n for n, row in enumerate(rows) if row[:1] == ["step"]]
-    assert rows[heads[0]] == ["step", "loss", "entropy", "norm", "tokens/s"]
-    assert [row[0] for row in rows[heads[0] + 1 : heads[1]]] == ["0", "4", "8", "9"]
-    assert [row[0] for row in rows[heads[1] + 1 : heads[1] + 4]] == ["before", "0", "1"]
-    assert heads[0] < 5, "so many lines stand before the first row"
+    first = [line.split(maxsplit=1)[0] for line in out.splitlines()]
+    begin, second = (n for n, word in enumerate(first) if word == "step")
+    assert out.splitlines()[begin].split() == ["step", "loss", "entropy", "norm", "tokens/s"]
+    assert first[begin + 1 : second] == ["0", "4", "8", "9"] and begin < 5
+    assert first[second + 1 : second + 4] == ["before", "0", "1"]
 
     # The loop has lines and checkpoints of its own, and its optimiser begins anew.
     metrics = read_metrics(run)
@@ -202,9 +207,8 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_solve_as_much_before_the_first_step(straight):
-    (one, _), (two, _) = straight(), straight(2)
-    lines = [read_metrics(run)[0]["eval/solved_before"] for run in (one, two)]
-    assert lines[0] == lines[1] > 0.1
+    one, two = (read_metrics(straight(world)[0])[0]["eval/solved_before"] for world in (1, 2))
+    assert one == two > 0.1
 
 
 # What is printed --------------------------------------------------------------------------------
@@ -255,3 +259,91 @@ def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warn
     assert err[0].count("warning: steps 0 to 2: ") == err[0].count("\n") == int(warns)
     equal = {line["reward/groups_equal"] for line in read_metrics(tmp_path / "run")}
     assert equal == {1.0 if warns else 0.0}
+
+
+# A model that starts in parts -------------------------------------------------------------------
+
+CASES = read_cases("""
+    t2 qwen3, t2 llama, t2 gemma3_text, d2 qwen3 fsdp, d2 qwen3 fsdp offload, d2 qwen2 zero1,
+    p2 qwen3, p2 gemma3_text zbv, d2e2 qwen3_moe, d4 qwen3 fsdp, d4e4 qwen3_moe, d2t2 qwen3 fsdp,
+    d2p2 qwen3_moe fsdp
+""")
+# Wide enough that a part is more than one tensor; the vocabulary is the largest.
+SHAPE = dict(vocab_size=512, hidden_size=64, num_hidden_layers=4, initializer_range=0.1)
+FAMILIES = {
+    "qwen3_moe": dict(num_experts=8),
+    "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
+    "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"] * 2),
+}
+
+
+def shape_of(family):
+    return models.tiny(family, **SHAPE, **FAMILIES.get(family, {}))
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that tensors made in here had at once: parts of DTensors, none of meta."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                storage = getattr(x, "_local_tensor", x).untyped_storage()
+                if storage._cdata not in self.live:
+                    self.live[storage._cdata] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, storage._cdata, None)
+                    self.most = max(self.most, sum(self.live.values()))
+        return out
+
+
+def _start(rank, name, directory):
+    """Bytes of a rank's part of the weights, the most that were live, of the largest tensor; the
+    largest difference from the whole model's weights, drawn and loaded."""
+    text, family, options = CASES[name]
+    shape, plan = shape_of(family), Plan.parse(text)
+    truth = models.Transformer(shape).double().init_weights(3)
+    if rank == 0:
+        models.save_hf(truth, directory)
+    dist.barrier()
+
+    @torch.no_grad()
+    def apart(model):
+        named = model.named_parameters()
+        return max((full(p) - truth.get_parameter(name)).abs().max().item() for name, p in named)
+
+    grid = Grid.make(plan)
+    with LiveBytes() as counted:
+        with torch.device("meta"):
+            whole = models.Transformer(shape).double()
+            model = models.Transformer(shape).double()
+        model = parallelize(model, plan, device_mesh=grid, **options)
+        materialise(model)
+        for part in part_of(model).stages:
+            models.draw_weights(part, 3, whole)
+    found = [apart(model)]
+
+    own = [local(p.detach()) for p in model.parameters()]
+    for p in own:
+        p.fill_(7.0)
+    for part in part_of(model).stages:
+        models.load_hf(directory, model=part, whole=whole)
+    largest = max(p.numel() * 8 for p in truth.parameters())
+    return sum(p.numel() * 8 for p in own), counted.most, largest, [*found, apart(model)]
+
+
+@pytest.mark.parametrize("name", shortened(CASES, "d2 qwen3 fsdp", "p2 gemma3_text zbv"))
+def test_a_rank_holds_its_part_and_the_weights_are_those_of_one_process(tmp_path, name):
+    """The bytes of its live tensors are counted, not the process's."""
+    text, family, _ = CASES[name]
+    world = Plan.parse(text).world
+    for part, most, largest, apart in ranks(tmp_path, world, _start, name, tmp_path / "hf"):
+        assert apart == [0.0, 0.0]
+        assert part <= most <= 1.1 * (part + largest)
+    # That fewer bytes than the whole were counted is of use only where a part is less than it.
+    whole = sum(p.numel() * 8 for p in models.Transformer(shape_of(family)).parameters())
+    assert part < 0.7 * whole or name == "d2 qwen2 zero1" or "e" in text
