@@ -87,10 +87,10 @@ def is_ours(row):
 
 
 OBJECTIVES = [row for row in GOLDEN["objectives"] if is_ours(row)]
-WEIGHTED = [
-    row for row in GOLDEN["weighted"]
-    if importance_of(row["correction"], row["correction_settings"])
-]  # fmt: skip
+for row in GOLDEN["weighted"] + GOLDEN["corrections"]:
+    row["how"] = importance_of(row["correction"], row.get("correction_settings", row["settings"]))
+WEIGHTED = [row for row in GOLDEN["weighted"] if row["how"]]
+CORRECTIONS = [row for row in GOLDEN["corrections"] if row["how"]]
 
 
 def assert_near(found, expected, row):
@@ -101,9 +101,7 @@ def assert_near(found, expected, row):
 @pytest.mark.parametrize("row", OBJECTIVES + WEIGHTED, ids=name_of)
 def test_loss_and_gradient_are_the_sources(row):
     lp = INPUT["lp"].clone().requires_grad_()
-    how = bounds_of(row)
-    if "correction" in row:
-        how |= importance_of(row["correction"], row["correction_settings"])
+    how = bounds_of(row) | row.get("how", {})
     loss, _ = grpo_loss(
         lp, INPUT[row["old"]], advantages_of(row), MASK, aggregation=row["aggregation"],
         max_new_tokens=6, sampler_BT=INPUT["sampler"], **how,
@@ -114,24 +112,19 @@ def test_loss_and_gradient_are_the_sources(row):
 
 
 def test_the_golden_rows_have_each_objective_and_each_way_to_weigh():
-    assert {bounds_of(row)["objective"] for row in OBJECTIVES} == {
-        "reinforce", "clip", "cispo", "gspo", "sapo", "gmpo", "dppo"}  # fmt: skip
-    assert {row["objective"] for row in OBJECTIVES} >= {"dppo_tv", "dppo_kl"}
+    assert {row["objective"] for row in OBJECTIVES} >= {
+        "reinforce", "clip", "cispo", "gspo", "sapo", "gmpo", "dppo_tv", "dppo_kl"}  # fmt: skip
     assert len(OBJECTIVES) + len(WEIGHTED) > 100
-    ways = [importance_of(row["correction"], row["settings"]) for row in GOLDEN["corrections"]]
-    ways = {(way["importance"], way["importance_of"]) for way in ways if way}
-    assert ways >= {("truncate", "token"), ("truncate", "sequence"), ("mask", "token"),
-                    ("mask", "sequence"), ("reject", "token"), ("reject", "sequence"),
-                    ("reject", "geometric")}  # fmt: skip
+    ways = {(row["how"]["importance"], row["how"]["importance_of"]) for row in CORRECTIONS}
+    for what in ("token", "sequence"):
+        assert ways >= {("truncate", what), ("mask", what), ("reject", what)}
+    assert ("reject", "geometric") in ways
 
 
-@pytest.mark.parametrize("row", GOLDEN["corrections"], ids=lambda row: row["source"])
+@pytest.mark.parametrize("row", CORRECTIONS, ids=lambda row: row["source"])
 def test_the_weights_of_a_sampler_are_the_sources(row):
-    how = importance_of(row["correction"], row["settings"])
-    if how is None:
-        pytest.skip(f"{row['correction']} is none of ours")
     lp = INPUT["lp"].clone().requires_grad_()
-    x = sampler_weights(INPUT["old"], INPUT["sampler"], MASK, **how)
+    x = sampler_weights(INPUT["old"], INPUT["sampler"], MASK, **row["how"])
     l, _ = policy_loss(lp, INPUT["old"], torch.ones_like(lp), MASK, x_BT=x, objective="reinforce")
     l.sum().backward()
     expected = torch.tensor(row["mask"], dtype=torch.float64)
@@ -169,11 +162,16 @@ def test_advantages_are_the_sources(row):
     assert np.abs(A - expected).max() <= max(row["tolerance"], 1e-12) * np.abs(expected).max()
 
 
-def test_a_group_without_spread_has_advantages_of_zero():
-    equal = np.full((2, 3), 0.1)
-    for baseline in ("group", "leave_one_out", "none"):
-        assert not advantages(equal, baseline=baseline, scale="batch").any()
-    assert advantages(equal, baseline="none", scale="none").tolist() == equal.tolist()
+def test_rewards_without_spread_have_advantages_of_zero():
+    for reward in (0.0, 1.0, 0.1, 1 / 3):
+        equal = np.full((2, 7), reward)
+        for kind in ("group_mean", "group_std", "leave_one_out"):
+            assert np.abs(advantages(equal, kind)).max() <= 1e-12
+        for baseline in ("group", "leave_one_out", "none"):
+            assert not advantages(equal, baseline=baseline, scale="batch").any()
+        assert advantages(equal, baseline="none", scale="none").tolist() == equal.tolist()
+    with pytest.raises(ValueError, match="median"):
+        advantages(equal, "median")
 
 
 @pytest.mark.parametrize("row", GOLDEN["overlong"], ids=lambda row: row["source"])
@@ -192,9 +190,8 @@ def test_the_curves_are_drawn_of_runs_that_are_there(tmp_path, capsys):
         for seed in range(2):
             run = tmp_path / f"{objective}-{seed}"
             (run / "hf").mkdir(parents=True)
-            solved = [0.5, 0.96 + seed / 100, 1.0 - seed / 10]
-            lines = [{"step": 10 * n, "eval/solved": x} for n, x in enumerate(solved)]
-            text = "".join(json.dumps(line) + "\n" for line in [*lines, {"step": 21}])
-            (run / "metrics.jsonl").write_text(text)
+            lines = [{"step": 0, "eval/solved": 0.5}, {"step": 10, "eval/solved": 0.96},
+                     {"step": 20, "eval/solved": 1.0 - seed / 10}, {"step": 21}]  # fmt: skip
+            (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert measure_objectives.main([f"{tmp_path}", "2"]) == 0
     assert "| clip | 0.950 | 0.900 | 11, 11 |" in capsys.readouterr().out
