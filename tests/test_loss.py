@@ -20,9 +20,8 @@ import models
 from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
-    LOSS_SETTINGS, METRICS, Config, SampledBatch, Trainer, Trajectory, build, collect,
-    demonstrations, gae, grpo_loss, loss_denominator, loss_metrics, lr_factor, make_task,
-    mean_metrics,
+    LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, collect, demonstrations, gae,
+    grpo_loss, loss_denominator, lr_factor, make_task,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -163,23 +162,6 @@ def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, c
         assert sums["masked"] == sum(term["x"] == 0 for term in terms)
 
 
-@pytest.mark.parametrize("aggregation", CHOICES["aggregation"])
-def test_grpo_loss_of_sequences_one_by_one_is_that_of_the_batch(aggregation):
-    x, config = made(), config_of(dict(kl_coef=0.1), aggregation=aggregation)
-    whole, sums, _ = loss_of(x, config)
-    Z = loss_denominator(x["mask"], aggregation=aggregation, max_new_tokens=config.max_new_tokens)
-    parts = [loss_of({name: y[b] for name, y in x.items()}, config, Z) for b in range(5)]
-    assert sum(loss for loss, *_ in parts) == pytest.approx(whole, abs=1e-13)
-    for name in {"tokens"} | {key for key, how, _ in METRICS.values() if how not in ("", "max")}:
-        total = sum(some[name].item() for _, some, _ in parts)
-        assert total == pytest.approx(sums[name].item(), abs=1e-12), name
-    metrics = loss_metrics({name: value.item() for name, value in sums.items()})
-    gap = (x["lp"] - x["sampler_BT"])[x["mask"]].abs()
-    assert metrics["logprob_gap/max"] == gap.max() and metrics["loss/token_mean"] == whole
-    assert metrics["logprob_gap/mean"] == pytest.approx(gap.mean().item())
-    assert metrics["entropy/token_mean"] == pytest.approx(x["entropy_BT"][x["mask"]].mean().item())
-
-
 @pytest.mark.parametrize("options", SETTINGS, ids=label)
 def test_masked_tokens_may_hold_anything(options):
     def everything(junk):
@@ -211,17 +193,6 @@ def test_denominators_count_sampled_tokens():
     rows = [torch.tensor(m, dtype=torch.bool) for m in ([1, 1, 0, 1], [1], [0, 0])]
     for aggregation, Z in {"token_mean": 4.0, "sequence_mean": 2.0, "constant": 30.0}.items():
         assert loss_denominator(rows, aggregation=aggregation, max_new_tokens=10) == Z
-
-
-def test_the_table_says_how_updates_become_one():
-    first = {"loss/token_mean": 1.0, "ratio/max": 2.0, "logprob_gap/mean": 3.0}
-    second = {"loss/token_mean": 2.0, "ratio/max": 1.0, "logprob_gap/mean": 9.0}
-    age = "policy_age/update_mean"
-    assert mean_metrics([first | {age: 0, "lr": 0.1}, second | {age: 1, "lr": 0.1}], 0) == {
-        "loss/token_mean_first": 1.0, "loss/token_mean": 1.5, "ratio/max_first": 2.0,
-        "ratio/max": 2.0, "logprob_gap/mean": 3.0, age: 0.5,
-    }  # fmt: skip
-    assert mean_metrics([first], 0) == first
 
 
 # 2. The Trainer's gradient -------------------------------------------------------------------
@@ -303,18 +274,12 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(
 
     ways = [dict(micro_tokens=n) for n in ((1, 8, 13, 10**6) if options else (8,))]
     ways += [dict(tree="sparse", micro_tokens=n) for n in (1, 30, 10000) if options]
+    ways += [dict(tree="dta", max_tokens=5)] if options else []
     for n, way in enumerate(ways):
         trainer.config = replace(trainer.config, **way)
         mixed = [batch[i] for i in np.random.default_rng(n).permutation(len(batch))]
         for calls in ([batch], [mixed[:1], [], mixed[1:5], mixed[5:]]):
             assert (gradient(trainer, calls, Z) - truth).norm() <= 1e-12 * truth.norm()
-
-
-def test_forward_only_gives_each_trajectorys_own_logprobs(process_group):
-    trainer, batch = make_trainer(temperature=0.5, micro_tokens=10), some_batch()
-    for t, lp in zip(batch, trainer.forward_only(batch), strict=True):
-        truth = [x.item() for x in alone(trainer, t).lp] if t.mask.any() else []
-        assert lp[t.mask] == pytest.approx(truth, abs=1e-12) and not lp[~t.mask].any()
 
 
 def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(process_group):
@@ -337,18 +302,6 @@ def test_a_call_that_has_no_loss_is_refused(process_group):
     batch[0].supervised = True
     with pytest.raises(ValueError, match="got both: make two calls"):
         trainer.forward_backward(batch, 9.0)
-
-
-def test_the_filter_takes_every_truncated_rollout_out_of_the_loss(process_group):
-    """And no other one. Advantages compare the rewards of all of them: 1, 0, 1, 0."""
-    trainer = make_trainer(overlong="filter", advantage="group_mean", group=4)
-    group = []
-    for cut, reward in [(True, 1.0), (True, 0.0), (False, 1.0), (False, 0.0)]:
-        sampled, rewards = np.ones(2, bool), [(1, reward)]
-        group.append(Trajectory(0, [1, 2, 3], sampled, -np.ones(2), cut, turn_rewards=rewards))
-    trainer.prepare(batch_of([group]))
-    assert [t.mask.tolist() for t in group] == [[False] * 2] * 2 + [[True] * 2] * 2
-    assert [t.advantages.tolist() for t in group[2:]] == [[0.5] * 2, [-0.5] * 2]
 
 
 @pytest.mark.parametrize(
