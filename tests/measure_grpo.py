@@ -33,7 +33,7 @@ from parallel import (
 )  # fmt: skip
 from train_grpo import (
     Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect, do_step,
-    first_weights, make_task, own_shape, plans_of, rollout_line,
+    first_weights, make_task, own_shape, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -288,11 +288,7 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            fits = dict(world=world, config=model_of(family).config)
-            _, trainer = config.plans
-            trainer.require_fits(**fits)
-            if "|" in config.plan:
-                plans_of(config).generator.require_fits(**fits)
+            config.plans[1].require_fits(world=world, config=model_of(family).config)
     except ValueError:
         return True
     return False
