@@ -28,7 +28,7 @@ from tree_attention import TokenTrie
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: get_args(f.type) for f in fields(Config)}
-COVERED = [c for c in GOLDEN["cases"] if not c["kl_times_ratio"]]  # we have no such option
+COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
 TREES = [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)]
 
 
@@ -37,34 +37,21 @@ def tensor(values):
 
 
 def label(options):
-    return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in ("loss", "grad"))
+    numbers = "loss", "grad", "ours"
+    return "-".join(f"{k}={v}" for k, v in options.items() if v and k not in numbers)
 
 
 # 1. The loss of given log-probs --------------------------------------------------------------
-
-# TRL's aggregation -> ours, and the Z that TRL divides by: `grpo` counts the sequence without a
-# token too, `dapo` and `cispo` are told the number of tokens of the whole batch.
-AGGREGATIONS = {
-    "grpo": ("sequence_mean", 6), "dr_grpo": ("constant", 6 * GOLDEN["max_len"]),
-    "dapo": ("token_mean", GOLDEN["num_items"]), "cispo": ("token_mean", GOLDEN["num_items"]),
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("case", COVERED, ids=label)
 def test_loss_and_gradient_are_trls(case):
     given = {k: tensor(v) for k, v in GOLDEN.items() if isinstance(v, list) and k != "cases"}
     lp, mask = given["logprobs"].requires_grad_(), given["mask"].bool()
-    aggregation, Z = AGGREGATIONS[case["aggregation"]]
     old = given["old_logprobs"] if case["old"] else None
-    sampler = lp.detach() if old is None else old
+    sampler = (lp.detach() if old is None else old) - given["importance_weights"].log()
     loss, sums = grpo_loss(
-        lp, old, given["advantages"][:, None], mask, Z=Z, aggregation=aggregation,
-        objective="cispo" if case["aggregation"] == "cispo" else "clip", ratio=case["ratio"],
-        clip_low=GOLDEN["clip"][0], clip_high=GOLDEN["clip"][1],
-        cispo_bound=GOLDEN["cispo_bound"], dual_clip=case["dual_clip"] or 0.0,
-        sampler_BT=sampler - given["importance_weights"].log() if case["importance"] else None,
-        importance_cap=1e9 if case["importance"] else 0.0, kl_coef=case["beta"],
-        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"],
+        lp, old, given["advantages"][:, None], mask, sampler_BT=sampler,
+        ref_BT=given["ref_logprobs"], entropy_BT=given["entropy"], **case["ours"],
     )  # fmt: skip
     # TRL's bonus is a mean over this batch's sampled tokens, whatever the aggregation; ours stands
     # in l, under w / Z. So the loss is made without it, and it is added as TRL does.

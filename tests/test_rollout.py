@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import batch_of
-from example_tasks import Lookup, Sort
-from test_example_tasks import converse
+from example_tasks import Lookup
+from test_example_tasks import SortThree, converse
 
 import models
 import train_grpo
@@ -82,10 +82,6 @@ def play(task, model=None, groups=range(3), **options):
 
 def task_of(name, **options):
     return make_task(Config(task=name, **options))
-
-
-class SortThree(Sort):
-    length = 3
 
 
 # 1. What is sampled and what is trained ------------------------------------------------------
