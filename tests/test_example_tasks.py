@@ -140,9 +140,7 @@ def test_demonstrations_of_the_calculator_are_valid_and_not_always_right():
         # Two calls, each of them heard and replied to, and the answer, within the default limit.
         new = t.tokens[len(prompt) :]
         assert len(new) == 14 <= Config().max_new_tokens
-        assert [n for n, token in enumerate(new) if token == task.dot] == [3, 9, 13]
-        assert new[4] == new[10] == task.equals and new[12] == new[11]
-        assert t.reward == float(new[12] == right)
+        assert new[4] == new[10] == task.equals and t.reward == float(new[12] == right)
         if problem[3] == task.minus:
             rewards["minus"].add(t.reward)
         elif new[1] == task.plus:
