@@ -2324,7 +2324,7 @@ def critic_advantages(config, trainer, batch) -> dict:
     spread = math.sqrt(max(0.0, AA - A * A))
     # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
     # 1e-8 only keeps a step without any spread finite. Pinned by
-    # tests/test_critic.py::test_advantages_are_whitened_over_the_step.
+    # tests/test_loss.py::test_advantages_are_whitened_over_the_step.
     for t in batch:
         t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
 

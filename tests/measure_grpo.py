@@ -1,10 +1,8 @@
 """What `python train_grpo.py check | bench` run.
 
-check: whole steps against audit.py, the gradient's invariances, and the matrix: every plan,
-every tree mode and every family of models against one process that trains without trees, in
-float64: loss, every gradient, clip norm, and the parameters after three AdamW steps, policy and
-critic. Cells that say `mixed` compute in float32, with masters in float64, against the same float64
-process: what they may be off is what float32 products are.
+check: whole steps against audit.py, the gradient's invariances, and the matrix: every plan, tree
+mode and family of models against one process that trains without trees, in float64. Cells that say
+`mixed` compute in float32, with masters in float64, and are off by what float32 products are.
 bench: seconds by phase, tokens a second, and what sharing prefixes gains against its bound.
 """
 
@@ -13,7 +11,6 @@ import copy
 import dataclasses
 import itertools
 import json
-import math
 import os
 import statistics
 import tempfile
@@ -36,7 +33,7 @@ from parallel import (
 )  # fmt: skip
 from train_grpo import (
     Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect, do_step,
-    first_weights, make_task, own_shape, plans_of, rollout_line,
+    first_weights, make_task, own_shape, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -79,12 +76,17 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
+    "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", max_tokens=8),
     "leave_one_out, dual clip, filter": dict(
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
         temperature=0.8, weight_decay=0.1, minibatches=2),
+    "constant, filter": dict(
+        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1, kl="k2"),
     "balanced experts, filter": dict(
         balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
         minibatches=2),
+    "dynamic sampling, 3 updates": dict(
+        dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
     "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
     "staleness 1, the sampler's old": dict(staleness=1),
     "REINFORCE++, geometric rejection": dict(
@@ -98,11 +100,18 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
     "SAPO, LitePPO, soft overlong, IcePop": dict(
         objective="sapo", scale="batch", overlong_buffer=3, max_new_tokens=8, minibatches=2,
         staleness=1, proximal=True, importance="mask", importance_low=0.98, importance_cap=1.01),
-    "DPPO": dict(objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2),
+    "DPPO by trees": dict(
+        objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2, tree="sparse",
+        micro_tokens=60),
     "DPPO, KL": dict(
-        objective="dppo", dppo_distance="kl", clip_low=1e-7, clip_high=2e-7, minibatches=2),
+        objective="dppo", dppo_distance="kl", clip_low=1e-7, clip_high=2e-7, minibatches=2,
+        baseline="leave_one_out"),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
+
+
+def has_truncated(batch):
+    return any(t.truncated for group in batch.groups.values() for t in group)
 
 
 def step_error(device="cpu", **changes) -> float:
@@ -111,6 +120,8 @@ def step_error(device="cpu", **changes) -> float:
     The run's step is done on the device, the step by hand on the CPU.
     """
     config = Config(**SMALL | dict(lr=0.01, lr_warmup=0) | changes).check()
+    if not dist.is_initialized():
+        connect(device)
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
         if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
@@ -140,7 +151,10 @@ def step_error(device="cpu", **changes) -> float:
     truth = metrics_by_hand(config, groups, state, step, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
+    if config.tree != "disabled":
+        not_by_hand.add("tokens/trained")
     assert missing <= not_by_hand, missing
+    assert trainer.policy_version > 1 and (config.overlong != "filter" or has_truncated(batch))
     worst = [abs(found[name] - x.value) / max(1.0, abs(x.value)) for name, x in truth.items()]
     hand = state.weights | persistent_buffers(state.model)
     tensors = dict(model.named_parameters()) | persistent_buffers(model)
@@ -150,8 +164,7 @@ def step_error(device="cpu", **changes) -> float:
 
 def invariances(device="cpu", steps=STEPS):
     """{row: error}: steps against the step by hand, the gradient however the batch is cut."""
-    if not dist.is_initialized():
-        connect(device)
+    rows = {f"a step by hand: {name}": step_error(device, **how) for name, how in steps.items()}
     config = Config(**SMALL).check()
     trainer, batch = rollouts(config, device)
     Z, model = trainer.loss_denominator(batch), trainer.model
@@ -164,7 +177,6 @@ def invariances(device="cpu", steps=STEPS):
         return torch.cat([loss, *(p.grad.flatten().cpu() for p in model.parameters())])
 
     whole = gradient(batch)
-    rows = {f"a step by hand: {name}": step_error(device, **how) for name, how in steps.items()}
     for name, other in {
         "gradient, one sequence a micro-batch": gradient(batch, micro_tokens=1),
         "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
@@ -259,9 +271,11 @@ def errors(found, truth):
     """The worst of loss, gradients, norm and parameters."""
     (steps, parameters), (true_steps, true_parameters) = found, truth
     worst = [tensors_apart(parameters, true_parameters)]
-    for step, truth in zip(steps, true_steps, strict=True):
-        loss, grads, norm = zip(step, truth, strict=True)
-        worst += [abs(a - b) / abs(b) for a, b in (loss, norm)] + [tensors_apart(*grads)]
+    for (loss, grads, norm), (true_loss, true_grads, true_norm) in zip(
+        steps, true_steps, strict=True
+    ):
+        worst += [abs(loss / true_loss - 1), abs(norm / true_norm - 1)]
+        worst.append(tensors_apart(grads, true_grads))
     return max(worst)
 
 
@@ -274,11 +288,7 @@ def refused(config, family, world):
     try:
         config.check()
         if config.plan:
-            fits = dict(world=world, config=model_of(family).config)
-            _, trainer = config.plans
-            trainer.require_fits(**fits)
-            if "|" in config.plan:
-                plans_of(config).generator.require_fits(**fits)
+            config.plans[1].require_fits(world=world, config=model_of(family).config)
     except ValueError:
         return True
     return False
@@ -322,10 +332,6 @@ def mixed_cells() -> list:
     ]  # fmt: skip
 
 
-def bound_of(cell) -> float:
-    return MIXED_BOUND if cell[0] in MIXED else BOUND
-
-
 def run_cells(world, cells, truths, batch):
     """{(plan, tree, family): error or "refused"} of those of `world` ranks, on each of them."""
     found = {}
@@ -351,94 +357,15 @@ def truths(families):
     return found, batch
 
 
-def of_worst_ranks(cells, table, function, *truth):
-    """{cell: the worst rank's error, or "refused"}. table: name of a cell -> ranks, flags."""
+def matrix(cells):
+    """{(plan, tree, family): the worst rank's error, or "refused"}. Forks: nothing has run yet."""
+    ((true, batch),) = ring.launch(1, truths, sorted({family for _, _, family in cells}))
     found = {}
-    for world in sorted({table[name][0] for name, *_ in cells}):
-        parts = ring.launch(world, function, world, cells, *truth)
+    for world in sorted({CELLS[plan][0] for plan, _, _ in cells}):
+        parts = ring.launch(world, run_cells, world, cells, true, batch)
         for cell, first in parts[0].items():
             found[cell] = first if isinstance(first, str) else max(part[cell] for part in parts)
     return found
-
-
-def matrix(cells):
-    """{(plan, tree, family): the worst error, or "refused"}. Forks: nothing has run yet."""
-    ((true, batch),) = ring.launch(1, truths, sorted({family for _, _, family in cells}))
-    return of_worst_ranks(cells, CELLS, run_cells, true, batch)
-
-
-GENERATORS = {  # name -> ranks, --plan; the policy's plan does not matter to what is sampled
-    "t2|d2": (2, {}),
-    "d2|t2": (2, {}),
-    "t2|d2 fsdp": (2, dict(data_parallel="fsdp")),
-    "t2|p2": (2, {}),
-    "d2e2|t2": (2, {}),
-    "t2e2|d2": (2, {}),
-    "(attn:t2|ffn:t2)|d2": (2, {}),
-    "d2t2|d4 fsdp": (4, dict(data_parallel="fsdp")),
-    "d4|p2t2": (4, {}),
-    "d2t2e4|d2c2": (4, {}),
-    "(attn:d2t2|ffn:e2t2)|d4": (4, {}),
-}
-
-
-HOT = 4.0  # a temperature at which every token of these models has a chance
-
-
-def some_generators() -> list:
-    """(name, family) of some generators, which show each letter and each family."""
-    return [
-        ("t2|d2", "gemma3_text"), ("t2|d2 fsdp", "qwen2"), ("d2|t2", "qwen3"),
-        ("d2e2|t2", "qwen3_moe"), ("t2e2|d2", "balanced moe"), ("d2t2e4|d2c2", "qwen3_moe"),
-    ]  # fmt: skip
-
-
-def sampled(config, family):
-    """{group: [(tokens, log-probs)]} of this rank, after a push of the weights of one step."""
-    model = model_of(family)
-    generator = copy.deepcopy(model).requires_grad_(False).to("meta")
-    trainer = Trainer(config, model, generator=generator)
-    with torch.no_grad():
-        for p in trainer.model.parameters():
-            p.mul_(1.25)  # for every plan alike, and it is no copy of the first weights any more
-    trainer.push_weights()
-    mine, _, _ = collect(config, make_task(config), trainer.generator, 0)
-    return {n: [(t.tokens, t.sampler_logprobs) for t in group] for n, group in mine.items()}
-
-
-def run_generators(world, cells, truths):
-    """{(name, family): the largest difference of a log-prob, infinite if a token differs, or
-    "refused"} on this rank."""
-    found = {}
-    for name, family in cells:
-        of_name, more = GENERATORS[name]
-        if of_name != world:
-            continue
-        config = setting(plan=name.split()[0], temperature=HOT, **more)
-        if refused(config, family, world):
-            found[name, family] = "refused"
-            continue
-        worst = 0.0
-        for group, rollouts in sampled(config, family).items():
-            for (tokens, logprobs), (true_tokens, true) in zip(
-                rollouts, truths[family][group], strict=True
-            ):
-                if tokens != true_tokens or not np.isfinite(logprobs).all():
-                    worst = math.inf
-                    continue
-                worst = max(worst, float(np.abs(logprobs - true).max()))
-        found[name, family] = worst
-    return found
-
-
-def sampled_by_one(families):
-    return {family: sampled(setting(temperature=HOT).check(), family) for family in families}
-
-
-def of_generators(cells):
-    """{(name, family): the worst rank's error, or "refused"}."""
-    (true,) = ring.launch(1, sampled_by_one, sorted({family for _, family in cells}))
-    return of_worst_ranks(cells, GENERATORS, run_generators, true)
 
 
 def leave_launch(port):
@@ -451,21 +378,10 @@ def leave_launch(port):
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
 
 
-def print_table(found, *tables) -> None:
-    """A row for each plan and tree, or generator, of the tables; a column for each family."""
-    for row in itertools.product(*tables):
-        shown = [found.get((*row, family), "") for family in FAMILIES]
-        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
-        if any(x != "" for x in shown):
-            print(f"{' '.join(row):34}" + "".join(f"{text:>13}" for text in texts))
-
-
 def check(every=False) -> bool:
     """Print the rows and the matrix, of some cells or of every one; whether all are in bounds."""
     mixed = all_cells(tuple(MIXED)) if every else mixed_cells()
     found = matrix((all_cells() if every else some_cells()) + mixed)
-    every_generator = [*itertools.product(GENERATORS, FAMILIES)]
-    generators = of_generators(every_generator if every else some_generators())
 
     # Last, because it makes a process group here, and the others begin processes of their own.
     rows = invariances()
@@ -477,25 +393,23 @@ def check(every=False) -> bool:
         print("each plan with each tree and each family, each tree with each family; --all has "
               "every cell")  # fmt: skip
     print(f"`mixed`: products in float32, masters in float64; bound {MIXED_BOUND}")
-    print(f"{'plan, tree':34}" + "".join(f"{k:>13}" for k in FAMILIES))
-    print_table(found, CELLS, TREES)
-    print("what a generator samples under --plan generator|trainer, behind a push: one process's "
-          "tokens,\nand the worst of their log-probs; bound 1e-12")  # fmt: skip
-    print_table(generators, GENERATORS)
+    print(f"{'plan, tree':34}" + "".join(f"{family:>13}" for family in FAMILIES))
+    for row in itertools.product(CELLS, TREES):
+        shown = [found.get((*row, family), "") for family in FAMILIES]
+        texts = (x if isinstance(x, str) else f"{x:.1e}" for x in shown)
+        if any(x != "" for x in shown):
+            print(f"{' '.join(row):34}" + "".join(f"{text:>13}" for text in texts))
 
     # A NaN is in no bound.
-    numbers = {cell: x for cell, x in (found | generators).items() if not isinstance(x, str)}
-    sampled_apart = [x for cell, x in numbers.items() if cell in generators]
+    numbers = {cell: x for cell, x in found.items() if not isinstance(x, str)}
     lower = [x for cell, x in numbers.items() if cell[0] in MIXED]
-    exact = [x for cell, x in numbers.items() if cell in found and cell[0] not in MIXED]
-    within = all(x <= bound_of(cell) for cell, x in numbers.items() if cell in found)
-    ok = within and all(x <= 1e-12 for x in (*rows.values(), *sampled_apart))
+    exact = [x for cell, x in numbers.items() if cell[0] not in MIXED]
+    ok = all(x <= BOUND for x in exact) and all(x <= MIXED_BOUND for x in lower)
+    ok = ok and all(x <= 1e-12 for x in rows.values())
     print(f"{len(exact)} cells, worst {max(exact):.1e}; mixed {len(lower)}, worst "
-          f"{max(lower):.1e}; generators {len(sampled_apart)}, worst {max(sampled_apart):.1e}; "
-          f"refused: {len(found) + len(generators) - len(numbers)}")  # fmt: skip
-    line = {"check": "train_grpo", "ok": ok, "cells": len(exact) + len(lower)}
-    line["max_error"] = max(*rows.values(), *exact, *sampled_apart)
-    print(json.dumps(line | {"generators": len(sampled_apart), "mixed_error": max(lower)}))
+          f"{max(lower):.1e}; refused: {len(found) - len(numbers)}")  # fmt: skip
+    line = {"check": "train_grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
+    print(json.dumps(line | {"max_error": max(*rows.values(), *exact)}))
     return ok
 
 
@@ -521,12 +435,12 @@ def answers(prompt, completion, group=8, **changes):
 NARROW = dict(hidden=128, layers=4, heads=4, minibatches=1, entropy_coef=0.0, lr=1e-6)
 BRANCHING = dict(forks=2, fork_turns=3, advantage="per_branch")
 SHAPES = {
-    "guess": Config(),
-    "guess branching": Config(**BRANCHING),
+    "guess": Config(), "guess branching": Config(**BRANCHING),
     "guess branching, 256": Config(**BRANCHING, hidden=256, layers=4),
-} | {f"{n} + 8 x 64": answers(n, 64, **NARROW) for n in (256, 512, 1024, 2048)}
-SHAPES["4096 + 8 x 1024, 0.6B"] = answers(4096, 1024, dtype="bfloat16", **NARROW)
-SHAPES["toy"] = answers(12, 4, **NARROW | dict(hidden=16, layers=1))
+    **{f"{n} + 8 x 64": answers(n, 64, **NARROW) for n in (256, 512, 1024, 2048)},
+    "4096 + 8 x 1024, 0.6B": answers(4096, 1024, dtype="bfloat16", **NARROW),
+    "toy": answers(12, 4, **NARROW | dict(hidden=16, layers=1)),
+}  # fmt: skip
 SLOW = "4096 + 8 x 1024, 0.6B", "toy"  # asked for by name: for a GPU; to see that bench runs
 
 
@@ -601,7 +515,7 @@ def rolled_out(config, task, trainer, clock, step):
     return rollouts
 
 
-def measure(name, device, steps):
+def measure(name, device, steps, peak_tflops=None):
     """A shape's row. Flat and tree train on the same rollouts, in alternating order."""
     config, task, trainer = made(name, device)
     clock, memory, spent = Clock(device), {}, []
@@ -617,16 +531,25 @@ def measure(name, device, steps):
             clock.time(f"train {mode}", trainer.forward_backward, batch, Z)
             clock.time(f"step {mode}", trainer.optim_step, 1e-6)
             trainer.config = config
-    flat, tree = (clock.seconds[f"train {mode}"][1:] for mode in TREE)  # the first is warm-up
-    gains = sorted(a / b for a, b in zip(flat, tree, strict=True))
-    bound = statistics.median(a / b for a, b in spent[1:])
+
+    # The first step is a warm-up.
     seconds = {phase: statistics.median(x[1:]) for phase, x in clock.seconds.items()}
-    gain, train = statistics.median(gains), seconds["train tree"]
-    return dict(
+    flat, tree = (clock.seconds[f"train {mode}"][1:] for mode in TREE)
+    gains = sorted(a / b for a, b in zip(flat, tree, strict=True))
+    gain, bound = statistics.median(gains), statistics.median(a / b for a, b in spent[1:])
+    train = seconds["train tree"]
+    row = dict(
         shape=name, seconds=seconds, peak_mb=memory, gain=gain, low=gains[0], high=gains[-1],
         bound=bound, share=gain / bound, tokens_per_second=tokens / train,
         gflops=spent[-1][1] / train / 1e9, gflops_flat=spent[-1][0] / seconds["train flat"] / 1e9,
     )  # fmt: skip
+    if peak_tflops:
+        row["utilisation"] = row["gflops"] / peak_tflops / 1e3
+    print(f"{name:22} {seconds['rollout']:7.3f} {seconds['train flat']:6.3f} {train:6.3f} "
+          f"{gain:6.2f} ({gains[0]:.2f} - {gains[-1]:.2f}) {bound:5.2f} "
+          f"{gain / bound:5.0%} {tokens / train:9.0f} {memory['flat']:13.1f} "
+          f"{memory['tree']:5.1f}", flush=True)  # fmt: skip
+    return row
 
 
 TREE = {"flat": "disabled", "tree": "sparse"}
@@ -641,23 +564,18 @@ def bench(argv):
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--peak-tflops", type=float, help="of the device, for its utilisation")
     options, rows = parser.parse_args(argv), []
-    connect(options.device)
+    has_group = dist.is_initialized()
+    if not has_group:
+        connect(options.device)
     unit = "wall seconds" if options.device == "cuda" else "CPU seconds, one thread"
     print(f"{unit}, median of {options.steps}; train: forward and backward of a step, flat and by "
           f"the tree\n{'shape':22} rollout   flat   tree   gain (low - high) bound share  tokens/s "
           f"peak MB, flat  tree")  # fmt: skip
     for name in options.shape or [name for name in SHAPES if name not in SLOW]:
-        row = measure(name, options.device, options.steps)
-        if options.peak_tflops:
-            row["utilisation"] = row["gflops"] / options.peak_tflops / 1e3
-        s, memory = row["seconds"], row["peak_mb"]
-        print(f"{name:22} {s['rollout']:7.3f} {s['train flat']:6.3f} {s['train tree']:6.3f} "
-              f"{row['gain']:6.2f} ({row['low']:.2f} - {row['high']:.2f}) {row['bound']:5.2f} "
-              f"{row['share']:5.0%} {row['tokens_per_second']:9.0f} {memory['flat']:13.1f} "
-              f"{memory['tree']:5.1f}", flush=True)  # fmt: skip
-        rows.append(row)
+        rows.append(measure(name, options.device, options.steps, options.peak_tflops))
     print(json.dumps({"bench": "train_grpo", "device": options.device, "rows": rows}))
-    dist.destroy_process_group()
+    if not has_group:
+        dist.destroy_process_group()
     return 0
 
 

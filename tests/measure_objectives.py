@@ -24,29 +24,28 @@ OBJECTIVES = get_args(Objective)
 TARGET = 0.95
 
 
-def lines_of(folder, objective, seed) -> list:
-    """Return the lines of metrics.jsonl of a run, which is made if it is not there."""
+def evaluations_of(folder, objective, seed) -> list:
+    """Return a run's lines of metrics that have an evaluation. Make the run if it is not there."""
     out = Path(folder) / f"{objective}-{seed}"
     if not (out / "hf").exists():
         flags = f"--objective {objective} --seed {seed} --out {out} --resume-or-start"
         command = [sys.executable, ROOT / "train_grpo.py", *flags.split()]
         subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], check=True)
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (out / "metrics.jsonl").open())
+    return [line for line in lines if "eval/solved" in line]
 
 
 def main(argv) -> int:
     folder, seeds, *picture = argv
     solved = {}  # objective -> array (seeds, evaluations)
     for objective in OBJECTIVES:
-        runs = [lines_of(folder, objective, seed) for seed in range(int(seeds))]
-        steps = [line["step"] + 1 for line in runs[0] if "eval/solved" in line]
-        solved[objective] = np.array(
-            [[line["eval/solved"] for line in run if "eval/solved" in line] for run in runs])
-        last = solved[objective][:, -1]
-        reached = [next((s for s, y in zip(steps, row) if y >= TARGET), None)
-                   for row in solved[objective]]  # fmt: skip
-        print(f"| {objective} | {last.mean():.3f} | {last.min():.3f} | "
-              f"{', '.join(map(str, reached))} |")  # fmt: skip
+        runs = [evaluations_of(folder, objective, seed) for seed in range(int(seeds))]
+        steps = [line["step"] + 1 for line in runs[0]]
+        rows = np.array([[line["eval/solved"] for line in run] for run in runs])
+        solved[objective] = rows
+        reached = [next((s for s, y in zip(steps, row) if y >= TARGET), None) for row in rows]
+        shown = ", ".join(map(str, reached))
+        print(f"| {objective} | {rows[:, -1].mean():.3f} | {rows[:, -1].min():.3f} | {shown} |")
     if not picture:
         return 0
 

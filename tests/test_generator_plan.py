@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import random
 
-import measure_grpo
 import numpy as np
 import pytest
 import torch
@@ -253,34 +252,6 @@ def test_all_ranks_of_a_replica_hear_of_a_tasks_error(tmp_path):
     first, second = ranks(tmp_path, 2, _asked, True)
     assert "no mood" in second and "a rank that decodes the same episodes: " in first
     assert "no mood" in first
-
-
-def _checked(rank, truths, fault):
-    """What `train_grpo.py check` finds of a generator, with something broken."""
-    if fault == "no sum over ranks":
-        parallel.reduce_from_tp_region = lambda x, group, sequence: x
-    if fault == "one rank's part is lost":
-        copy_weights = train_grpo.copy_weights
-
-        def losing(source, target, *more):
-            copy_weights(source, target, *more)
-            if rank == 1:
-                local(target.head_weight.detach()).zero_()
-
-        train_grpo.copy_weights = losing
-    return measure_grpo.run_generators(2, [("t2|d2 fsdp", "gemma3_text")], truths)
-
-
-@pytest.mark.parametrize("fault", ["none", "no sum over ranks", "one rank's part is lost"])
-def test_the_rows_of_check_see_a_fault(tmp_path, fault):
-    (truths,) = ranks(tmp_path, 1, _truths)
-    for found in ranks(tmp_path, 2, _checked, truths, fault):
-        (error,) = found.values()
-        assert error < 1e-12 if fault == "none" else error > 1e-3
-
-
-def _truths(rank):
-    return measure_grpo.sampled_by_one(["gemma3_text"])
 
 
 # The push --------------------------------------------------------------------------------------

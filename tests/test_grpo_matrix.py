@@ -1,14 +1,14 @@
 """`python train_grpo.py check | bench`: some of its cells, and that its cells can be wrong."""
 
+import dataclasses
 import json
 
 import measure_grpo
 import pytest
 import torch
+from measure_grpo import SHAPES, STEPS, errors
 from test_ranks import ranks
 from torch.utils.flop_counter import FlopCounterMode
-
-import train_grpo
 
 FAMILIES = "qwen3_moe", "gemma3_text"
 
@@ -50,42 +50,27 @@ def test_check_shows_each_pair_that_can_be_shown():
     assert set(some) <= run and len(set(some)) == len(some) < len(run) / 2
 
 
-def _faulty(rank, fault, truths, batch):
-    """The error of a cell after something has been broken."""
-    if fault == "a rank loses its share":
-        share_out = train_grpo.TreeBatches.share_out
-        kept = slice(None if rank == 0 else 0)
-        train_grpo.TreeBatches.share_out = lambda run, x: share_out(run, x)[kept]
-    if fault == "the critic is not trained":
-        train_grpo.value_loss = lambda value, *rest: torch.zeros_like(value)
-    config = measure_grpo.setting(tree="sparse").check()
-    found = measure_grpo.three_steps(config, "gemma3_text", batch)
-    return measure_grpo.errors(found, truths["gemma3_text"])
-
-
-@pytest.mark.parametrize("fault", ["none", "a rank loses its share", "the critic is not trained"])
-def test_a_fault_is_seen(truth, tmp_path, fault):
-    errors = ranks(tmp_path, 2, _faulty, fault, *truth)
-    assert max(errors) < 1e-12 if fault == "none" else min(errors) > 1e-3
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_is_the_step_by_hand(process_group, name):
+    """Its metrics and weights after the second step of a run, of every kind of setting."""
+    assert measure_grpo.step_error(**STEPS[name]) <= 1e-12
 
 
 def test_the_error_sees_each_of_its_parts():
     torch.manual_seed(0)
     w = {"w": torch.randn(3, 3, dtype=torch.float64)}
     truth = [(1.0, w, 2.0)], w
-    assert measure_grpo.errors(truth, truth) == 0
+    assert errors(truth, truth) == 0
     for k, wrong in enumerate((1.1, {"w": 0 * w["w"]}, 2.1)):
         step = [wrong if k == n else x for n, x in enumerate(truth[0][0])]
-        assert measure_grpo.errors(([tuple(step)], w), truth) > 0.04
-    assert measure_grpo.errors((truth[0], {"w": w["w"] + 1e-3}), truth) > 1e-5
+        assert errors(([tuple(step)], w), truth) > 0.04
+    assert errors((truth[0], {"w": w["w"] + 1e-3}), truth) > 1e-5
 
 
 @pytest.mark.parametrize("shape", ["guess branching", "256 + 8 x 64"])
 def test_bench_runs_at_toy_size(shape, monkeypatch, capsys):
-    small = measure_grpo.dataclasses.replace(
-        measure_grpo.SHAPES[shape], prompts=1, minibatches=1, hidden=16, layers=1, size=7
-    )
-    monkeypatch.setitem(measure_grpo.SHAPES, shape, small)
+    toy = dict(prompts=1, minibatches=1, hidden=16, layers=1, size=7)
+    monkeypatch.setitem(SHAPES, shape, dataclasses.replace(SHAPES[shape], **toy))
     argv = ["bench", "--shape", shape, "--steps", "1", "--peak-tflops", "0.1"]
     assert measure_grpo.main(argv) == 0
     (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
