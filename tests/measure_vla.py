@@ -48,7 +48,6 @@ BLOCK_P = torch.tensor([0] * 7 + [1] * 5 + [2] * 5 + [3, 4, 5, 6])  # cameras, i
 P = len(BLOCK_P)
 
 
-
 def sampler_seed(seed, rank, ring_size):
     """A seed that the ranks of a ring share and other rings do not, for the sampler of data."""
     return digest(seed, rank // ring_size)
@@ -113,7 +112,6 @@ def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **opt
     return ra.attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
 
 
-
 def draw(step, rank, dtype):
     """The batch of a rank's ring, the same on all its ranks: tensors of B rows by name.
 
@@ -144,7 +142,6 @@ def draw(step, rank, dtype):
     )  # fmt: skip
 
 
-
 class OneProcess:
     """The whole batch of all rings, by dense masks and without a message."""
 
@@ -159,7 +156,6 @@ class OneProcess:
 
     def sum(self, x, over=1):
         return x
-
 
 
 def mask_of(block_BS, valid_BS, position_BS):
@@ -218,7 +214,6 @@ class Rings:
         x = x.clone()
         dist.all_reduce(x)
         return x / over
-
 
 
 class Run(NamedTuple):
@@ -283,7 +278,6 @@ def on_rings(steps, dtype):
     """This rank's run, of which only the first keeps the gradients, and a digest of its weights."""
     run = train(Rings(), steps, dtype)
     return run._replace(grads=[] if dist.get_rank() else run.grads), digest(run.weights)
-
 
 
 def errors(run, truth):
