@@ -45,36 +45,10 @@ def rows(cases, transformers):
 
 
 def rope_errors(name, device="cpu"):
-    """(path, error) of one of CASES against `models.full_definition`."""
+    """(path, error) of one of CASES. Its frequencies are compared by `transformers_errors`."""
     model_type, changes = CASES[name]
-    model = tiny_model(model_type, **changes)
-    there = tiny_model(model_type, **changes).to(device)
-    return [*models.path_errors(model, defined_frequencies, there)]
-
-
-def defined_frequencies(rope, D):
-    """f_n of (5), (D/2,) float64, by Python's floats: RoPE's four types, one by one."""
-    kind, theta, out = rope["rope_type"], rope["rope_theta"], []
-    factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
-    for n in range(D // 2):
-        f = theta ** (-2 * n / D)
-        turns = old and old * f / (2 * math.pi)  # over the length that the model was trained on
-        if kind == "linear":
-            f /= factor
-        elif kind == "llama3":  # few turns: stretched by factor; many: as they are; between: mixed
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            keep = min(max((turns - low) / (high - low), 0), 1)
-            f = keep * f + (1 - keep) * f / factor
-        elif kind == "yarn":  # the same, with a ramp that is linear in n
-            ends = [
-                D * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta))
-                for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
-            ]
-            low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), D - 1)
-            keep = 1 - min(max((n - low) / (high - low or 0.001), 0), 1)
-            f = keep * f + (1 - keep) * f / factor
-        out.append(f)
-    return torch.tensor(out, dtype=torch.float64)
+    model, there = (tiny_model(model_type, **changes) for _ in range(2))
+    return [*models.path_errors(model, mine=there.to(device))]
 
 
 def expert_errors(device="cpu"):
