@@ -293,23 +293,14 @@ def test_rms_norm_accumulates_in_float32():
     assert relative(norm(x), truth) < 2**-8  # 0.3 if the sum were in bfloat16, which ends at 2048
 
 
-def test_bf16_model_keeps_float32_rope_angles(monkeypatch):
-    seen, apply = [], models.apply_rope
-
-    def rotate(x, *cos_and_sin):
-        seen.append(cos_and_sin)
-        return apply(x, *cos_and_sin)
-
-    monkeypatch.setattr(models, "apply_rope", rotate)
+def test_bf16_model_keeps_float32_rope_angles():
     positions = torch.tensor([[257, 100_003]])
-    model_of(dtype=torch.bfloat16)(torch.tensor([[1, 2]]), positions=positions)
     angle = positions.double()[..., None] * 1e4 ** -(torch.arange(0, 10, 2).double() / 10)
     truth = [angle.cos().repeat(1, 1, 2), torch.cat([-angle.sin(), angle.sin()], -1)]
-    assert len(seen) == 4  # q and k, two layers
-    for found in seen:
+    found = model_of(dtype=torch.bfloat16).rope(positions, torch.bfloat16)[FULL]
+    for got, want in zip(found, truth):
         # Float32 angles of size 1e5 are exact to 1e5 * 2^-24 = 6e-3. Bfloat16 would be random.
-        for got, want in zip(found, truth):
-            assert got.dtype == torch.float32 and (got[:, :, 0] - want).abs().max() < 1e-2
+        assert got.dtype == torch.float32 and (got[:, :, 0] - want).abs().max() < 1e-2
 
 
 def test_weights_are_the_same_draw_in_every_dtype():
@@ -369,30 +360,27 @@ def test_a_callers_mistake_is_named(call, complaint):
 @pytest.mark.parametrize("token, row, column", [
     (-1, 0, 0), (53, 1, 2), (2**40, 0, 3), (-(2**63), 1, 3)])  # fmt: skip
 def test_a_token_outside_the_vocabulary_is_named(token, row, column):
-    model, tokens = model_of(), torch.arange(8).view(2, 4)
+    model, tokens, hidden = model_of(), torch.arange(8).view(2, 4), torch.randn(8, 24).double()
     tokens[row, column] = token
-    hidden, targets = torch.randn(8, 24).double(), tokens.flatten()
-    calls = [(call, "token", tokens) for call in (model, model.embed, model.require_tokens)]
-    calls += [(model.logprobs, "target", hidden, targets)]
-    calls += [(token_logprobs, "target", hidden, model.head_weight, targets)]
-    at = {"token": f"row {row}, column {column}", "target": f"place {4 * row + column}"}
-    for call, what, *args in calls:
-        said = f"{what} id {token} at {at[what]} is not in the vocabulary of 53: ids are 0..52"
-        with pytest.raises(ValueError, match=said):
-            call(*args)
+    at, end = f"row {row}, column {column}", "is not in the vocabulary of 53: ids are 0..52"
+    for call in (model, model.embed, model.require_tokens):
+        with pytest.raises(ValueError, match=f"^token id {token} at {at} {end}"):
+            call(tokens)
+    at = f"place {4 * row + column}"
+    for call in (model.logprobs, lambda h, t: token_logprobs(h, model.head_weight, t)):
+        with pytest.raises(ValueError, match=f"^target id {token} at {at} {end}"):
+            call(hidden, tokens.flatten())
 
 
 def test_every_token_of_the_vocabulary_and_none_at_all_are_taken():
-    model = model_of()
+    model, calls = model_of(), []
     tokens = torch.arange(53)[None]
     assert model(tokens.int()).equal(model(tokens))
     # Every layer runs without tokens, too: under FSDP the other ranks wait for its all-gather.
-    calls = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda *given: calls.append(given))
     assert model(tokens[:, :0]).shape == (1, 0, 53) and len(calls) == len(model.model.layers)
-    logprobs, _ = model.logprobs(torch.randn(0, 24).double(), torch.zeros(0).long())
-    assert logprobs.shape == (0,)
+    assert model.logprobs(torch.randn(0, 24).double(), torch.zeros(0).long())[0].shape == (0,)
     # In mixed precision the residual is wider than the weights, and the last norm narrows it.
     model.float().residual_dtype = torch.float64
     assert model(tokens[:, :0]).dtype == torch.float32

@@ -62,9 +62,6 @@ PUBLISHED = {
     "SmolLM2-135M": (134_515_008, SMOLLM2 | dict(
         hidden_size=576, initializer_range=0.041666666666666664, intermediate_size=1536,
         num_attention_heads=9, num_hidden_layers=30, num_key_value_heads=3)),
-    "SmolLM2-360M": (361_821_120, SMOLLM2 | dict(
-        hidden_size=960, intermediate_size=2560, num_attention_heads=15, num_hidden_layers=32,
-        num_key_value_heads=5)),
     "TinyLlama-1.1B": (1_100_048_384, LLAMA | dict(
         attention_bias=False, hidden_size=2048, intermediate_size=5632,
         max_position_embeddings=2048, num_attention_heads=32, num_hidden_layers=22,
@@ -162,7 +159,6 @@ def rope(theta, **scaled):
 
 LLAMAS = {  # name -> (head_dim, type of every layer, window, RoPE, ends)
     "SmolLM2-135M": (64, FULL, None, rope(1e5), (0,)),
-    "SmolLM2-360M": (64, FULL, None, rope(1e5), (0,)),
     "TinyLlama-1.1B": (64, FULL, None, rope(1e4), (2,)),
     "Llama-2-7b": (128, FULL, None, rope(1e4), (2,)),
     "Llama-3.2-1B": (64, FULL, None, rope(5e5, **LLAMA3), (128001,)),
