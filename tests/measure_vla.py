@@ -1,9 +1,9 @@
 """What `python ring_attention.py stress --model` runs: pi0.7's training in small, rings x data.
 
 A tiny Gemma 3 reads a prefix (two cameras, an instruction, an answer that it also learns to say);
-an action expert reads the Gemma's keys and values and learns the actions. Four ranks are two rings
-of 2: a ring has its own rows, its ranks share the tokens of the prefix by `ring_attention` and
-compute the whole suffix, each, by `attend`. Losses, where <> is a mean over all rows of all rings:
+an action expert reads its keys and values and learns the actions. Four ranks are two rings of 2: a
+ring has its own rows, its ranks share the tokens of the prefix by `ring_attention`, and each
+computes the whole suffix by `attend`. Losses, where <> is a mean over all rows of all rings:
 
     (1)  flow  =  < mean |v(x_tau, tau) - (a - eps)|^2 >      as in example_action_expert.py
     (2)  text  =  - mean log p(t_(j+1) | what j sees)         over the scored j of all rings
@@ -12,15 +12,13 @@ compute the whole suffix, each, by `attend`. Losses, where <> is a mean over all
          s_flow = 1/2, s_text = 1, flow_rank and text_rank divided by the *global* counts
 
 (1) is replicated over a ring and (2) is not, so they have different factors (`loss_scale`) under
-one sum of gradients over the ranks. The prefix gets gradients from both.
+one sum of gradients over the ranks. (2) scores PAD too, so that rows which see nothing get a
+gradient (OpenTau's issue 300). Rings have 5 and 4 rows: a mean of their means is not (1). Positions
+and windows count tokens that are not PAD.
 
-What it must equal. float64, every step: loss, each gradient and each parameter after AdamW are
-one process's on the batch of both rings, whose attention is one dense mask (`Prefix`), to 1e-10.
-bf16, as FSDP2's mixed precision has it (float32 masters, losses, sum over ranks and step): the rows
-of `judge`.
-
-Batches have PAD of several kinds, see `draw`. (2) scores PAD too, so that rows which see nothing
-get a gradient (OpenTau's issue 300). Rings have 5 and 4 rows: a mean of their means is not (1).
+What it must equal: in float64 one process's training on the batch of both rings, whose attention is
+one dense mask (`Prefix`); in bf16, as FSDP2's mixed precision has it (float32 masters, losses, sum
+over ranks and step), the rows of `judge`.
 
     B rows   P prefix tokens, s of this rank   T suffix tokens, A their width   S = P + T
 """
@@ -151,8 +149,8 @@ class OneProcess:
         parts = [draw(step, rank, dtype) for rank in range(0, WORLD, RING)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def prefix(self, batch, step):
-        return Prefix(batch["block"], batch["valid"], batch["positions"])
+    def prefix(self, tokens, batch, step):
+        return Prefix(*tokens)
 
     def sum(self, x, over=1):
         return x
@@ -165,10 +163,7 @@ def mask_of(block_BS, valid_BS, position_BS):
 
 
 class RingPrefix(Prefix):
-    """A prefix that a ring holds. Each rank computes the whole suffix.
-
-    options: passed to `prefix_attention`. The other arguments are those of `Prefix`.
-    """
+    """A `Prefix` that a ring holds, with options of `prefix_attention`. Each rank has the suffix."""
 
     def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
         super().__init__(block_BP, valid_BP, positions_BP)
@@ -205,9 +200,8 @@ class Rings:
     def batch(self, step, dtype):
         return draw(step, self.rank, dtype)
 
-    def prefix(self, batch, step):
-        mask = (batch[name] for name in ("block", "valid", "positions"))
-        return RingPrefix(*mask, group=self.group, batch=batch, debug=f"step {step}")
+    def prefix(self, tokens, batch, step):
+        return RingPrefix(*tokens, group=self.group, batch=batch, debug=f"step {step}")
 
     def sum(self, x, over=1):
         """x summed over all ranks, of which `over` hold the same."""
@@ -231,7 +225,8 @@ def loss_of(place, model, expert, batch, step):
     tokens_Bs, next_Bs, positions_Bs, scored_Bs = (
         batch[name][:, index_s] for name in ("tokens", "next", "positions", "scored")
     )
-    prefix = place.prefix(batch, step)
+    tokens = (batch[name] for name in ("block", "valid", "positions"))
+    prefix = place.prefix(tokens, batch, step)
     hidden_BsM = model.hidden(tokens_Bs, positions=positions_Bs, attention=prefix.record)
     text = -model.logprobs(hidden_BsM[scored_Bs], next_Bs[scored_Bs])[0].sum()
     state = batch["state"].to(dtype)

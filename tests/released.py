@@ -1,14 +1,9 @@
 """Make checkpoints as they are released: Llama 3, Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3.
 
-They are small and have random weights.
-
-    directory = make("gemma3", folder)                          # 8 to 16 M parameters
-    directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
-
-Their config.json is the published one of test_published.py, in the spelling of transformers 4, with
-smaller sizes. The chat templates are the real ones, which the package trl carries. The tokenizers
-are of the same kind, trained on made-up words: byte-level BPE for Llama and Qwen, and for Gemma the
-tokenizer.json that SentencePiece's BPE with byte fallback becomes.
+They are small and have random weights. make("qwen3", folder) has 8 to 16 M parameters, and
+make("qwen3", folder, layers=2, width=64) 0.4 M. The config.json is the published one of
+test_published.py with smaller sizes. The chat templates are the real ones, which the package trl
+carries. The tokenizers are of the same kind, trained on made-up words.
 """
 
 import dataclasses
