@@ -163,7 +163,7 @@ def mask_of(block_BS, valid_BS, position_BS):
 
 
 class RingPrefix(Prefix):
-    """A `Prefix` that a ring holds, with options of `prefix_attention`. Each rank has the suffix."""
+    """A `Prefix` that a ring holds, with options of `prefix_attention`."""
 
     def __init__(self, block_BP, valid_BP=None, positions_BP=None, **options):
         super().__init__(block_BP, valid_BP, positions_BP)

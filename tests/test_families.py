@@ -514,16 +514,6 @@ def test_the_router_bias_really_updates_and_balances():
         save_hf(model, "nowhere")
 
 
-def test_the_balance_loss_of_one_sequence_is_transformers():
-    """Other sequences, their gradients and counts: tests/test_balance.py."""
-    module = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    logits = torch.randn(30, 8)
-    p = logits.softmax(-1)
-    ours = models.Balance(torch.zeros(30).long(), coef=1.0)(p, p.topk(2).indices, layer=0)
-    theirs = module.load_balancing_loss_func((logits,), 8, 2) / 2
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [
     "llama tied, biased", "qwen2", "qwen3", "qwen3_moe normed", "gemma3 capped"])
