@@ -398,14 +398,10 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
 
 @pytest.mark.slow
 def test_the_check_of_tokens_can_be_compiled_whole():
-    def check(tokens):
-        models.require_tokens_in_vocabulary(tokens, 53)
-        return tokens + 1
-
-    compiled = torch.compile(check, fullgraph=True, backend="eager")
-    assert compiled(torch.arange(5)).equal(torch.arange(5) + 1)
+    check = torch.compile(model_of().require_tokens, fullgraph=True, backend="eager")
+    check(torch.arange(53))
     with pytest.raises(RuntimeError, match="a token id is outside of 0..52"):
-        compiled(torch.arange(50, 55))
+        check(torch.arange(50, 55))
 
 
 def _outside(rank, text, mode):
