@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("-m"):
+    if config.getoption("-m") in ("", "quick"):
         skip = pytest.mark.skip(reason=MARKERS["slow"])
         for item in items:
             if item.get_closest_marker("slow"):  # its keywords hold names of folders, too

@@ -4,11 +4,11 @@
     python tests/example_action_expert.py control    # 20 s: trains on a toy task, prints its error
 
 Every layer of models.py calls attention(q, k, v, layer=, scale=), in sliding layers with window=
-too. The caller chooses this callable. It can record a layer's keys and values, and it can attend to
-more keys than the layer computed. A robot policy like pi0 needs nothing else, so models.py stays as
-it is. The language model reads a prefix, such as images and an instruction. The expert is a
-narrower stack of the same layers. Its tokens, the suffix, attend to the prefix and to each other.
-Its output v is a velocity, learned by flow matching (1) and integrated to actions (2):
+too. The callable can record keys and values, and it can attend to more keys than the layer
+computed. A robot policy like pi0 needs nothing else. The language model reads a prefix, such as
+images and an instruction. The expert is a narrower stack of the same layers. Its tokens, the
+suffix, attend to the prefix and to each other. Its output v is a velocity, learned by flow
+matching (1) and integrated to actions (2):
 
     (1) flow = mean |v(x_tau, tau) - (a - eps)|^2 with x_tau = tau a + (1 - tau) eps
     (2) x_(tau + 1/n) = x_tau + v(x_tau, tau) / n, from x_0 = eps to x_1, the actions
@@ -38,8 +38,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from models import (  # noqa: E402
     SLIDING, Layer, RMSNorm, Rope, Transformer, apply_rope, draw_weights, tiny,
 )  # fmt: skip
-
-# The prefix's keys and values, and masks by blocks ---------------------------------------------
 
 def masked_attention(q_BHTD, k_BGSD, v_BGSD, seen_BTS, /, *, scale):
     """Attend to the keys that a (B, T, S) mask selects. A query that sees nothing gets 0."""
@@ -107,8 +105,6 @@ class Prefix:
 
         return suffix
 
-
-# The expert ------------------------------------------------------------------------------------
 
 class ActionExpert(nn.Module):
     """Compute v of (1) with layers that attend to a prefix. Module names are openpi's.
@@ -204,8 +200,6 @@ def sample_actions(velocity, noise_BNA, /, *, steps=10):
     return x_BNA
 
 
-# The toy task ----------------------------------------------------------------------------------
-
 def control_case(dtype, rows=3, seed=0):
     """Return a prefix model, an action expert and a batch of the toy task."""
     sizes = dict(model_type="gemma3_text", head_dim=8, num_attention_heads=4, vocab_size=32,
@@ -266,14 +260,11 @@ def control(steps=400):
     return 0 if missed < 0.15 else 1
 
 
-# check: two streams are one sequence -----------------------------------------------------------
-
 def joint(model, expert, batch):
     """Return v by definition: prefix and suffix in one dense attention per layer."""
-    time = time_features(batch["tau"], expert.config.hidden_size)[:, None]
     s = expert.action_in_proj(batch["noise"])
-    s = torch.cat([s, time.expand(-1, s.shape[1], -1)], -1)
-    s = expert.action_time_mlp_out(F.silu(expert.action_time_mlp_in(s)))
+    time = time_features(batch["tau"], expert.config.hidden_size)[:, None].expand(-1, 4, -1)
+    s = expert.action_time_mlp_out(F.silu(expert.action_time_mlp_in(torch.cat([s, time], -1))))
     s = torch.cat([expert.state_proj(batch["state"])[:, None], s], 1)
     x = model.embed(batch["tokens"])
     P, T, D = x.shape[1], s.shape[1], model.config.head_dim
@@ -281,7 +272,7 @@ def joint(model, expert, batch):
     for n, kind in enumerate(model.config.layer_types):
         # Each stream has its own weights. Queries, keys and values have the same shape per token.
         parts, layers = [], (model.model.layers[n], expert.layers[n])
-        for layer, stream, at in zip(layers, (x, s), (place[:P], place[P:])):
+        for layer, stream, at in zip(layers, (x, s), place.split([P, T])):
             attn, h = layer.self_attn, layer.input_layernorm(stream)
             q, k, v = (f(h).unflatten(-1, (-1, D)) for f in (attn.q_proj, attn.k_proj, attn.v_proj))
             turn = model.rope(at[None], x.dtype)[kind]
@@ -289,16 +280,15 @@ def joint(model, expert, batch):
 
         # From here on the P + T tokens are one sequence of blocks: prefix, state, actions.
         q, k, v = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*parts))
-        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], 1) for y in (k, v))
         seen = block <= block[:, None]
         if kind == SLIDING:
             seen = seen & (place[:, None] - place < model.config.sliding_window)
-        score = (q @ k.mT * attn.options["scale"]).masked_fill(~seen, -math.inf)
-        a = (score.softmax(-1) @ v).transpose(1, 2).flatten(2).split([P, T], 1)
+        options = dict(scale=attn.options["scale"], enable_gqa=True)
+        a = F.scaled_dot_product_attention(q, k, v, seen, **options).transpose(1, 2).flatten(2)
 
         # The streams part again, for the output projections and the feed-forward parts.
         outs = []
-        for layer, stream, part in zip(layers, (x, s), a):
+        for layer, stream, part in zip(layers, (x, s), a.split([P, T], 1)):
             y = stream + layer.post_attention_layernorm(layer.self_attn.o_proj(part))
             h = layer.mlp(layer.pre_feedforward_layernorm(y))
             outs.append(y + layer.post_feedforward_layernorm(h))
@@ -306,17 +296,15 @@ def joint(model, expert, batch):
     return expert.action_out_proj(expert.norm(s)[:, 1:])
 
 
-def largest_error(device="cpu"):
+@torch.no_grad()
+def largest_error():
     """Return the largest relative error of v against `joint`, over the rows of a batch."""
     model, expert, batch = control_case(torch.float64)
     torch.manual_seed(0)
-    with torch.no_grad():
-        for p in (*model.parameters(), *expert.parameters()):
-            p += 0.1 * torch.randn_like(p)  # norms and biases leave their neutral values
-        want = joint(model, expert, batch)
-        on_device = {name: x.to(device) for name, x in batch.items()}
-        velocity = velocity_of(model.to(device), expert.to(device), on_device)
-        error = velocity(on_device["noise"], on_device["tau"]).cpu() - want
+    for p in (*model.parameters(), *expert.parameters()):
+        p += 0.1 * torch.randn_like(p)  # norms and biases leave their neutral values
+    want = joint(model, expert, batch)
+    error = velocity_of(model, expert, batch)(batch["noise"], batch["tau"]) - want
     return (error.flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1)).max().item()
 
 

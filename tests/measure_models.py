@@ -14,7 +14,6 @@ import resource
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,16 +24,15 @@ from models import (
 )  # fmt: skip
 from models import relative_error as relative
 
-# check -----------------------------------------------------------------------------------------
-
 ROPES = {  # one of each type that mixes, short enough that a few tokens tell them apart
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0},
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64},
+    "qwen3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+              "beta_fast": 2.0},
+    "llama": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 64},
 }  # fmt: skip
 CASES = {
-    f"{family} {kind}": (family, dict(rope_parameters={models.FULL: {"rope_type": kind, **rope}}))
-    for family, (kind, rope) in zip(("qwen3", "llama"), ROPES.items())
+    f"{family} {rope['rope_type']}": (family, dict(rope_parameters={models.FULL: rope}))
+    for family, rope in ROPES.items()
 }
 
 
@@ -47,36 +45,10 @@ def rows(cases, transformers):
 
 
 def rope_errors(name, device="cpu"):
-    """(path, error) of one of CASES against `models.full_definition`."""
+    """(path, error) of one of CASES. Its frequencies are compared by `transformers_errors`."""
     model_type, changes = CASES[name]
-    model = tiny_model(model_type, **changes)
-    there = tiny_model(model_type, **changes).to(device)
-    return [*models.path_errors(model, defined_frequencies, there)]
-
-
-def defined_frequencies(rope, D):
-    """f_n of (5), (D/2,) float64, by Python's floats: RoPE's four types, one by one."""
-    kind, theta, out = rope["rope_type"], rope["rope_theta"], []
-    factor, old = rope.get("factor"), rope.get("original_max_position_embeddings")
-    for n in range(D // 2):
-        f = theta ** (-2 * n / D)
-        turns = old and old * f / (2 * math.pi)  # over the length that the model was trained on
-        if kind == "linear":
-            f /= factor
-        elif kind == "llama3":  # few turns: stretched by factor; many: as they are; between: mixed
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            keep = min(max((turns - low) / (high - low), 0), 1)
-            f = keep * f + (1 - keep) * f / factor
-        elif kind == "yarn":  # the same, with a ramp that is linear in n
-            ends = [
-                D * math.log(old / (beta * 2 * math.pi)) / (2 * math.log(theta))
-                for beta in (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)
-            ]
-            low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), D - 1)
-            keep = 1 - min(max((n - low) / (high - low or 0.001), 0), 1)
-            f = keep * f + (1 - keep) * f / factor
-        out.append(f)
-    return torch.tensor(out, dtype=torch.float64)
+    model, there = (tiny_model(model_type, **changes) for _ in range(2))
+    return [*models.path_errors(model, mine=there.to(device))]
 
 
 def expert_errors(device="cpu"):
@@ -112,21 +84,27 @@ def transformers_errors(cases):
         if "router_bias_rate" in changes:
             continue
         ours = tiny_model(model_type, dtype=torch.float32, **changes)
-        with tempfile.TemporaryDirectory() as folder:
-            save_hf(ours, folder)
-            load = transformers.AutoModelForCausalLM.from_pretrained
-            theirs = load(folder, dtype=torch.float32, attn_implementation="eager")
-            again = load_hf(folder)
+        again, theirs = through_files(ours, attn_implementation="eager")
         same = all(map(torch.equal, ours.parameters(), again.parameters()))
         tokens = torch.randint(1, ours.config.vocab_size, (2, 15))  # 0: Gemma's PAD, no gradient
         a, b = ours(tokens), theirs(tokens).logits
         yield f"{name}: logits of transformers", relative(a, b) if same else math.inf, 1e-5
         upstream = torch.randn_like(b)
-        (b * upstream).sum().backward()
-        (a * upstream).sum().backward()
+        for logits in (a, b):
+            (logits * upstream).sum().backward()
         known = dict(theirs.named_parameters())
         error = max(relative(p.grad, their_gradient(n, known)) for n, p in ours.named_parameters())
         yield f"{name}: gradients of transformers", error, 1e-5
+
+
+def through_files(model, dtype=torch.float32, **options):
+    """Our model and transformers' that a saved model is loaded as."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_hf(model, folder)
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        return load_hf(folder, dtype=dtype), load(folder, dtype=dtype, **options)
 
 
 def their_gradient(name, parameters):
@@ -139,8 +117,6 @@ def their_gradient(name, parameters):
     count = sum(key.startswith(path) and key.endswith(f"{leaf}.weight") for key in parameters)
     return torch.stack([parameters[f"{path}.{e}.{leaf}.weight"].grad for e in range(count)])
 
-
-# inspect ---------------------------------------------------------------------------------------
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -189,18 +165,11 @@ def parameters(config) -> tuple[int, int]:
     """All parameters, and those that one token meets (K of the E experts)."""
     with torch.device("meta"):
         model = Transformer(config)
-    count = 0
-    active = 0
-    for name, p in model.named_parameters():
-        count += p.numel()
-        if ".experts." in name:
-            active += p.numel() // config.num_experts * config.num_experts_per_tok
-        else:
-            active += p.numel()
-    return count, active
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    idle = sum(size // config.num_experts * (config.num_experts - config.num_experts_per_tok)
+               for name, size in sizes.items() if ".experts." in name)  # fmt: skip
+    return sum(sizes.values()), sum(sizes.values()) - idle
 
-
-# bench -----------------------------------------------------------------------------------------
 
 SMALL = dict(
     hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8,
@@ -229,25 +198,14 @@ SIZES = {  # models and dtype; (prompts, samples, length, new tokens); (rows, le
 
 
 def seconds_of(function, device):
-    """Of this process's CPU time; on CUDA of the wall, from when the device is idle to when it is
-    idle again."""
-    if device == "cpu":
-        start = time.process_time()
-        function()
-        return time.process_time() - start
-    torch.cuda.synchronize()
-    start = time.perf_counter()
+    """Seconds of CPU time; on CUDA of the wall, between two times at which the device is idle."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    idle = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    idle()
+    start = clock()
     function()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def paired(ours, theirs, repeats, device="cpu"):
-    """Median seconds of both, run in turn behind a warm-up, and the ratios theirs / ours."""
-    ours(), theirs()
-    pairs = [(seconds_of(ours, device), seconds_of(theirs, device)) for _ in range(repeats)]
-    ratios = sorted(b / a for a, b in pairs)
-    return *(statistics.median(x) for x in zip(*pairs)), ratios
+    idle()
+    return clock() - start
 
 
 def generation(model, theirs, prompts, samples, length, new):
@@ -257,65 +215,67 @@ def generation(model, theirs, prompts, samples, length, new):
     options = dict(max_new_tokens=new, min_new_tokens=new, do_sample=True, top_k=0, pad_token_id=0)
     options |= dict(num_return_sequences=samples, eos_token_id=None)
 
-    def run():
+    def ours():
         generate(model, rows, max_new_tokens=new, temperature=1.0, seed=0)
 
     what = f"generate {prompts} x {samples} x {new}, prompt {length}"
-    return what, prompts * samples * new, run, lambda: theirs.generate(tokens, **options)
+    return what, prompts * samples * new, ours, lambda: theirs.generate(tokens, **options)
 
 
 def training(model, theirs, rows, length, backward):
     """Forward, and backward, of the mean negative log-prob of the next token."""
     tokens = torch.randint(model.config.vocab_size, (rows, length)).to(model.head_weight.device)
 
-    def ours():
+    def loss():
         hidden = model.hidden(tokens)[:, :-1].flatten(0, 1)
         return -model.logprobs(hidden, tokens[:, 1:].flatten())[0].mean()
 
-    def of_transformers():
-        return theirs(tokens, labels=tokens).loss
-
-    def with_backward(trained, forward):
-        trained.zero_grad()
-        forward().backward()
+    def run(trained, forward):
+        with torch.set_grad_enabled(backward):
+            trained.zero_grad()
+            value = forward()
+            if backward:
+                value.backward()
 
     what = f"{'train' if backward else 'forward'} {rows} x {length}"
-    runs = [torch.no_grad()(ours), torch.no_grad()(of_transformers)]
-    if backward:
-        both = (model, ours), (theirs, of_transformers)
-        runs = [partial(with_backward, *one) for one in both]
-    return what, rows * length, *runs
+    of_theirs = lambda: run(theirs, lambda: theirs(tokens, labels=tokens).loss)  # noqa: E731
+    return what, rows * length, lambda: run(model, loss), of_theirs
 
 
 def bench(repeats, device="cpu", size="default"):
-    """Each case of a size beside transformers' own, in one run and in turn."""
+    """Each case of a size, in turn with transformers' own if it is installed."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device here")
     shapes, dtype, generated, trained = SIZES[size]
-    found = {}
-    rates = {}
+    found, rates = {}, {}
     for shape in shapes:
         config = ModelConfig(**shape)
         print(f"Qwen3, hidden {config.hidden_size}, {config.num_hidden_layers} layers, "
               f"V {config.vocab_size}: {parameters(config)[0] / 1e6:.2f} M parameters")  # fmt: skip
-        model, theirs = pair_of(config, device, dtype)
+        model, theirs = Transformer(config).to(device, dtype).init_weights(0), None
+        try:
+            model, theirs = (x.to(device) for x in through_files(model, dtype))
+        except ImportError:
+            print("transformers is not installed: no comparison")
         cases = [generation(model, theirs, *case) for case in generated]
         cases += [training(model, theirs, *case) for case in trained]
-        for what, tokens, run, run_theirs in cases:
-            key = f"V{config.vocab_size} {what}"
-            if theirs is None:
+        for what, tokens, *runs in cases:
+            # Median seconds of both after a warm-up, and the ratios of each pair.
+            for run in runs[: 1 + bool(theirs)]:
                 run()
-                rates[key] = tokens / seconds_of(run, device)
-                print(f"  {what:36} {rates[key]:8.0f} tokens/s")
-                continue
-            mine, other, ratios = paired(run, run_theirs, repeats, device)
-            low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
-            found[key] = round(middle, 2)
-            rates[key] = tokens / mine
-            print(f"  {what:36} {tokens / mine:8.0f} tokens/s, transformers {tokens / other:8.0f}:"
-                  f" {middle:.2f} times ({low:.2f} - {high:.2f})", flush=True)  # fmt: skip
+            pairs = [[seconds_of(run, device) for run in runs[: 1 + bool(theirs)]]
+                     for _ in range(repeats)]  # fmt: skip
+            key = f"V{config.vocab_size} {what}"
+            mine, *other = (tokens / statistics.median(seconds) for seconds in zip(*pairs))
+            rates[key], line = mine, f"  {what:36} {mine:8.0f} tokens/s"
+            if theirs:
+                ratios = sorted(b / a for a, b in pairs)
+                found[key] = round(statistics.median(ratios), 2)
+                line += f", transformers {other[0]:8.0f}: {found[key]:.2f} times"
+                line += f" ({ratios[0]:.2f} - {ratios[-1]:.2f})"
+            print(line, flush=True)
 
     # On CUDA the tensors that live at once, on a CPU all of the process.
     if device == "cuda":
@@ -326,20 +286,6 @@ def bench(repeats, device="cpu", size="default"):
     print(json.dumps({"bench": "models", "times_transformers": found, "peak_mb": round(peak),
                       "tokens_per_s": rates, "device": device}))  # fmt: skip
     return 0
-
-
-def pair_of(config, device="cpu", dtype=torch.float32):
-    """Our model and transformers' with the same weights, or None without transformers."""
-    model = Transformer(config).to(device, dtype).init_weights(0)
-    try:
-        import transformers
-    except ImportError:
-        print("transformers is not installed: no comparison")
-        return model, None
-    with tempfile.TemporaryDirectory() as folder:
-        save_hf(model, folder)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        return load_hf(folder, dtype=dtype).to(device), theirs.to(device)
 
 
 def main(argv):

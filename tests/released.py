@@ -1,14 +1,9 @@
 """Make checkpoints as they are released: Llama 3, Qwen2.5, Qwen3, Qwen3-MoE and Gemma 3.
 
-They are small and have random weights.
-
-    directory = make("gemma3", folder)                          # 8 to 16 M parameters
-    directory = make("qwen3", folder, layers=2, width=64)       # for quick tests, 0.4 M
-
-Their config.json is the published one of test_published.py, in the spelling of transformers 4, with
-smaller sizes. The chat templates are the real ones, which the package trl carries. The tokenizers
-are of the same kind, trained on made-up words: byte-level BPE for Llama and Qwen, and for Gemma the
-tokenizer.json that SentencePiece's BPE with byte fallback becomes.
+They are small and have random weights. make("qwen3", folder) has 8 to 16 M parameters, and
+make("qwen3", folder, layers=2, width=64) 0.4 M. The config.json is the published one of
+test_published.py with smaller sizes. The chat templates are the real ones, which the package trl
+carries. The tokenizers are of the same kind, trained on made-up words.
 """
 
 import dataclasses
@@ -40,12 +35,12 @@ QWEN_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA_WORDS = QWEN_WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)  # up to three digits
+
+# Added tokens in the order of their ids. The tags are not "special": decoding keeps them.
 LLAMA_MARKS = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>",
 )  # fmt: skip
-
-# Added tokens in the order of their ids. The tags are no "special" ones: decoding keeps them.
 QWEN_MARKS = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_pad|>", "<|image_pad|>"
 QWEN_TAGS = "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"
 QWEN3_TAGS = "<tool_response>", "</tool_response>", "<think>", "</think>"
@@ -54,6 +49,32 @@ GEMMA_MARKS = (
     "<start_of_image>", "<end_of_image>",
 )  # fmt: skip
 GEMMA_SPACES = "\n", "\n\n", "\n\n\n", "\n\n\n\n", "▁▁", "▁▁▁", "▁▁▁▁"
+ENDS = {  # the marks that begin a text, end a document, end a turn
+    "gemma3": ("<bos>", "<eos>", "<end_of_turn>"), "llama": (*LLAMA_MARKS[:2], "<|eot_id|>"),
+    "qwen": ("<|endoftext|>", "<|endoftext|>", "<|im_end|>"),
+}  # fmt: skip
+SAMPLING = {  # of generation_config.json: how its authors sample
+    "llama": dict(temperature=0.6, top_p=0.9, max_length=4096),
+    "gemma3": dict(top_k=64, top_p=0.95, cache_implementation="hybrid", pad_token_id=0),
+    "qwen": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
+}
+SETTINGS = {  # of tokenizer_config.json
+    "gemma3": dict(
+        add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
+        boi_token="<start_of_image>", eoi_token="<end_of_image>", pad_token="<pad>",
+        image_token="<image_soft_token>", tokenizer_class="GemmaTokenizer", unk_token="<unk>"),
+    "llama": dict(
+        bos_token="<|begin_of_text|>", clean_up_tokenization_spaces=True,
+        tokenizer_class="PreTrainedTokenizerFast"),
+    "qwen": dict(
+        add_bos_token=False, add_prefix_space=False, bos_token=None, unk_token=None,
+        additional_special_tokens=list(QWEN_MARKS[1:]), pad_token="<|endoftext|>",
+        tokenizer_class="Qwen2Tokenizer"),
+}  # fmt: skip
+
+
+def kind_of(family):
+    return family if family in ENDS else "qwen"
 
 
 def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Path:
@@ -72,10 +93,9 @@ def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Pa
     config = dataclasses.replace(ModelConfig.from_hf(raw), initializer_range=0.08)
     model = Transformer(config).init_weights(seed)
 
-    # A trained model's layers change what passes through them. Weights four times as large as a
-    # new model's do so too: without, a tied head repeats its last token for ever. Gemma scales its
-    # embedding by 16 or so, and has to begin with a smaller one. Norms are away from 1 and biases
-    # from 0, so that no test passes for their being neutral.
+    # Weights four times as large as a new model's change what passes through the layers, as a
+    # trained model's do: without, a tied head repeats its last token for ever. Gemma scales its
+    # embedding by 16 or so, and begins with a smaller one. Norms and biases are not neutral.
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -94,16 +114,6 @@ def make(family, directory, *, layers=4, width=384, template=True, seed=0) -> Pa
     write("tokenizer_config.json", tokenizer_config_of(family, tokenizer, template))
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     return directory
-
-
-def chat_template(family) -> str:
-    """The family's real chat template."""
-    (package,) = importlib.util.find_spec("trl").submodule_search_locations
-    path = Path(package) / "chat_templates" / f"{FAMILIES[family][1]}.jinja"
-    return path.read_text(encoding="utf-8")
-
-
-# Tokenizers ------------------------------------------------------------------------------------
 
 
 def corpus():
@@ -196,8 +206,6 @@ def gemma_tokenizer():
     return tokenizer
 
 
-# Configurations --------------------------------------------------------------------------------
-
 
 def config_of(family, tokenizer, layers, width, template) -> dict:
     """config.json: the published one with smaller sizes and with the tokenizer's ids.
@@ -216,26 +224,16 @@ def config_of(family, tokenizer, layers, width, template) -> dict:
             sliding_window=32, sliding_window_pattern=6 if layers >= 6 else 2,
             vocab_size=raw["vocab_size"] - 1, pad_token_id=tokenizer.token_to_id("<pad>"),
         )  # fmt: skip
-        marks = "<bos>", "<eos>", "<end_of_turn>"
     elif family == "llama":
         raw |= dict(head_dim=width // 4)
-        marks = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
     else:
         raw |= dict(vocab_size=VOCABULARY + 96)  # rounded up: the last rows belong to no token
         raw |= {} if family == "qwen2" else dict(head_dim=width // 2)
         if family == "qwen3_moe":
             raw |= dict(moe_intermediate_size=3 * width // 4, num_experts=8, num_experts_per_tok=2)
-        marks = "<|endoftext|>", "<|endoftext|>", "<|im_end|>"
-    bos, document, turn = map(tokenizer.token_to_id, marks)
+    bos, document, turn = map(tokenizer.token_to_id, ENDS[kind_of(family)])
     ends = [document, turn] if family == "gemma3" else turn  # some files say one, some both
     return raw | dict(bos_token_id=bos, eos_token_id=ends if template else document)
-
-
-SAMPLING = {  # of generation_config.json: how its authors sample
-    "llama": dict(temperature=0.6, top_p=0.9, max_length=4096),
-    "gemma3": dict(top_k=64, top_p=0.95, cache_implementation="hybrid", pad_token_id=0),
-    "qwen": dict(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.1),
-}
 
 
 def generation_config_of(family, raw) -> dict:
@@ -246,39 +244,20 @@ def generation_config_of(family, raw) -> dict:
         ends = [document, ends] if family == "llama" else [ends, document]
     return dict(
         bos_token_id=raw["bos_token_id"], do_sample=True, eos_token_id=ends,
-        transformers_version="4.51.0", **SAMPLING.get(family, SAMPLING["qwen"]),
+        transformers_version="4.51.0", **SAMPLING[kind_of(family)],
     )  # fmt: skip
 
 
 def tokenizer_config_of(family, tokenizer, template) -> dict:
     """tokenizer_config.json, with the chat template."""
-    added = {
-        f"{index}": dict(
-            content=token.content, lstrip=token.lstrip, normalized=token.normalized,
-            rstrip=token.rstrip, single_word=token.single_word, special=token.special)
-        for index, token in sorted(tokenizer.get_added_tokens_decoder().items())
-    }  # fmt: skip
+    flags = "content", "lstrip", "normalized", "rstrip", "single_word", "special"
+    added = {f"{index}": {flag: getattr(token, flag) for flag in flags}
+             for index, token in sorted(tokenizer.get_added_tokens_decoder().items())}
+    _, document, turn = ENDS[kind_of(family)]
     settings = dict(added_tokens_decoder=added, clean_up_tokenization_spaces=False)
-    if family == "gemma3":
-        settings |= dict(
-            add_bos_token=True, add_eos_token=False, bos_token="<bos>", eos_token="<eos>",
-            boi_token="<start_of_image>", eoi_token="<end_of_image>", pad_token="<pad>",
-            image_token="<image_soft_token>", model_max_length=1000000000000000019884624838656,
-            tokenizer_class="GemmaTokenizer", unk_token="<unk>",
-        )  # fmt: skip
-    elif family == "llama":
-        settings |= dict(
-            bos_token="<|begin_of_text|>", clean_up_tokenization_spaces=True,
-            eos_token="<|eot_id|>" if template else "<|end_of_text|>", model_max_length=131072,
-            tokenizer_class="PreTrainedTokenizerFast",
-        )  # fmt: skip
-    else:
-        settings |= dict(
-            add_bos_token=False, add_prefix_space=False, errors="replace", bos_token=None,
-            additional_special_tokens=list(QWEN_MARKS[1:]), model_max_length=131072,
-            eos_token="<|im_end|>" if template else "<|endoftext|>", pad_token="<|endoftext|>",
-            tokenizer_class="Qwen2Tokenizer", unk_token=None,
-        )  # fmt: skip
+    settings |= dict(eos_token=turn if template else document) | SETTINGS[kind_of(family)]
     if template:
-        settings["chat_template"] = chat_template(family)
+        (package,) = importlib.util.find_spec("trl").submodule_search_locations
+        path = Path(package) / "chat_templates" / f"{FAMILIES[family][1]}.jinja"
+        settings["chat_template"] = path.read_text(encoding="utf-8")
     return settings

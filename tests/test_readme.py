@@ -95,7 +95,7 @@ TABLE = {
                     "gpu::the_list_names_each_command"),
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), "gpu::each_command_runs"),
-    "python ring_attention.py stress --model": "vla::fifty_steps_in_bf16",
+    "python ring_attention.py stress --model": "action::fifty_steps_in_bf16",
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
     f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "

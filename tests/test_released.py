@@ -1,7 +1,4 @@
-"""The whole road for each family: a released checkpoint, its text, an export, all by transformers.
-
-Each step is a function, so that other roads can be put together from the same steps.
-"""
+"""A released checkpoint of each family: its text, its answers and its export are transformers'."""
 
 import pytest
 import released

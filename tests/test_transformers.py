@@ -89,29 +89,21 @@ def sequences_of_a_tree():
             for n, own in shared_and_own]  # fmt: skip
 
 
-def weights_of(i, count):
-    return torch.sin(7.0 * torch.arange(1, count + 1) + i).double()
-
-
-def loss_fn(i, logprobs, entropy):
+def loss_fn(i, logprobs, entropy, coupling=0.1):
     """A loss of each sequence's own, with a term that no sum over tokens can replace."""
-    weights = weights_of(i, len(logprobs))
-    return (weights * (logprobs - 0.3 * entropy)).sum() + 0.1 * logprobs.sum().square()
+    weights = torch.sin(7.0 * torch.arange(1, len(logprobs) + 1) + i).double()
+    return (weights * (logprobs - 0.3 * entropy)).sum() + coupling * logprobs.sum().square()
 
 
-def loss_of_tokens(i, logprobs, entropy):
-    """A sum over tokens, as a ring needs it."""
-    return (weights_of(i, len(logprobs)) * (logprobs - 0.3 * entropy)).sum()
-
-
-def by_itself(model, sequences, loss_fn, temperature):
+def by_itself(model, sequences, temperature=1.0, **options):
     """The loss of transformers' own logits, sequence by sequence; the gradient is in .grad."""
+    model.zero_grad()
     total = 0.0
     for i, tokens in enumerate(sequences):
         logits = model(tokens[None]).logits[0, :-1]
         logp = (logits / temperature).log_softmax(-1)
         logprobs = logp.gather(1, tokens[1:, None])[:, 0]
-        loss = loss_fn(i, logprobs, -(logp.exp() * logp).sum(-1))
+        loss = loss_fn(i, logprobs, -(logp.exp() * logp).sum(-1), **options)
         loss.backward()
         total += loss.item()
     return total
@@ -124,58 +116,52 @@ def errors(loss, model, true_loss, true_model):
     return abs(loss / true_loss - 1), max(relative(p.grad, q.grad) for p, q in pairs)
 
 
-def on_a_tree(code, model, true_loss, **options):
-    """Errors of `tree_backward`, by some form of the recipe."""
-    policy = code["Policy"](copy.deepcopy(model))
-    policy.zero_grad()
-    trie = TokenTrie(sequences_of_a_tree())
-    result = tree_backward(policy, trie, loss_fn, temperature=TEMPERATURE, **options)
-    return errors(result.loss.item(), policy, true_loss, model)
+def tree_errors(model, code=None, ways=({},)):
+    """Errors of `tree_backward`, by some form of the recipe, in each of some ways."""
+    found = []
+    true_loss = by_itself(model, sequences_of_a_tree(), TEMPERATURE)
+    for options in ways:
+        policy = (code or recipe())["Policy"](copy.deepcopy(model))
+        policy.zero_grad()
+        trie = TokenTrie(sequences_of_a_tree())
+        result = tree_backward(policy, trie, loss_fn, temperature=TEMPERATURE, **options)
+        found += errors(result.loss.item(), policy, true_loss, model)
+    return found
 
 
 @pytest.mark.parametrize("family", shortened([*FAMILIES, *OTHERS], *FAMILIES))
 def test_the_recipe_trains_a_model_of_transformers_on_a_tree(family):
-    model = model_of(family)
     with KeepFloat64():
-        loss = by_itself(model, sequences_of_a_tree(), loss_fn, TEMPERATURE)
-        for options in ({}, {"max_tokens": 4}, {"max_tokens": 9, "recompute": True}):
-            assert max(on_a_tree(recipe(), model, loss, **options)) < 1e-12
+        ways = {}, {"max_tokens": 4}, {"max_tokens": 9, "recompute": True}
+        assert max(tree_errors(model_of(family), ways=ways)) < 1e-12
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_own_casts_are_the_only_difference(family):
     """Its norms round gradients to float32, each sequence's by itself."""
-    model = model_of(family, "sdpa")
-    loss = by_itself(model, sequences_of_a_tree(), loss_fn, TEMPERATURE)
-    error, gradient_error = on_a_tree(recipe(), model, loss)
+    error, gradient_error = tree_errors(model_of(family, "sdpa"))
     assert error < 1e-12 and 1e-9 < gradient_error < 1e-6
 
 
-LEFT_OUT = {
-    "window=sliding_window": "window=None",
-    "position_ids=positions": "position_ids=None",
-    "scale=scaling": "scale=1.1 * scaling",
-    "temperature=temperature, softcap=softcap": "temperature=temperature",
-}
-
-
-def test_whatever_the_recipe_left_out_would_show():
-    model = model_of("Gemma 3")
+@pytest.mark.parametrize("was, now", [
+    ("window=sliding_window", "window=None"), ("position_ids=positions", "position_ids=None"),
+    ("scale=scaling", "scale=1.1 * scaling"),
+    ("temperature=temperature, softcap=softcap", "temperature=temperature"),
+])  # fmt: skip
+def test_whatever_the_recipe_left_out_would_show(was, now):
     with KeepFloat64():
-        loss = by_itself(model, sequences_of_a_tree(), loss_fn, TEMPERATURE)
-        for was, now in LEFT_OUT.items():
-            assert max(on_a_tree(recipe(was, now), model, loss)) > 1e-4, was
+        assert max(tree_errors(model_of("Gemma 3"), recipe(was, now))) > 1e-4
 
 
 def test_what_a_tree_cannot_have_is_refused():
-    code = recipe()
     model = model_of("Qwen3").train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match="without dropout"):
-        on_a_tree(code, model, 1.0)
+        tree_errors(model)
     with pytest.raises(TypeError, match="s_aux"):  # attention sinks, as transformers calls them
-        code["call_attention"](None, None, None, None, None, attention=None, scaling=1, s_aux=0)
+        call = recipe()["call_attention"]
+        call(None, None, None, None, None, attention=None, scaling=1, s_aux=0)
 
 
 def _on_a_ring(rank):
@@ -183,12 +169,12 @@ def _on_a_ring(rank):
     found = {}
     code = recipe()
     tokens = torch.cat(sequences_of_a_tree()[:2])  # 28: 27 inputs, which are dealt unevenly
-    weights = weights_of(0, len(tokens) - 1)
     for family in FAMILIES:
         model = model_of(family)
         policy = code["Policy"](copy.deepcopy(model))
         with KeepFloat64():
-            true_loss = by_itself(model, [tokens], loss_of_tokens, 1.0)
+            true_loss = by_itself(model, [tokens], coupling=0)  # a ring needs a sum over tokens
+            weights = torch.sin(7.0 * torch.arange(1, len(tokens))).double()
             mine, logprobs, entropies = code["ring_logprobs"](policy, tokens)
             loss = (weights[mine] * (logprobs - 0.3 * entropies)).sum()
             loss.backward()
@@ -199,9 +185,8 @@ def _on_a_ring(rank):
             ring = errors(total.item(), policy, true_loss, model)
 
             # All ranks compute the same loss from all scores; a gradient is its rank's tokens'.
-            model.zero_grad()
             policy.zero_grad()
-            true_loss = by_itself(model, sequences_of_a_tree(), loss_fn, 1.0)
+            true_loss = by_itself(model, sequences_of_a_tree())
             scores = tree_scores(policy, TokenTrie(sequences_of_a_tree()), group=dist.group.WORLD)
             loss = sum(loss_fn(i, *score) for i, score in enumerate(scores))
             loss.backward()
