@@ -67,7 +67,8 @@ def masks(length, seed):
         intervals[f"intervals, {key}"] = Mask(**shared, window=4), in_intervals(**every)
     return intervals | {
         "full": (Mask.full(length), lambda b, i, j: True),
-        "causal": (Mask.causal(length, batch=2, window=3).with_window(None), lambda b, i, j: j <= i),
+        "causal": (
+            Mask.causal(length, batch=2, window=3).with_window(None), lambda b, i, j: j <= i),
         "window": (Mask.causal(length, window=window), lambda b, i, j: j <= i < j + window),
         "window of places": (
             Mask(range(length), [length] * length, position_BS=far, window=3),
