@@ -141,17 +141,6 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
 
 
 @quick
-@pytest.mark.parametrize("which", range(3))
-def test_one_input_alone_may_need_its_gradient(which):
-    leaves, dout = draw(9)
-    want = grad_of(attend(*leaves, Mask.causal(9))[0], leaves[which], dout)[0]
-    alone = [x if i == which else x.detach() for i, x in enumerate(leaves)]
-    assert torch.equal(grad_of(attend(*alone, Mask.causal(9))[0], leaves[which], dout)[0], want)
-    with torch.no_grad():
-        assert not attend(*leaves)[0].requires_grad
-
-
-@quick
 def test_a_second_derivative_is_refused():
     leaves, dout = draw(5)
     for function in (attend, functools.partial(ra.ring_attention, return_lse=True)):
@@ -171,7 +160,7 @@ def test_nothing_is_written_into_arguments(backend):
     assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
 
 
-def errors_of_both(dtype, mask, accurate=False):
+def errors_of_both(dtype, mask, accurate):
     """Errors of out, dq, dk, dv against float64: ours, and SDPA's at this dtype."""
     leaves, dout = draw(512, heads=8, groups=2, width=64, batch=1, dtype=dtype)
     sdpa = functools.partial(scaled_dot_product_attention, attn_mask=mask.dense(), enable_gqa=True)
@@ -191,16 +180,16 @@ def errors_of_both(dtype, mask, accurate=False):
 
 @pytest.mark.parametrize("mask", [Mask.causal(512), Mask.causal(512, window=200)])
 @pytest.mark.parametrize(
-    "dtype, most", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
-)
-def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, mask):
-    ours, rival = errors_of_both(dtype, mask)
+    "dtype, accurate, most",
+    [
+        (torch.float32, False, 4), (torch.bfloat16, False, 2), (torch.float16, False, 2),
+        (torch.bfloat16, True, 0.9),
+    ],
+)  # fmt: skip
+def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, accurate, most, mask):
+    ours, rival = errors_of_both(dtype, mask, accurate)
     assert max(a / b for a, b in zip(ours, rival, strict=True)) <= most
-
-
-def test_accurate_bf16_is_below_2e_3():
-    ours, rival = errors_of_both(torch.bfloat16, Mask.causal(512), accurate=True)
-    assert max(ours) < 2e-3 < max(rival)
+    assert not accurate or max(ours) < 2e-3 < max(rival)
 
 
 DEAD = torch.arange(40) % 5 == 2
@@ -270,18 +259,16 @@ def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
 
 @both
 @pytest.mark.parametrize("poison", shortened([math.nan, math.inf, -math.inf], math.nan, math.inf))
-@pytest.mark.parametrize("case", ["future", "document", "pad", "window"])
+@pytest.mark.parametrize("case", ["future", "document", "window"])
 def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poison, backend, tile):
     """Rows that share no tile with a bad query or key are clean; rows that see it are not."""
     at = torch.arange(40)
     bad, mask, reached, clean = {
         "future": (30, Mask.causal(40), at >= 30, at < 0),
         "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
-        "pad": (17, Mask.padding(at != 17), at < 0, at != 17),
         "window": (20, Mask.causal(40, window=6), (at >= 20) & (at < 26), at < 12),
     }[case]
-    if tile > 10 and case != "pad":
-        clean = at < 0
+    clean = clean & (tile <= 10)
     leaves, dout = draw(40)
     truth = attend(*leaves, mask, backend=backend)[0]
     upstream = torch.where(clean[:, None], dout, 0.0)
@@ -290,16 +277,15 @@ def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poi
     for which in range(3):
         tensors = [x.detach().clone() for x in leaves]
         tensors[which][:, :, bad] = poison
-        tensors[0][:, :, ~mask.dense()[0, 0].any(1)] = poison  # dead queries
         tensors = [x.requires_grad_() for x in tensors]
         out, lse = attend(*tensors, mask, backend=backend)
-        assert worst([out[:, :, clean]], [truth[:, :, clean]]) < 1e-12
-        shown = (at == bad) & reached if which == 0 else reached
-        if reached.any() and (which == 2 or math.isnan(poison)):
-            assert not out[:, :, shown].isfinite().all(-1).any()  # never hidden
-            assert which == 2 or lse[:, :, shown].isnan().all()
         dq = grad_of(out, tensors, upstream, retain_graph=True)[0]
-        assert worst([dq[:, :, clean]], [want[:, :, clean]]) < 1e-12
+        pairs = (out, truth), (dq, want)
+        assert all(worst([a[:, :, clean]], [b[:, :, clean]]) < 1e-12 for a, b in pairs)
+        if which == 2 or math.isnan(poison):  # never hidden
+            shown = at == bad if which == 0 else reached
+            assert not out[:, :, shown].isfinite().all(-1).any()
+            assert which == 2 or lse[:, :, shown].isnan().all()
 
         # Whatever arrives from upstream: a document has tiles of its own, unless a tile is longer.
         grads = grad_of(out, tensors, dout)
