@@ -2668,7 +2668,7 @@ class PackedBatches:
                 total += loss
         if dist.is_initialized():
             # COMM: an all-reduce of one number over all ranks. Pinned by
-            # tests/test_packed.py::test_two_ranks_are_one_process.
+            # tests/test_packed.py::test_ranks_are_one_process.
             dist.all_reduce(total)
         return total
 
@@ -2902,7 +2902,7 @@ def gather_replica(model, items):
     if part.plan.world == part.plan.dp:
         return items, 0
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
-    # tests/test_packed.py::test_two_ranks_are_one_process.
+    # tests/test_packed.py::test_ranks_are_one_process.
     replica = part.grid.replica
     parts = [None] * dist.get_world_size(replica)
     dist.all_gather_object(parts, items, group=replica)

@@ -795,7 +795,7 @@ def groups_of_tokens(stretch, window, dtype):
 def grouped_attention(q_1HnD, k_1GmD, v_1GmD, stretch, scale, window):
     """Compute attention of a `Stretch` with short paths: all groups in one call of torch's."""
     # NUMERICS: scores, softmax and sums are in float32 or better, as in boxes. Pinned by
-    # tests/test_tree.py::test_tree_attention_in_low_precision_is_within_twice_plain_torch.
+    # tests/test_tree.py::test_tree_attention_in_low_precision_is_as_good_as_plain_torch.
     wide = torch.promote_types(q_1HnD.dtype, torch.float32)
     if (window, wide) not in stretch.cache:
         stretch.cache[window, wide] = groups_of_tokens(stretch, window, wide)
@@ -1316,7 +1316,7 @@ class _SummingLeaf:
 
         # NUMERICS: the sum over all chunks below is in float32 or better, and is cast once: in bf16
         # 256 + 1 is 256, and a prompt may have thousands of chunks below it. Pinned by
-        # tests/test_tree_blocks.py::test_gradients_of_keys_are_summed_in_float32_or_better.
+        # tests/test_tree.py::test_gradients_of_keys_are_summed_in_float32_or_better.
         def add(leaf):
             wide = torch.promote_types(leaf.dtype, torch.float32)
             if sums:

@@ -47,7 +47,7 @@ import models  # noqa: E402
 import train_grpo  # noqa: E402
 import smollm_tasks  # noqa: E402
 from measure_grpo import Work, flops  # noqa: E402
-from measure_memory import LiveBytes  # noqa: E402
+from oracles import LiveBytes  # noqa: E402
 from parallel import connect  # noqa: E402
 from text import Text  # noqa: E402
 from tree_attention import TokenTrie  # noqa: E402

@@ -394,7 +394,7 @@ ON_THE_HOST = "weights", "gradients", "moments"  # with --offload
 def memory(name, device, size, steps=3) -> int:
     """Peaks of three training steps of a random model, beside what `plan` says of them."""
     import measure_grpo
-    from measure_memory import LiveBytes
+    from oracles import LiveBytes
 
     import parallel
     import train_grpo

@@ -21,7 +21,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure_memory import LiveBytes
+from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
 import models

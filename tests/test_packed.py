@@ -17,38 +17,29 @@ from test_ranks import ranks
 
 import models
 import ring_attention
-from parallel import (
-    Grid,
-    LocalOptimizer,
-    PackedBatches,
-    Plan,
-    clip_grad_norm,
-    full,
-    gather_replica,
-    pack_row,
-    parallelize,
-    reduce_gradients,
-)
+from parallel import Grid, LocalOptimizer, PackedBatches, Plan, clip_grad_norm, full
+from parallel import gather_replica, parallelize, reduce_gradients
 
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
+EVERYTHING = [*range(len(LENGTHS))]
 TEMPERATURE = 0.7
-TWO = {
-    "d2": ("d2", "dense", {}),
-    "d2 fsdp": ("d2", "dense", dict(mode="fsdp")),
-    "t2": ("t2", "dense", {}),
-    "t2 tied": ("t2", "tied", {}),
-    "c2": ("c2", "dense", {}),
-    "p2": ("p2", "dense", {}),
-    "p2 zbv": ("p2", "deep", dict(schedule="zbv")),
-    "d2e2": ("d2e2", "moe", {}),
-    "d2e2, all on one rank": ("d2e2", "moe", dict(alone=True)),
+TWO = {  # plan: kind of model, options
+    "d2": ("dense", {}),
+    "d2 fsdp": ("dense", dict(mode="fsdp")),
+    "t2": ("dense", {}),
+    "t2 tied": ("tied", {}),
+    "c2": ("dense", {}),
+    "p2": ("dense", {}),
+    "p2 zbv": ("deep", dict(schedule="zbv")),
+    "d2e2": ("moe", {}),
+    "d2e2, all on one rank": ("moe", {}),
 }
 FOUR = {
-    "t2c2": ("t2c2", "dense", {}),
-    "p2t2": ("p2t2", "dense", {}),
-    "p2c2": ("p2c2", "tied", {}),
-    "d2p2 interleaved fsdp": ("d2p2", "deep", dict(schedule="interleaved1f1b", mode="fsdp")),
-    "d2t2e4": ("d2t2e4", "moe", {}),
+    "t2c2": ("dense", {}),
+    "p2t2": ("dense", {}),
+    "p2c2": ("tied", {}),
+    "d2p2 interleaved fsdp": ("deep", dict(schedule="interleaved1f1b", mode="fsdp")),
+    "d2t2e4": ("moe", {}),
 }
 
 
@@ -133,67 +124,40 @@ def errors(model, truth, mine, micro_tokens=12):
 def _under_plans(rank, cases):
     """{case: errors} of this rank."""
     truths, grids, found = {}, {}, {}
-    for name, (text, kind, options) in cases.items():
-        options, plan = dict(options), Plan.parse(text)
-        alone = options.pop("alone", False)
-        if text not in grids:
-            grids[text] = Grid.make(plan)
+    for name, (kind, options) in cases.items():
+        plan = Plan.parse(name.replace(",", "").split()[0])
+        if str(plan) not in grids:
+            grids[str(plan)] = Grid.make(plan)
         if kind not in truths:
             truths[kind] = truth_of(kind)
         model = measure_parallel.build(kind, torch.float64)
         stand_in = models.causal_attention if plan.cp > 1 else None
-        model = parallelize(model, plan, device_mesh=grids[text], attention=stand_in, **options)
-        mine = [*range(len(LENGTHS))][rank :: plan.world]
-        if alone:
-            mine = [*range(len(LENGTHS))] if rank == 0 else []
+        place = dict(device_mesh=grids[str(plan)], attention=stand_in)
+        model = parallelize(model, plan, **place, **options)
+        mine = EVERYTHING[rank :: plan.world]
+        if "all on one rank" in name:
+            mine = EVERYTHING if rank == 0 else []
         found[name] = errors(model, truths[kind], mine)
     return found
 
 
-@pytest.fixture(scope="module")
-def by_two(tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("two"), 2, _under_plans, TWO)
+PLANS = [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def by_four(tmp_path_factory):
-    return ranks(tmp_path_factory.mktemp("four"), 4, _under_plans, FOUR)
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_two_ranks_are_one_process(by_two, name):
-    for found in by_two:
-        assert max(found[name].values()) < 1e-10, found[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
-def test_four_ranks_are_one_process(by_four, name):
-    for found in by_four:
-        assert max(found[name].values()) < 1e-10, found[name]
+@pytest.mark.parametrize("world, cases", PLANS, ids=["two", "four"])
+def test_ranks_are_one_process(tmp_path, world, cases):
+    for found in ranks(tmp_path, world, _under_plans, cases):
+        for name in cases:
+            assert max(found[name].values()) < 1e-10, (name, found[name])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("micro_tokens", [1, 12, 1000])
 def test_an_unsplit_model_needs_no_group(micro_tokens):
-    model, everything = measure_parallel.build("dense", torch.float64), [*range(len(LENGTHS))]
-    truth = truth_of("dense")
-    assert max(errors(model, truth, everything, micro_tokens).values()) < 1e-12
+    model, truth = measure_parallel.build("dense", torch.float64), truth_of("dense")
+    assert max(errors(model, truth, EVERYTHING, micro_tokens).values()) < 1e-12
     # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
-    assert errors(model, truth, everything, micro_tokens)["gradient"] == pytest.approx(1.0)
-
-
-@pytest.mark.quick
-def test_a_row_is_the_one_of_the_worked_example():
-    row = pack_row([[11, 12, 13], [14, 15]], [[True, True], [True]], 8)
-    assert row.tokens_1S.tolist() == [[11, 12, 13, 14, 15, 0, 0, 0]]
-    assert row.sees.tolist() == [[0, 0, 0, 1, 1, -1, -1, -1]]
-    assert row.positions_1S.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0]]
-    assert row.mask_BT.tolist() == [[True, True], [True, False]]
-    assert row.at_N.tolist() == [0, 1, 3]
-
-
-# What cannot be ------------------------------------------------------------------------------
+    assert errors(model, truth, EVERYTHING, micro_tokens)["gradient"] == pytest.approx(1.0)
 
 
 def _fails(function, *args, **options):
@@ -203,20 +167,20 @@ def _fails(function, *args, **options):
 
 
 def _refused_batches(rank):
-    grids = {text: Grid.make(Plan.parse(text)) for text in ("t2", "c2")}
     built = {}
-    for text, grid in grids.items():
-        model = measure_parallel.build("dense", torch.float64)
-        options = dict(device_mesh=grid, attention=models.causal_attention)
-        built[text] = parallelize(model, Plan.parse(text), **options)
-    texts = [_fails(PackedBatches, built["c2"], attention=attention)]
+    for text in ("t2", "c2"):
+        plan, model = Plan.parse(text), measure_parallel.build("dense", torch.float64)
+        place = dict(device_mesh=Grid.make(plan), attention=models.causal_attention)
+        built[text] = parallelize(model, plan, **place)
     call = PackedBatches(built["t2"], attention=attention).forward_backward
-    texts.append(_fails(call, [[1, 2, 3 + rank]], [[True, True]], None))
-    texts.append(_fails(call, [[1, 2, 3]], [[True, rank == 0]], None))
-    texts.append(_fails(call, [[1, 2, 3], [4]], [[True] * (2 + rank), []], None))
-    texts.append(_fails(call, [[1, 2, 3], []], [[True, True], []], None))
-    texts.append(_fails(call, [[1, 2, 3]], [], None))
-    return texts
+    return [_fails(PackedBatches, built["c2"], attention=attention), *(
+        _fails(call, *case, None) for case in (
+            ([[1, 2, 3 + rank]], [[True, True]]),
+            ([[1, 2, 3]], [[True, rank == 0]]),
+            ([[1, 2, 3], [4]], [[True] * (2 + rank), []]),
+            ([[1, 2, 3], []], [[True, True], []]),
+            ([[1, 2, 3]], []),
+        ))]  # fmt: skip
 
 
 SAID = [
@@ -281,63 +245,58 @@ def test_everything_that_a_model_lacks_is_named_at_once(tmp_path):
         assert sorted(absent) == sorted(re.findall(r"\.(?:[^ (]|\([^)]*\))+", names)), text
 
 
-# Any module ----------------------------------------------------------------------------------
+def _three_steps(rows, optimizer_of, reduce, clip):
+    """Norms before the clip, and the parameters after three steps on these rows of data.
 
-
-def _plain():
-    """A module that has no name of ours, one frozen parameter, and data of five rows."""
+    The module has no name of ours, and one frozen parameter.
+    """
     torch.manual_seed(3)
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     module = torch.nn.Sequential(layer, torch.nn.Linear(8, 3)).double()
     module[1].bias.requires_grad = False
-    return module, torch.randn(5, 4, 8, dtype=torch.float64)
-
-
-def _three_steps(module, rows, optimizer, reduce, clip):
-    """Norms before the clip, and the parameters after three steps on these rows of five."""
-    found = []
+    data, found = torch.randn(5, 4, 8, dtype=torch.float64)[rows], []
+    before = [p.detach().clone() for p in module.parameters()]
+    optimizer = optimizer_of(module)
     for _ in range(3):
-        (module(rows).square().sum() / 5).backward()
+        (module(data).square().sum() / 5).backward()
         reduce(module)
         found.append(clip(module))
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *(p.detach().clone() for p in module.parameters())]
+    after = [p.detach() for p in module.parameters()]
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert moved == [p.requires_grad for p in module.parameters()]
+    return [*found, *after]
 
 
 def _any_module(rank):
     """The largest difference to one process, of ranks with two rows and three."""
-    module, rows = _plain()
-    optimizer = LocalOptimizer(module, lambda p: torch.optim.AdamW(p, lr=0.01))
-    own = rows[:2] if rank == 0 else rows[2:]
-    clip = lambda m: clip_grad_norm(m, 0.5)  # noqa: E731
-    found = _three_steps(module, own, optimizer, reduce_gradients, clip)
 
-    whole, rows = _plain()
-    trained = [p for p in whole.parameters() if p.requires_grad]
+    def trained(module):
+        return [p for p in module.parameters() if p.requires_grad]
 
-    def plainly(m):
-        norm = torch.cat([p.grad.flatten() for p in trained]).norm()
-        for p in trained:
+    def plain_clip(module):
+        norm = torch.cat([p.grad.flatten() for p in trained(module)]).norm()
+        for p in trained(module):
             p.grad *= min(1.0, 0.5 / norm.item())
         return norm
 
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
-    true = _three_steps(whole, rows, optimizer, lambda m: None, plainly)
+    ours = _three_steps(
+        slice(2) if rank == 0 else slice(2, 5),
+        lambda module: LocalOptimizer(module, lambda p: torch.optim.AdamW(p, lr=0.01)),
+        reduce_gradients, lambda module: clip_grad_norm(module, 0.5),
+    )  # fmt: skip
+    true = _three_steps(
+        slice(5), lambda m: torch.optim.AdamW(trained(m), lr=0.01), lambda m: None, plain_clip
+    )
     assert min(norm.item() for norm in true[:3]) > 0.5  # all three are clipped
-    before = _plain()[0].parameters()
-    moved = [not torch.equal(a, b) for a, b in zip(before, true[3:], strict=True)]
-    assert moved == [p.requires_grad for p in whole.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(found, true, strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(ours, true, strict=True))
 
 
 def test_gradients_clip_and_optimiser_take_any_module(tmp_path):
     for found in ranks(tmp_path, 2, _any_module):
         assert found < 1e-10  # AdamW divides by gradients that are nearly 0
-    assert gather_replica(_plain()[0], [1, 2]) == ([1, 2], 0)
-
-
-# The recipe --------------------------------------------------------------------------------------
+    assert gather_replica(torch.nn.Linear(1, 1), [1, 2]) == ([1, 2], 0)
 
 
 def _by_the_recipe(rank, plans):

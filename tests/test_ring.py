@@ -1,9 +1,7 @@
 """Across gloo ranks: every layout and method is the definition; faults are named on every rank."""
 
 import itertools
-import json
 import math
-from collections import namedtuple
 from typing import NamedTuple
 
 import numpy as np
@@ -11,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import shortened
-from measure_ring import bench, multiple_of_sdpa, unshard_replicated
-from measure_vla import broadcast_batch, prefix_attention, sampler_seed, suffix_attention
+from measure_ring import multiple_of_sdpa
 from oracles import FLASH, Watch, draw, plain_attention, worst
 from test_ranks import ranks
 from torch.autograd import grad as grad_of
 
+import models
 import ring_attention as ra
-from ring_attention import Mask, indices, relative, ring_attention, shard, unshard
+from ring_attention import Mask, indices, ring_attention, shard, unshard
 
 METHODS = ("ring", "allgather", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous")
@@ -35,14 +33,19 @@ def truth_of(leaves, mask, *upstream):
     return [x.detach() for x in (*pair, *grad_of(pair[: len(upstream)], leaves, upstream))]
 
 
-def run(leaves, *upstream, group=None, layout="zigzag", **options):
-    """The same of this rank's shards, by `ring_attention`, of tensors in other layouts."""
+def run(leaves, *upstream, group=None, layout="zigzag", passes=1, **options):
+    """The same of this rank's shards, by `ring_attention`, of tensors in other layouts.
+
+    passes: how often out, and its backward into one .grad, are computed.
+    """
     place = dict(dim=2, group=group, layout=layout)
     parts = [shard(x.detach(), **place).transpose(0, 1).contiguous() for x in leaves]
     parts = [x.transpose(0, 1).requires_grad_() for x in parts]
-    pair = ring_attention(*parts, group=group, layout=layout, return_lse=True, **options)
     mine = [shard(x, **place).mT.contiguous().mT for x in upstream]
-    return [x.detach() for x in (*pair, *grad_of(pair[: len(mine)], parts, mine))]
+    for _ in range(passes):
+        pair = ring_attention(*parts, group=group, layout=layout, return_lse=True, **options)
+        torch.autograd.backward(pair[: len(mine)], mine)
+    return [x.detach() for x in (*pair, *(part.grad / passes for part in parts))]
 
 
 def summed(grads):
@@ -53,13 +56,11 @@ def summed(grads):
     return grads
 
 
-# Exactness -----------------------------------------------------------------------------------
-
-
 def _errors(rank, lengths):
     """{(length, mask, layout, method): worst error of out, lse, dq, dk, dv}, of this rank.
 
-    PAD holds NaN and inf, in upstream gradients too. On four ranks one mask serves rings of two.
+    PAD holds NaN and inf, in upstream gradients too. One mask serves two passes into one .grad, and
+    rings of two on four ranks.
     """
     found = {}
     pair = [ra.make_ring(2), None] if dist.get_world_size() == 4 else []
@@ -77,7 +78,9 @@ def _errors(rank, lengths):
             for group in (None, *(pair if name == "window" else ())):
                 for layout, method in itertools.product(LAYOUTS, METHODS):
                     place = dict(group=group, layout=layout)
-                    ours = run(given[:3], *given[3:], mask=mask, method=method, **place)
+                    twice = name == "window" and group is None
+                    how = dict(mask=mask, method=method, passes=1 + twice)
+                    ours = run(given[:3], *given[3:], **how, **place)
                     want = [shard(x, dim=2, **place) for x in truth]
                     assert torch.equal(ours[1] == -math.inf, want[1] == -math.inf)
                     key = tokens, name, layout, method
@@ -100,12 +103,6 @@ LENGTHS += [pytest.param(n, (0, 1, 2, 3, 7, 13), marks=pytest.mark.slow) for n i
 def test_every_length_is_right_on_every_world(tmp_path, world, lengths):
     for found in ranks(tmp_path, world, _errors, lengths):
         assert max(found.values()) < 1e-12, max(found, key=found.get)
-
-
-@pytest.mark.quick
-def test_a_zero_a_transposed_and_a_scaled_gradient_fail_the_comparison():
-    truth = truth_of(*draw(24, width=24)[:1], Mask.causal(24), draw(24, width=24)[1])[2]
-    assert min(relative(x, truth) for x in (0 * truth, truth.mT, 2 * truth)) > 0.5
 
 
 def _dtype_errors(rank):
@@ -140,24 +137,24 @@ def test_gradients_of_a_gather_are_summed_before_they_are_rounded(tmp_path):
 
 
 def _core_errors(rank, fault):
-    """`core_check` of this rank, with a message of each hop that does not arrive."""
-    real, stale = ra.shift, {"block": 0, "gradient": 1}.get(fault)
+    """`core_check` of this rank, with messages of a tag that arrive as zeros."""
+    real, lost = dist.batch_isend_irecv, {"block": 0, "gradient": 1}.get(fault)
 
-    def shift(x, tag, group):
-        return (x, lambda: None) if tag == stale else real(x, tag, group)
+    def post(ops):
+        for op in ops:
+            if op.op is dist.irecv and op.tag == lost:
+                op.tensor = torch.empty_like(op.tensor.zero_())
+        return real(ops)
 
-    ra.shift = shift
+    dist.batch_isend_irecv = post
     return ra.core_check()
 
 
 @pytest.mark.parametrize("fault", [None, "block", "gradient"])
 @pytest.mark.parametrize("world", shortened([2, 3, 4], 3))
-def test_the_core_check_passes_and_catches_a_stale_block(tmp_path, world, fault):
+def test_the_core_check_passes_and_catches_a_lost_block(tmp_path, world, fault):
     largest = max(ranks(tmp_path, world, _core_errors, fault))
     assert largest <= 1e-12 if fault is None else largest > 1e-2
-
-
-# Messages ------------------------------------------------------------------------------------
 
 
 class _Awaited(NamedTuple):
@@ -281,9 +278,6 @@ def test_only_q_k_v_out_and_lse_are_saved_and_no_tensor_is_larger_than_a_few_sha
         assert shapes == want and largest <= 8 * 4 * 1024 * 16
 
 
-# Ranks that differ, and bad input ------------------------------------------------------------
-
-
 class _Broken:
     def __repr__(self):
         raise RuntimeError("this batch cannot be printed")
@@ -351,7 +345,7 @@ def _refused(rank):
     accepted = tuple(_text(x, x, x, batch=batch) for batch in batches)
     others = dist.new_group([0])
     outsider = _text(x, x, x, group=others)
-    return texts, (unequal, one_number), nothing_sent, accepted, outsider
+    return texts, unequal, one_number, nothing_sent, accepted, outsider
 
 
 @pytest.fixture(scope="module")
@@ -365,18 +359,11 @@ def test_ranks_that_disagree_are_named_on_every_rank(refusals, case):
         assert case.split(",")[0] in texts[case] and "rank 1" in texts[case]
 
 
-def test_shards_of_no_layout_and_one_other_number_of_a_batch_are_refused(refusals):
-    for _, (unequal, one_number), *_ in refusals:
+def test_nothing_is_sent_before_all_agree_and_the_group_works_afterwards(refusals):
+    for _, unequal, one_number, nothing_sent, accepted, _ in refusals:
+        assert nothing_sent and accepted == (None, None)
         assert "hold [5, 1] tokens, but the zigzag shards of 6" in unequal
         assert "the same batch" in one_number and "rank 1" in one_number
-
-
-def test_nothing_is_sent_before_all_agree_and_the_group_works_afterwards(refusals):
-    for _, _, nothing_sent, accepted, _ in refusals:
-        assert nothing_sent and accepted == (None, None)
-
-
-def test_a_group_without_this_rank_is_refused(refusals):
     inside, outside = (outsider for *_, outsider in refusals)
     assert inside is None and "rank 1 is not in this group" in outside
 
@@ -424,38 +411,34 @@ def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, me
         assert "not finite: rank 2: dout" in backward and clean is True
 
 
-# Gather, scatter, batches, rings -------------------------------------------------------------
-
-
 def _gathered(rank):
     world, gen, found = dist.get_world_size(), torch.Generator().manual_seed(rank), []
-    for tokens in (0, 1, 7, 12):
-        for layout in LAYOUTS:
-            x = torch.arange(6.0 * tokens, dtype=torch.float64).view(3, tokens, 2)
-            upstream = torch.randn(x.shape, generator=gen, dtype=torch.float64)  # another per rank
-            (total,) = summed([upstream.clone()])
-            index = indices(tokens, rank, world, layout)
-            place = {"dim": -2, "layout": layout}
-            mine = shard(x, **place).requires_grad_()
-            wholes = [f(mine, **place, length=tokens) for f in (unshard, unshard_replicated)]
-            grads = [grad_of(whole, mine, upstream)[0] for whole in wholes]
-            found += [torch.equal(whole, x) for whole in wholes]
-            found.append(torch.allclose(grads[0], total[:, index], rtol=1e-14, atol=0))
-            found.append(torch.equal(grads[1], upstream[:, index]))
+    for tokens, layout in itertools.product((0, 1, 7, 12), LAYOUTS):
+        x = torch.arange(6.0 * tokens, dtype=torch.float64).view(3, tokens, 2)
+        upstream = torch.randn(x.shape, generator=gen, dtype=torch.float64)  # another per rank
+        (total,) = summed([upstream.clone()])
+        index = indices(tokens, rank, world, layout)
+        place = {"dim": -2, "layout": layout}
+        mine = shard(x, **place).requires_grad_()
+        whole = unshard(mine, **place, length=tokens)
+        (grad,) = grad_of(whole, mine, upstream)
+        found += [torch.equal(whole, x), torch.allclose(grad, total[:, index], rtol=1e-14, atol=0)]
 
-            leaf = x.clone().requires_grad_()
-            shard(leaf, **place).backward(upstream[:, index])
-            want = torch.zeros_like(x).index_copy(1, index, upstream[:, index])
-            found.append(torch.equal(leaf.grad, want))
-            ids = torch.arange(tokens)
-            found.append(torch.equal(unshard(shard(ids, dim=0), dim=0, length=tokens), ids))
+        leaf = x.clone().requires_grad_()
+        shard(leaf, **place).backward(upstream[:, index])
+        want = torch.zeros_like(x).index_copy(1, index, upstream[:, index])
+        found.append(torch.equal(leaf.grad, want))
+        ids = torch.arange(tokens)
+        found.append(torch.equal(unshard(shard(ids, dim=0), dim=0, length=tokens), ids))
     with pytest.raises(ValueError, match=f"rank {rank} of {world} holds 4 of {4 * world} tokens"):
         unshard(torch.zeros(3), dim=0, length=4 * world)
+    with pytest.raises(ValueError, match=f"divides {world} ranks, got 5"):
+        ra.make_ring(5)
     return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_gather_undoes_a_shard_and_its_two_gradients_are_sum_and_slice(tmp_path, world):
+def test_a_gather_undoes_a_shard_and_its_gradient_is_the_sum(tmp_path, world):
     assert all(all(found) for found in ranks(tmp_path, world, _gathered))
 
 
@@ -481,121 +464,59 @@ def test_ranks_may_use_different_outputs(tmp_path, method):
     assert max(ranks(tmp_path, 3, _different, method)) < 1e-12
 
 
-Pair = namedtuple("Pair", "left right")
-
-
-def _batch(seed):
-    gen = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(9, (2, 3), generator=gen)
-    return {
-        "text": f"prompt {seed}", "none": None, "number": 0.5 + seed, "tokens": tokens.T,
-        "nested": [Pair(tokens > 4, (torch.randn(4, generator=gen).bfloat16(), tokens.sum()))],
-        "empty": torch.zeros(0, 3),
-    }  # fmt: skip
-
-
-def _broadcast(rank):
-    with pytest.raises(ValueError, match="divides 4 ranks, got 3"):
-        ra.make_ring(3)
-    group, mine = ra.make_ring(2), _batch(10 + rank)
-    assert dist.get_process_group_ranks(group) == [[0, 1], [2, 3]][rank // 2]
-    got = broadcast_batch(mine, group)
-
-    # A digest tells values, dtypes, shapes and kinds of nested parts apart.
-    wanted = [_batch(10 + rank // 2 * 2), _batch(10 + rank)]
-    assert isinstance(got["nested"][0], Pair) and got.keys() == mine.keys()
-    return [ra.digest(x) for x in (got, mine)] == [ra.digest(x) for x in wanted]
-
-
-def test_broadcast_batch_gives_each_ring_the_batch_of_its_first_rank(tmp_path):
-    assert ranks(tmp_path, 4, _broadcast) == [True] * 4
-
-
-def _two_dimensional(rank, replicated, gather, share):
-    """Errors of the mean over 4 ranks, 2 rings of 2, against `share` of the trunk's gradient."""
-    group, gen = ra.make_ring(2), torch.Generator().manual_seed(0)
-    sizes = (8, 48), (16, 4), (2, 1, 14, 8)
-    trunk, head, data = (torch.randn(s, generator=gen, dtype=torch.float64) for s in sizes)
-    params, mask = [trunk.requires_grad_(), head.requires_grad_()], Mask.causal(14)
-
-    def hidden(x_BsD, attention):
-        q, k, v = (x_BsD @ trunk).unflatten(-1, (6, 8)).transpose(1, 2).split((2, 2, 2), 1)
-        return attention(q, k, v).transpose(1, 2).flatten(2)
-
-    def loss(x_BsD):
-        return (x_BsD @ head).pow(2).sum()
-
-    def plain(*qkv):
-        return plain_attention(*qkv, mask.dense())[0]
-
-    def over_the_ring(*qkv):
-        return ring_attention(*qkv, group=group, mask=mask)
-
-    want = grad_of(sum(loss(hidden(x, plain)) for x in data) / 2, params)
-    x = hidden(shard(data[rank // 2], dim=1, group=group), over_the_ring)
-    if replicated:
-        x = gather(x, dim=1, group=group, length=14)
-    grads = summed(grad_of(loss(x) * ra.loss_scale(2, replicated=replicated), params))
-    return relative(grads[0] / 4, share * want[0]), relative(grads[1] / 4, want[1])
-
-
-@pytest.mark.parametrize(
-    "replicated, gather, share",
-    [
-        (True, unshard, 1.0),
-        (False, unshard, 1.0),
-        (True, unshard_replicated, 0.5),  # no factor on the loss makes both gradients right
-    ],
-)
-def test_every_gradient_of_rings_times_data_is_that_of_one_process(
-    tmp_path, replicated, gather, share
-):
-    for trunk, head in ranks(tmp_path, 4, _two_dimensional, replicated, gather, share):
-        assert max(trunk, head) < 1e-12
-
-
-def test_ranks_of_a_ring_share_a_seed_and_rings_do_not():
-    seeds = [sampler_seed(7, rank, 2) for rank in range(6)]
-    assert seeds[0::2] == seeds[1::2] and len(set(seeds)) == 3
-    assert ra.loss_scale(4, replicated=False) == 4 and ra.loss_scale(4, replicated=True) == 1
-    assert ra.loss_scale(4, replicated=True, reduce="sum") == 0.25
-
-
-def _suffix(rank):
-    """The worst error of the suffix route: outputs, and gradients of prefix and suffix."""
-    p, block, valid = 13, torch.tensor([0] * 6 + [1] * 7 + [2] * 5), torch.arange(18) != 3
-    mask, (qkv, dout) = Mask.blocks(block, valid), draw(18, batch=1)
-    pieces = [x.detach().split((p, 5), 2) for x in qkv]
-    leaves = [some[n].requires_grad_() for n in range(2) for some in pieces]
-    whole = [torch.cat((a, b), 2) for a, b in zip(leaves[:3], leaves[3:], strict=True)]
-    truth, _ = plain_attention(*whole, mask.dense())
-    want = grad_of(truth, leaves, dout)
-
-    parts = [shard(x, dim=2) for x in leaves[:3]]
-    prefix = Mask.blocks(block[:p], valid[:p])
-    out, k, v = prefix_attention(*parts, length=p, mask=prefix)
-    suffix = suffix_attention(*leaves[3:], k, v, mask)
-
-    # The prefix's loss is of each rank's tokens, the suffix's is replicated: summed over ranks.
-    upstreams = shard(dout[:, :, :p], dim=2), dout[:, :, p:] / dist.get_world_size()
-    grads = summed(grad_of((out, suffix), leaves, upstreams))
-    got = torch.cat((unshard(out, dim=2, length=p), suffix), 2)
-    return worst((got, *grads), (truth, *want))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_prefix_over_the_ring_and_a_suffix_on_each_rank_are_one_sequence(tmp_path, world):
-    assert max(ranks(tmp_path, world, _suffix)) < 1e-12
-
-
-# One process ---------------------------------------------------------------------------------
-
-
 @pytest.mark.quick
-def test_the_kernels_bench_runs_at_toy_size(capsys):
-    assert bench("--device cpu --tokens 16 24 --repeats 1".split()) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["bench"]
-    assert len(rows) == 8 and all(seconds > 0 for seconds in rows.values())
+@pytest.mark.parametrize("reduce, factors", [("mean", (1, 4)), ("sum", (0.25, 1))])
+def test_the_factor_of_a_loss_on_rings_of_four(reduce, factors):
+    """test_vla.py trains with these factors."""
+    found = [ra.loss_scale(4, replicated=x, reduce=reduce) for x in (True, False)]
+    assert found == [*factors]
+
+
+DOCUMENTS = torch.tensor([-1, *(d for d, n in enumerate((7, 1, 6, 12, 5)) for _ in range(n)), -1])
+
+
+def by_intervals(**place):
+    """A model's callable: interval masks over the ring."""
+
+    def attention(q, k, v, /, *, layer, scale, window=None):
+        mask = Mask.documents(doc_ids=DOCUMENTS).with_window(window)
+        return ring_attention(q, k, v, mask=mask, scale=scale, **place)
+
+    return attention
+
+
+def of_a_model(kind, attention, index):
+    """States of the real tokens `index`, and gradients, of packed documents and PAD."""
+    model, gen = models.tiny_model(kind, seed=5), torch.Generator().manual_seed(0)
+    at = torch.arange(len(DOCUMENTS))
+    positions = at - (DOCUMENTS[:, None] == DOCUMENTS).int().argmax(1)
+    tokens = torch.randint(53, at.shape, generator=gen)
+    upstream = torch.randn(*at.shape, 24, generator=gen, dtype=torch.float64)
+    given = tokens[index][None], positions[index][None]
+    out = model.hidden(given[0], positions=given[1], attention=attention)[0]
+    real = DOCUMENTS[index] >= 0
+    parameters = [p for n, p in model.named_parameters() if n != "lm_head.weight"]
+    return out.detach()[real], grad_of((out * upstream[index])[real].sum(), parameters)
+
+
+def _model_error(rank, kind, layout, method):
+    """The worst error of this rank's states and of the gradients, over all ranks."""
+    index, every = indices(33, rank, dist.get_world_size(), layout), torch.arange(33)
+    packed = models.packed_attention(doc_ids=DOCUMENTS[None])
+    whole, want = of_a_model(kind, packed, every)
+    out, grads = of_a_model(kind, by_intervals(layout=layout, method=method), index)
+    mine = [int((DOCUMENTS[:i] >= 0).sum()) for i in index if DOCUMENTS[i] >= 0]
+    assert min(ra.relative(0 * x, x) for x in want) == 1  # zeros would not pass
+    return worst([out, *summed(grads)], [whole[mine], *want])
+
+
+@pytest.mark.parametrize("layout, method", [("zigzag", "ring"), ("contiguous", "ulysses")])
+@pytest.mark.parametrize("kind", models.TINY)
+def test_a_model_over_a_ring_has_the_one_process_states_and_gradients(
+    tmp_path, kind, layout, method
+):
+    """Interval masks are also the rule of `packed_attention`."""
+    assert max(ranks(tmp_path, 2, _model_error, kind, layout, method)) < 1e-10
 
 
 @pytest.mark.quick

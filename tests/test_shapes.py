@@ -18,27 +18,23 @@ def disagreements(function, path):
     found = set()
 
     def look(frame, event, arg):
-        if event == "return":
-            sizes, where = {}, frame.f_code.co_qualname if sys.version_info > (3, 11) else ""
-            for name, x in frame.f_locals.items():
-                letters = SUFFIX.search(name)
-                if not letters or not isinstance(x, torch.Tensor):
+        sizes = {}
+        for name, x in frame.f_locals.items() if event == "return" else ():
+            letters = SUFFIX.search(name)
+            if not letters or not isinstance(x, torch.Tensor):
+                continue
+            if x.dim() != len(letters[1]):
+                found.add(f"{name} has {x.dim()} dimensions")
+                continue
+            for letter, size in zip(letters[1], x.shape):
+                if size == 1 and not letter.isdigit():  # broadcast
                     continue
-                if x.dim() != len(letters[1]):
-                    found.add(f"{where}: {name} has {x.dim()} dimensions")
-                    continue
-                for letter, size in zip(letters[1], x.shape):
-                    if size == 1 and not letter.isdigit():  # broadcast
-                        continue
-                    known = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-                    if size != known:
-                        found.add(f"{where}: {name} has {letter} = {size}, not {known}")
+                known = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+                if size != known:
+                    found.add(f"{name} has {letter} = {size}, not {known}")
         return look
 
-    def trace(frame, event, arg):
-        return look if frame.f_code.co_filename == path else None
-
-    sys.settrace(trace)
+    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename == path else None)
     try:
         function()
     finally:
@@ -63,27 +59,27 @@ def ring_check():
 
 
 def tree_check():
-    forests = tree_attention.forests()
-    few = {"prefixes": forests["prefixes"]}
-    for _ in tree_attention._tree_rows(tree_attention.TinyModel(), few):
-        pass
-    moe, trie = models.tiny_model("qwen3_moe"), tree_attention.TokenTrie(forests["forest"])
-    tree_attention.tree_backward(moe, trie, tree_attention.example_loss, max_tokens=3, aux_coef=0.1)
+    trie = tree_attention.TokenTrie(tree_attention.forests()["forest"])
+    loss = tree_attention.example_loss
+    for model, coef in ((tree_attention.TinyModel(), 0), (models.tiny_model("qwen3_moe"), 0.1)):
+        tree_attention.tree_logprobs(model, trie)
+        for recompute in (False, True):
+            options = dict(max_tokens=3, recompute=recompute, aux_coef=coef)
+            tree_attention.tree_backward(model, trie, loss, **options)
+
+
+def wrong():
+    a_BS, b_SD, c_B2 = torch.ones(2, 3), torch.ones(4, 5), torch.ones(2, 3)
+    return a_BS, b_SD, c_B2
 
 
 @pytest.mark.parametrize(
-    "function, module",
-    [(models_check, models), (ring_check, ring_attention), (tree_check, tree_attention)],
-)
-def test_shape_suffixes_are_true(function, module):
-    assert disagreements(function, module.__file__) == []
-
-
-def test_the_tracer_sees_a_wrong_suffix():
-    def wrong():
-        a_BS, b_SD, c_B2 = torch.ones(2, 3), torch.ones(4, 5), torch.ones(2, 3)
-        return a_BS, b_SD, c_B2
-
-    found = disagreements(wrong, __file__)
-    assert [line.split(": ")[1] for line in found] == [
-        "b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]  # fmt: skip
+    "function, module, expected",
+    [
+        (models_check, models, []), (ring_check, ring_attention, []),
+        (tree_check, tree_attention, []),
+        (wrong, sys.modules[__name__], ["b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]),
+    ],
+)  # fmt: skip
+def test_shape_suffixes_are_true(function, module, expected):
+    assert disagreements(function, module.__file__) == expected
