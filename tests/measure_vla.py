@@ -26,13 +26,11 @@ over ranks and step), the rows of `judge`.
 import json
 import math
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from example_action_expert import Prefix, control_batch, control_case, flow_matching_loss
-from torch.utils._pytree import tree_map_only
 
 import ring_attention as ra
 from ring_attention import Mask, digest, indices, launch, loss_scale, make_ring, relative
@@ -49,33 +47,6 @@ P = len(BLOCK_P)
 def sampler_seed(seed, rank, ring_size):
     """A seed that the ranks of a ring share and other rings do not, for the sampler of data."""
     return digest(seed, rank // ring_size)
-
-
-@dataclass
-class SentTensor:
-    """A tensor on the CPU, and the kind of device where it belongs."""
-
-    tensor: torch.Tensor
-    device: str
-
-
-def broadcast_batch(batch, group=None):
-    """The first rank's batch on every rank of a group: nested dicts, lists, tuples, tensors, text.
-
-    For data whose randomness a seed does not cover: the ranks of a ring must hold one batch.
-    Tensors keep dtype and kind of device, and lose their graph. All of it is pickled.
-    """
-    ring = ra.ring_of(group)
-    if ring.world == 1:
-        return batch
-
-    def packed(x):
-        return SentTensor(x.detach().cpu().clone(), x.device.type)
-
-    # Pickling a CUDA tensor would bring its device along, which may be another rank's.
-    box = [tree_map_only(torch.Tensor, packed, batch) if ring.rank == 0 else None]
-    dist.broadcast_object_list(box, src=ring.name(0), group=ring.group)
-    return tree_map_only(SentTensor, lambda sent: sent.tensor.to(sent.device), box[0])
 
 
 def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):

@@ -467,7 +467,7 @@ def test_ranks_may_use_different_outputs(tmp_path, method):
 @pytest.mark.quick
 @pytest.mark.parametrize("reduce, factors", [("mean", (1, 4)), ("sum", (0.25, 1))])
 def test_the_factor_of_a_loss_on_rings_of_four(reduce, factors):
-    """test_vla.py trains with these factors."""
+    """test_action.py trains with these factors."""
     found = [ra.loss_scale(4, replicated=x, reduce=reduce) for x in (True, False)]
     assert found == [*factors]
 
