@@ -21,7 +21,8 @@ from test_plan_run import SHAPE, mixture  # noqa: F401, a fixture
 from test_ranks import largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import (
-    FLAGS, TINY, _main, begin, cli, contents, end, good, json_lines, refused, wait_for_steps,
+    FLAGS, TINY, _main, begin, cli, contents, end, good, json_lines, refused, struck,
+    wait_for_steps,
 )  # fmt: skip
 
 import parallel
@@ -31,9 +32,6 @@ from parallel import checkpoints
 WHOLE = f"{SHAPE} --eval-every 2 --timeout 20"
 OF_ENDLESS = f"{FLAGS} 100000 --staleness 1 --timeout 3 --plan"
 SIZES = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
-
-
-# The run of one process ------------------------------------------------------------------------
 
 
 def two_runs(tmp_path, *runs):
@@ -98,9 +96,6 @@ def test_options_make_the_run_of_one_process_too(mixture, tmp_path, name):  # no
         assert lines[0] == lines[1] and lines[0]
 
 
-# Stopped, resumed, audited ---------------------------------------------------------------------
-
-
 def test_a_run_goes_on_apart_and_together(run_of, tmp_path):  # noqa: F811
     """2 steps apart, 2 in one process, 2 apart under another plan: the batches go along."""
     flags = f"{WHOLE} --staleness 2"
@@ -118,16 +113,14 @@ def test_a_run_goes_on_apart_and_together(run_of, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_signal_to_either_side_saves_and_ends_both(tmp_path, victim):
-    flags = f"{TINY} --dtype float64 --staleness 1 --timeout 20 --steps"
-    processes, log = begin(tmp_path, f"{flags} 100000 --out run --plan d1+d1", world=2)
-    wait_for_steps(tmp_path / "run", 3)
-    os.kill(processes[victim].pid, signal.SIGTERM)
-    codes, out, err = end(processes, log, seconds=60)
+    flags = f"{TINY} --dtype float64 --staleness 1 --timeout 20"
+    apart = f"{flags} --out run --plan d1+d1"
+    codes, out, err = struck(tmp_path, apart, 2, victim, signal.SIGTERM)
     assert codes == [143, 143], err
     done = int(re.search(r"SIGTERM: saved after (\d+) steps", out[1])[1])
     assert len(read_metrics(tmp_path / "run")) == done
     good(tmp_path, f"--resume --out run --steps {done + 2}", 2)
-    runs = tmp_path / "run", *two_runs(tmp_path, (1, f"{flags} {done + 2}"))
+    runs = tmp_path / "run", *two_runs(tmp_path, (1, f"{flags} --steps {done + 2}"))
     found, truth = map(read_metrics, runs)
     for line in found + truth:
         line.pop("eval/solved", None)  # an interrupted run may evaluate at its own last step
@@ -142,9 +135,6 @@ def test_the_audit_takes_a_run_of_two_sides(tmp_path, process_group):
         report = audited(tmp_path / "run", step)
         assert report.wrong is None, [row for row in report.rows if not row.ok]
     assert contents(tmp_path / "run") == before
-
-
-# Lost ranks, errors ----------------------------------------------------------------------------
 
 
 def store():
@@ -187,11 +177,9 @@ def test_losing_a_rank_ends_the_run_in_time_and_says_which(tmp_path, plan, victi
 
 def test_losing_the_rank_with_the_store_ends_the_run_too(tmp_path):
     """Without torchrun the store is in rank 0 of the run."""
-    processes, log = begin(tmp_path, f"{OF_ENDLESS} d1+d1", 2)
-    wait_for_steps(tmp_path / "run", 3)
-    processes[0].kill()
+    done = struck(tmp_path, f"{OF_ENDLESS} d1+d1", 2, 0, signal.SIGKILL)
     said = r"step \d+: .*(store|another rank).* is gone"
-    fails(end(processes, log, seconds=30), None, said, codes=[-signal.SIGKILL, 2])
+    fails(done, None, said, codes=[-signal.SIGKILL, 2])
 
 
 @pytest.mark.slow  # torchrun itself
@@ -239,9 +227,6 @@ def test_a_plan_that_does_not_fit_leaves_what_is_there(tmp_path, world, plan, te
         (tmp_path / "run" / name).write_text("{}")
     refused(tmp_path, f"{FLAGS} 3 --overwrite --plan {plan}", text, world)
     assert sorted(x.name for x in (tmp_path / "run").iterdir()) == ["config.json", "metrics.jsonl"]
-
-
-# Messages, and who waits -----------------------------------------------------------------------
 
 
 def test_long_messages_go_in_pieces_and_leave_nothing():

@@ -50,9 +50,6 @@ SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no up
 SKIPPED += r"|warning: steps \d+ to \d+: .*"
 
 
-# Drawing -------------------------------------------------------------------------------------
-
-
 class Case(NamedTuple):
     number: int
     world: int
@@ -291,9 +288,6 @@ def make_models(folder):
     return {name: str(folder / name) for name in kinds}
 
 
-# Running -------------------------------------------------------------------------------------
-
-
 class Result(NamedTuple):
     codes: list  # of each rank; -9: it hung, and was killed
     errors: list  # what each wrote to stderr
@@ -333,9 +327,6 @@ def results_of(folder, jobs):
             pending = []
         pending.append(started(folder, world, argv))
     return results + [ended(*run) for run in pending]
-
-
-# Judging -------------------------------------------------------------------------------------
 
 
 def faults_of(result, case) -> list[str]:
@@ -477,9 +468,6 @@ def report(judged):
     return "\n".join(lines)
 
 
-# Tests ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def models_of(tmp_path_factory):
     return make_models(tmp_path_factory.mktemp("models"))
@@ -530,9 +518,6 @@ def test_the_judge_sees_each_way_to_fail():
     assert difference_of(GOOD, GOOD) is None
     for change in ({"loss/token_mean": 0.5 + 1e-7}, {"reward/mean": 0.2500001}, {"more": 1.0}):
         assert difference_of(GOOD, GOOD._replace(metrics=[LINE | change])) is not None
-
-
-# As a script ---------------------------------------------------------------------------------
 
 
 def main(argv):

@@ -40,9 +40,6 @@ SAVING = f"{TINY} --out run --save-every 2 --steps"
 KL, DEMOS = "--kl-coef 0.1", f"--kl-coef 0.1 --task {LOOKUP} --size 2 --demos 2"
 
 
-# The harness ---------------------------------------------------------------------------------
-
-
 def _main(rank, world, port, cwd, log, flags, die):
     os.chdir(cwd)
     for number, name in ((1, "out"), (2, "err")):
@@ -132,6 +129,14 @@ def wait_for_steps(run, count, old=None):
     until(has_them, f"no {count} lines in {path}")
 
 
+def struck(cwd, flags, world, victim, number):
+    """A run of many steps, of which one rank gets a signal after three: as `end` has it."""
+    processes, log = begin(cwd, f"{flags} --steps 100000", world)
+    wait_for_steps(cwd / "run", 3)
+    os.kill(processes[victim].pid, number)
+    return end(processes, log, seconds=60)
+
+
 def contents(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -181,8 +186,6 @@ def finished(straight, tmp_path):
     return shutil.copytree(straight(f"{SAVING} 4"), tmp_path / "run")
 
 
-# Killed and resumed --------------------------------------------------------------------------
-
 GET, RENAME = "train_grpo.RolloutQueue.get", "pathlib.Path.rename"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
     (1, "", GET, 1), (1, "", "train_grpo.evaluate", 2), (1, "", RENAME, 4), (1, KL, GET, 4),
@@ -204,35 +207,27 @@ def test_a_killed_run_resumes_bit_for_bit(straight, tmp_path, world, flags, wher
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
-def goes_on(straight, folder, out):
-    """A run of two ranks that SIGTERM has ended is resumed, three steps more."""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launch", shortened([[], TORCHRUN], []))
+def test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on(straight, tmp_path, launch):
+    if launch:
+        pipes = dict(stdout=subprocess.PIPE, text=True)
+        command = [*launch, SCRIPT, *f"{FLAGS} 100000".split()]
+        torchrun = subprocess.Popen(command, cwd=tmp_path, **pipes)
+        wait_for_steps(tmp_path / "run", 3)
+        ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+        os.kill(int(ranks[1]), signal.SIGTERM)
+        out, _ = torchrun.communicate(timeout=60)
+        assert torchrun.returncode == 1  # its own code
+    else:
+        codes, (out, _), _ = struck(tmp_path, f"{TINY} --out run", 2, 1, signal.SIGTERM)
+        assert codes == [143, 143]
     done = re.search(r"SIGTERM: saved after (\d+) steps.*--resume --out run", out)[1]
     steps = int(done) + 3
-    good(folder, f"--resume --out run --steps {steps}", 2)
-    same_run(folder / "run", straight(f"{FLAGS} {steps}", 2))
-
-
-def test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on(straight, tmp_path):
-    processes, log = begin(tmp_path, f"{FLAGS} 100000", world=2)
-    wait_for_steps(tmp_path / "run", 3)
-    os.kill(processes[1].pid, signal.SIGTERM)
-    codes, (out, _), _ = end(processes, log, seconds=60)
-    assert codes == [143, 143]
-    goes_on(straight, tmp_path, out)
-
-
-@pytest.mark.slow
-def test_sigterm_under_torchrun_does_so_too(straight, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", SCRIPT, *FLAGS.split(), "100000"]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process = subprocess.Popen(command, cwd=tmp_path, **pipes)
-    wait_for_steps(tmp_path / "run", 3)
-    of_torchrun = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(of_torchrun[1]), signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1, err  # torchrun's own code
-    goes_on(straight, tmp_path, out)
+    good(tmp_path, f"--resume --out run --steps {steps}", 2)
+    same_run(tmp_path / "run", straight(f"{FLAGS} {steps}", 2))
 
 
 def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finished):
@@ -241,9 +236,6 @@ def test_a_finished_run_resumes_to_its_end_and_goes_on_if_asked(straight, finish
     assert "eval/solved" in out and contents(finished) == before
     good(finished.parent, "--resume --out run --steps 6")
     same_run(finished, straight(f"{SAVING} 6"))
-
-
-# Damaged and hostile checkpoints -------------------------------------------------------------
 
 
 def flip_a_bit(path, place=None):
@@ -358,9 +350,6 @@ def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
     assert (finished / "samples.jsonl").read_text() == (truth / "samples.jsonl").read_text()
 
 
-# Directories ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     before = contents(finished)
@@ -393,8 +382,6 @@ def test_without_out_runs_at_once_take_the_first_free_directories(tmp_path):
     for n in (0, 2):
         assert [x["step"] for x in read_metrics(tmp_path / "runs" / f"guess-{n}")] == [0, 1]
 
-
-# Mistakes ------------------------------------------------------------------------------------
 
 # flags -> what the one line must say
 REFUSED = {
@@ -501,46 +488,39 @@ def test_resume_without_a_directory_or_with_other_flags_is_refused(finished, mon
     assert contents(finished) == before
 
 
-STEPS = [  # of the run, of the resume, and whether they are free
-    ("--steps 9 --lr-decay linear", 8, False),
-    ("--steps 2 --lr-decay constant", 4, False),  # a warm-up of 2 would become one of 4
-    ("--steps 9 --lr-decay constant", 4, False),  # a warm-up of 5 would become one of 4
-    ("--steps 9 --lr-decay constant", 5, True),
-    ("--steps 2 --lr-decay constant", 2, True),
-    ("--steps 2 --lr-decay constant --lr-warmup 0", 1, True),
-]
+def stored(flags, **changes):
+    """What config.json holds of a run of these flags."""
+    config = train_grpo.parse_config(["--lr-decay", "constant", *flags.split()])
+    return json.dumps(dataclasses.asdict(config) | changes)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("stored, steps, free", STEPS)
-def test_steps_are_free_while_the_rates_do_not_depend_on_them(tmp_path, stored, steps, free):
-    config = train_grpo.parse_config(stored.split())
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    flags = ["--resume", "--out", str(tmp_path), "--steps", str(steps)]
-    if free:
-        assert train_grpo.parse_config(flags).check().steps == steps
-        return
-    text = f"--resume cannot change --steps {steps} .*the rates depend on the last step"
-    with pytest.raises(ValueError, match=text):
-        train_grpo.parse_config(flags)
-
-
-WHOLE = dataclasses.asdict(train_grpo.Config(lr_decay="constant"))
-STORED = [  # what config.json holds, and what is said of it
-    (json.dumps(WHOLE | {"steps": "9"}), "config.json: --steps must be"),
-    (json.dumps(WHOLE | {"lr_decay": "never"}), "config.json: --lr-decay must be"),
-    (json.dumps(WHOLE | {"lr_warmup": None}), "config.json: --lr-warmup must be"),
-    (json.dumps(WHOLE | {"length": 4}), "is not of this version of Config"),
-    (json.dumps({x: WHOLE[x] for x in WHOLE if x != "staleness"}), "is not of this version"),
-    ("{", "config.json is"), ("[]", "config.json is"), ('{"task": "guess"}', "config.json is"),
+FIXED = "--resume cannot change --steps [48] .*the rates depend on the last step"
+STORED = [  # what config.json holds, the steps of a resume, and how it is refused, if it is
+    (stored("--steps 9 --lr-decay linear"), 8, FIXED),
+    (stored("--steps 2"), 4, FIXED),  # a warm-up of 2 would become one of 4
+    (stored("--steps 9"), 4, FIXED),  # a warm-up of 5 would become one of 4
+    (stored("--steps 9"), 5, None),
+    (stored("--steps 2"), 2, None),
+    (stored("--steps 2 --lr-warmup 0"), 1, None),
+    (stored("", steps="9"), 8, "config.json: --steps must be"),
+    (stored("", lr_decay="never"), 8, "config.json: --lr-decay must be"),
+    (stored("", lr_warmup=None), 8, "config.json: --lr-warmup must be"),
+    (stored("", length=4), 8, "is not of this version of Config"),
+    (stored("").replace('"staleness": 0, ', ""), 8, "is not of this version of Config"),
+    ("{", 8, "config.json is"), ("[]", 8, "config.json is"), ('{"task": "x"}', 8, "config.json is"),
 ]  # fmt: skip
 
 
 @pytest.mark.quick
-def test_a_damaged_configuration_of_a_run_is_named(tmp_path, capsys):
-    for text, says in STORED:
+def test_a_resume_with_other_steps_or_of_a_damaged_configuration_is_refused(tmp_path, capsys):
+    """Steps are free while the rates do not depend on them."""
+    for text, steps, says in STORED:
         (tmp_path / "config.json").write_text(text)
-        assert says in refusal(capsys, f"--out {tmp_path} --resume --steps 8")
+        flags = f"--out {tmp_path} --resume --steps {steps}"
+        if says is None:
+            assert train_grpo.parse_config(flags.split()).check().steps == steps
+        else:
+            assert re.search(says, refusal(capsys, flags)), text
 
 
 TASK = """
@@ -603,9 +583,6 @@ def test_a_reward_may_be_any_real_number_and_a_state_a_dataclass(tmp_path):
     reply = "return state, None, numpy.float32(1)"
     good(tmp_path, _task(tmp_path, top=top, state="State(index)", reply=reply))
     assert read_metrics(tmp_path / "run")[-1]["eval/solved"] > 0
-
-
-# What a run tells ----------------------------------------------------------------------------
 
 
 def _documented():
