@@ -484,29 +484,23 @@ def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
     assert codes == [130] and err[0].count("\n") == 1 and "interrupted" in err[0]
 
 
-FORKS = '''
-import os, signal, sys, time
-sys.path.insert(0, "{}")
-import parallel
-stop = parallel.Stop()
-child = os.fork()
-if not child:
-    time.sleep(60)
-time.sleep(1)
-os.kill(child, signal.SIGTERM)
-print(os.waitpid(child, 0)[1])
-time.sleep(0.2)
-print(stop.number)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.2)
-print(stop.number)
-'''
+def _forks(rank):
+    """The signal that ends a child of this process, and those that this process has seen."""
+    seen = parallel.Stop()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    ended_by = os.waitpid(child, 0)[1]
+    before = seen.number
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    return ended_by, before, seen.number
 
 
 def test_a_process_that_a_reward_forks_ends_by_its_own_signals(tmp_path):
-    (tmp_path / "program.py").write_text(FORKS.format(Path(SCRIPT).parent))
-    _, out, err = as_script("program.py", cwd=tmp_path)
-    assert out.split() == ["15", "0", "15"], out + err
+    assert ranks(tmp_path, 1, _forks) == [(signal.SIGTERM, 0, signal.SIGTERM)]
 
 
 @pytest.mark.quick

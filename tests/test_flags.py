@@ -58,14 +58,10 @@ class Case(NamedTuple):
 
     @property
     def argv(self):
-        return argv_of(self.flags)
-
-
-def argv_of(flags):
-    out = []
-    for name, value in flags.items():
-        out += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return out
+        out = []
+        for name, value in self.flags.items():
+            out += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return out
 
 
 HUGE, FAR, NEAR = 2**62, 1e300, 1e-300
@@ -422,7 +418,8 @@ def difference_of(result, truth):
 
 def plain(case):
     """The arguments of the same run in one process, without plan, tree and recomputation."""
-    return argv_of({name: x for name, x in case.flags.items() if name not in ONE_PROCESS})
+    flags = {name: x for name, x in case.flags.items() if name not in ONE_PROCESS}
+    return case._replace(flags=flags).argv
 
 
 def judge(cases, folder):
@@ -518,6 +515,10 @@ def test_the_judge_sees_each_way_to_fail():
     assert difference_of(GOOD, GOOD) is None
     for change in ({"loss/token_mean": 0.5 + 1e-7}, {"reward/mean": 0.2500001}, {"more": 1.0}):
         assert difference_of(GOOD, GOOD._replace(metrics=[LINE | change])) is not None
+    for norm, compared in ((0.0, True), (1e-8, False), (0.5, True)):
+        updated = LINE | {"grad_norm": norm}
+        runs = [GOOD._replace(metrics=[updated, LINE | {"loss/token_mean": x}]) for x in (1, 2)]
+        assert (difference_of(*runs) is not None) == compared
 
 
 def main(argv):
