@@ -114,7 +114,7 @@ def killed(cwd, flags, where, count, world=1):
     assert -signal.SIGKILL in codes
 
 
-def until(condition, text, seconds=120):
+def until(condition, text, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, text
