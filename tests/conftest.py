@@ -28,6 +28,11 @@ def shortened(names, *kept):
     return cases
 
 
+def slow(*cases):
+    """Cases for `parametrize`, each a tuple of arguments, that only `-m slow` has."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Share whole folders of tests among the cores: what `-n` and `--dist` of pytest-xdist do.

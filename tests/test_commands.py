@@ -8,10 +8,8 @@ import io
 import itertools
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ import torch
 from conftest import ROOT
 from test_ranks import as_script
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
-from test_run import _main, begin, cli, contents, end, good
+from test_run import _main, cli, contents, good, json_lines, killed
 
 import models
 import text as text_file
@@ -31,7 +29,7 @@ from text import Answer, evaluated, pass_at_k, wilson
 from train_grpo import Config, main, make_task
 
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
-SMALL += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
+SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
 SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
 ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".split()
 NAMED = """
@@ -55,8 +53,7 @@ def run(tmp_path_factory):
     """A run of 9 steps that solves 0, 1/3 and 2/3 of its prompts at its three checkpoints."""
     pytest.importorskip("safetensors", reason="checkpoints are safetensors")
     folder = tmp_path_factory.mktemp("commands")
-    flags = SMALL.replace("--lr 0.01", "--lr 0.007")
-    good(folder, f"{flags} 9")
+    good(folder, f"{SMALL} 9")
     return folder / "run"
 
 
@@ -65,8 +62,7 @@ def echo(tmp_path_factory):
     """A directory with a run of a task from a file, whose import leaves a file `imported`."""
     folder = tmp_path_factory.mktemp("echo")
     (folder / "echo.py").write_text(NAMED)
-    flags = SMALL.replace("--size 3", "--task echo.py:Echo --lr-decay constant")
-    good(folder, f"{flags} 2")
+    good(folder, f"{SMALL.replace('--size 3', '--task echo.py:Echo')} 2")
     (folder / "imported").unlink()
     return folder
 
@@ -78,8 +74,12 @@ def call(capsys, *argv):
     return code, *capsys.readouterr()
 
 
+class Said(io.StringIO):
+    """A standard input, whose methods can be replaced."""
+
+
 def said(monkeypatch, text):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys, "stdin", Said(text))
 
 
 def figures_of(out):
@@ -87,7 +87,6 @@ def figures_of(out):
 
 
 def test_the_plain_prompt_of_a_run_is_what_it_is_talked_to_in():
-    """A conversation with a run of --template raw, or of a text."""
     def heard(**settings):
         return text_file.plain_prompt(Config(task="jsonl", data="d", model="m", **settings), "a b")
 
@@ -118,21 +117,23 @@ finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
         assert code == 0, err
 
 
-def test_a_reader_that_has_seen_enough_ends_a_command(monkeypatch):
-    def command(argv):
-        raise BrokenPipeError
-
-    closed = []
-    monkeypatch.setattr("os.dup2", lambda *descriptors: closed.append(descriptors))
-    monkeypatch.setattr("sys.stdout", open(os.devnull, "w"))
-    assert models.quietly(command, []) == 141 and len(closed) == 1
-
-
-# Figures ---------------------------------------------------------------------------------------
+def test_a_reader_that_has_seen_enough_ends_a_command(tmp_path):
+    program = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import models
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.exit(models.quietly(lambda argv: print("x" * 99999), []))
+"""
+    (tmp_path / "program.py").write_text(program)
+    code, _, err = as_script("program.py", str(ROOT), cwd=tmp_path)
+    assert (code, err) == (141, "")
 
 
 def test_the_greedy_figure_is_the_runs_own(run, capsys):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(run / "metrics.jsonl")
     solved = {line["step"] + 1: line["eval/solved"] for line in lines if "eval/solved" in line}
     assert len(set(solved.values())) == 3, solved
     for step, value in solved.items():
@@ -157,13 +158,22 @@ def test_an_evaluation_is_a_function_of_its_seed(run, capsys):
     assert same[0][1].count("\nprompt: ?\nanswer: ") == 3
 
 
-def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples():
+def test_pass_at_k_and_wilsons_interval_are_what_they_are_by_definition():
+    """The mean over all choices of k samples; chances that are 1.96 deviations from the mean."""
     for count, solved in itertools.product(range(1, 7), range(7)):
         outcomes = [n < solved for n in range(count)]
         for k in range(1, count + 1):
             chosen = [any(some) for some in itertools.combinations(outcomes, k)]
             assert pass_at_k(min(solved, count), count, k) == pytest.approx(np.mean(chosen))
     assert pass_at_k(1, 4000, 2000) == pytest.approx(0.5)
+
+    for mean, count in itertools.product((0.0, 0.1, 0.5, 1.0), (1, 7, 200)):
+        low, high = wilson(mean, count)
+        assert 0 <= low <= mean <= high <= 1
+        for p in (low, high):
+            if 0 < p < 1:
+                deviations = abs(mean - p) / math.sqrt(p * (1 - p) / count)
+                assert deviations == pytest.approx(1.959964)
 
 
 def test_figures_are_of_the_groups_that_were_played(monkeypatch):
@@ -180,18 +190,6 @@ def test_figures_are_of_the_groups_that_were_played(monkeypatch):
     assert found.prompts == 3 and found.figures["pass@1"] == (5 / 16, *wilson(5 / 16, 3))
     assert found.shown == [("0", "1", 1), ("0", "1", 0), ("0", "1", 0)]
 
-
-def test_wilsons_interval_holds_the_chances_that_reach_to_the_mean():
-    for mean, count in itertools.product((0.0, 0.1, 0.5, 1.0), (1, 7, 200)):
-        low, high = wilson(mean, count)
-        assert 0 <= low <= mean <= high <= 1
-        for p in (low, high):
-            if 0 < p < 1:
-                deviations = abs(mean - p) / math.sqrt(p * (1 - p) / count)
-                assert deviations == pytest.approx(1.959964)
-
-
-# What is refused -------------------------------------------------------------------------------
 
 REFUSED = {
     "eval {run} --samples 0": "--samples must be positive, got 0",
@@ -214,41 +212,38 @@ REFUSED = {
     "export {run}/hf new": "is not a run",
     "export {run} new --step 4": "those that it holds are of: 3, 6, 9",
     "export nothing new": "no nothing/config.json; expected",
+    "export {run} old": "old.tmp is there",
 }
 
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
+    Path("old.tmp").mkdir()
     said(monkeypatch, "?\n")
     before = contents(run)
     code, out, err = call(capsys, *command.format(run=run).split())
     assert (code, out) == (2, "") and REFUSED[command] in err.splitlines()[-1], err
-    assert contents(run) == before and not list(tmp_path.iterdir())
+    assert contents(run) == before and [x.name for x in tmp_path.iterdir()] == ["old.tmp"]
 
 
-def test_what_stands_where_an_export_is_first_written_is_refused(run, tmp_path, capsys):
-    (tmp_path / "new.tmp").mkdir()
-    code, _, err = call(capsys, "export", run, tmp_path / "new")
-    assert code == 2 and "new.tmp is there" in err and not (tmp_path / "new").exists()
+BY_ARGPARSE = {  # the command -> exit code, and what is said
+    "eval --help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
+    "chat --help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
+    "eval RUN --dtype float8": (2, "argument --dtype: invalid choice"),
+    "chat RUN --dtype float8": (2, "argument --dtype: invalid choice"),
+    **{f"eval RUN {flag} 3": (2, f"unrecognized arguments: {flag}")  # they would do nothing
+       for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
+}  # fmt: skip
 
 
-BY_ARGPARSE = {  # exit code, and what is said
-    "--help": (0, "weights [of a run: its generator's; of a directory: as stored]"),
-    "RUN --dtype float8": (2, "argument --dtype: invalid choice"),
-}
-DO_NOTHING = "--lr", "--steps", "--model", "--advantage", "--out"  # in an evaluation
-CASES = {f"{name} {flags}": how for name in ("eval", "chat") for flags, how in BY_ARGPARSE.items()}
-CASES |= {f"eval RUN {flag} 3": (2, f"unrecognized arguments: {flag}") for flag in DO_NOTHING}
-
-
-@pytest.mark.parametrize("command", CASES)
+@pytest.mark.parametrize("command", BY_ARGPARSE)
 def test_flags_that_a_command_does_not_have_are_refused(capsys, command):
-    code, text = CASES[command]
-    with pytest.raises(SystemExit) as left:
+    code, text = BY_ARGPARSE[command]
+    with pytest.raises(SystemExit, match=f"{code}"):
         main(command.split())
     said = " ".join("".join(capsys.readouterr()).split())
-    assert left.value.code == code and text in said
+    assert text in said
     assert code == 2 or said.count("--dtype {float32,float64,bfloat16}") == 2
 
 
@@ -258,9 +253,6 @@ def test_commands_are_one_process(run, monkeypatch, capsys):
     for command in (["eval", run], ["export", run, "new"]):
         code, _, err = call(capsys, *command)
         assert code == 2 and "is one process: start it without torchrun" in err
-
-
-# Files that a run names ------------------------------------------------------------------------
 
 
 def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypatch, capsys):
@@ -280,18 +272,20 @@ def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypat
     assert contents(Path("new")) == contents(Path("run/hf"))
 
 
-# Hugging Face's directory ----------------------------------------------------------------------
-
-
 def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
     """The tokens have no text, so the directory has no tokenizer."""
     transformers = pytest.importorskip("transformers")
-    assert {x.name for x in (run / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    files = {"config.json", "model.safetensors"}
+    assert {x.name for x in (run / "hf").iterdir()} == files
     model = models.load_hf(run / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
     with torch.no_grad():
         logits = [x.float()(torch.tensor([[3, 0, 6, 4]])) for x in (model, theirs)]
     torch.testing.assert_close(logits[1].logits, logits[0])
+
+    # And a run begins with them.
+    good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
+    assert {x.name for x in (run.parent / "again" / "hf").iterdir()} == files
 
 
 def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, capsys):
@@ -306,18 +300,11 @@ def test_the_newest_checkpoint_exported_is_what_the_run_wrote(run, tmp_path, cap
     assert code == 0 and names == {"model.safetensors"}
 
 
-def test_a_run_goes_on_from_what_it_wrote(run):
-    good(run.parent, f"{SMALL.replace('--out run', '--model run/hf --out again')} 1")
-    assert {x.name for x in (run.parent / "again" / "hf").iterdir()} == {
-        "config.json", "model.safetensors"}  # fmt: skip
-
-
 def test_a_kill_while_the_directory_is_written_leaves_none(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "hf")
     for where in (("shutil.rmtree", 2), ("pathlib.Path.rename", 1)):
-        codes, _, _ = cli(tmp_path, "--resume --out run", die=where)
-        assert codes == [-signal.SIGKILL]
+        killed(tmp_path, "--resume --out run", *where)
         assert (tmp_path / "run" / "hf.tmp").exists() and not (tmp_path / "run" / "hf").exists()
     good(tmp_path, "--resume --out run")
     assert contents(tmp_path / "run") == contents(run)
@@ -328,11 +315,9 @@ def _without_safetensors(*args):
     _main(*args)
 
 
-def test_without_safetensors_a_run_ends_with_0_and_says_how_to_export(
-    tmp_path, capsys, monkeypatch
-):
+def test_without_safetensors_a_run_says_how_to_export(tmp_path, capsys, monkeypatch):
     flags = SMALL.replace("--prompts 12", "--prompts 2")
-    codes, (out,), _ = end(*begin(tmp_path, f"{flags} 1", main=_without_safetensors))
+    codes, (out,), _ = cli(tmp_path, f"{flags} 1", main=_without_safetensors)
     (line,) = [line for line in out.splitlines() if "pip install safetensors" in line]
     command = re.search(r"python train_grpo.py (export run run/hf)", line)[1]
     assert codes == [0] and not (tmp_path / "run" / "hf").exists()
@@ -352,73 +337,72 @@ def test_the_model_that_a_run_began_with_is_named_if_it_is_gone(run, tmp_path, c
     assert "put it back" in err
 
 
-# Conversation ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def talker(checkpoint, tmp_path):  # noqa: F811
     """A checkpoint without a chat template, with room for a conversation."""
-    shutil.copytree(checkpoint, tmp_path / "talker")
-    path = tmp_path / "talker" / "config.json"
-    raw = json.loads(path.read_text()) | {"max_position_embeddings": 4096}
-    path.write_text(json.dumps(raw))
-    return tmp_path / "talker"
+    folder = shutil.copytree(checkpoint, tmp_path / "talker")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 4096}))
+    return folder
 
 
-def test_a_pipe_is_answered_a_line_a_line(talker, monkeypatch, capsys):
-    said(monkeypatch, "What is 1?\n\nAnd 2?\nAnd 3?\n")
-    code, out, err = call(capsys, "chat", talker, "--temperature", 0, "--max-new-tokens", 8)
+@pytest.fixture
+def chat(monkeypatch, capsys):
+    """Code, standard output and standard error of a conversation in which this text is said."""
+    def chat(directory, text, *flags):
+        said(monkeypatch, text)
+        return call(capsys, "chat", directory, *flags)
+
+    return chat
+
+
+def test_a_pipe_is_answered_a_line_a_line(talker, chat):
+    greedy = "--temperature", 0, "--max-new-tokens", 8
+    code, out, err = chat(talker, "What is 1?\n\nAnd 2?\nAnd 3?\n", *greedy)
     assert code == 0 and out.endswith("\n") and err.count("cut off after 8 tokens") <= 3
     assert "no chat template, so each line is plain text" in err and "> " not in out
-    said(monkeypatch, "What is 1?\n\nAnd 2?\nAnd 3?")  # the last line without its end
-    assert call(capsys, "chat", talker, "--temperature", 0, "--max-new-tokens", 8)[:2] == (0, out)
-    told = []
-    for seed in (0, 0, *range(1, 5)):
-        said(monkeypatch, "?\n?\n?\n")
-        told.append(call(capsys, "chat", talker, "--max-new-tokens", 4, "--seed", seed)[1])
+    unended = "What is 1?\n\nAnd 2?\nAnd 3?"  # the last line without its end
+    assert chat(talker, unended, *greedy)[:2] == (0, out)
+    short = "--max-new-tokens", 4, "--seed"
+    told = [chat(talker, "?\n?\n?\n", *short, seed)[1] for seed in (0, 0, *range(1, 5))]
     assert told[0] == told[1] and len(set(told)) > 2
+    code, out, err = chat(talker, "?\n", "--system", "Be brief.")
+    assert (code, out) == (2, "") and "--system needs a chat template" in err
 
 
-def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, monkeypatch, capsys):
-    command = "chat", talker, "--max-new-tokens", 1
-    said(monkeypatch, "?\n\udcff\n?\n")
-    code, _, err = call(capsys, *command)
+def test_what_is_no_text_ends_a_pipe_and_not_a_terminal(talker, chat, monkeypatch):
+    code, _, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
     assert code == 2 and err.count("cut off") <= 1 and "expected text in UTF-8" in err
-
-    said(monkeypatch, "?\n\udcff\n?\n")
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    code, out, err = call(capsys, *command)
+    monkeypatch.setattr(Said, "isatty", lambda self: True)
+    code, out, err = chat(talker, "?\n\udcff\n?\n", "--max-new-tokens", 1)
     assert code == 0 and out.count("> ") == 4 and "expected text in UTF-8" in err
     assert out[-1] == "\n"
 
 
-def test_ctrl_c_ends_a_conversation_with_0(talker, monkeypatch, capsys):
-    def interrupt():
+def test_ctrl_c_ends_a_conversation_with_0(talker, chat, monkeypatch):
+    """While it waits for a line, and while it answers."""
+    def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    said(monkeypatch, "?\n")
-    monkeypatch.setattr(sys.stdin, "readline", interrupt)
-    assert call(capsys, "chat", talker)[:2] == (0, "\n")
-    said(monkeypatch, "?\n")
-    monkeypatch.setattr(text_file, "generate", lambda *args, **how: interrupt())
-    assert call(capsys, "chat", talker)[:2] == (0, "\n")
+    monkeypatch.setattr(text_file, "generate", interrupt)
+    assert chat(talker, "?\n")[:2] == (0, "\n")
+    monkeypatch.setattr(Said, "readline", interrupt)
+    assert chat(talker, "?\n")[:2] == (0, "\n")
 
 
-def test_chat_with_a_run_of_plain_text_takes_no_system_message(talker, monkeypatch, capsys):
-    said(monkeypatch, "?\n")
-    code, out, err = call(capsys, "chat", talker, "--system", "Be brief.")
-    assert (code, out) == (2, "") and "--system needs a chat template" in err
-
-
-class Bytes:
-    """A text side whose tokens are bytes."""
-
-    def decode(self, tokens):
-        return bytes(tokens).decode(errors="replace")
+def test_a_conversation_beyond_the_models_positions_is_a_sentence(checkpoint, chat):  # noqa: F811
+    """48 positions: a later answer is cut off by them, and no other one fits."""
+    lines = "What is 3 and 3?\n" * 9
+    code, out, err = chat(checkpoint, lines, "--max-new-tokens", 12, "--temperature", 0)
+    assert code == 2 and "no chat template, so each line is plain text" in err, err
+    assert 1 < out.count("\n") < 9
+    assert re.search(r"error: the conversation has \d+ tokens, and the model has 48 positions", err)
+    assert "(cut off after " in err
 
 
 def test_a_character_is_printed_once_all_its_bytes_are_there(capsys):
-    answer = Answer([7], [], Bytes())
+    of_bytes = SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(errors="replace"))
+    answer = Answer([7], [], of_bytes)
     printed = []
     for byte in "aé\u4e2d🙂!".encode() + b"\xf0\x9f":
         answer.append(byte, 0.0)
@@ -427,20 +411,6 @@ def test_a_character_is_printed_once_all_its_bytes_are_there(capsys):
     answer.print_whole(ended=True)
     assert capsys.readouterr().out == "\ufffd" and answer.printed == "aé\u4e2d🙂!\ufffd"
 
-
-def test_a_conversation_beyond_the_models_positions_is_a_sentence(
-    checkpoint, monkeypatch, capsys,  # noqa: F811
-):  # fmt: skip
-    """48 positions: a later answer is cut off by them, and no other one fits."""
-    said(monkeypatch, "What is 3 and 3?\n" * 9)
-    code, out, err = call(capsys, "chat", checkpoint, "--max-new-tokens", 12, "--temperature", 0)
-    assert code == 2 and "no chat template, so each line is plain text" in err, err
-    assert 1 < out.count("\n") < 9
-    assert re.search(r"error: the conversation has \d+ tokens, and the model has 48 positions", err)
-    assert "(cut off after " in err
-
-
-# Released checkpoints --------------------------------------------------------------------------
 
 REWARD = """
 def reward(text, row):
@@ -458,7 +428,7 @@ ROADS += [pytest.param(family, {}, marks=pytest.mark.slow, id=family)
 
 @pytest.mark.parametrize("family, size", ROADS)
 def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
-    family, size, tmp_path, monkeypatch, capsys
+    family, size, tmp_path, chat, monkeypatch, capsys
 ):
     """Train, load, evaluate, talk, export, resume, train again: each as transformers has it."""
     released = pytest.importorskip("released", reason="tests/requirements.txt is not installed")
@@ -472,14 +442,12 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     text = text_file.Text("released")
     greedy = dict(max_new_tokens=1, temperature=0.0)
     (row,) = models.generate(models.load_hf("released"), [text.prompt(turn)], **greedy)
-    last = row.tokens[-1]
-    ends = [n for n in range(text.vocab_size) if (n - last) % 3 != 1]
+    ends = [n for n in range(text.vocab_size) if (n - row.tokens[-1]) % 3 != 1]
     path = Path("released/generation_config.json")
-    raw = json.loads(path.read_text())
-    path.write_text(json.dumps(raw | {"eos_token_id": ends}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
     Path("odd.py").write_text(REWARD)
-    rows = [{"question": f"What is {n}?", "answer": f"{n // 2}"} for n in range(200)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [json.dumps({"question": f"What is {n}?", "answer": f"{n // 2}"}) for n in range(200)]
+    Path("rows.jsonl").write_text("\n".join(rows) + "\n")
     good(tmp_path, f"{ROAD} --model released --out run --steps 3")
 
     # The same tokenizer and template, and the same numbers.
@@ -492,10 +460,10 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
         logits = [model(torch.tensor([prompt])) for model in (ours, theirs)]
     torch.testing.assert_close(logits[0], logits[1].logits, rtol=1e-4, atol=1e-4)
 
-    def answer(tokens, count=6):
+    def answer(tokens):
         """Their greedy answer to a row."""
         row = theirs.generate(
-            torch.tensor([tokens]), max_new_tokens=count, do_sample=False, repetition_penalty=1.0,
+            torch.tensor([tokens]), max_new_tokens=6, do_sample=False, repetition_penalty=1.0,
             eos_token_id=list(text.end), pad_token_id=0)  # fmt: skip
         return row[0, len(tokens) :].tolist()
 
@@ -513,25 +481,15 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     assert len(set(rewards)) == 2 or family == "qwen3"  # whose weights repeat a token, with no end
 
     # Two turns of a conversation: the second row is the first, the answer, and what is said next.
-    rows = []
-
-    def recorded(model, given, **how):
-        rows.append(list(given[0].tokens))
-        return models.generate(model, given, **how)
-
-    monkeypatch.setattr(text_file, "generate", recorded)
-    said(monkeypatch, "What is 3 and 3?\nAnd 4?\n")
-    code, out, err = call(capsys, "chat", "run/hf", "--temperature", 0, "--max-new-tokens", 6)
+    lines = "What is 3 and 3?\nAnd 4?\n"
+    code, out, err = chat("run/hf", lines, "--temperature", 0, "--max-new-tokens", 6)
     first = answer(prompt)
     turns = [*turn, {"role": "assistant", "content": ""}, {"role": "user", "content": "And 4?"}]
-    whole = [*prompt, *first, *text.next_turn(turns, first[-1])]
-    second = answer(whole)
-    assert rows == [prompt, whole]
+    second = answer([*prompt, *first, *text.next_turn(turns, first[-1])])
     assert (code, out) == (0, f"{text.decode(first)}\n{text.decode(second)}\n"), err
 
     # A file of its own is asked line by line, however short it is.
-    lines = Path("rows.jsonl").read_text().splitlines(keepends=True)
-    Path("few.jsonl").write_text("".join(lines[:3]))
+    Path("few.jsonl").write_text("\n".join(rows[:3]) + "\n")
     ask = "--task jsonl --data few.jsonl --all-lines --reward odd.py:reward --max-new-tokens 6"
     code, out, err = call(capsys, "eval", "run/hf", *ask.split(), "--samples", 3)
     assert code == 0 and "jsonl, 3 prompts, 3 different; 3 samples each" in out, err
@@ -541,6 +499,6 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     assert call(capsys, "export", "run", "again")[0] == 0
     assert contents(Path("again")) == contents(Path("run/hf"))
     good(tmp_path, "--resume --out run --steps 4 --reward odd.py:reward")
-    assert len(Path("run/metrics.jsonl").read_text().splitlines()) == 4
+    assert len(json_lines(Path("run/metrics.jsonl"))) == 4
     good(tmp_path, f"{ROAD} --model again --out more --steps 1")
     assert models.ModelConfig.from_hf("more/hf") == ours.config

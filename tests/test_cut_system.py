@@ -1,7 +1,6 @@
 """The five cores alone, cut out into an empty folder, are a system that learns."""
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -9,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from test_cores import cut_into
 from test_house import CORES
+from test_run import json_lines
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -44,9 +44,8 @@ def logged(folder, ranks, words, steps):
     done = run(folder, ranks, *words, "--steps", steps, "--dtype", "float64", "--log", file.name)
     assert done.returncode == 0, done.stderr
     assert re.search(r"(^|\n)solved [01]\.\d\d\n$", done.stdout), done.stdout
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(int(steps)))
-    return [line[name] for line in lines for name in ("loss", "grad_norm")]
+    assert [line["step"] for line in json_lines(file)] == list(range(int(steps)))
+    return [line[name] for line in json_lines(file) for name in ("loss", "grad_norm")]
 
 
 def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
@@ -60,26 +59,24 @@ def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
     assert {path.name for path in (tmp_path / "core").glob("*.py")} == {x.name for x in CORES}
 
 
-CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",))]
-CASES += [(2, ("--plan", plan)) for plan in ("d2", "t2", "c2")] + [(3, ()), (4, ("--plan", "c4"))]
-BRIEF = [(2, ("--plan", "c2"))]  # the test above has d2, and the core's own check the tree
-SLOW = [pytest.param(*case, "5", marks=pytest.mark.slow) for case in CASES]
+CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
+CASES += [(2, ("--plan", plan)) for plan in ("d2", "t2", "c2")]
+# By default one plan: the test above has d2, and the core's own check the tree.
+RUNS = [(2, ("--plan", "c2"), "2"), *slow(*((*case, "5") for case in CASES))]
 
 
-@pytest.mark.parametrize("ranks, words, steps", [(*case, "2") for case in BRIEF] + SLOW)
+@pytest.mark.parametrize("ranks, words, steps", RUNS)
 def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks, words, steps):
     expected = logged(folder, 0, (), steps)
-    found = logged(folder, ranks, words, steps)
-    assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    assert logged(folder, ranks, words, steps) == pytest.approx(expected, rel=0, abs=1e-9)
     assert all(norm > 0 for norm in expected[1::2])
 
 
 REFUSED = [(2, "--tree --plan c2"), (1, "--plan p1")]
-MORE_REFUSED = [
+REFUSED += slow(
     (1, "--tree --plan t2"), (2, "--tree --plan t2"), (1, "--plan d2"), (3, "--plan d2"),
     (4, "--plan t4"), (15, ""), (1, "--dtype float16"), (1, "--steps 0"), (1, "--unknown"),
-]  # fmt: skip
-REFUSED += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_REFUSED]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("world, words", REFUSED)
@@ -91,9 +88,8 @@ def test_what_cannot_run_is_refused_in_one_line_before_ranks_meet(folder, world,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--tree", "--plan", "c2"), ("--plan", "t3")])
-def test_torchrun_ends_with_the_line_of_rank_0(folder, words):
-    done = run(folder, 2, *words)
+def test_torchrun_ends_with_the_line_of_rank_0(folder):
+    done = run(folder, 2, "--plan", "t3")
     assert done.returncode != 0 and done.stderr.count("train_grpo.py: error: expected") == 1
 
 
@@ -111,6 +107,6 @@ def test_the_full_version_makes_the_run_of_its_core(folder, tmp_path):
     words = "--dtype float64 --steps 5 --out run".split()
     command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    lines = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = json_lines(tmp_path / "run" / "metrics.jsonl")
     losses = [2 * line["loss/token_mean"] for line in lines]  # the mean of two minibatches
     assert logged(folder, 0, (), "5")[::2] == pytest.approx(losses, rel=0, abs=1e-12)

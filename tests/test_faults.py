@@ -19,12 +19,11 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from signal import SIGKILL
@@ -36,8 +35,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_ranks import UNEQUAL, as_script, ranks, read_metrics
-from test_rollout import LINES, checkpoint  # noqa: F401, a fixture
-from test_run import KL, SCRIPT, TINY, _main, _task, at, begin, cli, contents, end, good, verified
+from test_run import (
+    FLAGS, GET, KL, SCRIPT, TINY, _main, _task, at, begin, contents, end, flip_a_bit, free_port,
+    good, refused, runs_made_once, struck, until, verified, wait_for_steps,
+)  # fmt: skip
 
 import parallel
 from parallel import Damaged, agree, checkpoints, is_lost_rank, newest_checkpoint, read_checkpoint
@@ -49,9 +50,6 @@ STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often
 MARGIN = 40  # seconds beyond the timeout that a loaded machine may need
 GONE = r"(starting|setting up|step \d+): another rank is gone or silent.*; "
 GONE += r"(go on with --resume --out run|look at its error)\n"
-
-
-# The driver ----------------------------------------------------------------------------------
 
 
 def _faulty(rank, world, port, cwd, log, flags, faults):
@@ -92,13 +90,6 @@ def stop(*call, **options):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def until(condition, text, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, text
-        time.sleep(0.005)
-
-
 def is_there(path, *call):
     until(path.exists, f"no {path}")
 
@@ -134,21 +125,11 @@ def nan(trainer, batch, Z):
         t.advantages = np.full(len(t.advantages), np.nan)
 
 
-# What stays ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
-    """steps -> the directory of an uninterrupted run that keeps every checkpoint; made once."""
-    made = {}
-
-    def directory(steps):
-        if steps not in made:
-            made[steps] = tmp_path_factory.mktemp("truth")
-            good(made[steps], f"{RUN} --keep 1000 --steps {steps}", 2)
-        return made[steps] / "run"
-
-    return directory
+    """steps -> the directory of an uninterrupted run that keeps every checkpoint."""
+    straight = runs_made_once(tmp_path_factory)
+    return lambda steps: straight(f"{RUN} --keep 1000 --steps {steps}", 2)
 
 
 def lines_of(run):
@@ -189,20 +170,7 @@ def finished(cwd, truth, steps=STEPS):
     assert read_metrics(cwd / "run") == read_metrics(truth)
 
 
-# Killed --------------------------------------------------------------------------------------
-
 START = 2.0  # seconds in which a kill before the first step falls: about what a start takes
-
-
-def wait_for(cwd, lines, old):
-    """Until metrics.jsonl, where it is not the file of before the start, has so many lines."""
-    path = cwd / "run" / "metrics.jsonl"
-
-    def has_them():
-        new = path.exists() and path.stat().st_ino != old
-        return new and path.read_text().count("\n") >= lines
-
-    until(has_them, f"no {lines} lines in {path}")
 
 
 def strike(cwd, truth, victim, moment, steps):
@@ -215,7 +183,7 @@ def strike(cwd, truth, victim, moment, steps):
     processes, log = begin(cwd, go_on(cwd, steps), 2, (), _faulty)
     pause = START
     if moment >= 1:
-        wait_for(cwd, saved + int(moment), old)
+        wait_for_steps(cwd / "run", saved + int(moment), old)
         pause = 2 * np.mean([x["seconds/total"] for x in whole_lines(path)])
     time.sleep(moment % 1 * pause)
     processes[victim].kill()
@@ -237,18 +205,16 @@ def test_a_rank_killed_at_twenty_moments_costs_nothing(tmp_path, truth, victim):
     finishes(tmp_path, truth(MANY), MANY)
 
 
-ENDS = [("torch.distributed.barrier", 1), ("pathlib.Path.replace", 1)]  # the last call; config.json
+ENDS = ["torch.distributed.barrier", "pathlib.Path.replace"]  # the last call; config.json
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where, count", ENDS)
-def test_a_kill_at_either_end_of_a_run_costs_nothing(tmp_path, truth, where, count):
-    done = run(tmp_path, go_on(tmp_path, STEPS), (0, where, count, kill))
+@pytest.mark.parametrize("where", ENDS)
+def test_a_kill_at_either_end_of_a_run_costs_nothing(tmp_path, truth, where):
+    done = run(tmp_path, go_on(tmp_path, STEPS), (0, where, 1, kill))
     fails(done, None, ".*another rank is gone", codes=[-SIGKILL, 2])
     finishes(tmp_path, truth(STEPS))
 
-
-# Where it cannot write, and what is wrong with the weights -------------------------------------
 
 SAVE, DCP = "train_grpo.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
 OUT, BATCH = "train_grpo.prepare_out", "train_grpo.Trainer.forward_backward"
@@ -296,10 +262,10 @@ FAULTS = {
 DEFAULT = "read-only from the start", "a flipped bit", "steps that are skipped"
 
 
-def fails_and_keeps(cwd, truth, name, flags):
-    """Begin or go on under this fault; both ranks end and say so, and nothing saved is lost."""
+def fails_and_keeps(cwd, truth, name):
+    """Begin under this fault; both ranks end and say so, and nothing saved is lost."""
     more, faults, said, saved = FAULTS[name]
-    done = run(cwd, f"{flags} {more}", *faults)
+    done = run(cwd, f"{RUN} --steps {STEPS} {more}", *faults)
     fails(done, *said)
     if saved:
         assert "2 rank(s), plan d2" in done[1][0], "what was printed before is lost"
@@ -315,27 +281,19 @@ def fails_and_keeps(cwd, truth, name, flags):
 
 @pytest.mark.parametrize("name", shortened(FAULTS, *DEFAULT))
 def test_a_fault_ends_both_ranks_by_name_and_nothing_saved_is_lost(tmp_path, truth, name):
-    fails_and_keeps(tmp_path, truth(STEPS), name, go_on(tmp_path, STEPS))
+    fails_and_keeps(tmp_path, truth(STEPS), name)
     if not FAULTS[name][0] and name not in DEFAULT:
         finishes(tmp_path, truth(STEPS))
 
 
 def test_one_run_survives_fault_after_fault(tmp_path, truth):
-    """The short form: a full disk, a kill, and a rank that is 1 s late to the next checkpoint."""
-    fails_and_keeps(tmp_path, truth(STEPS), "a full disk, rank 1", go_on(tmp_path, STEPS))
-    strike(tmp_path, truth(STEPS), 0, random.Random(2).uniform(1, 3), STEPS)
-    codes, _, err = run(tmp_path, go_on(tmp_path, STEPS), (1, SAVE, 1, sleep, 1))
+    """A full disk, a kill, and ranks that are 1 s late to the start, a step and a checkpoint."""
+    fails_and_keeps(tmp_path, truth(STEPS), "a full disk, rank 1")
+    strike(tmp_path, truth(STEPS), 0, 1.5, STEPS)
+    late = [(1, JOIN, 1, sleep, 1), (0, GET, 2, sleep, 1), (1, SAVE, 1, sleep, 1)]
+    codes, _, err = run(tmp_path, go_on(tmp_path, STEPS), *late)
     assert codes == [0, 0] and (tmp_path / "late").exists(), "\n".join(err)
     finished(tmp_path, truth(STEPS))
-
-
-# Damaged checkpoints -------------------------------------------------------------------------
-
-
-def flip(path, at):
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth, process_group):
@@ -354,19 +312,19 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth, proces
         size = file.stat().st_size
         some = [0, size - 1, *draw.choices(range(size), k=5)]
         for place in range(size) if file.name == "state.json" else some:
-            flip(file, place)
+            flip_a_bit(file, place)
             try:
                 assert read(file) == state, f"{place} of {file.name} is not seen"
             except ValueError as error:
                 assert isinstance(error, Damaged) and file.name in str(error)
-            flip(file, place)
+            flip_a_bit(file, place)
         assert read(file) == state
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path, truth):
     copy = shutil.copytree(truth(STEPS), tmp_path / "run")
     first, second, last = (path / "__1_0.distcp" for path in checkpoints(copy))
-    flip(first, first.stat().st_size // 2)
+    flip_a_bit(first)
     os.truncate(second, second.stat().st_size // 2)
     last.unlink()
     before = contents(copy)
@@ -382,15 +340,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path, tr
 @pytest.mark.slow
 def test_a_damaged_reference_is_refused_by_name(tmp_path):
     good(tmp_path, f"{RUN} {KL} --steps 2", 2)
-    reference = tmp_path / "run" / "reference" / "__0_0.distcp"
-    flip(reference, reference.stat().st_size // 2)
+    flip_a_bit(tmp_path / "run" / "reference" / "__0_0.distcp")
     before = contents(tmp_path / "run")
     done = run(tmp_path, go_on(tmp_path, 4))
     fails(done, "checkpoint run/reference: __0_0.distcp is damaged.*copy")
     assert contents(tmp_path / "run").keys() == before.keys()
-
-
-# A NaN, and a late rank ----------------------------------------------------------------------
 
 
 def test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named(tmp_path):
@@ -405,41 +359,15 @@ def test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named(tmp_path):
     assert newest_checkpoint(tmp_path / "run").endswith("step-00000004")
 
 
-JOIN, STEP = "torch.distributed.init_process_group", "train_grpo.RolloutQueue.get"
-LATE = [(0, STEP, 4), (1, STEP, 4), (0, DCP, 2), (1, DCP, 2), (0, JOIN, 1), (1, JOIN, 1)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, where, count", LATE)
-def test_a_rank_that_is_30_s_late_is_waited_for(tmp_path, truth, rank, where, count):
-    flags = f"{go_on(tmp_path, STEPS)} --timeout 60"
-    codes, _, err = run(tmp_path, flags, (rank, where, count, sleep, 30))
-    assert codes == [0, 0] and (tmp_path / "late").exists(), "\n".join(err)
-    finished(tmp_path, truth(STEPS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, where, count", LATE)
-def test_a_rank_that_is_late_beyond_the_timeout_ends_the_run(tmp_path, truth, rank, where, count):
-    flags = f"{go_on(tmp_path, STEPS)} --timeout 5"
-    processes, log = begin(tmp_path, flags, 2, [(rank, where, count, sleep, 30)], _faulty)
-    processes[1 - rank].join(60)
-    ended = time.time()
-    fails(end(processes, log, seconds=30 + 5 + MARGIN), GONE)
-    assert ended - float((tmp_path / "late").read_text()) < 29, "it waited for the late rank"
-    intact(tmp_path / "run", truth(STEPS))
-    finishes(tmp_path, truth(STEPS))
-
-
-# A stopped rank ------------------------------------------------------------------------------
-
-SUBGROUPS = "torch.distributed.new_subgroups_by_enumeration"
+JOIN = "torch.distributed.init_process_group"
 PLACES = {  # where rank 1 is stopped: the function, and before which call
-    "a step": (STEP, 3),
+    "a step": (GET, 3),
     "a gradient": (BATCH, 3),
     "an update": ("train_grpo.Trainer.optim_step", 3),
     "a push": ("train_grpo.Trainer.push_weights", 3),
-    "its groups": (SUBGROUPS, 1),
+    "a save": (DCP, 1),
+    "the start": (JOIN, 1),
+    "its groups": ("torch.distributed.new_subgroups_by_enumeration", 1),
 }
 UNDER = {
     "d2": "--plan d2", "zero1": "--plan d2 --data-parallel zero1", "c2": "--plan c2",
@@ -464,67 +392,48 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path, name)
     fails(done, GONE)
 
 
-# Started again -------------------------------------------------------------------------------
+def _arrive(rank, store, start, late):
+    """What this rank hears from the other one by the store of this start."""
+    time.sleep(0.3 * late)  # the other rank finds what older starts have left
+    mine = store_of_this_attempt(store, rank, 2, timeout=20)
+    mine.set(f"from {rank}", start)
+    return mine.get(f"from {1 - rank}").decode()
 
 
-def _arrive(store, found, rank, number):
-    found[rank] = store_of_this_attempt(store, rank, 2, timeout=20)
-    found[rank].set(f"from {rank}", number)
-
-
-def test_ranks_that_start_again_find_each_other_and_no_older_start():
+@pytest.mark.parametrize("later", [0, 1])
+def test_ranks_that_start_again_find_each_other_and_no_older_start(later):
     """By one store, as torchrun gives it to every start of its ranks."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
-    # A start whose rank 0 died before it had answered, and then three whole ones.
-    store.set("attempt", "died early")
-    for start, later in enumerate((0, 1, 0)):
-        found = {}
-        ranks = [
-            threading.Thread(target=_arrive, args=(store, found, rank, f"{start}"))
-            for rank in (later, 1 - later)
-        ]
-        ranks[0].start()
-        time.sleep(0.3)  # the other rank comes so much later, and finds what older starts left
-        ranks[1].start()
-        for rank in ranks:
-            rank.join(30)
-        for rank in range(2):
-            assert found[rank].get(f"from {1 - rank}") == f"{start}".encode()
-
-
-def torchruns(cwd, machines, port, flags):
-    """So many torchruns that share a run's two ranks, each allowed to start its ranks again."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
-    launch += ["--nnodes", f"{machines}", "--nproc-per-node", f"{2 // machines}", "--rdzv-id", "1"]
-    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", SCRIPT]
-    started = []
-    for machine in range(machines):
-        log = (cwd / f"log-{machine}").open("w")
-        command = [*launch, *flags.split()]
-        started.append(subprocess.Popen(command, cwd=cwd, stdout=log, stderr=log))
-    return started
-
-
-def workers(torchrun):
-    """The processes that a torchrun has started."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    return [pid for pid in map(int, children) if SCRIPT in Path(f"/proc/{pid}/cmdline").read_text()]
+    store.set("attempt", "died early")  # by a start whose rank 0 died before it had answered
+    for start in ("0", "1"):
+        with ThreadPoolExecutor() as pool:
+            heard = [pool.submit(_arrive, rank, store, start, rank == later) for rank in (0, 1)]
+        assert [x.result() for x in heard] == [start] * 2
 
 
 def is_started_again(cwd, machines, victim, flags, lines):
-    """A rank is killed after so many lines, torchrun starts all again, and the run ends well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = torchruns(cwd, machines, port, f"{flags} --resume-or-start")
-    wait_for(cwd, lines, None)
-    pids = sorted(pid for torchrun in started for pid in workers(torchrun))
-    os.kill(pids[victim], SIGKILL)
+    """So many torchruns share two ranks; one is killed after so many lines, and the run ends well.
+
+    Each torchrun may start its ranks again.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    launch += ["--nnodes", f"{machines}", "--nproc-per-node", f"{2 // machines}", "--rdzv-id", "1"]
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    launch += [SCRIPT, *flags.split(), "--resume-or-start"]
+    logs = [cwd / f"log-{machine}" for machine in range(machines)]
+    started = [subprocess.Popen(launch, cwd=cwd, stdout=log.open("w"), stderr=subprocess.STDOUT)
+               for log in logs]  # fmt: skip
+    wait_for_steps(cwd / "run", lines)
+    pids = []
+    for pid in (torchrun.pid for torchrun in started):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        pids += [x for x in children if SCRIPT in Path(f"/proc/{x}/cmdline").read_text()]
+    os.kill(sorted(map(int, pids))[victim], SIGKILL)
     codes = [torchrun.wait(300) for torchrun in started]
-    logs = [path.read_text() for path in sorted(cwd.glob("log-*"))]
-    assert codes == [0] * machines, "\n".join(logs)
-    assert sum(text.count("rank(s), plan") for text in logs) >= 2, "it was never started again"
+    texts = [path.read_text() for path in logs]
+    assert codes == [0] * machines, "\n".join(texts)
+    assert sum(text.count("rank(s), plan") for text in texts) >= 2, "it was never started again"
 
 
 @pytest.mark.slow
@@ -542,25 +451,17 @@ def test_resume_or_start_begins_a_run_and_goes_on_with_it(tmp_path, truth):
     out, _ = good(tmp_path, f"{flags} {STEPS}", 2)
     assert f"run/step-00000002\nfrom step 2 of {STEPS}" in out
     finished(tmp_path, truth(STEPS))
-    codes, _, err = cli(tmp_path, f"{TINY} --resume-or-start --steps 2")
-    assert codes == [2] and "--resume-or-start needs --out" in err[0]
-
-
-# Ctrl-C --------------------------------------------------------------------------------------
+    refused(tmp_path, f"{TINY} --resume-or-start --steps 2", "--resume-or-start needs --out")
 
 
 @pytest.mark.parametrize("world", shortened([1, 2], 2))
-def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, truth, world):
-    processes, log = begin(tmp_path, f"{RUN} --steps 100000", world)
-    wait_for(tmp_path, 3, None)
-    os.kill(processes[-1].pid, signal.SIGINT)  # one rank of the two
-    codes, out, err = end(processes, log)
+def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, world):
+    codes, out, err = struck(tmp_path, RUN, world, -1, signal.SIGINT)
     assert codes == [130] * world and "Traceback" not in "".join(err)
     said = re.search(r"SIGINT: saved after (\d+) steps; go on with --resume --out run", out[0])
-    steps = int(said[1])
-    assert newest_checkpoint(tmp_path / "run").endswith(f"step-{steps:08d}")
+    assert newest_checkpoint(tmp_path / "run").endswith(f"step-{int(said[1]):08d}")
 
-    hang = [(world - 1, STEP, 2, sleep, 100)]
+    hang = [(world - 1, GET, 2, sleep, 100)]
     processes, log = begin(tmp_path, "--resume --out run --timeout 200", world, hang, _faulty)
     is_there(tmp_path / "late")
     time.sleep(1)  # by now the other rank is inside a collective, where Python runs no handler
@@ -574,30 +475,6 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, truth, world):
     assert codes == [130] * world and "Traceback" not in "".join(err)
 
 
-def test_a_process_that_a_reward_forks_ends_by_its_own_signals(tmp_path):
-    program = f"""
-import os, signal, sys, time
-sys.path.insert(0, "{Path(SCRIPT).parent}")
-import parallel
-stop = parallel.Stop()
-child = os.fork()
-if not child:
-    print("forked", flush=True)
-    time.sleep(60)
-time.sleep(1)
-os.kill(child, signal.SIGTERM)
-ended_by = os.waitpid(child, 0)[1]
-time.sleep(0.2)
-print(ended_by, stop.number)
-os.kill(os.getpid(), signal.SIGTERM)
-time.sleep(0.2)
-print(stop.number)
-"""
-    (tmp_path / "program.py").write_text(program)
-    _, out, err = as_script("program.py", cwd=tmp_path)
-    assert out.split() == ["forked", "15", "0", "15"], out + err
-
-
 def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
     hang = [(0, "train_grpo.build", 1, sleep, 99)]
     processes, log = begin(tmp_path, f"{RUN} --steps 9", 1, hang, _faulty)
@@ -607,40 +484,37 @@ def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
     assert codes == [130] and err[0].count("\n") == 1 and "interrupted" in err[0]
 
 
-# A task's own errors -------------------------------------------------------------------------
-
-LOST = "raise RuntimeError('connection to my database timed out')"
-OWN_ERRORS = {  # what rank 1's task does, and how its error begins
-    LOST: "RuntimeError: connection to my database timed out",
-    "import sys; sys.exit(0)": r"the task called sys.exit\(0\)",
-    "return 3": "TypeError: cannot unpack",
-}
-
-
-@pytest.mark.parametrize("line", OWN_ERRORS)
-def test_what_a_task_raises_is_its_own_error_with_file_and_line(tmp_path, line):
-    done = cli(tmp_path, _task(tmp_path, reply=f"if RANK == '1': {line}"), world=2)
-    where = "" if "return" in line else r", line \d+, in reply\)\n\Z"
-    fails(done, ".*another rank is gone", rf"{OWN_ERRORS[line]}.*task\.py.*{where}")
+def _forks(rank):
+    """The signal that ends a child of this process, and those that this process has seen."""
+    seen = parallel.Stop()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    ended_by = os.waitpid(child, 0)[1]
+    before = seen.number
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    return ended_by, before, seen.number
 
 
+def test_a_process_that_a_reward_forks_ends_by_its_own_signals(tmp_path):
+    assert ranks(tmp_path, 1, _forks) == [(signal.SIGTERM, 0, signal.SIGTERM)]
+
+
+@pytest.mark.quick
 def test_a_lost_rank_is_known_by_where_the_error_was_raised():
-    def raised(function):
-        try:
-            function()
-        except Exception as error:
-            return error
-
-    def says_it():
-        raise RuntimeError("Connection closed by peer: timed out")
-
-    assert not is_lost_rank(raised(says_it))
-    source = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
-    assert is_lost_rank(RuntimeError(source))
-    assert is_lost_rank(dist.DistBackendError("anything"))
+    said = "Connection closed by peer"
     wrapped = RuntimeError("a stage failed")
     wrapped.__cause__ = dist.DistNetworkError("reset")
-    assert is_lost_rank(wrapped)
+    for lost in (RuntimeError(f"[/build/gloo/gloo/transport/tcp/pair.cc:553] {said}"),
+                 dist.DistBackendError("anything"), wrapped):  # fmt: skip
+        assert is_lost_rank(lost)
+    try:
+        raise RuntimeError(f"{said}: timed out")
+    except RuntimeError as error:
+        assert not is_lost_rank(error)
 
 
 def _agreed(rank, error):
@@ -651,7 +525,7 @@ def _agreed(rank, error):
     began = time.monotonic()
     with pytest.raises(Exception) as caught:
         agree(fails)
-    return caught.type.__name__, str(caught.value), time.monotonic() - began
+    return f"{caught.type.__name__}: {caught.value}", time.monotonic() - began
 
 
 FAILURES = [  # raised on rank 0, and what rank 0 and rank 1 say
@@ -663,89 +537,65 @@ FAILURES = [  # raised on rank 0, and what rank 0 and rank 1 say
 
 @pytest.mark.parametrize("error, first, other", FAILURES)
 def test_any_error_of_rank_0_reaches_all_ranks_at_once(tmp_path, error, first, other):
-    found = ranks(tmp_path, 2, _agreed, error)
-    assert [f"{kind}: {text}" for kind, text, _ in found] == [first, other]
-    assert max(seconds for _, _, seconds in found) < 10
+    texts, seconds = zip(*ranks(tmp_path, 2, _agreed, error))
+    assert texts == (first, other) and max(seconds) < 10
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("device", ["cuda", "cdua", "cuda:0", "CPU"])
-def test_a_device_that_is_not_there_is_refused_before_ranks_meet(monkeypatch, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    sizes = {parallel.GENERATOR: 0, parallel.TRAINER: 1}
-    before = dist.is_initialized()
-    for join in (parallel.connect, lambda device: parallel.connect_side(device, sizes)):
-        with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
-            join(device)
-    assert dist.is_initialized() == before
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("device, there, chosen", [
-    ("", False, "cpu"), ("cpu", True, "cpu"), ("", True, "cuda:3"), ("cuda", True, "cuda:3")])
-def test_a_process_takes_the_device_of_its_local_rank(monkeypatch, device, there, chosen):
+def test_a_process_takes_the_device_of_its_local_rank_if_it_is_there(monkeypatch):
     taken = []
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    assert parallel.own_device(device) == chosen and taken == [chosen] * (chosen != "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = [parallel.own_device(name) for name in ("cpu", "", "cuda")]
+    assert chosen == ["cpu", "cuda:3", "cuda:3"]
+    assert taken == ["cuda:3"] * 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert parallel.own_device("") == "cpu"
 
-
-# Nobody gets in ------------------------------------------------------------------------------
-
-EVIL = "from pathlib import Path\nPath('executed').touch()\n"
+    # One that is not there is refused before ranks meet.
+    before = dist.is_initialized()
+    sizes = {parallel.GENERATOR: 0, parallel.TRAINER: 1}
+    for device in ("cuda", "cdua", "cuda:0", "CPU"):
+        for join in (parallel.connect, lambda device: parallel.connect_side(device, sizes)):
+            with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
+                join(device)
+    assert dist.is_initialized() == before and len(taken) == 2
 
 
 def test_resume_imports_no_file_that_the_run_names(tmp_path):
-    flags = _task(tmp_path)
-    good(tmp_path, flags)
-    evil = tmp_path / "run" / "evil.py"
-    evil.write_text(EVIL + (tmp_path / "task.py").read_text())
+    good(tmp_path, _task(tmp_path))
+    evil = "from pathlib import Path\nPath('executed').touch()\n"
+    (tmp_path / "run" / "evil.py").write_text(evil + (tmp_path / "task.py").read_text())
     config = tmp_path / "run" / "config.json"
     for named in ("run/evil.py:Mine", "task.py:Mine"):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"task": named}))
-        codes, _, err = cli(tmp_path, "--resume --out run --steps 3")
-        assert codes == [2] and "give it again, as --task FILE.py:Mine" in err[0]
-    assert not (tmp_path / "executed").exists()
+        text = "give it again, as --task FILE.py:Mine"
+        refused(tmp_path, "--resume --out run --steps 3", text)
     good(tmp_path, "--resume --out run --steps 3 --task task.py:Mine")
     assert len(read_metrics(tmp_path / "run")) == 3 and not (tmp_path / "executed").exists()
 
 
-ONCE = "--steps 4 --save-every 2"
-PAIRS = {"one --out": f"{TINY} {ONCE} --out run", "--resume": "--resume --out run --steps 8",
-         "--overwrite": f"{TINY} {ONCE} --out run --overwrite"}  # fmt: skip
+ONCE = f"{FLAGS} 4 --save-every 2"
+PAIRS = {"--out": ONCE, "--resume": "--resume --out run --steps 8",
+         "--overwrite": f"{ONCE} --overwrite"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", shortened(PAIRS, "one --out"))
+@pytest.mark.parametrize("name", shortened(PAIRS, "--out"))
 def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path, name):
-    if name != "one --out":
-        good(tmp_path, f"{TINY} {ONCE} --out run")
+    if name != "--out":
+        good(tmp_path, ONCE)
     # The one that has the directory waits there until the other has ended.
     hold = [(0, "train_grpo.run", 1, is_there, tmp_path / "let go")]
     runs = [begin(tmp_path, PAIRS[name], 1, hold, _faulty) for _ in range(2)]
     until(lambda: not all(processes[0].is_alive() for processes, _ in runs), "both have it")
     (tmp_path / "let go").touch()
-    ends = [end(*run) for run in runs]
-    assert sorted(codes[0] for codes, _, _ in ends) == [0, 2], [err for _, _, err in ends]
-    winner = next(n for n, (codes, _, _) in enumerate(ends) if codes == [0])
-    assert "error: run is in use by another process: wait" in ends[1 - winner][2][0]
+    ends = sorted(end(*run) for run in runs)
+    assert [codes for codes, _, _ in ends] == [[0], [2]], [err for _, _, err in ends]
+    assert "error: run is in use by another process: wait" in ends[1][2][0]
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [*range(len(lines))]
     assert (tmp_path / "run" / "lock").read_bytes() == b""
-
-
-def test_two_runs_without_out_take_two_directories(tmp_path):
-    runs = [begin(tmp_path, f"{TINY} --steps 2") for _ in range(2)]
-    assert [end(*run)[0] for run in runs] == [[0]] * 2
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"guess-0", "guess-1"}
-    for run in (tmp_path / "runs").iterdir():
-        assert [line["step"] for line in read_metrics(run)] == [0, 1]
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
-    codes, _, _ = cli(tmp_path, f"{TINY} {ONCE} --out run", die=(STEP, 4))
-    assert codes == [-SIGKILL] and (tmp_path / "run" / "lock").read_bytes() == b""
-    good(tmp_path, "--resume --out run")
 
 
 @pytest.mark.quick
@@ -769,31 +619,20 @@ HOSTILE = {  # the file of a run, its text, what a resume must say
 def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
     run, (text, says) = shutil.copytree(truth(STEPS), tmp_path / "run"), HOSTILE[name]
     (run / name).write_text(text)
-    codes, _, err = cli(tmp_path, f"--resume --out run --steps {STEPS + 1}")
-    assert codes == [2] and err[0].count("\n") == 1 and says in err[0], err[0]
+    refused(tmp_path, f"--resume --out run --steps {STEPS + 1}", says)
 
 
-# Nothing is lost -----------------------------------------------------------------------------
-
-
-def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(
-    tmp_path, checkpoint,  # noqa: F811
-):  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    flags = f"--task jsonl --data rows.jsonl --model {checkpoint} --template {{question}} {TINY}"
-    flags += " --out run --steps 2 --max-new-tokens 4"
+def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
+    flags = f"{FLAGS} 2 --heads 4 --plan t2|d2"
     done = run(tmp_path, flags, (0, "models.save_hf", 1, fills_up, None, 3000))
-    fails(done, ".*run/hf not written .*make room.*--resume --out run")
+    fails(done, ".*run/hf not written .*File too large.*make room.*--resume --out run")
     good(tmp_path, "--resume --out run", 2)
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
-# Silence -------------------------------------------------------------------------------------
-
-
 def test_a_run_that_trains_nothing_says_so(tmp_path):
-    codes, _, err = cli(tmp_path, f"{TINY} --out run --steps 3 --temperature 1e-320")
-    assert codes == [2] and "step 0: no finite token" in err[0] and "--temperature" in err[0]
+    done = run(tmp_path, f"{FLAGS} 3 --temperature 1e-320")
+    fails(done, ".*step 0: no finite token.*--temperature")
     flags = f"{TINY} --out other --steps 2 --dynamic-sampling --entropy-coef 0 --max-new-tokens 1"
     _, err = good(tmp_path, flags)
     assert err.count("no update, since nothing was left to train on") == 2
@@ -802,18 +641,14 @@ def test_a_run_that_trains_nothing_says_so(tmp_path):
 def test_a_refusal_leaves_the_directory_free(tmp_path):
     """What only a task, a package or a split model can tell is found before a directory is made."""
     flags = _task(tmp_path)
+    # As a script, where the file's Task was once another class than the one that it derives from.
     text = (tmp_path / "task.py").read_text()
     derived = text.replace("class Mine:", "from train_grpo import Task\nclass Mine(Task):")
-    # As a script, where the file's Task was once another class than the one that it derives from.
     (tmp_path / "task.py").write_text(derived)
     code, _, err = as_script(SCRIPT, *flags.split(), "--demos", "1", cwd=tmp_path)
     assert code == 2 and "Mine has no demonstrations" in err, err
     if not importlib.util.find_spec("tensorboard"):
-        codes, _, err = cli(tmp_path, f"{flags} --tensorboard")
-        assert codes == [2] and "--tensorboard: pip install" in err[0]
-    flags = f"{TINY} --steps 2 --out run --plan p2 --pp-schedule zbv"
-    codes, _, err = cli(tmp_path, flags, 2)
-    assert codes == [2, 2] and "layers" in err[0] and err[0].count("\n") == 1
-    codes, _, err = cli(tmp_path, f"{TINY} --steps 2 --out run --clip-high 1e300")
-    assert codes == [2] and "--clip-high must be finite" in err[0]
+        refused(tmp_path, f"{flags} --tensorboard", "--tensorboard: pip install")
+    refused(tmp_path, f"{FLAGS} 2 --plan p2 --pp-schedule zbv", "layers", 2)
+    refused(tmp_path, f"{FLAGS} 2 --clip-high 1e300", "--clip-high must be finite")
     assert not (tmp_path / "run").exists()

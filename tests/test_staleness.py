@@ -8,15 +8,15 @@ import copy
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import shortened
+from conftest import shortened, slow
 from test_audit import digit, edit_line
 from test_plan_run import SHAPE
-from test_ranks import largest_difference, learns_something, ranks, read_metrics, trained
-from test_run import _main, begin, cli, end, good, wait_for_steps
+from test_ranks import largest_difference, learns_something, ranks, read_metrics
+from test_ranks import run_of  # noqa: F401, a fixture
+from test_run import GET, _main, cli, good, killed, refused
 
 import train_grpo
 from audit import audited
@@ -36,9 +36,6 @@ SETTINGS = {
     "dynamic sampling, forks": (
         "--dynamic-sampling --max-rounds 2 --entropy-coef 0 --forks 2 --fork-turns 1"),
 }  # fmt: skip
-
-
-# The schedule ----------------------------------------------------------------------------------
 
 
 def by_the_definition(flags):
@@ -76,28 +73,23 @@ def test_batches_are_sampled_with_the_weights_of_the_schedule(process_group, tmp
     flags = f"{TINY} {SETTINGS[setting]} --staleness {K} --steps 4"
     good(tmp_path, flags)
     found = read_metrics(tmp_path / "run")
-    truth = by_the_definition(flags)
-    ages = [min(step, int(K)) for step in range(4)]
-    for line, true, age in zip(found, truth, ages, strict=True):
+    for line, true in zip(found, by_the_definition(flags), strict=True):
+        age = min(line["step"], int(K))
         assert (line.pop("policy/age_mean"), line.pop("policy/age_max")) == (age, age)
         line.pop("eval/solved_before", None)
         assert line == {name: pytest.approx(x, abs=0, rel=0) for name, x in true.items()}
     assert learns_something(found)
 
-
-def test_old_is_the_samplers_where_weights_are_older(process_group, tmp_path):
-    """With one update a step the ratio is 1 without staleness, and measures the age with it."""
-    good(tmp_path, f"{TINY} --minibatches 1 --staleness 1 --steps 3")
-    first, *others = read_metrics(tmp_path / "run")
-    assert abs(first["ratio/token_mean"] - 1) < 1e-6 and first["policy_age/update_mean"] == 0
-    assert all(line["ratio/max"] > 1.01 and line["logprob_gap/max"] > 0.01 for line in others)
-    assert [line["policy_age/update_mean"] for line in others] == [1, 1]
-
-
-# Ranks, kills, resumes -------------------------------------------------------------------------
+    # With one update a step the ratio is 1 without staleness, and measures the age with it.
+    if setting == "one update":
+        first, *others = found
+        assert abs(first["ratio/token_mean"] - 1) < 1e-6
+        assert K == "0" or all(x["ratio/max"] > 1.01 for x in others)
+        assert K == "0" or all(x["logprob_gap/max"] > 0.01 for x in others)
+        ages = [line["policy_age/update_mean"] for line in found]
+        assert ages == [min(step, int(K)) for step in range(4)]
 
 
-FLOAT64 = f"{SHAPE} --eval-every 2"
 PLANS = {
     "d2": (2, "--plan d2"),
     "fsdp": (2, "--data-parallel fsdp"),
@@ -107,85 +99,58 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory):
-    """steps -> the metrics of one process with --staleness 2."""
-    made = {}
-
-    def run(steps):
-        if steps not in made:
-            folder = tmp_path_factory.mktemp("one")
-            made[steps] = trained(folder, 1, f"{FLOAT64} --staleness 2 --steps {steps}")
-        return made[steps]
-
-    return run
-
-
 def _resumed(rank, flags, out, more):
     for again in (flags, f"--resume {more}"):
         words = [*again.split(), "--out", str(out)]
         train_grpo.start_run(parse_config(words).check(), "cpu")
 
 
-CASES = [pytest.param(name, 4, marks=[pytest.mark.slow] * (name != "d2")) for name in PLANS]
-CASES += [pytest.param(name, 20, marks=pytest.mark.slow) for name in PLANS]
+CASES = [("d2", 4), *slow(*((name, 20) for name in PLANS), *((name, 4) for name in [*PLANS][1:]))]
 
 
 @pytest.mark.parametrize("name, steps", CASES)
-def test_ranks_and_a_resume_make_the_run_of_one_process(one_process, tmp_path, name, steps):
-    """Half of the steps under a plan, then to the end: the batches under way were kept."""
+def test_ranks_and_a_resume_make_the_run_of_one_process(
+    run_of, tmp_path, name, steps  # noqa: F811
+):  # fmt: skip
+    """Half of the steps under a plan, then to the end: the pending batches were kept."""
     world, plan = PLANS[name]
-    flags = f"{FLOAT64} --staleness 2 --steps {steps // 2} {plan}"
-    ranks(tmp_path, world, _resumed, flags, tmp_path / "run", f"--steps {steps}")
-    found = read_metrics(tmp_path / "run")
-    truth = one_process(steps)
-    for line in (*found, *truth):
-        line.pop("eval/solved", None)  # the shorter run evaluates at its own end too
+    flags = f"{SHAPE} --eval-every 2 --staleness 2 --steps"
+    half = f"{flags} {steps // 2} {plan}"
+    ranks(tmp_path, world, _resumed, half, tmp_path / "run", f"--steps {steps}")
+    runs = read_metrics(tmp_path / "run"), run_of(f"{flags} {steps}")
+    # The shorter run evaluates at its own end too.
+    found, truth = (
+        [{name: x for name, x in line.items() if name != "eval/solved"} for line in run]
+        for run in runs
+    )
     assert largest_difference(found, truth) < 1e-8
 
 
 def test_a_killed_run_and_a_longer_one_go_on_bit_for_bit(tmp_path):
     """Killed in a step, then to 4 steps in another process, then to 6: the run of 6 steps."""
     flags = f"{TINY} --staleness 2 --minibatches 1 --save-every 2 --steps"
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    codes, _, _ = cli(tmp_path / "a", f"{flags} 4", die=("train_grpo.RolloutQueue.get", 4))
-    assert codes == [-9]
-    good(tmp_path / "a", "--resume --out run")
-    good(tmp_path / "a", "--resume --out run --steps 6")
-    good(tmp_path / "b", f"{flags} 6")
-    runs = [tmp_path / name / "run" for name in "ab"]
-    found, truth = map(read_metrics, runs)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    killed(folders[0], f"{flags} 4", GET, 4)
+    good(folders[0], "--resume --out run")
+    good(folders[0], "--resume --out run --steps 6")
+    good(folders[1], f"{flags} 6")
+    found, truth = (read_metrics(folder / "run") for folder in folders)
     assert found == truth
-    states = [json.loads((checkpoints(run)[-1] / "state.json").read_text()) for run in runs]
-    for state in states:
-        for batch in state["pending"]:
-            for name in [name for name in batch["metrics"] if name.startswith("seconds/")]:
-                del batch["metrics"][name]
-    assert [batch["batch"] for batch in states[0]["pending"]] == [6, 7]
-    assert states[0]["pending"] == states[1]["pending"]
-
-
-def test_sigterm_saves_the_batches_under_way(tmp_path):
-    flags = f"{TINY} --staleness 1 --steps"
-    processes, log = begin(tmp_path, f"{flags} 100000")
-    wait_for_steps(tmp_path / "run", 2)
-    processes[0].terminate()
-    codes, _, _ = end(processes, log, seconds=60)
-    done = len(read_metrics(tmp_path / "run"))
-    assert codes == [143]
-    good(tmp_path, f"--resume --out run --steps {done + 2}")
-    (tmp_path / "b").mkdir()
-    good(tmp_path / "b", f"{flags} {done + 2}")
-    assert read_metrics(tmp_path / "run") == read_metrics(tmp_path / "b" / "run")
-
-
-# What is refused -------------------------------------------------------------------------------
+    pending = []
+    for folder in folders:
+        newest = checkpoints(folder / "run")[-1]
+        pending.append(json.loads((newest / "state.json").read_text())["pending"])
+        for batch in pending[-1]:
+            metrics = batch["metrics"].items()
+            batch["metrics"] = {k: x for k, x in metrics if not k.startswith("seconds/")}
+    assert [batch["batch"] for batch in pending[0]] == [6, 7] and pending[0] == pending[1]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of 5 steps with a checkpoint behind each, all rollouts kept."""
+    """A run of 5 steps with a checkpoint after each, all rollouts kept."""
     folder = tmp_path_factory.mktemp("finished")
     flags = "--staleness 2 --steps 5 --save-every 1 --keep 9 --log-rollouts all"
     good(folder, f"{TINY} {flags} --minibatches 1")
@@ -210,19 +175,14 @@ DAMAGED = {
 
 @pytest.mark.parametrize("change", DAMAGED)
 def test_a_checkpoint_with_other_batches_is_refused(finished, tmp_path, change):
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
-    path = checkpoints(run)[-1] / "state.json"
+    path = checkpoints(shutil.copytree(finished, tmp_path / "run"))[-1] / "state.json"
     state = json.loads(path.read_text())
     DAMAGED[change](state)
     path.write_text(json.dumps(sealed(state)))
-    codes, _, err = cli(tmp_path, "--resume --out run --steps 7")
-    assert codes == [2] and "its pending batches are damaged" in err[0]
+    refused(tmp_path, "--resume --out run --steps 7", "its pending batches are damaged")
 
 
-# The audit -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("step", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("step", range(5))
 def test_every_step_is_audited(finished, process_group, step):
     report = audited(finished, step)
     assert report.wrong is None, [row for row in report.rows if not row.ok]
@@ -245,7 +205,7 @@ def test_the_default_step_is_one_whose_sampler_is_kept(process_group, tmp_path):
 
 @pytest.mark.parametrize("key", ["policy/age_max", "policy_age/update_mean", "ratio/max"])
 def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
-    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    run = shutil.copytree(finished, tmp_path / "run")
     edit_line(run, 3, key, digit)
     assert audited(run, 3).verdict == f"audit of step 3: {key} is outside"
 
@@ -268,7 +228,7 @@ def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
 def test_a_batch_by_other_weights_is_named(process_group, tmp_path):
     """Batch 3 is sampled a step late, by fresher weights than the schedule says."""
     flags = f"{TINY} --staleness 2 --steps 5 --log-rollouts all --minibatches 1"
-    codes, _, err = end(*begin(tmp_path, flags, main=_with_fresher_weights))
+    codes, _, err = cli(tmp_path, flags, main=_with_fresher_weights)
     assert codes == [0], err
     assert audited(tmp_path / "run", 3).verdict == "audit of step 3: sampling is outside"
     assert audited(tmp_path / "run", 2).wrong is None
