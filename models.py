@@ -2724,9 +2724,9 @@ def worst_gradient(mine, got, model, want):
 def check(cases=None, transformers=True) -> bool:
     """Compare each path with `definition`, float64; print a table. True if all rows are <= 1e-12.
 
-    cases: some of CASES. Default: all. With tests/measure_models.py in place, experts and the other
-    RoPE types too, and, if transformers is installed, logits and gradients against it in float32,
-    <= 1e-5.
+    cases: some of CASES. Default: all. With tests/bench/measure_models.py in place, experts and the
+    other RoPE types too, and, if transformers is installed, logits and gradients against it in
+    float32, <= 1e-5.
     """
     torch.manual_seed(0)
     core = [check_family(family, tau).item() for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
@@ -2825,7 +2825,8 @@ def logits_by_cache(model, documents, truth):
 
 def measuring_file(name="measure_models"):
     """Import a file of tests/. ImportError where it, or a file that it needs, is missing."""
-    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    tests = Path(__file__).resolve().parent / "tests"
+    sys.path += [str(tests), str(tests / "bench")]
     return __import__(name)
 
 
@@ -2833,7 +2834,7 @@ USAGE = "usage: python models.py core | check [--device cuda] | inspect DIR | be
 
 
 def main(argv) -> int:
-    """Run a command, and return its exit code. inspect and bench are in tests/measure_models.py."""
+    """Run a command, and return its exit code; tests/bench/measure_models.py has inspect, bench."""
     return quietly(_run_command, argv)
 
 

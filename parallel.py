@@ -4400,12 +4400,13 @@ def check() -> bool:
 
 def _measuring_file(name="measure_parallel"):
     """Import a file of tests/. ImportError if it, or a file that it needs, is missing."""
-    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    tests = Path(__file__).resolve().parent / "tests"
+    sys.path += [str(tests), str(tests / "bench")]
     return __import__(name)
 
 
 def main(argv) -> int:
-    """Run a command and return the exit code. plan and bench are in tests/measure_parallel.py."""
+    """Run a command and return the exit code; tests/bench/measure_parallel.py has plan, bench."""
     if argv[:1] == ["core"]:
         core_main(argv[1:])
         return 0

@@ -4297,10 +4297,11 @@ def prepare_out(config, stack) -> str:
 
 
 def _measuring_file(name="measure_grpo"):
-    """Import tests/measure_grpo.py: check, the matrix of plans, trees and families; and bench."""
-    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    """Import tests/bench/measure_grpo.py: check (plans, trees and families) and bench."""
+    tests = Path(__file__).resolve().parent / "tests"
+    sys.path += [str(tests), str(tests / "bench")]
     if not importlib.util.find_spec(name):
-        raise ImportError(f"check and bench need tests/{name}.py in this file's folder")
+        raise ImportError(f"check and bench need tests/bench/{name}.py in this file's folder")
     return __import__(name)
 
 

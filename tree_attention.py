@@ -1938,12 +1938,13 @@ def check() -> int:
 
 def _measuring_file(name="measure_tree"):
     """Import a file of tests/; ImportError if it, or a file that it needs, is missing."""
-    sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+    tests = Path(__file__).resolve().parent / "tests"
+    sys.path += [str(tests), str(tests / "bench")]
     return __import__(name)
 
 
 def main(argv) -> int:
-    """Run a command and return its exit code; bench and plan are in tests/measure_tree.py."""
+    """Run a command and return its exit code; bench and plan are in tests/bench/measure_tree.py."""
     # The core has no command line of its own: `core` runs what the cut file runs.
     if argv[:1] == ["core"]:
         core_main(argv[1:])

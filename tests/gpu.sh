@@ -22,7 +22,7 @@ names() { sed -n 's/^    \([a-z0-9.-]*\)) *#: .*/\1/p' "$here/tests/gpu.sh"; }
 
 # record COMMAND ..: run it, and keep what it prints under this name.
 record() {
-    "$python" "$here/tests/measure_gpu.py" record "$name" \
+    "$python" "$here/tests/bench/measure_gpu.py" record "$name" \
         --out "$out" --device "$device" --size "$size" -- "$@"
 }
 
@@ -48,7 +48,7 @@ case $name in
         sed -n 's/^    \([a-z0-9.-]*\)) *#: /\1: /p' "$here/tests/gpu.sh" ;;
     results)
         # shellcheck disable=SC2046  # names are words
-        "$python" "$here/tests/measure_gpu.py" results $(names) \
+        "$python" "$here/tests/bench/measure_gpu.py" results $(names) \
             --out "$out" --device "$device" --size "$size" ;;
 
     check-models) #: every path of a model, in float64, against the definition on the CPU
@@ -73,10 +73,10 @@ case $name in
     generation) #: generation and training of the 0.6B model against transformers
         record "$python" "$here/models.py" bench --device "$device" $generation ;;
     memory-0.6b) #: peaks of three steps of a 0.6B model in mixed precision, beside the plan's
-        record "$python" "$here/tests/measure_gpu.py" memory 0.6b \
+        record "$python" "$here/tests/bench/measure_gpu.py" memory 0.6b \
             --device "$device" --size "$size" ;;
     memory-8b) #: the same of an 8B model, with weights, gradients and moments on the host
-        record "$python" "$here/tests/measure_gpu.py" memory 8b --device "$device" --size "$size" ;;
+        record "$python" "$here/tests/bench/measure_gpu.py" memory 8b --device "$device" --size "$size" ;;
 
     *)
         echo "error: no command is called $name; sh tests/gpu.sh lists them" >&2

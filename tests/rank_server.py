@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 os.environ.pop("PYTHONPATH", None)  # which only let the server find this file
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE / "bench")]
 
 import numpy.ma  # noqa: E402, F401
 import pytest  # noqa: E402

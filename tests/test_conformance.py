@@ -233,7 +233,7 @@ def test_trls_trainer_adds_micro_batches_up_as_its_adapter_says(tmp_path, how):
 
 def summary_of(*words, cwd):
     """The last line of a run of bench_trl.py that ended well."""
-    code, out, err = as_script(ROOT / "tests" / "bench_trl.py", *words, "--rounds", "1", cwd=cwd)
+    code, out, err = as_script(ROOT / "tests/bench/bench_trl.py", *words, "--rounds", "1", cwd=cwd)
     assert code == 0, err[-2000:]
     return json.loads(out.splitlines()[-1])
 

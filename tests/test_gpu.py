@@ -42,7 +42,7 @@ def asked(name, folder, **environment):
     code, out, err = shell(name, PYTHON=str(fake), **environment)
     assert code == 0, err
     script, what, given, *words = out.splitlines()
-    assert (script, what, given) == (str(ROOT / "tests" / "measure_gpu.py"), "record", name)
+    assert (script, what, given) == (str(ROOT / "tests/bench/measure_gpu.py"), "record", name)
     at = words.index("--")
     return words[:at], words[at + 2 :]  # without the interpreter
 

@@ -68,13 +68,14 @@ def unseen(x):
     return x / 3
 """
 TESTS = """
-import subprocess, sys
+import os, subprocess, sys
 sys.path.insert(0, ".")
 import tiny
 
 def test_doubled():
     code = "import tiny; assert tiny.doubled(3) == 6"
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "tests:."}, check=True)
+    env = os.environ | {"PYTHONPATH": "tests:."}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
 
 def test_shifted():
     assert tiny.shifted(3) > 0

@@ -88,8 +88,8 @@ TABLE = {
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --max-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
-    "python tests/measure_apart.py trace": "apart::the_trace_shows_both_sides_at_work",
-    'python tests/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
+    "python tests/bench/measure_apart.py trace": "apart::the_trace_shows_both_sides_at_work",
+    'python tests/bench/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
         "apart::the_race_is_run",
     **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"),
                     "gpu::the_list_names_each_command"),
@@ -109,7 +109,7 @@ TABLE = {
     "python models.py inspect DIR": " ",
     "python tests/smollm_tasks.py RUN [RUN ..] FILE.png": "smollm::runs_of_both_tasks_are_drawn",
     **dict.fromkeys(RELEASED, "smollm::the_commands_of_the_recipe_run"),
-    "python tests/measure_objectives.py runs/objectives 5 objectives.png":
+    "python tests/bench/measure_objectives.py runs/objectives 5 objectives.png":
         "objectives::the_curves_are_drawn_of_runs_that_are_there",
     "python tests/adapters.py table":
         "conformance::the_losses_of_other_code_bases_are_what_the_table_says",
@@ -128,9 +128,9 @@ TABLE = {
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
     "python tree_attention.py bench --repeats 7": "tree::bench_runs_at_toy_size",
-    "python tests/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
+    "python tests/bench/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
-    "python tests/bench_trl.py --rounds 7":
+    "python tests/bench/bench_trl.py --rounds 7":
         "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
 }  # fmt: skip
 SLOW = ("python models.py bench", "memory", "longest")
@@ -150,7 +150,7 @@ def test_every_command_is_in_the_table_and_who_runs_it_is_there():
     files = (".ci/run", "requirements.txt", "tests/requirements.txt")
     installed = "\n".join((ROOT / file).read_text() for file in files)
     assert [text for text in BY_CI.values() if text not in installed] == []
-    for path in re.findall(r"\btests/\w+\.py", " ".join(COMMANDS)):
+    for path in re.findall(r"\btests/[\w/]+\.py", " ".join(COMMANDS)):
         assert (ROOT / path).exists(), path
 
 
@@ -315,7 +315,7 @@ def test_what_is_in_backticks_exists():
 
 @pytest.mark.quick
 def test_every_flag_is_one():
-    programs = [*ROOT.glob("*.py"), *ROOT.glob("tests/measure_*.py"), ROOT / "tests/test_flags.py"]
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("tests/bench/*.py"), ROOT / "tests/test_flags.py"]
     code = "".join(path.read_text() for path in programs)
     known = {f"--{name.replace('_', '-')}" for name in Config.__dataclass_fields__}
     known |= set(re.findall(r'"(--[\w-]+)"', code)) | FLAGS_ELSEWHERE

@@ -1,7 +1,7 @@
 """Who works and who waits, with generators on ranks of their own.
 
-    python tests/measure_apart.py trace                # pictures of five steps of d1+d1
-    python tests/measure_apart.py race [--rounds 5]    # wall time: staleness 1, 0, and d2
+    python tests/bench/measure_apart.py trace                # pictures of five steps of d1+d1
+    python tests/bench/measure_apart.py race [--rounds 5]    # wall time: staleness 1, 0, and d2
 
 Two processes of one thread. The settings are such that sampling a batch and training on it cost
 about the same, of which `race` prints both. `trace` writes down when each process begins and ends
@@ -20,7 +20,8 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 import ring_attention  # noqa: E402
 import train_grpo  # noqa: E402

@@ -1,7 +1,7 @@
 """One GRPO step of train_grpo.py against TRL's GRPOTrainer on the same work. Needs trl, datasets.
 
-    python tests/bench_trl.py [--prompt 512] [--completion 64] [--group 8] [--rounds 5]  # 20 s
-    python tests/bench_trl.py --model DIR --prompts 8 --completion 14                # 5 min
+    python tests/bench/bench_trl.py [--prompt 512] [--completion 64] [--group 8] [--rounds 5] # 20 s
+    python tests/bench/bench_trl.py --model DIR --prompts 8 --completion 14               # 5 min
 
 The same random Qwen3 (hidden 128, 4 layers, vocabulary 256, float32) in both; `prompts` prompts a
 step, the same in each step, and `group` answers to each of exactly `completion` tokens (no end
@@ -42,7 +42,8 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 import models  # noqa: E402
 import train_grpo  # noqa: E402
 import smollm_tasks  # noqa: E402

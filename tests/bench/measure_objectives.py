@@ -1,7 +1,7 @@
 """Learning curves of every objective on `guess`, with the default run's settings.
 
-    python tests/measure_objectives.py DIR 5             # seeds 0-4: makes the runs that DIR lacks
-    python tests/measure_objectives.py DIR 5 FILE.png    # and draws them (needs matplotlib)
+    python tests/bench/measure_objectives.py DIR 5           # seeds 0-4: makes runs that DIR lacks
+    python tests/bench/measure_objectives.py DIR 5 FILE.png  # and draws them (needs matplotlib)
 
 A line of a table is printed for each objective: the mean of what the seeds solved in the end, the
 least, and the step at whose evaluation each seed had solved 0.95.
@@ -15,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from train_grpo import Objective  # noqa: E402

@@ -1,9 +1,9 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
-    python tests/measure_gpu.py record NAME -- COMMAND ..    runs a command and keeps its rows
-    python tests/measure_gpu.py results NAME ..              the GPU section of tests/RESULTS.md
-    python tests/measure_gpu.py memory 0.6b | 8b             peaks of steps beside the plan's
-    python FILE check --device cuda [--few]                  each of the five files, on one device
+    python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
+    python tests/bench/measure_gpu.py results NAME ..            the GPU section of tests/RESULTS.md
+    python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
+    python FILE check --device cuda [--few]          each of the five files, on one device
 
 A record is a line of OUT/NAME.jsonl: the command, the device, the versions, the seconds, the exit
 code, all that was printed, and as `result` its last line, which every measurement prints as JSON.
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
 DEVICES = "cuda", "cpu"
 SIZES = "full", "toy"
@@ -500,5 +500,5 @@ def main(argv) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     sys.exit(main(sys.argv[1:]))
