@@ -343,6 +343,8 @@ def decode(*prompts, max_new_tokens=2, temperature=0.0, **options):
     (decode([1], max_new_tokens=10**6), "32768 positions"),
     *((decode([1], temperature=t), "temperature") for t in (-1, float("nan"), float("inf"))),
     (lambda m: m.values(torch.ones(1, 24)), "add_value_head"),
+    (lambda m: models.Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
+    (lambda m: models.all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
     (lambda m: m(torch.ones(1, 26).long(), attention=packed_attention([13, 14])),
      r"packed for \(1, 27\)"),
     (lambda m: packed_attention([]), "at least one token"),

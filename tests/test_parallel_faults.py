@@ -553,6 +553,8 @@ def _refused(rank):
     pipeline = _split(_model(), "p2")
     (stage,) = pipeline.parts.values()
     yield _fails(_split, stage, "d2"), "split or shard"
+    ragged = [Micro(torch.ones(1, n, dtype=torch.int64), torch.arange(n)[None]) for n in (4, 6)]
+    yield _fails(pipeline.forward_backward, ragged, None), "must have one shape; pad them"
     tied = _model()
     tied.lm_head.weight = tied.model.embed_tokens.weight
     yield _fails(_split, tied, "t2"), "one parameter with two names"

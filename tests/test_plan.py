@@ -164,6 +164,7 @@ SCHEDULES = [
                   dict(min_ratio=2), dict(min_ratio=-0.1))
 ]  # fmt: skip
 CALLS = [
+    (Plan.parse("d2").groups, [(["x"], "expected a kind of .*, got 'x'")]),
     (Plan.parse, [([text], message) for text, message in PLANS]),
     (Allocation.parse, [([text], message) for text, message in ALLOCATIONS]),
     (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),

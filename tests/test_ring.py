@@ -304,6 +304,7 @@ CASES = {  # a part of the error: q, k, v and options of rank 1, from those of r
     "expected a mask of": lambda q, k, v, o: (q, k, v, {"mask": torch.ones(1, 1, 9, 24) > 0}),
     "one shape": lambda q, k, v, o: (q, k, v[:, :, :5], o),
     "hold [12, 7] tokens": lambda q, k, v, o: (q[:, :, :7], k[:, :, :7], v[:, :, :7], o),
+    "as many keys as queries": lambda q, k, v, o: (q[:, :, :8], k, v, o),
     "layout": lambda q, k, v, o: (q, k, v, {**o, "layout": "spiral"}),
     "method": lambda q, k, v, o: (q, k, v, {**o, "method": "star"}),
     "backend": lambda q, k, v, o: (q, k, v, {**o, "backend": "magic"}),
@@ -470,6 +471,9 @@ def test_the_factor_of_a_loss_on_rings_of_four(reduce, factors):
     """test_action.py trains with these factors."""
     found = [ra.loss_scale(4, replicated=x, reduce=reduce) for x in (True, False)]
     assert found == [*factors]
+    for call in (lambda: ra.loss_scale(4, replicated=True, reduce="max"), lambda: indices(4, 2, 2)):
+        with pytest.raises(ValueError, match="^expected"):
+            call()
 
 
 DOCUMENTS = torch.tensor([-1, *(d for d, n in enumerate((7, 1, 6, 12, 5)) for _ in range(n)), -1])

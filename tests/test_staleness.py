@@ -169,6 +169,7 @@ DAMAGED = {
     "short vectors": lambda state: [
         _first_rollout(state)[name].pop() for name in ("sampled", "logprobs")],
     "a missing group": lambda state: state["pending"][1]["groups"].pop(),
+    "a missing rollout": lambda state: state["pending"][0]["groups"][0][1].pop(),
     "no form": lambda state: state.update(pending={"a": 1}),
 }  # fmt: skip
 

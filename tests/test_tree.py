@@ -1021,6 +1021,8 @@ def tokens(*sequences):
         (train_under_inference_mode, "use tree_scores"),
         (lambda: tree_logprobs(TinyModel(), TokenTrie(TWO), max_tokens=2),
          "call tree_scores under torch.no_grad"),
+        (lambda: tree_backward(TinyModel(), TokenTrie(TWO), linear_loss, lockstep=True),
+         "a rank cannot stop by itself: pass check_finite=False"),
         *((lambda n=n: partition_tree(TokenTrie(TWO), n),
            f"expected max_tokens of 1 or more.*got {n}") for n in (0, -1, 2.5)),
         (lambda: partition(TWO, 2, strategy="best"), "expected strategy .dfs. or"),
