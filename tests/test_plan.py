@@ -183,6 +183,7 @@ def test_what_cannot_be_is_refused():
                 call(*given)
     Plan.parse("d2t2p2").require_fits(world=8, config=models.tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
+    Plan.parse("d4").require_fits(shard=2)
 
 
 # The learning rate -----------------------------------------------------------------------------
