@@ -423,6 +423,15 @@ def test_a_changed_digit_is_named(process_group, copied, name):
     assert audited(run, 2).verdict == f"audit of step 2: {key} is outside"
 
 
+def test_a_turn_that_is_missing_has_reward_0(process_group, copied):
+    path = copied() / "rollouts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    short = [line | {"rewards": [x for x in line["rewards"] if x[1]]} for line in lines]
+    assert short != lines
+    path.write_text("".join(json.dumps(line) + "\n" for line in short))
+    assert audited(path.parent, 2).wrong is None
+
+
 # Planted faults --------------------------------------------------------------------------------
 
 
