@@ -123,6 +123,8 @@ TABLE = {
                     RESTARTED),
     "python tests/test_flags.py --seed 0 --count 1000":
         "flags::random_flags_finish_or_are_refused_by_all_ranks_alike",
+    **dict.fromkeys(("python tests/mutate.py", "python tests/mutate.py models.py --seed 1"),
+                    "mutate::a_slip_is_caught_or_listed"),
     "python parallel.py bench": "parallel::bench_runs_at_toy_size",
     "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
