@@ -496,6 +496,15 @@ def test_the_router_bias_survives_bfloat16():
 
 
 @pytest.mark.quick
+def test_votes_move_by_the_sign_of_the_load():
+    model = tiny_model("qwen3_moe", router_bias_rate=0.1)
+    votes = model.model.layers[1].mlp.votes
+    before = votes.clone()
+    models.update_router_bias(model, {1: torch.tensor([5, 0, 2, 3, 1, 1])})
+    assert (votes - before).tolist() == [-1, 1, 0, -1, 1, 1]
+
+
+@pytest.mark.quick
 def test_the_router_bias_really_updates_and_balances():
     torch.manual_seed(0)
     model = Transformer(tiny("qwen3_moe", router_bias_rate=0.01)).init_weights(0)
