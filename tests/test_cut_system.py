@@ -62,7 +62,7 @@ def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
 CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
 CASES += [(2, ("--plan", plan)) for plan in ("d2", "t2", "c2")]
 # By default one plan: the test above has d2, and the core's own check the tree.
-RUNS = [(2, ("--plan", "c2"), "2"), *slow(*((*case, "5") for case in CASES))]
+RUNS = [(2, ("--plan", "c2"), "1"), *slow(*((*case, "5") for case in CASES))]
 
 
 @pytest.mark.parametrize("ranks, words, steps", RUNS)

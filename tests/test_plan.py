@@ -8,6 +8,7 @@ import shlex
 import measure_parallel
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_cases
 from test_ranks import ranks
@@ -412,7 +413,10 @@ def test_the_training_commands_of_the_recipes_have_plans_that_fit():
 
 
 @pytest.mark.quick
-def test_a_process_group_that_is_there_is_used_with_a_warning(process_group):
-    # the last test here: the group stays, and ranks are forked above
-    with pytest.warns(UserWarning, match="timeout=5 has no effect"):
-        assert connect("cpu", timeout=5) == "cpu"
+def test_a_process_group_that_is_there_is_used_with_a_warning():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match="timeout=5 has no effect"):
+            assert connect("cpu", timeout=5) == "cpu"
+    finally:
+        dist.destroy_process_group()
