@@ -190,7 +190,6 @@ def test_a_run_that_learns_from_a_teacher_is_audited(honest, process_group):
     assert abs(last[name]) < abs(first[name])
 
 
-@pytest.mark.quick
 def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied):
     run = copied()
     for n in (2, 3):
