@@ -246,7 +246,7 @@ def verdict(given):
     """
     slip, root, chosen = given
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        clean, project = copied(root, f"{folder}/clean"), copied(root, f"{folder}/slip")
+        project = copied(root, f"{folder}/slip")
         (project / slip.file).write_text(planted(slip, (root / slip.file).read_text()))
         # Most slips are caught in ten seconds. A file's fixtures are made once in each part.
         totals = dict(zip(chosen, itertools.accumulate(chosen.values()), strict=True))
@@ -262,7 +262,10 @@ def verdict(given):
                 found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", out, re.M)
                 test = found[1] if found else f"pytest's exit code {code}"
                 # A test of chance or of time may fail without the slip, too. It is no judge then.
-                if test not in part or run_tests(clean, [test], seconds)[0] == 0:
+                if test not in part:  # a file that cannot be imported
+                    return test
+                clean = copied(root, f"{folder}/clean")
+                if run_tests(clean, [test], seconds)[0] == 0:
                     return test
                 part -= {test}
 

@@ -107,4 +107,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _tensors(nested):
-    return [x for x in tree_leaves(nested) if torch.is_tensor(x)]
+    tensors = [x for x in tree_leaves(nested) if torch.is_tensor(x) and x.device.type != "meta"]
+    return [getattr(x, "_local_tensor", x) for x in tensors]  # this rank's part of a DTensor

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from conftest import shortened
 from measure_parallel import Rank, Step
+from oracles import LiveBytes
 from test_faults import fails, kill, run
 from test_plan_run import SHAPE as FLAGS
 from test_ranks import _train, largest_difference, ranks, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents
-from test_start import SHAPE, LiveBytes, shape_of
+from test_start import SHAPE, shape_of
 
 import models
 import parallel
@@ -307,9 +308,9 @@ def _pushed(rank, name, told):
     if "tied" not in name and (world == 2 or rank == 0):
         assert (generators, sum(came)) == told[rank], (generators, sum(came), told[rank])
     largest = max(p.numel() * 8 for p in truth.parameters())
-    assert own + generators <= counted.most <= 1.1 * (own + generators + 2 * largest)
+    assert own + generators <= counted.peak <= 1.1 * (own + generators + 2 * largest)
     if sharing == "none" and "mixed" not in name and ("t2" in name or "t4" in name):
-        assert counted.most < 1.5 * _bytes(truth.parameters()), "neither is a whole model here"
+        assert counted.peak < 1.5 * _bytes(truth.parameters()), "neither is a whole model here"
 
 
 def _bytes(tensors):

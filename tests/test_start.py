@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import weakref
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from conftest import LOOKUP, shortened
 from measure_parallel import read_cases
+from oracles import LiveBytes
 from test_ranks import ranks, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import models
 from audit import RunFiles, audited, state_before
@@ -281,26 +279,6 @@ def shape_of(family):
     return models.tiny(family, **SHAPE, **FAMILIES.get(family, {}))
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made in here had at once: parts of DTensors, none of meta."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and x.device.type != "meta":
-                storage = getattr(x, "_local_tensor", x).untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage._cdata, None)
-                    self.most = max(self.most, sum(self.live.values()))
-        return out
-
-
 def _start(rank, name, directory):
     """Bytes of a rank's part of the weights, the most that were live, of the largest tensor; the
     largest difference from the whole model's weights, drawn and loaded."""
@@ -333,7 +311,7 @@ def _start(rank, name, directory):
     for part in part_of(model).stages:
         models.load_hf(directory, model=part, whole=whole)
     largest = max(p.numel() * 8 for p in truth.parameters())
-    return sum(p.numel() * 8 for p in own), counted.most, largest, [*found, apart(model)]
+    return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
 
 
 @pytest.mark.parametrize("name", shortened(CASES, "d2 qwen3 fsdp", "p2 gemma3_text zbv"))
