@@ -3291,11 +3291,15 @@ def own_device(device) -> str:
 
 
 def make_default_group(device, store, rank, world, patience) -> None:
-    """Initialize torch.distributed for ranks that meet in a store."""
+    """Initialize torch.distributed for ranks that meet in a store. Return when all have."""
     # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = dict(store=store, rank=rank, world_size=world)
     dist.init_process_group(backend, **where, timeout=patience)
+    # COMM: an all-reduce of the CPU. A rank that refuses its settings next leaves at once, and must
+    # not close the connections, or rank 0 the store, with which another rank still joins.
+    # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
+    dist.all_reduce(torch.zeros(()))
 
 
 def store_of_this_attempt(store, rank, world, timeout):
@@ -4209,6 +4213,8 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
             place = rank + 1 if name == GENERATOR else 0
             store = dist.PrefixStore("weights", store)
             side.weights = dist.ProcessGroupGloo(store, place, sizes[GENERATOR] + 1, patience)
+            side.weights.barrier().wait()
+        dist.all_reduce(torch.zeros(()))  # trainer ranks wait until their rank 0 has joined
     return side
 
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import shortened
-from test_ranks import UNEQUAL, as_script, ranks, read_metrics
+from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
     FLAGS, GET, KL, SCRIPT, TINY, _main, _task, at, begin, contents, end, flip_a_bit, free_port,
     good, refused, runs_made_once, struck, until, verified, wait_for_steps,
@@ -406,10 +406,34 @@ def test_ranks_that_start_again_find_each_other_and_no_older_start(later):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=20))
     store.set("attempt", "died early")  # by a start whose rank 0 died before it had answered
-    for start in ("0", "1"):
+    for begun in ("0", "1"):
         with ThreadPoolExecutor() as pool:
-            heard = [pool.submit(_arrive, rank, store, start, rank == later) for rank in (0, 1)]
-        assert [x.result() for x in heard] == [start] * 2
+            heard = [pool.submit(_arrive, rank, store, begun, rank == later) for rank in (0, 1)]
+        assert [x.result() for x in heard] == [begun] * 2
+
+
+def _joins(rank, world, port, folder, sizes, late):
+    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    joined, make = folder / "joined", dist.init_process_group
+
+    def make_late(*args, **kwargs):
+        make(*args, **kwargs)
+        time.sleep(1)
+        joined.touch()
+
+    if rank == late:
+        dist.init_process_group = make_late
+    parallel.connect_side("cpu", sizes) if sizes else parallel.connect("cpu")
+    os._exit(0 if joined.exists() else 1)
+
+
+@pytest.mark.parametrize("world, generators, late", [(2, 0, 0), (2, 0, 1), (3, 1, 0), (3, 1, 2)])
+def test_no_rank_leaves_while_another_joins(tmp_path, world, generators, late):
+    """A refusal closes connections. Under A+B ranks of one side wait for the other side, too."""
+    sizes = {parallel.GENERATOR: generators, parallel.TRAINER: world - generators}
+    given = world, free_port(), tmp_path, sizes if generators else None, late
+    assert join(start(world, _joins, *given)) == [0] * world
 
 
 def is_started_again(cwd, machines, victim, flags, lines):
@@ -557,9 +581,9 @@ def test_a_process_takes_the_device_of_its_local_rank_if_it_is_there(monkeypatch
     before = dist.is_initialized()
     sizes = {parallel.GENERATOR: 0, parallel.TRAINER: 1}
     for device in ("cuda", "cdua", "cuda:0", "CPU"):
-        for join in (parallel.connect, lambda device: parallel.connect_side(device, sizes)):
+        for meet in (parallel.connect, lambda device: parallel.connect_side(device, sizes)):
             with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
-                join(device)
+                meet(device)
     assert dist.is_initialized() == before and len(taken) == 2
 
 
