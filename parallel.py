@@ -4214,7 +4214,9 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
             store = dist.PrefixStore("weights", store)
             side.weights = dist.ProcessGroupGloo(store, place, sizes[GENERATOR] + 1, patience)
             side.weights.barrier().wait()
-        dist.all_reduce(torch.zeros(()))  # trainer ranks wait until their rank 0 has joined
+        # COMM: an all-reduce of each side. Trainer rank 0 comes to it when both sides have joined.
+        # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
+        dist.all_reduce(torch.zeros(()))
     return side
 
 
