@@ -22,7 +22,7 @@ from test_ranks import largest_difference, learns_something, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import (
     FLAGS, TINY, _main, begin, cli, contents, end, good, json_lines, refused, struck,
-    wait_for_steps,
+    until, wait_for_steps,
 )  # fmt: skip
 
 import parallel
@@ -257,6 +257,38 @@ def test_an_order_waits_until_every_generator_is_ready():
     sent.join(10)
     assert side.read("order/0") == {"version": 1, "weights": False}
     side.leaving.set()
+
+
+class _Sent:
+    """A group of the weights, whose broadcasts fill a tensor with a number."""
+
+    def broadcast(self, whole, source):
+        whole.fill_(self.number)
+        return self
+
+    def wait(self):
+        pass
+
+
+def test_a_generator_is_ready_again_when_it_has_taken_the_copy():
+    shared = store()
+    side = parallel.Side(parallel.GENERATOR, 0, SIZES, shared.clone(), 10)
+    trainer = parallel.Side(parallel.TRAINER, 0, SIZES, shared.clone(), 10)
+    side.weights, model = _Sent(), torch.nn.Linear(1, 1)
+    receiver = parallel.WeightReceiver(side, model)
+    for number in range(3):
+        trainer.wait_for(f"ready/{number}/0")
+        side.weights.number = number
+        trainer.post(f"order/{number}", {"weights": True})
+        until(lambda: receiver.orders, "no order came")
+        time.sleep(0.2)
+        assert not shared.check([f"ready/{number + 1}/0"])
+        receiver.next()
+        assert [p.item() for p in model.parameters()] == [number] * 2
+    trainer.post("order/3", {"weights": False})
+    assert receiver.next() == {"weights": False}
+    for one in (side, trainer):
+        one.leaving.set()
 
 
 def test_the_rank_with_the_store_leaves_last():

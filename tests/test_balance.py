@@ -15,6 +15,7 @@ from test_audit import rows_of
 from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
 from test_ranks import run_of  # noqa: F401, a fixture
 
+import audit
 import models
 import ring_attention
 from models import Balance, Transformer, save_hf, tiny, tiny_model
@@ -57,6 +58,13 @@ def by_hand(model):
         (0 * model.hidden(torch.tensor(sequence)[None], balance=balance).sum()).backward()
         parts.append((balance.losses, balance.counts))
     return *added(parts), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.quick
+def test_by_default_experts_are_only_counted():
+    balance = Balance(torch.tensor([0, 0, 1]))
+    experts().hidden(torch.tensor([[1, 2, 3]]), balance=balance)
+    assert balance.losses == {} and [n.sum() for n in balance.counts.values()] == [6] * 3
 
 
 def error(model, parts, truth):
@@ -216,10 +224,16 @@ AUDITED = "one", "p2", "sparse t2", "dta t2e2", "float32"
 
 
 @pytest.mark.parametrize("name", shortened(AUDITED, "one"))
-def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, name):
+def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name):
     """Loss, load, gradient and the bias behind the step, by plain loops."""
     world, more = RUNS[name]
-    run = tmp_path / "run"
+    run, undecided, each = tmp_path / "run", audit.Rounding.undecided, {}
+
+    def watched(self, exact, rounded):
+        each[exact.margins.size, exact.value] = exact.each
+        return undecided(self, exact, rounded)
+
+    monkeypatch.setattr(audit.Rounding, "undecided", watched)
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
     ranks(tmp_path, world, _train, f"{flags(2)} {more}", run)
     assert main(["audit", str(run), "--step", "1"]) == 0
@@ -227,6 +241,16 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, name):
     for key in ("balance/loss", "balance/loss_first", "experts/load_max", "grad_norm", "votes"):
         assert name == "float32" or rows[key][2] < 1e-10
     assert rows["balance/loss"][0] > 0.5 and rows["votes"][0] > 0
+
+    # How far one choice that rounding decides may move a metric: an expert, of 8 for each token of
+    # the smaller update and 2 a token, in 3 layers; a game, of 70.
+    def sizes(key):
+        return [x for x in each if x[1] == pytest.approx(rows[key][1], rel=1e-3)]
+
+    whole, first = max(sizes("experts/load_max")), max(sizes("experts/load_max_first"))
+    smaller = min(first[0], whole[0] - first[0])
+    assert each[whole] == pytest.approx(4 * 3 / smaller)
+    assert [each[x] for x in sizes("eval/solved") if x[0] == 70] == [pytest.approx(1 / 70)]
 
     # A metric that was changed by a little is seen.
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]

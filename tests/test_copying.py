@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 import models
 
-pytestmark = pytest.mark.quick
 FILES = ("ring_attention.py", "models.py", "tree_attention.py", "parallel.py", "train_grpo.py")
 SIBLINGS = {file.removesuffix(".py") for file in FILES}
 
@@ -141,6 +140,7 @@ def result_of(name, function):
     return [x.detach().numpy() if torch.is_tensor(x) else np.asarray(x) for x in leaves]
 
 
+@pytest.mark.quick
 def test_the_table_has_what_people_copy_most():
     assert {*RUNS, "KVCache"} <= {name for functions, _ in ROWS for name in functions}
 

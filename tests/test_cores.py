@@ -44,7 +44,7 @@ SLIPS = [  # a line of a core, and a wrong one
 ]
 
 
-@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), *range(6)))
+@pytest.mark.parametrize("number", shortened(range(len(SLIPS)), 0, 1, 3, 4, 5))
 def test_a_core_with_a_slip_exits_with_one(number, tmp_path):
     stem, old, new = SLIPS[number]
     cut_into(tmp_path)

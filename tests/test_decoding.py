@@ -166,6 +166,7 @@ def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots
     monkeypatch.setattr(KVCache, "begin", watched_begin)
     generate(model, rows, max_new_tokens=NEW, end=ENDS, slots=slots)
     assert sum(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
+    assert computed[0] == min(slots, 2)  # prompts that enter together are computed together
 
 
 class MostHeld(TorchDispatchMode):

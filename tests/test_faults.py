@@ -412,6 +412,13 @@ def test_ranks_that_start_again_find_each_other_and_no_older_start(later):
         assert [x.result() for x in heard] == [begun] * 2
 
 
+def test_a_rank_0_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set("attempt", "died early")
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not answer within 1 seconds"):
+        store_of_this_attempt(store, 1, 2, timeout=1)
+
+
 def _joins(rank, world, port, folder, sizes, late):
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -202,9 +202,9 @@ def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found
 # What else a step must do ----------------------------------------------------------------------
 
 
-def _lengths(rank):
+def _lengths(rank, text):
     """A pipeline whose length changes: its error; bytes after a long step and after others."""
-    plan, whole = Plan.parse("p2"), build("tied", torch.float64)
+    plan, whole = Plan.parse(text), build("tied", torch.float64)
     pipeline = parallelize(build("tied", torch.float64), plan, device_mesh=Grid.make(plan))
     worst, kept = 0.0, []
     for length in (60, 12, *range(58, 20, -2), 12):
@@ -215,7 +215,7 @@ def _lengths(rank):
             micros, lambda k, hidden: hidden.square().sum() * (k + 1)
         )
         pipeline.micros.clear()
-        if rank == 0:
+        if dist.get_rank(pipeline.group) == 0:
             assert found is None and losses == []
         else:
             true = [whole.hidden(x).detach() for x in tokens]
@@ -230,9 +230,12 @@ def _lengths(rank):
     return worst, kept
 
 
-def test_microbatches_may_change_their_length_and_only_the_last_one_keeps_buffers(tmp_path):
-    for worst, kept in ranks(tmp_path, 2, _lengths):
-        assert worst < 1e-10 and max(kept[1:]) <= kept[0], kept
+@pytest.mark.parametrize("plan, world", [("p2", 2), ("d2p2", 4)])
+def test_microbatches_may_change_their_length_and_only_the_last_one_keeps_buffers(
+    tmp_path, plan, world
+):
+    found = ranks(tmp_path, world, _lengths, plan)
+    assert all(worst < 1e-10 and max(kept[1:]) <= kept[0] for worst, kept in found), found
 
 
 def _frozen(rank):

@@ -370,6 +370,8 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
         rows = {row.key: row for row in report.rows}
         # Steps are of length lr, 0.01: a master that had not moved would be outside.
         assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
+    # By hand the masters are added to, too. With rounded weights 0.013 would be allowed.
+    assert name != "float64 masters" or rows["parameters"].allowed < 0.003
 
 
 def _late_push():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,14 @@ def _errors(rank, lengths):
                     key = tokens, name, layout, method
                     found[key] = max(found.get(key, 0.0), worst(ours, want))
     return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
+def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
+    monkeypatch.setattr(ra, "ring_of", lambda group: SimpleNamespace(world=world))
+    given = [*ra.by_way(None, lambda **way: (way["method"], way["layout"])).values()]
+    assert given == [*itertools.product(methods, LAYOUTS)]
 
 
 @pytest.mark.parametrize("world", shortened([1, 2, 3, 4], 4))

@@ -379,7 +379,6 @@ def held_tokens(chunks):
 HELD = {1: 276, 2: 282, 3: 291, 7: 405, 13: 607, 40: 1303}
 
 
-@quick
 @pytest.mark.parametrize("size", HELD)
 def test_chunks_hold_each_token_once_and_joined_ones_hold_no_more(size):
     """And a forward pass by chunks is the one by sequences: it reads the paths above."""
@@ -1046,7 +1045,6 @@ def contiguous(order, world):
         yield [order[a:b] for a, b in itertools.pairwise(edges)]
 
 
-@quick
 @pytest.mark.parametrize("again", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(6))
 def test_dfs_partition_is_the_best_of_all_contiguous_ones(seed, again):
