@@ -6,6 +6,7 @@ commands of a test are other processes, so the name of the test is in a file, to
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -68,8 +69,9 @@ def seen(place):
 
 
 def note(*words):
-    # One write a line, so that lines of processes do not mix. A killed rank leaves its lines.
-    with (FOLDER / "lines").open("ab", buffering=0) as file:
+    # One write a line, so that lines of processes do not mix. A killed rank leaves its lines. A test
+    # may limit how long the files of a rank become.
+    with contextlib.suppress(OSError), (FOLDER / "lines").open("ab", buffering=0) as file:
         file.write("\t".join([STATE["test"], *words]).encode() + b"\n")
 
 

@@ -10,6 +10,7 @@ import shutil
 import stat
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,6 +143,22 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
     path.write_text(json.dumps(line))
     with pytest.raises(ValueError, match="line 1 is not a rollout"):
         RunFiles(path.parent).rollouts(0, 4)
+
+
+CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0, cispo_low=0.1)
+CLIPPED |= dict(cispo_bound=5, dppo_distance="tv")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("changes, margins", [
+    ({}, [0.3, -0.2]), (dict(dual_clip=3), [0.3, -0.2, -1.9]), (dict(objective="cispo"), [1, -3.9]),
+    (dict(objective="gmpo"), [0.25, -0.25]), (dict(objective="sapo"), []),
+])  # fmt: skip
+def test_a_margin_is_the_distance_from_each_bound(changes, margins):
+    """Of a token with a ratio of 1.1; for gmpo its logarithm, here 0.05."""
+    s = SimpleNamespace(terms=[dict(r=1.1)], lp=[-1.0], old=[-1.05])
+    found = audit.clip_margins(SimpleNamespace(**CLIPPED | changes), s)
+    assert found == pytest.approx(margins)
 
 
 # Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
@@ -527,6 +544,7 @@ def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
 
 TASK = """
 from pathlib import Path
+from types import SimpleNamespace
 from train_grpo import Guess
 open("imported", "a").close()
 class Mine(Guess):

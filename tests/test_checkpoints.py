@@ -530,6 +530,10 @@ def _vocabulary(rank, sizes, dtype):
         for a, b in (here, whole), (got[0], want[0]), (got[1], want[1][rows]):
             worst = max(worst, relative_error(a.detach(), b.detach()))
     lost = models.token_logprobs(hidden, weight[rows], targets + 1000, group=dist.group.WORLD)
+    parts = -(-sum(sizes) // len(sizes))  # logits are for rows as `parallelize` deals them out
+    z_BSV = torch.randn(2, 3, sum(sizes), generator=generator)
+    own = z_BSV[..., rank * parts : (rank + 1) * parts]
+    assert models.all_gather_logits(own, dist.group.WORLD, sum(sizes)).equal(z_BSV)
     return worst, lost[0].eq(-torch.inf).all().item()
 
 

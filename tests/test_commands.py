@@ -235,7 +235,8 @@ BY_ARGPARSE = {  # the command -> exit code, and what is said
     **{f"eval RUN {flag} 3": (2, f"unrecognized arguments: {flag}")  # they would do nothing
        for flag in ("--lr", "--steps", "--model", "--advantage", "--out")},
     **{f"{words} 3": (2, f"unrecognized arguments: {words.split()[-1]}")  # no abbreviations
-       for words in ("eval RUN --dtyp", "chat RUN --dtyp", "export RUN new --ste", "audit RUN --ste")},
+       for words in ("eval RUN --dtyp", "chat RUN --dtyp", "export RUN new --ste",
+                     "audit RUN --ste")},
 }  # fmt: skip
 
 

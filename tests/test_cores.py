@@ -36,7 +36,7 @@ SLIPS = [  # a line of a core, and a wrong one
     ("ring_attention", "    return ds_BHqk @ k_BHkD,", "    return 2 * ds_BHqk @ k_BHkD,"),
     ("models", "weight_NK / weight_NK.sum(-1", "weight_NK / weight_NK.sum(0"),
     ("parallel", 'layout(name, grid)["partial"]', 'layout(name, grid)["replicas"]'),
-    ("tree_attention", "visit(child, state, path)", "visit(child, None, path)"),
+    ("tree_attention", "backward(tensors, gradients)", "backward(tensors[0], gradients[0])"),
     ("train_grpo", "tokens[:, positions_s + 1]", "tokens[:, positions_s]"),
     ("train_grpo", "len(self.tokens) + len(reply)", "len(self.tokens)"),
     ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),

@@ -4,6 +4,7 @@ Oracles: TRL's numbers (trl_loss_golden.json), the loops over tokens of audit.py
 alone through the whole model. Everything is float64.
 """
 
+import inspect
 import json
 import math
 from dataclasses import fields, replace
@@ -21,7 +22,7 @@ from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
     LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, collect, demonstrations, gae,
-    grpo_loss, loss_denominator, lr_factor, make_task,
+    grpo_loss, loss_denominator, lr_factor, make_task, policy_loss,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -242,6 +243,15 @@ OPTIONS = [
     dict(aggregation="sequence_mean", ratio="sequence", clip_low=0.5, clip_high=0.9, kl_coef=0.1),
     dict(aggregation="constant", objective="cispo", entropy_coef=0.3),
 ]
+@pytest.mark.parametrize("function", [grpo_loss, policy_loss])
+def test_the_defaults_of_the_functions_are_those_of_the_flags(function):
+    flags = {field.name: field.default for field in fields(Config)}
+    del flags["entropy_coef"]  # by default one that suits the advantage
+    own = {x.name: x.default for x in inspect.signature(function).parameters.values()}
+    shared = own.keys() & flags.keys()
+    assert len(shared) > 9 and all(own[name] == flags[name] for name in shared)
+
+
 GRADIENTS = [(label(options), options) for options in OPTIONS]
 GRADIENTS += [(family, {}) for family in models.TINY] + [("without old", {})]
 

@@ -10,7 +10,8 @@ import models
 import parallel
 from models import (
     FULL, KVCache, Row, Transformer, causal_attention, forward_with_cache, generate,
-    packed_attention, packed_positions, prefill, sample, tiny, tiny_model, token_logprobs,
+    packed_attention, packed_positions, prefill, sample, simple_forward_with_cache, tiny, tiny_model,
+    token_logprobs,
 )  # fmt: skip
 from models import relative_error as relative
 
@@ -200,6 +201,20 @@ def test_any_series_of_prompts_chunks_and_selections_equals_the_full_forward(see
     for layer, window in rows.cache.windows.items() if share else ():
         if window is None:  # rows hold what follows their prompts, and room for 32 tokens more
             assert rows.cache.layers[layer].shape[3] <= 6 * (3 + 1) + 32
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_the_cores_forward_takes_the_cache_too(name):
+    """It gives it no counts. Sliding layers forget a part of a prompt."""
+    model, cache = model_of(name), KVCache(3)
+    tokens = torch.randint(53, (3, 30), generator=seeded())
+    with torch.no_grad():
+        simple_forward_with_cache(model, cache, tokens[:, :25], [25] * 3)
+        cache.select([2, 0])
+        found = [simple_forward_with_cache(model, cache, tokens[[2, 0], n : n + 1], [1] * 2)
+                 for n in range(25, 30)]  # fmt: skip
+        truth = model(tokens[[2, 0]])[:, 25:]
+    assert relative(torch.stack(found, 1), truth) < 1e-12
 
 
 def test_bfloat16_shared_prompts_are_as_exact_as_copies():

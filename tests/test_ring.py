@@ -90,6 +90,14 @@ def _errors(rank, lengths):
 
 
 @pytest.mark.quick
+def test_messages_name_the_global_rank(monkeypatch):
+    monkeypatch.setattr(ra.dist, "get_global_rank", lambda group, member: 10 + member)
+    ring = ra.Ring("a group", rank=0, world=3, first=1, stride=2)
+    assert [ring.name(rank) for rank in (-1, 0, 1, 3)] == [15, 11, 13, 11]
+    assert ra.Ring(None, rank=0, world=1).name(0) == 0
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
 def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
     monkeypatch.setattr(ra, "ring_of", lambda group: SimpleNamespace(world=world))
