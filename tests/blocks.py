@@ -69,8 +69,8 @@ def seen(place):
 
 
 def note(*words):
-    # One write a line, so that lines of processes do not mix. A killed rank leaves its lines. A test
-    # may limit how long the files of a rank become.
+    # One write a line, so that lines of processes do not mix. A killed rank leaves its lines.
+    # A test may limit how long the files of a rank become.
     with contextlib.suppress(OSError), (FOLDER / "lines").open("ab", buffering=0) as file:
         file.write("\t".join([STATE["test"], *words]).encode() + b"\n")
 

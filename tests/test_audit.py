@@ -161,6 +161,15 @@ def test_a_margin_is_the_distance_from_each_bound(changes, margins):
     assert found == pytest.approx(margins)
 
 
+@pytest.mark.quick
+def test_many_numbers_are_allowed_what_the_largest_is():
+    """8 times the distance of the two precisions, and a unit in the last place of the largest."""
+    rounding = audit.Rounding.of("float32", 8)
+    row = rounding.row_of_many("key", [1e-12, 2e-12], [1e-3, 2e-3], [1e-3, 2e-3 + 1e-9])
+    assert (row.recorded, row.by_hand, row.difference) == (0, 2e-12, 2e-12)
+    assert row.allowed == pytest.approx(8e-9 + 2e-3 * 2**-23)
+
+
 # Settings that a file or a precision has a part in; measure_grpo.STEPS has all the others.
 SETTINGS = {
     "critic, long warm-up": "--advantage gae --kl-coef 0.05 --kl-in reward --kl k1 --lr-warmup 9",

@@ -10,8 +10,8 @@ import models
 import parallel
 from models import (
     FULL, KVCache, Row, Transformer, causal_attention, forward_with_cache, generate,
-    packed_attention, packed_positions, prefill, sample, simple_forward_with_cache, tiny, tiny_model,
-    token_logprobs,
+    packed_attention, packed_positions, prefill, sample, simple_forward_with_cache, tiny,
+    tiny_model, token_logprobs,
 )  # fmt: skip
 from models import relative_error as relative
 
