@@ -109,7 +109,7 @@ def slips_of_call(node):
         if not fixed and ast.dump(a) != ast.dump(b):
             yield "swapped argument", node, changed(node, args=[*args[:n], b, a, *args[n + 2 :]])
     for n, word in enumerate(keywords):
-        if word.arg not in (None, "help"):
+        if word.arg not in (None, "help", "metavar"):
             rest = keywords[:n] + keywords[n + 1 :]
             yield "dropped keyword", node, changed(node, keywords=rest)
         if word.arg in ("src", "dst"):

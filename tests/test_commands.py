@@ -170,6 +170,7 @@ def test_pass_at_k_and_wilsons_interval_are_what_they_are_by_definition():
     for mean, count in itertools.product((0.0, 0.1, 0.5, 1.0), (1, 7, 200)):
         low, high = wilson(mean, count)
         assert 0 <= low <= mean <= high <= 1
+        assert (low == 0) == (mean == 0) and (high == 1) == (mean == 1)
         for p in (low, high):
             if 0 < p < 1:
                 deviations = abs(mean - p) / math.sqrt(p * (1 - p) / count)
