@@ -53,6 +53,7 @@ CASES = {  # transformers' own keywords; "rope": rope_parameters without the the
     "qwen3 yarn, factor": dict(model_type="qwen3", head_dim=16,
                                rope=YARN | dict(attention_factor=1.7)),
     "qwen2": dict(model_type="qwen2", theta=1e6, rms_norm_eps=1e-5),
+    "qwen2, heads do not divide": dict(model_type="qwen2", hidden_size=50),
     "qwen2 tied": dict(model_type="qwen2", tie_word_embeddings=True, num_key_value_heads=4),
     "qwen2 slides": dict(model_type="qwen2", use_sliding_window=True, sliding_window=5,
                          max_window_layers=2),
