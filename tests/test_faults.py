@@ -443,6 +443,16 @@ def test_no_rank_leaves_while_another_joins(tmp_path, world, generators, late):
     assert join(start(world, _joins, *given)) == [0] * world
 
 
+def test_no_rank_leaves_while_another_ends_its_run(tmp_path):
+    hold = [(1, "train_grpo.dist.barrier", 1, is_there, tmp_path / "let go")]
+    processes, log = begin(tmp_path, f"{FLAGS} 1", 2, hold, _faulty)
+    wait_for_steps(tmp_path / "run", 1)
+    processes[0].join(2)
+    waits = processes[0].is_alive()
+    (tmp_path / "let go").touch()
+    assert end(processes, log)[0] == [0, 0] and waits
+
+
 def is_started_again(cwd, machines, victim, flags, lines):
     """So many torchruns share two ranks; one is killed after so many lines, and the run ends well.
 
