@@ -1082,11 +1082,13 @@ class Grid(NamedTuple):
         ends = None
         if plan.pp > 1:
             ends = group_among([[stages[0], stages[-1]] for stages in plan.groups("pp")])
-        return cls(
+        grid = cls(
             plan, dense=mesh_of(dense), experts=mesh_of(plan.shapes[1]),
             context=group_among(plan.groups("cp")), data=group_among(plan.groups("fsdp")),
             replica=group_among(replicas), ends=ends,
         )  # fmt: skip
+        wait_for_all(device_type)
+        return grid
 
     @property
     def dp_rank(self) -> int:
@@ -3296,10 +3298,15 @@ def make_default_group(device, store, rank, world, patience) -> None:
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     where = dict(store=store, rank=rank, world_size=world)
     dist.init_process_group(backend, **where, timeout=patience)
-    # COMM: an all-reduce of the CPU. A rank that refuses its settings next leaves at once, and must
-    # not close the connections, or rank 0 the store, with which another rank still joins.
+    wait_for_all()
+
+
+def wait_for_all(device="cpu") -> None:
+    """Return when all ranks of the default group are here."""
+    # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
+    # the connections, or rank 0 the store, with which another rank still joins a group.
     # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
-    dist.all_reduce(torch.zeros(()))
+    dist.all_reduce(torch.zeros((), device=device))
 
 
 def store_of_this_attempt(store, rank, world, timeout):
@@ -4213,10 +4220,11 @@ def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
             place = rank + 1 if name == GENERATOR else 0
             store = dist.PrefixStore("weights", store)
             side.weights = dist.ProcessGroupGloo(store, place, sizes[GENERATOR] + 1, patience)
+            # COMM: a barrier of the weights' group, so that trainer rank 0 knows when the other
+            # side has joined. Then it tells its own side.
+            # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
             side.weights.barrier().wait()
-        # COMM: an all-reduce of each side. Trainer rank 0 comes to it when both sides have joined.
-        # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
-        dist.all_reduce(torch.zeros(()))
+        wait_for_all()
     return side
 
 

@@ -89,13 +89,23 @@ class Device(TorchDispatchMode):
         return run(op, args, kwargs or {})
 
 
+def index_of(x):
+    """An index as a tensor of the CPU, if it is a list of numbers."""
+    if isinstance(x, tuple):
+        return tuple(map(index_of, x))
+    return torch.tensor([*x], dtype=None if len(x) else int) if isinstance(x, list | range) else x
+
+
 class Literals(TorchFunctionMode):
     """A tensor of a list of numbers is made where no dispatch sees it: here, on the CPU first."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.Tensor.__getitem__ and isinstance(args[1], list):
-            return function(args[0], torch.tensor(args[1]))
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            return function(args[0], index_of(args[1]), *args[2:])
+        if function is torch.Tensor.new_tensor:
+            like, values = args
+            return torch.tensor(values, dtype=like.dtype, device="cpu").to(like.device)
         if function not in (torch.tensor, torch.as_tensor) or kwargs.get("device") is None:
             return function(*args, **kwargs)
         place = kwargs["device"]

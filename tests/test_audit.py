@@ -553,7 +553,6 @@ def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
 
 TASK = """
 from pathlib import Path
-from types import SimpleNamespace
 from train_grpo import Guess
 open("imported", "a").close()
 class Mine(Guess):

@@ -419,28 +419,40 @@ def test_a_rank_0_that_does_not_come_is_named():
         store_of_this_attempt(store, 1, 2, timeout=1)
 
 
-def _joins(rank, world, port, folder, sizes, late):
+def _joins(rank, world, port, folder, generators, late, name):
+    """Exit with 0 if the late rank has made as many groups as this one, each a second later."""
     os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    joined, make = folder / "joined", dist.init_process_group
+    made, calls, make = folder / "made", [], getattr(dist, name)
 
-    def make_late(*args, **kwargs):
-        make(*args, **kwargs)
-        time.sleep(1)
-        joined.touch()
+    def counted(*args, **kwargs):
+        group = make(*args, **kwargs)
+        calls.append(name)
+        if rank == late:
+            time.sleep(1)
+            made.write_text(f"{len(calls)}")
+        return group
 
-    if rank == late:
-        dist.init_process_group = make_late
-    parallel.connect_side("cpu", sizes) if sizes else parallel.connect("cpu")
-    os._exit(0 if joined.exists() else 1)
+    setattr(dist, name, counted)
+    if generators:
+        sizes = {parallel.GENERATOR: generators, parallel.TRAINER: world - generators}
+        parallel.connect_side("cpu", sizes)
+    else:
+        parallel.connect("cpu")
+    if name == "new_subgroups_by_enumeration":
+        parallel.Grid.make(parallel.Plan.parse(f"d{world}"))
+    os._exit(0 if made.read_text() == f"{len(calls)}" else 1)
 
 
-@pytest.mark.parametrize("world, generators, late", [(2, 0, 0), (2, 0, 1), (3, 1, 0), (3, 1, 2)])
-def test_no_rank_leaves_while_another_joins(tmp_path, world, generators, late):
+@pytest.mark.parametrize("world, generators, late, name", [
+    (2, 0, 0, "init_process_group"), (2, 0, 1, "init_process_group"),
+    (3, 1, 0, "init_process_group"), (3, 1, 2, "init_process_group"),
+    (2, 0, 0, "new_subgroups_by_enumeration"), (2, 0, 1, "new_subgroups_by_enumeration"),
+])  # fmt: skip
+def test_no_rank_leaves_while_another_joins(tmp_path, world, generators, late, name):
     """A refusal closes connections. Under A+B ranks of one side wait for the other side, too."""
-    sizes = {parallel.GENERATOR: generators, parallel.TRAINER: world - generators}
-    given = world, free_port(), tmp_path, sizes if generators else None, late
-    assert join(start(world, _joins, *given)) == [0] * world
+    processes = start(world, _joins, world, free_port(), tmp_path, generators, late, name)
+    assert join(processes) == [0] * world
 
 
 def test_no_rank_leaves_while_another_ends_its_run(tmp_path):

@@ -15,6 +15,7 @@ import measure_gpu
 import other_device
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, shortened
 from test_ranks import join, ranks, start
 
@@ -109,6 +110,9 @@ def test_what_memory_trains_fits_on_80_gb_by_the_plan(name, on_the_host):
 def _on_another_device(rank, file):
     measure_gpu.CHECKS["train_grpo"] = (measure_gpu.grpo_rows,)  # whole runs need a real one
     with other_device.present():
+        world, cpu = dist.group.WORLD, torch.device("cpu")
+        kind, gloo = dist.ProcessGroup.BackendType.GLOO, world._get_backend(cpu)
+        world._register_backend(torch.device(other_device.NAME), kind, gloo)
         return measure_gpu.rows_of_check(file, other_device.NAME, few=True)
 
 
