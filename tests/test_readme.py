@@ -288,6 +288,14 @@ def test_the_whole_check_has_the_error_of_the_file_table(file):
     assert ERRORS[file] / 3 <= error <= 3 * ERRORS[file] and "SKIP" not in out
 
 
+@pytest.mark.parametrize("flags", shortened(["--steps 1", ""], "--steps 1"))
+def test_the_task_of_the_readme_is_learned(tmp_path, flags):
+    (tmp_path / "mine.py").write_text(re.search(r"```python\n(.*?)```", README, re.S)[1])
+    words = "--task", "mine.py:Majority", *flags.split()
+    code, out, err = as_script(ROOT / "train_grpo.py", *words, cwd=tmp_path)
+    assert code == 0 and (flags or "target 0.95 met" in out), out + err
+
+
 # Names ---------------------------------------------------------------------------------------
 
 ELSEWHERE = {"padding_idx", "log_softmax", "torchrun", "NCCL_SOCKET_IFNAME"}  # torch's, NCCL's
