@@ -145,8 +145,8 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
         RunFiles(path.parent).rollouts(0, 4)
 
 
-CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0, cispo_low=0.1)
-CLIPPED |= dict(cispo_bound=5, dppo_distance="tv")
+CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0, cispo_low=0.1,
+               cispo_bound=5)  # fmt: skip
 
 
 @pytest.mark.quick

@@ -41,6 +41,7 @@ SLIPS = [  # a line of a core, and a wrong one
     ("train_grpo", "len(self.tokens) + len(reply)", "len(self.tokens)"),
     ("train_grpo", "torch.minimum(ratio_N", "torch.maximum(ratio_N"),
     ("train_grpo", "optim_step(trainer.learning_rate(step))", "optim_step(trainer.config.lr)"),
+    ("tree_attention", "visit(child, state, path)", "visit(child, None, path)"),
 ]
 
 

@@ -36,8 +36,8 @@ import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
-    FLAGS, GET, KL, SCRIPT, TINY, _main, _task, at, begin, contents, end, flip_a_bit, free_port,
-    good, refused, runs_made_once, struck, until, verified, wait_for_steps,
+    FLAGS, GET, KL, SCRIPT, TINY, _main, _task, as_torchrun, at, begin, contents, end, flip_a_bit,
+    free_port, good, refused, runs_made_once, struck, until, verified, wait_for_steps,
 )  # fmt: skip
 
 import parallel
@@ -421,8 +421,7 @@ def test_a_rank_0_that_does_not_come_is_named():
 
 def _joins(rank, world, port, folder, generators, late, name):
     """Exit with 0 if the late rank has made as many groups as this one, each a second later."""
-    os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    as_torchrun(rank, world, port)
     made, calls, make = folder / "made", [], getattr(dist, name)
 
     def counted(*args, **kwargs):

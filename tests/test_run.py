@@ -40,14 +40,19 @@ SAVING = f"{TINY} --out run --save-every 2 --steps"
 KL, DEMOS = "--kl-coef 0.1", f"--kl-coef 0.1 --task {LOOKUP} --size 2 --demos 2"
 
 
+def as_torchrun(rank, world, port):
+    """Set what torchrun tells a rank."""
+    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def _main(rank, world, port, cwd, log, flags, die):
     os.chdir(cwd)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{log}-{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if world > 1:
-        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-        os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        as_torchrun(rank, world, port)
     if die:
         at(*die, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
     sys.exit(train_grpo.main(flags.split()))
