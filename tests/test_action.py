@@ -138,12 +138,17 @@ def test_the_toy_task_is_learnt(capsys, steps, bound):
     assert json.loads(lines[-1])["ok"] == (last < 0.15) == (code == 0)
 
 
-seed, scale = vla.sampler_seed, vla.loss_scale
+seed, scale, summed = vla.sampler_seed, vla.loss_scale, vla.Rings.sum
 FAULTS = {  # name: (where, what, what stands there instead)
     "rings seeded alike": (vla, "sampler_seed", lambda step, rank, size: seed(step, 0, size)),
     "each rank of a ring counts the suffix": (vla, "loss_scale", lambda size, replicated, reduce: (
         scale(size, replicated=False, reduce=reduce))),
+    "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
+        2 * x if over == vla.RING else summed(self, x))),
     "a gather that does not sum gradients": (ra, "unshard", unshard_replicated),
+    "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
+        ra.Mask(*ra.Mask.blocks(block).keys[1:3], position_BS=at))),
+    "windows count PAD": (vla, "mask_of", lambda block, valid, at: ra.Mask.blocks(block, valid)),
 }  # fmt: skip
 
 

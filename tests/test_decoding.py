@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import Watch
 from test_ranks import ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
@@ -146,22 +147,30 @@ def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
 def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots, monkeypatch):
     model, rows, computed, prompts = model_of("qwen3"), talks(), [], []
     rows[1].queue.clear()
-    sample, begin = models.sample, KVCache.begin
+    first, sample, begin = models.prefill, models.sample, KVCache.begin
+    after = []  # logits of prompts
     model.model.embed_tokens.register_forward_hook(
         lambda _, given, out: computed.append(len(given[0])))  # fmt: skip
 
-    # Before each token: slots are full if enough rows have not ended, and there are keys of their
-    # prompts alone.
+    # Before each token: slots are full if enough rows have not ended, there are keys of their
+    # prompts alone, and logits after prompts only while rows wait.
     def watched_sample(logits, *draws, **options):
         alive = [row for row in rows if not row.new or row.new < NEW and row.tokens[-1] not in ENDS]
         assert len(logits) == min(slots, len(alive))
         assert 0 < len(prompts[-1].lengths) <= len({row.tokens[0] for row in alive})
+        assert len(logits) < len(alive) or all(stored.expired() for stored in after)
         return sample(logits, *draws, **options)
+
+    def watched_prefill(*given):
+        cache, logits = first(*given)
+        after.append(StorageWeakRef(logits.untyped_storage()))
+        return cache, logits
 
     def watched_begin(self, other, rows, **options):
         prompts.extend([other] if options.get("share") else [])
         begin(self, other, rows, **options)
 
+    monkeypatch.setattr(models, "prefill", watched_prefill)
     monkeypatch.setattr(models, "sample", watched_sample)
     monkeypatch.setattr(KVCache, "begin", watched_begin)
     generate(model, rows, max_new_tokens=NEW, end=ENDS, slots=slots)

@@ -213,8 +213,11 @@ def test_gradients_add_up_in_float32(process_group):
     assert relative(gradient(model), 300 * gradients[0]) < 1e-5
 
 
-def _far(rank):
+def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
+    if cast:
+        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        parallel.fsdp_precision = lambda *given: policy
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -231,6 +234,7 @@ def test_fsdp_computes_as_ddp_does(tmp_path):
     the states, and the cosines of the positions. A sum of two ranks is in the weights' dtype."""
     assert ranks(tmp_path, 1, _far) == [0.0]
     assert max(ranks(tmp_path, 2, _far)) < 1e-6
+    assert ranks(tmp_path, 1, _far, True)[0] > 1e-3  # with that cast
 
 
 def moved(dtype, mixed):

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from test_ranks import as_script
 from test_released import CHAT, same_answer, same_logits, same_tokens, theirs
+from test_transformers import KeepFloat64
 
 from models import generate, load_hf
 from text import Text
@@ -70,6 +71,27 @@ def test_digits_are_tokens_of_their_own_and_a_template_has_its_marks(directory):
     assert prompt.count(1) == 3 and prompt.count(2) == 2  # system, user, assistant
     assert text.end == (2,) and text.decode([2], special=True) == "<|im_end|>"
     assert text.decode(text.encode(LETTERS), special=True) == LETTERS
+
+
+@pytest.mark.slow
+@needs_packages
+@torch.no_grad()
+def test_logits_are_transformers_to_1e_10_in_float64(directory):
+    model, tokenizer = theirs(directory)
+    tokens = torch.tensor([same_tokens(directory, tokenizer)])
+    ours = load_hf(directory, dtype=torch.float64)
+    got = ours(tokens)
+    # transformers computes RoPE's frequencies in float32, whatever the dtype of the weights.
+    model.double().model.rotary_emb.inv_freq = 1e5 ** (-torch.arange(0, 64, 2).double() / 64)
+    with KeepFloat64():
+        want = model(tokens).logits
+    assert want.std() > 1 and (got - want).abs().max() < 1e-10 * want.abs().max()
+
+    # Rows of queries in llama.cpp's order would be another model.
+    matrix = ours.model.layers[0].self_attn.q_proj.weight
+    heads = ours.config.num_attention_heads
+    matrix.copy_(torch.from_numpy(smollm.rows_in_halves(matrix.numpy(), heads)))
+    assert (ours(tokens) - want).abs().max() > 1e-3 * want.abs().max()
 
 
 @pytest.mark.slow
