@@ -4,6 +4,7 @@ Runs are processes of their own, as in test_run.py; the commands are called in t
 checkpoints in the released form transformers is the oracle: what it loads, and what it answers.
 """
 
+import importlib
 import io
 import itertools
 import json
@@ -249,6 +250,14 @@ def test_flags_that_a_command_does_not_have_are_refused(capsys, command):
     said = " ".join("".join(capsys.readouterr()).split())
     assert text in said
     assert code == 2 or said.count("--dtype {float32,float64,bfloat16}") == 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name", ["models", "parallel", "ring_attention", "text", "tree_attention"])  # fmt: skip
+def test_a_word_that_is_no_command_exits_with_two(capsys, name):
+    assert importlib.import_module(name).main(["nonsense"]) == 2
+    assert f"python {name}.py " in "".join(capsys.readouterr())
 
 
 def test_commands_are_one_process(run, monkeypatch, capsys):

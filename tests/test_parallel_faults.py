@@ -131,6 +131,8 @@ TABLES = {
         _entry(lambda e: (e.chunks.append(e.chunks[0]), setattr(e, "size", torch.Size([6, 4])))),
         "overlap"),
     "another dtype": (_entry(lambda e: setattr(e.properties, "dtype", torch.complex64)), "allow"),
+    "another layout": (
+        _entry(lambda e: setattr(e.properties, "layout", torch.sparse_coo)), "not a strided"),
     "a tensor more": (
         _table(lambda t: t.state_dict_metadata.update(third=t.state_dict_metadata["first"])),
         "not those that it stores"),
@@ -548,6 +550,10 @@ def _refused(rank):
         (_model(), zero + "'ddp'"),
     ):
         yield _fails(LocalOptimizer, model, torch.optim.AdamW, zero=True), pattern
+
+    plan = Plan.parse("d2e2")
+    splits = parallel.split_for_decoding, _model(), plan
+    yield _fails(*splits, device_mesh=Grid.make(plan)), "expected a model with experts"
 
     # A stage, a parameter with two names, and a parameter that is added later.
     pipeline = _split(_model(), "p2")

@@ -4,6 +4,7 @@
 heard. Where real weights are needed they are random, tiny and float64.
 """
 
+import itertools
 import json
 import math
 import threading
@@ -186,17 +187,19 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
 
 
 class Counted(Chat):
-    """Notes the number of each prompt and what its generator draws first. All rewards are 0."""
+    """Notes the number of each prompt and what its generator draws first. Of the prompt `unequal` rewards are 0, 1, ..; else 0."""
 
-    def __init__(self):
-        self.asked = []
+    end = tuple(range(10))
+
+    def __init__(self, unequal=None):
+        self.asked, self.unequal, self.rewards = [], unequal, itertools.count()
 
     def prompt(self, rng, index, held_out):
         self.asked.append((index, rng.random()))
-        return super().prompt(rng, index, held_out)
+        return index, super().prompt(rng, index, held_out)[1]
 
-    def reply(self, turn, answer):
-        return turn, None, 0.0
+    def reply(self, index, answer):
+        return index, None, float(next(self.rewards) if index == self.unequal else 0)
 
 
 def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
@@ -207,6 +210,11 @@ def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
         assert train_grpo.collect(config, task, random_model(10), step)[1] == []
     numbers, draws = zip(*task.asked)
     assert numbers == tuple(range(18)) and len({*draws}) == 18
+
+    # The first prompt is kept, so that one more is missing.
+    task = Counted(unequal=0)
+    assert train_grpo.collect(config, task, random_model(10), 0)[1] == [0]
+    assert [number for number, _ in task.asked] == [0, 1, 2, 3]
 
 
 # 2. What is shared ---------------------------------------------------------------------------

@@ -1106,4 +1106,3 @@ def test_bench_runs_at_toy_size(tmp_path, capsys):
     assert tree.main(["bench", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}
-    assert tree.main(["nonsense"]) == 2
