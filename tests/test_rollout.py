@@ -187,7 +187,8 @@ def test_non_finite_sampler_logprobs_leave_the_loss(process_group):
 
 
 class Counted(Chat):
-    """Notes the number of each prompt and what its generator draws first. Of the prompt `unequal` rewards are 0, 1, ..; else 0."""
+    """Notes the number of each prompt and what its generator draws first. Rewards of the prompt
+    `unequal` are 0, 1, ..; others are 0."""
 
     end = tuple(range(10))
 
