@@ -18,6 +18,7 @@ import torch
 from conftest import LOOKUP, batch_of
 
 import models
+import train_grpo
 from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
@@ -187,7 +188,7 @@ def test_denominators_count_sampled_tokens():
 
 
 def make_trainer(**options):
-    config = Config(hidden=16, heads=2, layers=1, dtype="float64", **options)
+    config = Config(**dict(hidden=16, heads=2, layers=1, dtype="float64") | options)
     model, generator, _ = build(config, make_task(config))
     return Trainer(config, model, generator=generator)
 
@@ -290,6 +291,20 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
     loss.backward()
     expected = with_gradient(trainer, loss.item())
     assert (got - expected).norm() <= 1e-12 * expected.norm()
+
+
+def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
+    """What numpy holds of a batch is float64."""
+    trainer, seen = make_trainer(dtype="float32", kl_coef=1.0), []
+
+    def watched(*columns, **given):
+        tensors = [x for x in (*columns, *given.values()) if isinstance(x, torch.Tensor)]
+        seen.append({x.dtype for x in tensors})
+        return grpo_loss(*columns, **given)
+
+    monkeypatch.setattr(train_grpo, "grpo_loss", watched)
+    trainer.forward_backward(some_batch(), 10.0)
+    assert seen and all(dtypes == {torch.float32, torch.bool} for dtypes in seen)
 
 
 def test_a_call_that_has_no_loss_is_refused(process_group):

@@ -159,6 +159,14 @@ def test_a_table_that_is_not_ours_is_refused_by_name(whole, tmp_path, name):
     assert time.monotonic() - began < 10
 
 
+def test_a_row_may_have_a_number_of_more_than_32_bits(whole, tmp_path):
+    size = torch.Size([2**33, 4])
+    damage = _entry(lambda e: (setattr(e, "size", size), setattr(e.chunks[0], "sizes", size)))
+    path = lay(tmp_path / "saved", whole | {".metadata": damage(whole[".metadata"])})
+    with pytest.raises(ValueError, match="another model: first is .8589934592, 4. there"):
+        read_checkpoint(path, tensors())
+
+
 DCP = "torch.distributed.checkpoint"
 NAMES = "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata"
 GLOBALS = [(f"{DCP}.metadata", name) for name in f"{NAMES} _MEM_FORMAT_ENCODING".split()]

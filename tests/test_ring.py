@@ -315,6 +315,8 @@ CASES = {  # a part of the error: q, k, v and options of rank 1, from those of r
     "options, method": lambda q, k, v, o: (q, k, v, {**o, "method": "allgather"}),
     "options, scale": lambda q, k, v, o: (q, k, v, {**o, "scale": 0.5}),
     "options, debug": lambda q, k, v, o: (q, k, v, {**o, "debug": True}),
+    "[True, False, False]": lambda q, k, v, o: (q.requires_grad_(), k, v, o),
+    "[False, True, True]": lambda q, k, v, o: (q, k.requires_grad_(), v.requires_grad_(), o),
     "multiple of key heads": lambda q, k, v, o: (q[:, :3], k, v, o),
     "expected q (B, H, q, D)": lambda q, k, v, o: (q[0], k, v, o),
     "one dtype": lambda q, k, v, o: (q, k.double(), v, o),
