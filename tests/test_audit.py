@@ -282,6 +282,7 @@ def test_the_page_stands_alone(honest, tmp_path, audit_of):
     trained = [name for _, name, _, shade in shown if "rgba" in shade]
     assert len(trained) == len(re.findall(r"^ .* (?:yes|no) +\S+ +\S+e\S+$", printed, re.M))
     assert len(trained) == text.count("(7) w l / Z = ") == text.count("(2) r = exp(now - old)")
+    assert len(trained) == text.count("-min(r A, clip(r, ")
     assert sum("shared" in kinds for kinds, *_ in shown) > 7
     assert text.count("clipped</div>") + text.count("clipped\n") == sum(
         "clips" in kinds for kinds, *_ in shown)  # fmt: skip

@@ -117,9 +117,12 @@ FAULTS = {
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
     "give_draws": lambda rows, needed, seed: [  # rows lose their draws
         setattr(row, "draws", [0.5] * needed) for row in rows],
+    "generate": lambda *given, **how: [  # an error that float32 cannot hold
+        setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
+        for row in GENERATE(*given, **how)],
 }  # fmt: skip
 CACHED, LOGPROBS = models.forward_with_cache, models.token_logprobs
-ROTATE, MASKED = models.apply_rope, models.masked_attention
+ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, models.generate
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
