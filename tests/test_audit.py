@@ -135,6 +135,30 @@ def test_the_closed_part_is_a_whole_step(honest, process_group):
     assert torch.equal(*weights) and not torch.equal(weights[1], before.double())
 
 
+@pytest.mark.quick
+def test_adamw_by_hand_computes_in_float32_and_stores_in_bfloat16():
+    """torch's AdamW in float32, from the same stored numbers; both ends are rounded once."""
+    model = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    p = model.weight
+    m, v = torch.randn_like(p), torch.rand_like(p)
+    p.grad = torch.randn_like(p)
+    state = audit.State(model, {"weight": p}, {"weight": [4, m, v]})
+    wide = p.detach().float().requires_grad_()
+    theirs = torch.optim.AdamW([wide], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs.state[wide] = dict(step=torch.tensor(4.0), exp_avg=m.float(), exp_avg_sq=v.float())
+    wide.grad = p.grad.float()
+    theirs.step()
+    state.adamw(SimpleNamespace(beta2=0.95, weight_decay=0.1), 0.1, 1.0)
+    stored = theirs.state[wide]
+    steps, *moments = state.moments["weight"]
+    assert steps == 5
+    pairs = zip((p, *moments), (wide, stored["exp_avg"], stored["exp_avg_sq"]), strict=True)
+    for found, exact in pairs:
+        # Two orders of float32 operations may fall on two sides of where bfloat16 rounds.
+        assert found.dtype == torch.bfloat16
+        assert (found != exact.bfloat16()).double().mean() < 0.01
+
+
 @pytest.mark.parametrize("key, value", [("tokens", [0, 99]), ("logprobs", [0.0]), ("sampled", None),
                                         ("advantage", [0.0]), ("rewards", [[0]]), ("group", [0])])
 def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):

@@ -545,6 +545,7 @@ def test_advantages_are_whitened_over_the_step(process_group):
     assert abs(A.mean()) < 1e-12 and abs(A.std() - 1) < 1e-6
     assert {t.truncated for t in batch} == {True, False}
     for t in batch:
+        assert not any(x[~t.mask].any() for x in (t.advantages, t.returns))
         returns = t.returns[t.mask]
         assert abs(returns[0] - t.reward) < 1e-12
         assert not t.truncated or abs(returns[-1]) < 1e-12
