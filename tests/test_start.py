@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from test_ranks import ranks, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
 
 import models
+import train_grpo
 from audit import RunFiles, audited, state_before
 from parallel import Grid, Plan, full, local, materialise, parallelize, part_of
+from text import load_policy, settings_of_run
 from train_grpo import Config, Log, make_task, parse_config
 
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --demo-lr 0.03 --kl-coef 0.1 --steps 2"
@@ -147,6 +150,19 @@ def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, cou
     same_start(tmp_path / "run", straight(world)[0])
 
 
+def test_a_policy_is_read_of_a_loop_and_not_of_its_supervised_start(
+    straight, tmp_path, process_group
+):
+    run = shutil.copytree(straight()[0], tmp_path / "run")
+    task = make_task(settings_of_run(run))
+    (run / "demos-00000004").mkdir()
+    assert load_policy(run, task)[1].endswith("step-00000002")
+    for path in run.glob("step-*"):
+        shutil.rmtree(path)
+    with pytest.raises(ValueError, match="is still in its supervised start"):
+        load_policy(run, task)
+
+
 def test_supervised_steps_are_skipped_as_those_of_the_loop_and_overwritten(straight, tmp_path):
     """The second step's gradient is not finite: its state is not saved, as in the loop."""
     for demos, text in ((2, "ends in steps that were skipped.*demos-00000001"), (4, "3 optimizer")):
@@ -219,6 +235,22 @@ def test_the_first_screen_is_five_lines(tmp_path):
     assert lines[2].startswith("out run: ") and "plot run" in lines[2] and "--resume" in lines[2]
     assert lines[3].split()[:2] == ["step", "reward"] and lines[4].startswith("before")
     assert err == "" and max(map(len, lines)) <= 100 and '"minibatches"' not in out
+
+
+@pytest.mark.quick
+def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_group):
+    bars = []
+
+    def bar(total, initial, **options):
+        bars.append((total, initial))
+        return SimpleNamespace(close=lambda: bars.append("closed"))
+
+    bar.write = print
+    monkeypatch.setattr(train_grpo, "tqdm", bar)
+    log = Log(Config(demos=3, steps=5), "run", None)
+    log.begin_table(-2)  # resumed after one supervised step
+    log.begin_table(0)
+    assert bars == [(3, 1), "closed", (5, 0)]
 
 
 # Nothing to learn from --------------------------------------------------------------------------
