@@ -106,6 +106,12 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def bytes_of(tensors):
+    """Bytes of the storages of some tensors, each counted once."""
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
 def _tensors(nested):
     tensors = [x for x in tree_leaves(nested) if torch.is_tensor(x) and x.device.type != "meta"]
     return [getattr(x, "_local_tensor", x) for x in tensors]  # this rank's part of a DTensor

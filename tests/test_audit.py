@@ -18,7 +18,8 @@ import torch
 from conftest import LOOKUP, ROOT, shortened
 from test_ranks import as_script
 from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
-from test_run import _main, begin, cli, contents, end, flip_a_bit, good, runs_made_once
+from test_run import GET, _main, begin, contents, end, flip_a_bit, good, killed
+from test_run import runs_made_once
 
 import audit
 import train_grpo
@@ -267,8 +268,7 @@ def test_it_goes_on_to_a_step_without_a_checkpoint(honest, process_group, copied
 def test_a_killed_and_resumed_run_is_audited(honest, tmp_path, process_group):
     """Lines of rollouts.jsonl are cut on resume, and written again."""
     flags = f"{TINY} --steps 5 --save-every 2"
-    codes, _, _ = cli(tmp_path, flags, die=("train_grpo.RolloutQueue.get", 4))
-    assert codes == [-9]
+    killed(tmp_path, flags, GET, 4)
     with (tmp_path / "run" / "rollouts.jsonl").open("a") as file:
         file.write('{"step": 3, "group"')
     good(tmp_path, "--resume --out run")
@@ -356,8 +356,7 @@ def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name)
     """`-s` shows a row of the table in tests/RESULTS.md."""
     world, flags = WAYS[name]
     if flags == "killed":
-        codes, _, _ = cli(folder, f"{LONG} --save-every 5", die=("train_grpo.RolloutQueue.get", 18))
-        assert codes == [-9]
+        killed(folder, f"{LONG} --save-every 5", GET, 18)
         good(folder, f"--resume {LONG} --save-every 20")
     elif flags == "jsonl":
         task = "--task jsonl --data questions.jsonl --model DIR --prompts 8 --group 4"

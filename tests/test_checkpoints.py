@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, complaint_of
+from test_models import model_of
 from test_ranks import ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import models
-from models import Transformer, load_hf, relative_error, save_hf, tiny, tiny_model
+from models import Transformer, load_hf, relative_error, save_hf, tiny
 from parallel import full
 from train_grpo import read_json_lines
 
@@ -35,10 +36,6 @@ import safetensors.torch  # noqa: E402
 NORM = "model.norm.weight"
 EXPERTS = "model.layers.1.mlp.experts."
 INDEX = "model.safetensors.index.json"
-
-
-def model_of(model_type="qwen3", dtype=torch.float64, **changes):
-    return tiny_model(model_type, seed=3, dtype=dtype, **changes)
 
 
 def stored(folder, model_type="qwen3", dtype=torch.float32, **changes):

@@ -87,15 +87,6 @@ def figures_of(out):
     return json.loads(out.splitlines()[-1])
 
 
-def test_the_plain_prompt_of_a_run_is_what_it_is_talked_to_in():
-    def heard(**settings):
-        return text_file.plain_prompt(Config(task="jsonl", data="d", model="m", **settings), "a b")
-
-    assert heard(template="Q: {question} A:") == "Q: a b A:"
-    assert heard(template="raw", instruction="x") == "a b\nx\n"
-    assert heard(template="raw", instruction="") == heard(instruction="") == "a b\n"
-
-
 def test_text_is_imported_only_where_text_is(tmp_path):
     """Neither by --help nor by a run on token ids, which needs no transformers either."""
     # The server of ranks may have imported transformers for other tests.
@@ -116,21 +107,6 @@ finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
         assert "transformers" not in loaded and ("text" in loaded) == flags.startswith("export")
         assert "audit" not in loaded or flags.startswith("audit")
         assert code == 0, err
-
-
-def test_a_reader_that_has_seen_enough_ends_a_command(tmp_path):
-    program = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import models
-reader, writer = os.pipe()
-os.close(reader)
-os.dup2(writer, 1)
-sys.exit(models.quietly(lambda argv: print("x" * 99999), []))
-"""
-    (tmp_path / "program.py").write_text(program)
-    code, _, err = as_script("program.py", str(ROOT), cwd=tmp_path)
-    assert (code, err) == (141, "")
 
 
 def test_the_greedy_figure_is_the_runs_own(run, capsys):

@@ -60,7 +60,7 @@ def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
 
 
 CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
-CASES += [(2, ("--plan", plan)) for plan in ("d2", "t2", "c2")]
+CASES += [(2, ("--plan", plan)) for plan in ("t2", "c2")]
 
 
 # By default the test above has d2, and the core's own check the tree.

@@ -497,7 +497,6 @@ REFUSED = [
     ("one.py:one cannot be called with .text, row.: too many", dict(reward="one.py:one")),
     ("ModuleNotFoundError.*none.py, line 1", dict(reward="none.py:f")),
     # Flags.
-    ("--demo-lr needs --demos", dict(demo_lr=0.125)),
     ("--template must be chat, raw or a text with {question}, got 'hello'", dict(template="hello")),
     (SYSTEM, dict(template="{question}", system="Be kind.")),
     (SYSTEM, dict(template="raw", system="Be kind.")),

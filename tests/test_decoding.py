@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from oracles import Watch
+from oracles import Watch, bytes_of
 from test_ranks import ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -194,8 +194,7 @@ class MostHeld(TorchDispatchMode):
         return out
 
     def bytes(self, results):
-        storages = [x.untyped_storage() for x in (*self.cache.layers.values(), *results)]
-        return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+        return bytes_of([*self.cache.layers.values(), *results])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
@@ -244,13 +243,15 @@ def test_python_waits_only_for_the_tokens_and_their_logprobs(name, slots, forwar
 
 
 def _talks_of_a_plan(rank, plan):
-    """Conversations in three slots, on this rank."""
+    """Conversations in three slots, sampled and greedy, on this rank."""
     model = model_of("gemma3_text").requires_grad_(False)
     if plan:
         grid = Grid.make(Plan.parse(plan))
         split_for_decoding(model, grid.plan, device_mesh=grid)
-    options = dict(slots=3, branches=Talk.most_forks, after=Talk.fork)
-    return generate(model, talks(), max_new_tokens=NEW, end=ENDS, **options)
+    options = dict(slots=3, branches=Talk.most_forks, after=Talk.fork, max_new_tokens=NEW, end=ENDS)
+    sampled, greedy = (generate(model, talks(), temperature=x, **options) for x in (1.0, 0.0))
+    assert [row.tokens for row in sampled] != [row.tokens for row in greedy]
+    return sampled + greedy
 
 
 def test_a_generator_split_by_t_forks_alike(tmp_path):

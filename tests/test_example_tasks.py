@@ -1,4 +1,4 @@
-"""The example tasks: their demonstrations, their rewards, what is held out, and a run of each."""
+"""The example tasks: their demonstrations, their rewards, and what is held out."""
 
 import re
 
@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 from example_tasks import Addition, Calculator, Lookup, Sort, spell
 
-from conftest import ROOT, shortened
-from test_run import good
 from train_grpo import Config, demonstrations, draw_prompts
-
-EXAMPLES = ROOT / "tests/example_tasks.py"
-SMALL = "--device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 4 --eval-prompts 4"
 
 
 def starts(task, count, held_out=False):
@@ -167,11 +162,3 @@ def test_held_out_problems_are_never_trained_on(Class, process_group):
         assert len(asked[True] | asked[False]) == 5 * 4 * 3 * 2 and 4 < len(asked[True]) < 24
     else:
         assert len(asked[True]) > 25 and len(asked[False]) > 200
-
-
-@pytest.mark.parametrize("name", shortened(["Addition", "Calculator"], "Calculator"))
-def test_a_run_from_the_command_line(tmp_path, name):
-    flags = f"--task {EXAMPLES}:{name} --demos 1 --steps 2 --lr-warmup 0 {SMALL} --out run"
-    out, _ = good(tmp_path, flags)
-    assert "eval/solved" in out
-    assert (tmp_path / "run/metrics.jsonl").read_text().count("\n") == 2

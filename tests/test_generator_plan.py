@@ -22,7 +22,7 @@ from test_start import SHAPE, shape_of
 import models
 import parallel
 import train_grpo
-from parallel import Allocation, Grid, Plan, full, local, split_for_decoding, tensors_of
+from parallel import Allocation, full, local, tensors_of
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 FAMILIES = {
@@ -126,27 +126,6 @@ def test_every_generator_plan_samples_the_tokens_of_one_process(
                 same_row(true, found)
         lengths = {len(tokens) for group in groups.values() for tokens, _, _ in group}
         assert len(lengths) > 1, "some rollouts end before others"
-
-
-def _generated(rank, plan):
-    """Tokens and log-probs of rows that all ranks decode: with slots and three ends, and greedy."""
-    model = model_of("gemma3_text").requires_grad_(False)
-    if plan:
-        plan = Plan.parse(plan)
-        split_for_decoding(model, plan, device_mesh=Grid.make(plan))
-    rows = []
-    for how in (dict(temperature=3.0, slots=2, end=(2, 5, 7)), dict(temperature=0.0)):
-        how |= dict(max_new_tokens=9, seed=3)
-        rows += models.generate(model, [[1, 2, 3], [4], [1, 2, 3]], **how)
-    return [(row.tokens, row.logprobs) for row in rows]
-
-
-def test_all_ranks_of_a_split_generator_sample_the_same(tmp_path):
-    (truth,) = ranks(tmp_path, 1, _generated, "")
-    assert truth[:3] != truth[3:]
-    for part in ranks(tmp_path, 2, _generated, "t2"):
-        for true, found in zip(truth, part, strict=True):
-            same_row(true, found)
 
 
 def _served(rank, prompts):

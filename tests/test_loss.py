@@ -23,7 +23,7 @@ from audit import Recorded, definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
     LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, collect, demonstrations, gae,
-    grpo_loss, loss_denominator, lr_factor, make_task, policy_loss,
+    grpo_loss, loss_denominator, make_task, policy_loss,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -244,6 +244,8 @@ OPTIONS = [
     dict(aggregation="sequence_mean", ratio="sequence", clip_low=0.5, clip_high=0.9, kl_coef=0.1),
     dict(aggregation="constant", objective="cispo", entropy_coef=0.3),
 ]
+
+
 @pytest.mark.parametrize("function", [grpo_loss, policy_loss])
 def test_the_defaults_of_the_functions_are_those_of_the_flags(function):
     flags = {field.name: field.default for field in fields(Config)}
@@ -452,13 +454,6 @@ def test_a_generator_that_has_memory_stays_a_copy(process_group):
     assert trainer.generator.head_weight is own and not own.is_set_to(trainer.model.head_weight)
 
 
-SCHEDULES = {
-    "linear": [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125],
-    "cosine": [0.5, 1, 1, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381],
-    "constant": [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1],
-}
-
-
 @pytest.mark.parametrize("decay", CHOICES["lr_decay"])
 def test_the_rates_are_torchtitans_schedule_whose_warm_up_is_at_most_the_whole_run(decay):
     def rates(**how):
@@ -466,11 +461,10 @@ def test_the_rates_are_torchtitans_schedule_whose_warm_up_is_at_most_the_whole_r
         config = Config(lr=2.0, lr_decay=decay, **how).check()
         trainer, steps = SimpleNamespace(config=config), range(config.steps)
         found = [Trainer.learning_rate(trainer, step) for step in steps]
-        assert np.allclose(found, [rate_by_hand(config, step) for step in steps], rtol=1e-15)
+        by_hand = [rate_by_hand(config, step) for step in steps]
+        assert np.allclose(found, by_hand, rtol=1e-15, atol=0)
         return found
 
-    factors = [lr_factor(step, warmup=2, total=10, decay=decay) for step in range(10)]
-    assert factors == pytest.approx(SCHEDULES[decay], abs=5e-5 if decay == "cosine" else 1e-15)
     for first, least in (("nonzero", 0.0), ("zero", 0.25), ("nonzero", 1.0)):
         found = rates(steps=10, lr_warmup=2, lr_min=least, lr_first_step=first)
         assert found[0] == (1.0 if first == "nonzero" else 0.0) and max(found) == 2.0

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import complaint_of
 from oracles import Watch, draw, plain_attention, worst
 from test_ranks import ranks
 
@@ -427,15 +428,14 @@ def _outside(rank, text, mode):
     model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
     model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan), mode=mode)
     for part in [model] if plan.pp == 1 else model.parts.values():
-        with pytest.raises(ValueError) as error:
-            (part.require_tokens if plan.pp > 1 else part)(torch.tensor([[0, 1, 56]]))
-        said.append(str(error.value))
+        call = part.require_tokens if plan.pp > 1 else part
+        said.append(complaint_of(call, torch.tensor([[0, 1, 56]])))
     return said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text, mode", [
-    ("t2", "ddp"), ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")])  # fmt: skip
+    ("t2", "fsdp"), ("d2", "fsdp"), ("p2", "ddp")])  # fmt: skip
 def test_a_token_outside_the_vocabulary_is_refused_alike_under_every_plan(tmp_path, text, mode):
     truth = "token id 56 at row 0, column 2 is not in the vocabulary of 56: ids are 0..55"
     assert ranks(tmp_path, 2, _outside, text, mode) == [[truth]] * 2

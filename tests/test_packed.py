@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from conftest import complaint_of as _fails
 from test_ranks import ranks
 
 import models
 import ring_attention
-from parallel import Grid, LocalOptimizer, PackedBatches, Plan, clip_grad_norm, full
-from parallel import gather_replica, parallelize, reduce_gradients
+from parallel import Grid, PackedBatches, Plan, full, gather_replica, parallelize
+from parallel import reduce_gradients
 
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
 EVERYTHING = [*range(len(LENGTHS))]
@@ -41,6 +42,12 @@ FOUR = {
     "d2p2 interleaved fsdp": ("deep", dict(schedule="interleaved1f1b", mode="fsdp")),
     "d2t2e4": ("moe", {}),
 }
+
+# The page's own code runs under all of these plans.
+PAGE = (ROOT / "tests" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
+RECIPE = {}
+exec(re.search(r"```python\n(.*?)```", PAGE, re.S)[1], RECIPE)
+attention = RECIPE["attention"]
 
 
 def draw():
@@ -74,19 +81,6 @@ def truth_of(kind):
         scores.append((logprobs.detach(), entropies.detach()))
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}, scores
-
-
-def attention(document_1S, group):
-    """What the README shows: documents on one device, or over the ranks of a context."""
-    if group is None:
-        return models.packed_attention(doc_ids=document_1S)
-    mask = ring_attention.Mask.documents(doc_ids=document_1S)
-
-    def ring(q, k, v, /, *, layer, scale, window=None):
-        options = dict(group=group, mask=mask.with_window(window), scale=scale)
-        return ring_attention.ring_attention(q, k, v, **options)
-
-    return ring
 
 
 def errors(model, truth, mine, micro_tokens=12):
@@ -158,12 +152,6 @@ def test_an_unsplit_model_needs_no_group(micro_tokens):
     assert max(errors(model, truth, EVERYTHING, micro_tokens).values()) < 1e-12
     # Nothing has zeroed .grad: twice the gradient is as wrong as none, and is seen.
     assert errors(model, truth, EVERYTHING, micro_tokens)["gradient"] == pytest.approx(1.0)
-
-
-def _fails(function, *args, **options):
-    with pytest.raises(ValueError) as error:
-        function(*args, **options)
-    return str(error.value)
 
 
 def _refused_batches(rank):
@@ -245,71 +233,14 @@ def test_everything_that_a_model_lacks_is_named_at_once(tmp_path):
         assert sorted(absent) == sorted(re.findall(r"\.(?:[^ (]|\([^)]*\))+", names)), text
 
 
-def _three_steps(rows, optimizer_of, reduce, clip):
-    """Norms before the clip, and the parameters after three steps on these rows of data.
-
-    The module has no name of ours, and one frozen parameter.
-    """
-    torch.manual_seed(3)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    module = torch.nn.Sequential(layer, torch.nn.Linear(8, 3)).double()
-    module[1].bias.requires_grad = False
-    data, found = torch.randn(5, 4, 8, dtype=torch.float64)[rows], []
-    before = [p.detach().clone() for p in module.parameters()]
-    optimizer = optimizer_of(module)
-    for _ in range(3):
-        (module(data).square().sum() / 5).backward()
-        reduce(module)
-        found.append(clip(module))
-        optimizer.step()
-        optimizer.zero_grad()
-    after = [p.detach() for p in module.parameters()]
-    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-    assert moved == [p.requires_grad for p in module.parameters()]
-    return [*found, *after]
-
-
-def _any_module(rank):
-    """The largest difference to one process, of ranks with two rows and three."""
-
-    def trained(module):
-        return [p for p in module.parameters() if p.requires_grad]
-
-    def plain_clip(module):
-        norm = torch.cat([p.grad.flatten() for p in trained(module)]).norm()
-        for p in trained(module):
-            p.grad *= min(1.0, 0.5 / norm.item())
-        return norm
-
-    ours = _three_steps(
-        slice(2) if rank == 0 else slice(2, 5),
-        lambda module: LocalOptimizer(module, lambda p: torch.optim.AdamW(p, lr=0.01)),
-        reduce_gradients, lambda module: clip_grad_norm(module, 0.5),
-    )  # fmt: skip
-    true = _three_steps(
-        slice(5), lambda m: torch.optim.AdamW(trained(m), lr=0.01), lambda m: None, plain_clip
-    )
-    assert min(norm.item() for norm in true[:3]) > 0.5  # all three are clipped
-    return max((a - b).abs().max().item() for a, b in zip(ours, true, strict=True))
-
-
-def test_gradients_clip_and_optimiser_take_any_module(tmp_path):
-    for found in ranks(tmp_path, 2, _any_module):
-        assert found < 1e-10  # AdamW divides by gradients that are nearly 0
-    assert gather_replica(torch.nn.Linear(1, 1), [1, 2]) == ([1, 2], 0)
-
-
 def _by_the_recipe(rank, plans):
     """Losses of three steps under each plan, by the code of tests/RECIPES.md."""
-    page = (ROOT / "tests" / "RECIPES.md").read_text().split("## Your own loss under any plan")[1]
-    recipe = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], recipe)
     sequences, _, _ = draw()
     masks = [[True] * (len(tokens) - 1) for tokens in sequences]
     found = []
     for text in plans:
         model = measure_parallel.build("dense", torch.float64)
-        found.append(recipe["train"](model, Plan.parse(text), sequences, masks, 3))
+        found.append(RECIPE["train"](model, Plan.parse(text), sequences, masks, 3))
     return torch.tensor(found, dtype=torch.float64)
 
 

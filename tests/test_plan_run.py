@@ -23,7 +23,6 @@ BASES["forks"] = f"{BASES['old']} --forks 2 --fork-turns 1 --advantage per_branc
 # and behind " : " flags that the run of one process has, too. Steps of the plans that are slow
 # here are in test_a_run_goes_on_under_another_plan, and single ones in test_parallel.py.
 RUNS = """
-plain - 20 2 --plan d2
 plain - 20 2 --data-parallel zero1
 plain 3 20 2 --plan t2
 plain 3 20 2 --plan c2

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
-from test_run import begin, cli, end, good, same_run
+from test_run import GET, begin, end, good, killed, same_run
 
 import models
 import parallel
 import text
 import train_grpo
 from audit import audited
+from models import relative_error as relative
 from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
 from train_grpo import Config
 
@@ -46,10 +47,6 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 def gradient(model):
     return torch.cat([full(p.grad).double().flatten() for p in model.parameters()])
-
-
-def relative(a, b):
-    return ((a - b).norm() / b.norm()).item()
 
 
 # Every plan is one process ---------------------------------------------------------------------
@@ -299,9 +296,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, world, more):
     for name in ("straight", "stopped"):
         (tmp_path / name).mkdir()
     good(tmp_path / "straight", f"{flags} --steps 4", world)
-    codes, _, _ = cli(tmp_path / "stopped", f"{flags} --steps 4", world,
-                      die=("train_grpo.RolloutQueue.get", 3))  # fmt: skip
-    assert codes != [0] * world
+    killed(tmp_path / "stopped", f"{flags} --steps 4", GET, 3, world)
     good(tmp_path / "stopped", "--resume --out run", world)
     same_run(tmp_path / "stopped" / "run", tmp_path / "straight" / "run")
 
@@ -442,11 +437,3 @@ def test_products_finer_than_the_weights_are_refused(process_group):
     model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
     with pytest.raises(ValueError, match="zero=True shards the states"):
         LocalOptimizer(model, torch.optim.AdamW, zero=True)
-
-
-def test_resume_does_not_change_it(tmp_path):
-    """The run that follows would be another: its reference and its steps are rounded otherwise."""
-    good(tmp_path, f"{TINY} {BF16} --steps 1")
-    for other in ("float32", "float64"):
-        codes, _, errors = cli(tmp_path, f"--resume --out run --compute-dtype {other}")
-        assert codes == [2] and "--resume cannot change --compute-dtype" in errors[0]

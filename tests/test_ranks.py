@@ -186,7 +186,7 @@ def run_of(tmp_path_factory):
 EVALUATED = f"{TINY} --eval-every 2 --steps"
 # Four ranks are two ranks after some steps too; twenty of them are behind `-m slow`.
 SHAPES = [("ddp", 2, 8), ("fsdp", 1, 4), ("fsdp", 2, 6)]
-MORE = [("ddp", 2, 20), ("ddp", 4, 20), ("ddp", 4, 6), ("fsdp", 4, 4)]
+MORE = [("ddp", 2, 20), ("ddp", 4, 20), ("fsdp", 4, 4)]
 SHAPES += [pytest.param(*shape, marks=pytest.mark.slow) for shape in MORE]
 
 
@@ -276,12 +276,6 @@ def _trainer(flags, seed=0):
     return trainer, [t for group in groups for t in group]
 
 
-def total(number):
-    summed = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(summed)
-    return summed.item()
-
-
 def reduced_gradient(trainer):
     """The whole gradient as one vector, reduced by this test's own means."""
     parts = []
@@ -301,8 +295,6 @@ SHARES = {
 }
 TINY_ROWS = "--data-parallel fsdp --micro-tokens 50"
 STEPS = [(share, flags) for share in SHARES for flags in ("", TINY_ROWS) if "all on" in share]
-STEPS += [pytest.param(share, "--data-parallel fsdp", marks=pytest.mark.slow)
-          for share in SHARES if "all on" in share]  # fmt: skip
 STEPS += [("one on rank 0", f"--aggregation {name}") for name in ("sequence_mean", "constant")]
 STEPS += [("one on rank 0", "--aggregation token_mean")]
 
@@ -311,7 +303,7 @@ def _step(rank, flags, share):
     """Loss and norm, gradient, and new weights of one step on the given shares."""
     trainer, batch = _trainer(flags)
     mine = SHARES[share](rank, batch)
-    metrics = trainer.forward_backward(mine, total(trainer.loss_denominator(mine)))
+    metrics = trainer.forward_backward(mine, trainer.total(trainer.loss_denominator(mine)))
     gradient = reduced_gradient(trainer)
     numbers = [metrics["loss/token_mean"], trainer.optim_step()["grad_norm"]]
     weights = torch.cat([full(p.detach()).flatten() for p in trainer.model.parameters()])
@@ -329,17 +321,16 @@ def test_unequal_shares_sum_to_the_whole(tmp_path, share, flags):
         assert torch.stack(errors).max() < 1e-10, errors
 
 
-def _plant(rank, flags, where, culprit, name, steps):
-    """A step for each letter, with a NaN on one rank where it is x: texts, and what moved."""
+def _plant(rank, flags, where, culprit, name):
+    """Four steps with a NaN on one rank: texts, and what moved."""
     trainer, batch = _trainer(flags)
     seen, before = [], [full(p.detach()).clone() for p in trainer.model.parameters()]
-    good, bad = batch[0].advantages, np.full_like(batch[0].advantages, np.nan)
+    if rank == culprit and where == "batch":
+        batch[0].advantages = np.full_like(batch[0].advantages, np.nan)
     try:
-        for step in steps:
-            planted = step == "x" and rank == culprit
-            batch[0].advantages = bad if planted and where == "batch" else good
-            trainer.forward_backward(batch, total(trainer.loss_denominator(batch)))
-            if planted and where == "gradient":
+        for _ in range(4):
+            trainer.forward_backward(batch, trainer.total(trainer.loss_denominator(batch)))
+            if rank == culprit and where == "gradient":
                 dict(trainer.model.named_parameters())[name].grad.view(-1)[3] = np.nan
             seen.append(trainer.optim_step().get("nonfinite"))
     except FloatingPointError as error:
@@ -359,18 +350,12 @@ PLANTED = [
 @pytest.mark.parametrize("mode, where, name", PLANTED)
 def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, name, culprit):
     flags = f"--max-skipped 3 --data-parallel {mode}"
-    results = ranks(tmp_path, 2, _plant, flags, where, culprit, name, "xxxx")
+    results = ranks(tmp_path, 2, _plant, flags, where, culprit, name)
     assert results[0] == results[1]
     (first, second, last), moved, version = results[0]
     assert f"{name} on rank {culprit}" in first and first == second and first in last
     assert mode == "fsdp" or first == f"{name} on rank {culprit}"  # shards spread a NaN to all
     assert "3 optimizer steps in a row" in last and not moved and version == 0
-
-
-def test_a_finite_step_starts_the_count_of_skipped_steps_anew(tmp_path):
-    for seen, moved, version in ranks(tmp_path, 2, _plant, "", "batch", 1, "", "xx.xx"):
-        assert [text is None for text in seen] == [False, False, True, False, False]
-        assert moved and version == 1
 
 
 # The clip ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from conftest import LOOKUP, shortened
 from measure_parallel import read_cases
 from oracles import LiveBytes
 from test_ranks import ranks, read_metrics
-from test_run import TINY, _main, _task, at, begin, cli, end, good, same_run
+from test_run import TINY, _main, _task, at, begin, cli, end, good, killed, same_run
 
 import models
 import train_grpo
@@ -121,8 +121,7 @@ def same_start(run, truth):
 
 @pytest.mark.parametrize("world, where, count", SOME)
 def test_a_killed_supervised_start_resumes_bit_for_bit(straight, tmp_path, world, where, count):
-    codes, _, _ = cli(tmp_path, DEMOS, world, die=(where, count))
-    assert -signal.SIGKILL in codes
+    killed(tmp_path, DEMOS, where, count, world)
     out, _ = good(tmp_path, RESUME, world)
     assert count != 6 or "the weights of run/demos-00000004, first 6 supervised steps" in out
     same_start(tmp_path / "run", straight(world)[0])
@@ -215,12 +214,6 @@ def test_it_is_evaluated_once_and_again_only_with_line_0(straight, tmp_path):
     shutil.rmtree(run / "step-00000002")
     out, _ = good(tmp_path, RESUME)
     assert f"before{before:>30}\n" in out and read_metrics(run) == lines
-
-
-@pytest.mark.slow
-def test_two_ranks_solve_as_much_before_the_first_step(straight):
-    one, two = (read_metrics(straight(world)[0])[0]["eval/solved_before"] for world in (1, 2))
-    assert one == two > 0.1
 
 
 # What is printed --------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ import models  # noqa: E402
 import train_grpo  # noqa: E402
 import smollm_tasks  # noqa: E402
 from measure_grpo import Work, flops  # noqa: E402
-from oracles import LiveBytes  # noqa: E402
+from oracles import LiveBytes, bytes_of  # noqa: E402
 from parallel import connect  # noqa: E402
 from text import Text  # noqa: E402
 from tree_attention import TokenTrie  # noqa: E402
@@ -119,7 +119,7 @@ class Phase:
         """held: modules and optimizers whose tensors are there before."""
         self.live = LiveBytes() if counts_memory else None
         if counts_memory:
-            self.held = bytes_of(held)
+            self.held = bytes_held(held)
             self.live.__enter__()
         self.start = time.process_time()
 
@@ -130,7 +130,7 @@ class Phase:
         return (self.held + self.live.peak) / 2**20
 
 
-def bytes_of(held) -> int:
+def bytes_held(held) -> int:
     """Bytes of parameters, gradients and moments; tied weights are counted once."""
     tensors = []
     for x in held:
@@ -138,8 +138,7 @@ def bytes_of(held) -> int:
             tensors += [t for p in x.parameters() for t in (p, p.grad)]
         else:
             tensors += [t for state in x.state.values() for t in state.values()]
-    storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    return bytes_of(t for t in tensors if torch.is_tensor(t))
 
 
 class Ours:

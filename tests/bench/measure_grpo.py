@@ -459,13 +459,19 @@ def made(name, device):
     return config, task, Trainer(config, model, generator=generator)
 
 
-def flops(shape, trie, masks):
-    """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
-    c = shape
+def costs(config):
+    """FLOPs of a training step: of a token in the layers, of a pair, of a token in the head."""
+    c = config
+    # forward 2 a weight, backward 4; a pair: two products forward, five backward
     layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
     layer = 6 * c.num_hidden_layers * (layer + 3 * c.hidden_size * c.intermediate_size)
     pair = 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-    head, stats = 6 * c.vocab_size * c.hidden_size, trie.stats()
+    return layer, pair, 6 * c.vocab_size * c.hidden_size
+
+
+def flops(shape, trie, masks):
+    """FLOPs of a step, (flat, tree): layers and pairs of all tokens, the head of scored ones."""
+    (layer, pair, head), stats = costs(shape), trie.stats()
     wanted = set()
     for i, mask in enumerate(masks):
         wanted.update(trie.path(i)[1:][torch.from_numpy(mask)].tolist())

@@ -285,24 +285,22 @@ def _failures_of_values():
     return bad
 
 
-def _timed_rank(tokens, way, repeats):
-    """CPU seconds of this rank: [(forward, backward)] of each repeat."""
-    seconds, world = [], dist.get_world_size()
+def _timed_rank(tokens, way):
+    """CPU seconds of this rank: (forward, backward)."""
+    world = dist.get_world_size()
     method, _, layout = way.partition(" ")
     held = len(indices(tokens, dist.get_rank(), world, layout or "zigzag"))
     mask = Mask.causal(tokens)
     warm, upstream = random_inputs(256)
     sdpa(*warm).backward(upstream)
-    for _ in range(repeats):
-        (q, k, v), dout = random_inputs(held)
-        marks = [time.process_time()]
-        out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
-            q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
-        marks.append(time.process_time())
-        out.backward(dout)
-        marks.append(time.process_time())
-        seconds.append((marks[1] - marks[0], marks[2] - marks[1]))
-    return seconds
+    (q, k, v), dout = random_inputs(held)
+    marks = [time.process_time()]
+    out = sdpa(q, k, v) if way == "SDPA" else ring_attention(
+        q, k, v, mask=mask, method=method, layout=layout)  # fmt: skip
+    marks.append(time.process_time())
+    out.backward(dout)
+    marks.append(time.process_time())
+    return marks[1] - marks[0], marks[2] - marks[1]
 
 
 def bench_kernel(device, tokens, repeats, dtype=torch.bfloat16):
@@ -361,8 +359,8 @@ def bench(argv):
         found = {way: [] for way in ("SDPA", *ways)}
         for _ in range(args.repeats):
             for way in found:
-                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way, 1)
-                found[way].append(np.max([rank[0] for rank in ranks], axis=0))
+                ranks = launch(1 if way == "SDPA" else 2, _timed_rank, tokens, way)
+                found[way].append(np.max(ranks, axis=0))
         base = np.median(found["SDPA"], axis=0)
         for way, times in found.items():
             forward, backward = np.median(times, axis=0)

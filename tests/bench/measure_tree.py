@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measure_grpo import Clock, peak
-from measure_models import QWEN3_06B
+from measure_grpo import costs, peak
+from measure_models import QWEN3_06B, seconds_of
 
 import models
 from tree_attention import Cost, TokenTrie, _tree_rows, definition, forests, partition
@@ -53,16 +53,6 @@ def shapes(seed=0, scale=1.0):
     }
 
 
-def flops(config):
-    """FLOPs of a training step: of a token (matrices of the layers and head), of a pair."""
-    c = config
-    layer = c.hidden_size * (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-    layer += 3 * c.hidden_size * c.intermediate_size
-    # forward 2 a weight, backward 4; a pair: two products forward, five backward
-    token = 6 * (c.num_hidden_layers * layer + c.vocab_size * c.hidden_size)
-    return token, 14 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-
-
 def grpo_loss(i, logprobs, entropy):
     """A policy gradient with an advantage of the sequence's own; no entropy term."""
     return -(torch.exp(logprobs - logprobs.detach()) * (i % 5 - 2.0)).sum()
@@ -74,7 +64,6 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
     Seconds of CPU, on a GPU of the wall.
     """
     trie, device = TokenTrie(sequences), next(model.parameters()).device.type
-    clock = Clock(device)
     placed = [x.to(device) for x in sequences]
     ways = {"flat": lambda: definition(model, placed, grpo_loss),
             "sparse": lambda: tree_backward(model, TokenTrie(sequences), grpo_loss)}  # fmt: skip
@@ -90,11 +79,9 @@ def compare(model, sequences, repeats, budgets=(4, 8)):
     for _ in range(repeats):
         for name, way in ways.items():
             model.zero_grad()
-            begun = clock.now()
-            way()
-            seconds[name].append(clock.now() - begun)
-    stats = trie.stats(*flops(model.config))
-    return seconds, peaks, stats
+            seconds[name].append(seconds_of(way, device))
+    layer, pair, head = costs(model.config)
+    return seconds, peaks, trie.stats(layer + head, pair)
 
 
 def bench(argv):

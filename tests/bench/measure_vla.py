@@ -60,22 +60,16 @@ def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **optio
     return out, ra.unshard(k, **whole), ra.unshard(v, **whole)
 
 
-def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask=None, **options):
+def suffix_attention(q_BHTD, k_BGTD, v_BGTD, k_BGPD, v_BGPD, /, mask, **options):
     """A suffix of T tokens that attends to a cached prefix and itself, on one device: out_BHTD.
 
     k_BGPD, v_BGPD: of the prefix, from `prefix_attention`. Gradients go back through them into the
         ring; if every rank computes the same suffix, its loss is replicated (`loss_scale`).
-    mask: of prefix and suffix together, P + T tokens; None: everything is seen.
+    mask: of prefix and suffix together, P + T tokens.
     options: those of `attend`.
     """
-    p = k_BGPD.shape[2]
-    both = p + q_BHTD.shape[2]
-
     # The rows of the suffix against the keys of both; i and j stay those of the whole sequence.
-    if mask is not None:
-        if tuple(mask.shape[2:]) != (both, both):
-            raise ValueError(f"expected a mask of all {both} tokens, got {mask.shape[2:]}")
-        mask = ra.as_mask(mask).slice(slice(p, None), slice(None))
+    mask = mask.slice(slice(k_BGPD.shape[2], None), slice(None))
     k_BGkD = torch.cat((k_BGPD, k_BGTD), 2)
     v_BGkD = torch.cat((v_BGPD, v_BGTD), 2)
     return ra.attend(q_BHTD, k_BGkD, v_BGkD, mask, **options)[0]
