@@ -39,6 +39,7 @@ from models import (  # noqa: E402
     SLIDING, Layer, RMSNorm, Rope, Transformer, apply_rope, draw_weights, tiny,
 )  # fmt: skip
 
+
 def masked_attention(q_BHTD, k_BGSD, v_BGSD, seen_BTS, /, *, scale):
     """Attend to the keys that a (B, T, S) mask selects. A query that sees nothing gets 0."""
     # NUMERICS: for such a query some kernels give 0 and others NaN. It sees all keys here and is

@@ -206,7 +206,6 @@ def gemma_tokenizer():
     return tokenizer
 
 
-
 def config_of(family, tokenizer, layers, width, template) -> dict:
     """config.json: the published one with smaller sizes and with the tokenizer's ids.
 

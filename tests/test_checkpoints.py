@@ -284,27 +284,19 @@ def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path, changes, shard,
 
 @pytest.mark.quick
 @pytest.mark.parametrize("model_type", models.TINY)
-def test_a_sharded_checkpoint_is_the_single_one(tmp_path, model_type):
+def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path, model_type):
     model = model_of(model_type)
-    save_hf(model, tmp_path / "one")
-    save_hf(model, tmp_path / "many", max_shard_bytes=4000)
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    for folder in ("one", "many"):
-        again = load_hf(tmp_path / folder)
-        assert same(model, again) and again.config == model.config
-        names = [path.name for path in (tmp_path / folder).iterdir()]
-        assert all(name.endswith((".safetensors", ".json")) for name in names)
-
-
-def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path):
-    save_hf(model_of(), tmp_path, max_shard_bytes=4000)
+    save_hf(model, tmp_path, max_shard_bytes=4000)
     many = len(list(tmp_path.glob("model-*")))
     other, _ = stored(tmp_path, "gemma3_text")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["config.json", "model.safetensors"] and same(other, load_hf(tmp_path))
-    save_hf(model_of(), tmp_path, max_shard_bytes=40_000)
+    save_hf(model, tmp_path, max_shard_bytes=40_000)
     assert 1 < len(list(tmp_path.glob("model-*"))) < many
-    assert not (tmp_path / "model.safetensors").exists() and same(model_of(), load_hf(tmp_path))
+    assert not (tmp_path / "model.safetensors").exists() and same(model, load_hf(tmp_path))
+    assert load_hf(tmp_path).config == model.config
+    names = [path.name for path in tmp_path.iterdir()]
+    assert all(name.endswith((".safetensors", ".json")) for name in names)
 
 
 DTYPES = {  # fields of config.json, the dtype of one tensor among bfloat16 ones, of the model

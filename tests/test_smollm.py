@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from importlib.util import find_spec
 
 import numpy as np
@@ -162,20 +163,18 @@ def test_runs_of_both_tasks_are_drawn(tmp_path, capsys):
 
 @pytest.mark.slow
 @needs_packages
-def test_the_commands_of_the_recipe_run(directory):
+def test_the_commands_of_the_recipe_run(directory, tmp_path):
     """All commands of the section in order, with fewer rollouts; the checkpoint is made above."""
     section = RECIPES.split("## A released model")[1].split("\n## ")[0]
     (block,) = re.findall(r"^```\n(.*?)^```$", section, re.S | re.M)
     lines = block.replace("\\\n", "").splitlines()
-    folder = directory.parent
-    (folder / "runs").mkdir()
-    directory.rename(folder / "runs" / "smollm")
+    shutil.copytree(directory, tmp_path / "runs" / "smollm")
     for name in ("sums", "words"):
-        (folder / f"{name}.jsonl").rename(folder / "runs" / "smollm" / f"{name}.jsonl")
+        shutil.copy(directory.parent / f"{name}.jsonl", tmp_path / "runs" / "smollm")
     less = dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
     for line in lines[2:]:
         words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
         words += shlex.split(less.get("train" if "--steps" in words else words[1], ""))
-        code, out, err = as_script(ROOT / words[0], *words[1:], cwd=folder)
+        code, out, err = as_script(ROOT / words[0], *words[1:], cwd=tmp_path)
         assert code == 0, out + err
-    assert (folder / "runs" / "smollm-hf" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "smollm-hf" / "model.safetensors").exists()

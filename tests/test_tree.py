@@ -1098,7 +1098,7 @@ def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, word
     assert all(word in out for word in words), out
 
 
-@pytest.mark.slow  # test_gpu.py runs `star` too
+@pytest.mark.slow  # test_gpu.py runs one of its shapes by default
 def test_bench_runs_at_toy_size(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
     assert tree.main(["bench", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
