@@ -146,11 +146,16 @@ def test_chunks_that_see_are_told_apart_safely(seed):
             assert not found[r, c] or sees or name not in ("full", "causal", "tree")
 
 
+PLACE = np.arange(1024)[None]
+
+
 @pytest.mark.parametrize(
     "mask, count",
     [
-        (Mask.causal(1024), 8 + 28), (Mask.documents(doc_ids=np.arange(1024) // 128), 8),
-        (Mask.blocks(np.arange(1024) // 128), 36), (Mask.causal(1024, window=256), 8 + 7 + 6),
+        (Mask.causal(1024), 8 + 28), (Mask.documents(doc_ids=PLACE[0] // 128), 8),
+        (Mask.blocks(PLACE[0] // 128), 36), (Mask.causal(1024, window=256), 8 + 7 + 6),
+        # Keys are seen up to 64 queries into the next chunk, where no query sees anything.
+        (Mask(PLACE, np.minimum(PLACE // 128 * 128 + 192, 1024), rows_BS=PLACE % 128 >= 64), 8),
     ],
 )  # fmt: skip
 def test_chunks_of_common_masks_are_told_apart_exactly(mask, count):
