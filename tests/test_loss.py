@@ -309,6 +309,14 @@ def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
     assert seen and all(dtypes == {torch.float32, torch.bool} for dtypes in seen)
 
 
+def test_without_a_sampler_the_old_policy_has_sampled():
+    lp, old, A = torch.randn(3, 2, 5, dtype=torch.float64)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    plain, sums = grpo_loss(lp, old, A, mask)
+    capped, more = grpo_loss(lp, old, A, mask, importance_cap=1.5)
+    assert torch.equal(capped, plain) and sums.items() <= more.items()
+
+
 def test_a_call_that_has_no_loss_is_refused(process_group):
     trainer, batch = make_trainer(), some_batch()
     with pytest.raises(ValueError, match="num_global_valid_tokens must be .*, got 0"):
