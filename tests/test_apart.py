@@ -147,6 +147,16 @@ def _hosted(rank, world, port, cwd, log, flags, store_port):
     _main(rank, world, store_port, cwd, log, flags, None)
 
 
+@pytest.mark.quick
+def test_a_rank_that_shows_no_sign_of_life_is_named():
+    sizes = {parallel.GENERATOR: 1, parallel.TRAINER: 1}
+    side = parallel.Side(parallel.TRAINER, 0, sizes, store(), timeout=0.2)
+    text = r"generator rank 0 \(rank 0 of the run\) is gone or silent for more than 0.2 seconds"
+    with pytest.raises(ConnectionError, match=text):
+        side.wait_for("what nobody sets")
+    side.leaving.set()
+
+
 # plan, the victim, what is sent, and whom the other side names
 LOST = [("d1+d1", 0, signal.SIGKILL, "generator rank 0 (rank 0 of the run)")]
 LOST += slow(

@@ -304,7 +304,9 @@ def test_the_page_stands_alone(honest, tmp_path, audit_of):
     shown = re.findall(r'<td><a class="token([^"]*)" id="(\w+)" href="#(\w+)"([^>]*)>', text)
     assert all(name == link for _, name, link, _ in shown)
     trained = [name for _, name, _, shade in shown if "rgba" in shade]
-    assert len(trained) == len(re.findall(r"^ .* (?:yes|no) +\S+ +\S+e\S+$", printed, re.M))
+    clips = re.findall(r"^ .* (yes|no) +\S+ +\S+e\S+$", printed, re.M)
+    assert len(trained) == len(clips)
+    assert 0 < clips.count("yes") == sum("clips" in kinds for kinds, *_ in shown)
     assert len(trained) == text.count("(7) w l / Z = ") == text.count("(2) r = exp(now - old)")
     assert len(trained) == text.count("-min(r A, clip(r, ")
     assert sum("shared" in kinds for kinds, *_ in shown) > 7

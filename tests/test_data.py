@@ -515,6 +515,10 @@ def test_what_cannot_be_played_or_learned_is_named(task_of, message, options):
         task_of(**dict(model="gemma3") | options)
 
 
+def test_an_instruction_follows_the_questions_among_conversations(task_of):
+    task_of(model="gemma3", rows=[*QUESTIONS, *numbered(HISTORY)], instruction="Go.")
+
+
 def test_an_answer_is_not_needed_where_a_reward_says_what_is_right(task_of):
     task_of(rows=[{"question": row["question"]} for row in QUESTIONS], reward="rewards.py:nothing")
 
