@@ -293,9 +293,12 @@ def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path, model_type):
     assert names == ["config.json", "model.safetensors"] and same(other, load_hf(tmp_path))
     save_hf(model, tmp_path, max_shard_bytes=40_000)
     assert 1 < len(list(tmp_path.glob("model-*"))) < many
-    assert not (tmp_path / "model.safetensors").exists() and same(model, load_hf(tmp_path))
-    assert load_hf(tmp_path).config == model.config
-    names = [path.name for path in tmp_path.iterdir()]
+    assert not (tmp_path / "model.safetensors").exists()
+    save_hf(model, tmp_path / "whole")
+    for folder in (tmp_path, tmp_path / "whole"):
+        again = load_hf(folder)
+        assert same(model, again) and again.config == model.config
+    names = [path.name for path in tmp_path.rglob("*") if path.is_file()]
     assert all(name.endswith((".safetensors", ".json")) for name in names)
 
 

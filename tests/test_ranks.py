@@ -208,7 +208,8 @@ def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_p
 
 # name -> flags, and what shows in the metrics that the option did something
 OPTIONS = {
-    "more ranks than prompts": ("--prompts 3 --baseline none --scale batch", lambda x: True),
+    "more ranks than prompts": ("--prompts 3", lambda x: True),
+    "a scale of the whole step": ("--baseline none --scale batch", lambda x: True),
     "KL in the loss": ("--kl-coef 0.1", lambda x: x["kl/token_mean"] > 1e-6),
     # wide clips: the advantage of a group without reward is rounding, whose sign decides a clip
     "KL in the reward": (
@@ -241,6 +242,7 @@ OPTIONS = {
 # together where they meet: shares of the data without a prompt, and several updates a step.
 SOME_OPTIONS = (
     "ddp more ranks than prompts", "ddp KL in the reward", "ddp dynamic sampling", "fsdp decoupled",
+    "ddp a scale of the whole step",
 )  # fmt: skip
 MODES = [f"{mode} {name}" for name in OPTIONS for mode in ("ddp", "fsdp")]
 
