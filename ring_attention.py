@@ -33,7 +33,7 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 # 1. Attention over one block of keys ----------------------------------------------------------
 
 
-def definition(q_BHqD, k_BHkD, v_BHkD, visible_BHqk, /):
+def attention_definition(q_BHqD, k_BHkD, v_BHkD, visible_BHqk, /):
     """Compute attention with all scores in memory: everything below must equal this.
 
     q: (B, H, q, D). k, v: (B, H, k, D).
@@ -384,7 +384,7 @@ def core_check():
     q, k, v = (x.clone().requires_grad_() for x in drawn[:3])
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     copies = [x.repeat_interleave(2, 1) for x in (k, v)]
-    out, _ = definition(q, *copies, causal)
+    out, _ = attention_definition(q, *copies, causal)
     truth = [out, *torch.autograd.grad(out, (q, k, v), drawn[3])]
 
     # Each way gets this rank's tokens, and must return this rank's part of the truth.
@@ -448,7 +448,8 @@ def core_main(argv):
 # torch.compile leaves these calls out of its graphs. On CUDA, flash computes full and causal boxes
 # of bf16 and fp16 with a head size that is a multiple of 8 up to 256; everything else runs by the
 # formulas in tiles, which is exact and slower. A NaN or inf in PAD reaches nothing, because PAD is
-# zeroed on entry. A NaN in a visible token may spread to every token of its tile.
+# zeroed on entry. A NaN in a visible token may spread to every token of its tile. Torch's CPU
+# kernel hides a NaN in q where a tile has fewer keys than a vector register: 8 in float64, else 16.
 #
 # More letters:  b, i, j   batch rows, queries and keys of a tile   r   queries of a tile that read
 # one key head: i H / G   W   ranks   X   any dimension
@@ -783,7 +784,7 @@ class DenseMask(Mask):
         return np.logical_or.reduceat(bits, edges, axis=3).any(axis=(0, 1))
 
     def digest(self):
-        return digest(self.bits)
+        return digest(self.bits.numpy())
 
 
 def as_mask(mask):
@@ -889,8 +890,8 @@ def preorder_depth(end_S):
 PARTIAL, FULL, CAUSAL = range(3)  # what of a box is visible: some pairs, all, the causal triangle
 Box = namedtuple("Box", "batch rows keys kind")  # three slices, and the kind
 
-# tile: keys of a group, and rows where a window cuts. Then the longest square (CAUSAL), the most
-# rows and keys of a FULL box, and the longest side of a PARTIAL box.
+# tile: keys of which no smaller box is sought. Then the longest square (CAUSAL), the most rows and
+# keys of a FULL box, and the longest side of a PARTIAL box.
 Sizes = namedtuple("Sizes", "tile square rows keys partial")
 
 # Of torch's CPU kernels only the forward skips what lies above the diagonal in small steps. So the
@@ -908,39 +909,22 @@ TILES = {
 
 def boxes(mask, sizes):
     """Return disjoint Boxes, of at most these sizes, that hold every visible pair of a mask."""
-    cut_key = "boxes", sizes
-    whole_key = "whole boxes", sizes.tile
-    if cut_key not in mask.cache:
-        # The search depends on the tile alone, so forward and backward share it.
-        if whole_key not in mask.cache:
-            mask.cache[whole_key] = find_boxes(mask, sizes.tile)
-        whole = mask.cache[whole_key]
-        mask.cache[cut_key] = [part for box in whole for part in cut(box, sizes)]
-    return mask.cache[cut_key]
+    if ("boxes", sizes) not in mask.cache:
+        find = boxes_of_bits if isinstance(mask, DenseMask) else boxes_of_intervals
+        found = []
+        for b in range(mask.shape[0]):
+            # A mask with one row serves every row of q.
+            batch = slice(b, b + 1) if mask.shape[0] > 1 else ALL
+            for box in find(mask, b, sizes):
+                found += cut(Box(batch, *box), sizes)
+        mask.cache["boxes", sizes] = found
+    return mask.cache["boxes", sizes]
 
 
 def cut(box, sizes):
-    """Cut a Box into Boxes of at most these sizes."""
-    # The lower half of the rows of a causal square sees all of the upper half of its keys, and the
-    # rest is two smaller squares. A square of 4 down to length 1: 4 CAUSAL, 2 FULL of 1, 1 of 2.
-    #
-    #     C . . .
-    #     F C . .
-    #     F F C .
-    #     F F F C
-    length = box.rows.stop - box.rows.start
-    if box.kind == CAUSAL and length > sizes.square:
-        half = (length + 1) // 2
-        upper_rows, lower_rows = split_slice(box.rows, half)
-        upper_keys, lower_keys = split_slice(box.keys, half)
-        upper = box._replace(rows=upper_rows, keys=upper_keys)
-        below = box._replace(rows=lower_rows, keys=upper_keys, kind=FULL)
-        lower = box._replace(rows=lower_rows, keys=lower_keys)
-        return [*cut(upper, sizes), *cut(below, sizes), *cut(lower, sizes)]
+    """Cut a rectangular Box into a grid of Boxes of at most these sizes."""
     if box.kind == CAUSAL:
         return [box]
-
-    # A rectangle becomes a grid of rectangles.
     most_rows = sizes.partial if box.kind == PARTIAL else sizes.rows
     most_keys = sizes.partial if box.kind == PARTIAL else sizes.keys
     rows = split_slice(box.rows, most_rows)
@@ -954,38 +938,22 @@ def split_slice(whole, most):
     return [slice(start, min(start + most, whole.stop)) for start in starts]
 
 
-def find_boxes(mask, tile):
-    """Return Boxes of any size; PARTIAL ones have at most `tile` keys, or rows of a DenseMask."""
-    boxes_of_one = boxes_of_bits if isinstance(mask, DenseMask) else boxes_of_row
-    batch = mask.shape[0]
-    if batch == 1:  # it serves every row of q
-        return [Box(ALL, *box) for box in boxes_of_one(mask, 0, tile)]
-    return [Box(slice(b, b + 1), *box) for b in range(batch) for box in boxes_of_one(mask, b, tile)]
+def boxes_of_bits(mask, b, sizes):
+    """Return strips of a tile's queries, each against the keys from its first visible to its last.
 
-
-def boxes_of_bits(mask, b, tile):
-    """Return strips of `tile` queries, each against the keys from its first visible to its last."""
-    # One strip serves all heads; the bias of its box has the bits of each head.
+    One strip serves all heads: the bias of its box has the bits of each head.
+    """
     found = []
     visible_qk = mask.bits[b].any(0).numpy()
-    for rows in split_slice(slice(0, len(visible_qk)), tile):
+    for rows in split_slice(slice(0, len(visible_qk)), sizes.tile):
         seen = np.flatnonzero(visible_qk[rows].any(0)).tolist()
         if seen:
             found.append((rows, slice(seen[0], seen[-1] + 1), PARTIAL))
     return found
 
 
-def boxes_of_row(mask, b, tile):
-    """Return [(rows, keys, kind)] of one batch row: causal squares first, then runs of keys.
-
-    A run is consecutive keys that the same later queries see: a document, a segment of a tree, a
-    block. So a causal run is one triangle with one rectangle below it. A prompt 0-3 with answers
-    4-5 and 6-7, which see the prompt:
-
-        rows 0-5, keys 0-5    CAUSAL    the prompt and its first answer, one path
-        rows 6-7, keys 0-3    FULL      the prompt again, seen by the second answer
-        rows 6-7, keys 6-7    CAUSAL
-    """
+def boxes_of_intervals(mask, b, sizes):
+    """Return [(rows, keys, kind)] of one batch row of a mask."""
     queries = Queries(*(x[b] for x in mask.queries))
     keys = Keys(*(x[b] for x in mask.keys))
     if not queries.index.size or not keys.index.size:
@@ -994,186 +962,163 @@ def boxes_of_row(mask, b, tile):
     # PAD among the queries is computed and overwritten later. Only stop after the last real query.
     last_row = queries.index[queries.rows].max(initial=-1) + 1
     keys = keys._replace(end=np.minimum(keys.end, last_row))
-
-    # A square's keys have been seen by all of its rows. What is left of them starts after it.
-    squares = []
-    start = keys.start.copy()
-    square_of_key = np.zeros(len(start), int)  # 0: none
-    for row, key, length in causal_squares(queries, keys, mask.window, tile):
-        squares.append((slice(row, row + length), slice(key, key + length), CAUSAL))
-        start[key : key + length] = keys.index[key + length - 1] + 1
-        square_of_key[key : key + length] = len(squares)
-    keys = keys._replace(start=start)
-
-    # Of a group of keys some queries see a part (1, 3), and those between them all (2):
-    #
-    #     1   from the smallest start to the largest start      PARTIAL: some keys start later
-    #     2   from there to the smallest end                    FULL, or PARTIAL with PAD inside
-    #     3   from there to the largest end                     PARTIAL: some keys have ended
-    edges = []
-    steps = []
-    for group in groups_of_keys(keys, square_of_key, mask.window, tile):
-        is_seen = start[group] < keys.end[group]
-        if not is_seen.any():
-            continue
-        starts = start[group][is_seen]
-        ends = keys.end[group][is_seen]
-
-        # first and so on are indices of rows: searchsorted finds the first row at or after a token.
-        bounds = starts.min(), starts.max(), ends.min(), ends.max()
-        first, full, partial, last = np.searchsorted(queries.index, bounds).tolist()
-        if full >= partial:  # no row sees them all
-            full = partial = last
-        edges.append((slice(first, full), group, PARTIAL))
-        edges.append((slice(partial, last), group, PARTIAL))
-        kind = FULL if is_seen.all() else PARTIAL
-        steps.append(Step(group, full, partial, kind))
-
-    # Neighbors join into larger boxes. Under a window boxes become tiles, of which few are left.
-    if mask.window is None:
-        rectangles = edges + joined_steps(steps)
-        return squares + [box for box in rectangles if box[0].start < box[0].stop]
-    rectangles = edges + [(slice(step.first, step.last), step.keys, step.kind) for step in steps]
-    for box in rectangles:
-        squares += tiles_in_window(queries, keys, mask.window, tile, *box)
-    return squares
+    search = BoxSearch(queries, keys, mask.window, sizes)
+    search.visit(0, len(keys.index), 0, len(queries.index))
+    return search.found
 
 
-# A group of keys, the rows first .. last - 1 that see all of it, and FULL, or PARTIAL with PAD.
-Step = namedtuple("Step", "keys first last kind")
+class BoxSearch:
+    """Find the boxes of one batch row: look at all keys at once, then at each half of them.
 
+    The minimum and the maximum of the intervals of some keys say which rows see a part of the keys
+    (1, 3) and which see all of them (2). Part 2 is one FULL box. Only for 1 and 3 the keys are
+    halved, and halved again, down to a tile. A causal triangle is one box by itself.
 
-def joined_steps(steps):
-    """Return boxes (rows, keys, kind) of Steps in the order of their keys, joined where possible.
+        1   from the smallest start to the largest start
+        2   from there to the smallest end
+        3   from there to the largest end
 
-    Neighbors often make a stair: later keys are seen later (blocks), or no longer as far down (the
-    path above the branches of a tree). Joined by halves, its boxes are few and nearly square:
+    The cuts are where the mask changes: where documents, branches of a tree, blocks or PAD begin. A
+    prompt 0-3 with answers 4-5 and 6-7, which see the prompt:
 
-        keys 0-1   rows 2-7        rows 4-7 x keys 0-3,
-        keys 2-3   rows 4-7        then rows 2-3 x keys 0-1
-        keys 4-5   rows 6-7        and rows 6-7 x keys 4-5
+        keys 0-7   no row sees all of them: cut at 4
+        keys 0-3   rows 0-3 are a triangle: CAUSAL; rows 4-7 see all: FULL
+        keys 4-7   no row sees all of them: cut at 6, then rows 4-5 and rows 6-7: CAUSAL
     """
-    nothing = Step(slice(0, 0), 0, 0, None)  # is not continued by any step
-    stairs = [[nothing]]
-    for step in steps:
-        # A stair goes on with the next keys. Keys that the same rows see become one step.
-        top = stairs[-1][0]
-        above = stairs[-1][-1]
-        is_next = above.keys.stop == step.keys.start and above.kind == step.kind
-        starts_later = top.last == above.last == step.last and above.first < step.first
-        ends_earlier = top.first == above.first == step.first and above.last > step.last
-        if is_next and above[1:] == step[1:]:
-            stairs[-1][-1] = above._replace(keys=slice(above.keys.start, step.keys.stop))
-        elif is_next and (starts_later or ends_earlier):
-            stairs[-1].append(step)
-        else:
-            stairs.append([step])
 
-    joined = []
-    for stair in stairs[1:]:
-        joined += halves_of_stair(stair, stair[0].first, stair[0].last)
-    return joined
+    def __init__(self, queries, keys, window, sizes):
+        self.queries = queries
+        self.window = window
+        self.sizes = sizes
+        self.found = []
+
+        # A key on the diagonal is seen from its own query on, which is here, in row own_row.
+        self.own_row = np.searchsorted(queries.index, keys.index)
+        has_own = queries.index[self.own_row.clip(max=len(queries.index) - 1)] == keys.index
+        is_causal = keys.start == keys.index
+        self.on_diagonal = has_own & is_causal & (keys.start < keys.end)
+        self.after_own = keys.start + is_causal
+
+        # The mask goes on from key to key if both are seen from their own query on, or both from
+        # the same query on, and both up to the same one. Elsewhere it may be cut.
+        goes_on = (np.diff(keys.start) == 0) | (is_causal[1:] & is_causal[:-1])
+        goes_on &= (np.diff(keys.index) == 1) & (np.diff(keys.end) == 0)
+        goes_on &= np.diff(self.on_diagonal) == 0
+        may_cut = np.concatenate(([True], ~goes_on))
+        if window is not None:
+            # The longest triangle that a window leaves whole is as long as the window.
+            n = np.arange(len(may_cut))
+            since_cut = n - np.maximum.accumulate(np.where(may_cut, n, 0))
+            may_cut |= since_cut % window == 0
+            keys = keys._replace(end=ends_in_window(queries, keys, window))
+        self.cuts = np.flatnonzero(may_cut)
+        self.keys = keys
+
+    def visit(self, a, z, low, high):
+        """Find the boxes of keys a .. z - 1 within the rows low .. high - 1."""
+        # Leave out keys that nobody sees, at both ends. There may be more between them.
+        seen = a + np.flatnonzero(self.keys.start[a:z] < self.keys.end[a:z])
+        if not len(seen):
+            return
+        a, z = int(seen[0]), int(seen[-1]) + 1
+        length = z - a
+        starts = self.keys.start[seen]
+        ends = self.keys.end[seen]
+
+        # Parts 1 to 3 lie between these rows. A causal key leaves its own row to the triangle.
+        some_start_later = starts.min() < starts.max()
+        full = self.after_own[seen].max() if some_start_later else starts.max()
+        bounds = starts.min(), full, ends.min(), ends.max()
+        rows = np.searchsorted(self.queries.index, bounds).tolist()
+        first, full, partial, last = (min(max(row, low), high) for row in rows)
+        if first >= last:
+            return
+        if self.is_triangle(a, z, low, high):
+            self.add(self.own_row[a], self.own_row[a] + length, a, z, CAUSAL)
+            first = full
+
+        # Part 2 waits for the halves of the keys if it has few rows: boxes are then less narrow. It
+        # waits too if a tile of keys in it is not seen. Fewer unseen keys are masked.
+        is_tile = length <= self.sizes.tile
+        is_large = first == full and partial == last or is_tile or 2 * (partial - full) >= length
+        is_dense = np.diff(seen).max(initial=1) <= self.sizes.tile
+        rest = [(first, last)]
+        if full < partial and is_large and is_dense and self.is_near(full, partial, a, z):
+            self.add(full, partial, a, z, FULL if len(seen) == length else PARTIAL)
+            rest = [(first, full), (partial, last)]
+
+        middle = self.middle(a, z)
+        for start, stop in rest:
+            if start < stop and is_tile:
+                self.add_partial(start, stop, a, z)
+            elif start < stop:
+                self.visit(a, middle, start, stop)
+                self.visit(middle, z, start, stop)
+
+    def is_triangle(self, a, z, low, high):
+        """Return whether keys a .. z - 1 make a causal triangle with their own rows, all here."""
+        top = self.own_row[a]
+        length = z - a
+        if not 1 < length <= self.sizes.square or not low <= top <= high - length:
+            return False
+        # The rows follow each other without a gap, and none of the keys ends within them.
+        return (
+            self.on_diagonal[a:z].all()
+            and self.own_row[z - 1] == top + length - 1
+            and self.keys.end[a:z].min() > self.keys.index[z - 1]
+            and self.is_near(top, top + length, a, z)
+        )
+
+    def middle(self, a, z):
+        """Return the cut nearest to the middle of keys a .. z - 1. Without one, the middle."""
+        middle = (a + z) // 2
+        n = np.searchsorted(self.cuts, middle)
+        near = [cut for cut in self.cuts[max(n - 1, 0) : n + 1].tolist() if a < cut < z]
+        return min(near, key=lambda cut: abs(cut - middle), default=middle)
+
+    def is_near(self, start, stop, a, z):
+        """Return whether the window lets every one of these rows see every one of these keys."""
+        if self.window is None:
+            return True
+        farthest = self.queries.position[start:stop].max() - self.keys.position[a:z].min()
+        return farthest < self.window
+
+    def add(self, start, stop, a, z, kind):
+        self.found.append((slice(int(start), int(stop)), slice(a, z), kind))
+
+    def add_partial(self, start, stop, a, z):
+        """Add rows of which the mask hides some keys, without those that a window hides whole."""
+        if self.window is None:
+            self.add(start, stop, a, z, PARTIAL)
+            return
+        newest = self.keys.position[a:z].max()
+        for rows in split_slice(slice(start, stop), self.sizes.tile):
+            if self.queries.position[rows].min() - newest < self.window:
+                self.add(rows.start, rows.stop, a, z, PARTIAL)
 
 
-def halves_of_stair(stair, low, high):
-    """Return the boxes of one stair within the rows low .. high - 1."""
-    if len(stair) == 1:
-        return [(slice(low, high), stair[0].keys, stair[0].kind)]
+def ends_in_window(queries, keys, window):
+    """Return the ends of the keys' intervals, earlier where the window alone decides that.
 
-    # The rows that see anything of the lower half see all keys of the upper half: one box. The
-    # other rows of the upper half, and the lower half, are two smaller stairs.
-    middle = len(stair) // 2
-    low_of_both = max(low, stair[middle].first)
-    high_of_both = min(high, stair[middle].last)
-    rest = (low, low_of_both) if low < low_of_both else (high_of_both, high)
-    upper_keys = slice(stair[0].keys.start, stair[middle].keys.start)
-    corner = slice(low_of_both, high_of_both), upper_keys, stair[0].kind
-    upper = halves_of_stair(stair[:middle], *rest)
-    lower = halves_of_stair(stair[middle:], low_of_both, high_of_both)
-    return [*upper, corner, *lower]
-
-
-def causal_squares(queries, keys, window, shortest):
-    """Return [(row, key, length)] of the largest squares that are exactly a causal triangle.
-
-    Their tokens are the same as queries and as keys, and each sees itself and all before it.
+    With positions that count like indices over an interval, a window of 3 lets queries 5, 6 and 7
+    see key 5: it ends at 8. In a tree positions are depths, and the intervals stay as they are.
     """
-    # Which keys are seen from their own query on? row: where that query is, if it is here.
-    row = np.searchsorted(queries.index, keys.index)
-    row_or_last = row.clip(max=len(queries.index) - 1)
-    is_own = queries.index[row_or_last] == keys.index
-    on_diagonal = is_own & (keys.start == keys.index) & (keys.start < keys.end)
+    # Number the runs of real queries over which position - index does not change.
+    index = queries.index[queries.rows]
+    shift = queries.position[queries.rows] - index
+    run = np.cumsum(np.diff(shift, prepend=shift[:1]) != 0)
 
-    # Cut the keys where the next one is not the next query too, and where the ends differ. Then a
-    # piece is a square by itself, if the window is as long as the piece.
-    goes_on = on_diagonal[1:] & on_diagonal[:-1] & (np.diff(row) == 1)
-    cuts = np.flatnonzero(~goes_on | (np.diff(keys.end) != 0)) + 1
-    edges = [0, *cuts.tolist(), len(row)]
-    if window is not None:
-        pieces = itertools.pairwise(edges)
-        edges = [*(at for a, z in pieces for at in range(a, z, window)), len(row)]
-
-    squares = []  # (first key, key after the last, smallest end)
-    for a, z in itertools.pairwise(edges):
-        if not on_diagonal[a]:
-            continue
-
-        # A piece continues the square above it, if the keys of both are seen to the piece's end.
-        # So a prompt and its first answer become one square.
-        end = keys.end[a]
-        is_next = bool(squares) and squares[-1][1] == a and goes_on[a - 1] and window is None
-        if is_next and min(squares[-1][2], end) > keys.index[z - 1]:
-            squares[-1] = squares[-1][0], z, min(squares[-1][2], end)
-        elif window is None or np.ptp(keys.position[a:z]) < window:
-            squares.append((a, z, end))
-    return [(int(row[a]), a, z - a) for a, z, _ in squares if z - a >= shortest]
-
-
-def groups_of_keys(keys, square_of_key, window, tile):
-    """Return slices of keys: one long run that the same queries see, or several short runs."""
-    # A run ends where the next token does not follow, or its start or end differs. In a causal run
-    # the starts ascend with the index; such a run is cut into tiles, since only its last query sees
-    # all of it. A window cuts every run into tiles.
-    is_causal = keys.start == keys.index
-    is_alike = (np.diff(keys.start) == 0) | (is_causal[1:] & is_causal[:-1])
-    goes_on = is_alike & (np.diff(keys.index) == 1) & (np.diff(keys.end) == 0)
-    goes_on &= np.diff(square_of_key) == 0
-    cuts = np.flatnonzero(~goes_on) + 1
-    edges = [0, *cuts.tolist(), len(keys.index)]
-
-    groups = []
-    for a, stop in itertools.pairwise(edges):
-        is_whole = keys.start[a] == keys.start[stop - 1] and window is None
-        for part in split_slice(slice(a, stop), stop - a if is_whole else tile):
-            # Short groups join, but not with keys of another square: the rows of that square would
-            # be among the rows of the group, and would count these keys twice.
-            last = groups[-1] if groups else part
-            same_square = (square_of_key[last] == square_of_key[a]).all()
-            if groups and same_square and part.stop - last.start <= tile:
-                groups[-1] = slice(last.start, part.stop)
-            else:
-                groups.append(part)
-    return groups
-
-
-def tiles_in_window(queries, keys, window, tile, rows, group, kind):
-    """Cut a box into tiles along its rows, without those that the window hides."""
-    found = []
-    position_k = keys.position[group]
-    for tile_rows in split_slice(rows, tile):
-        # Even the nearest pair may be too far apart.
-        position_q = queries.position[tile_rows]
-        if position_q.min() - position_k.max() >= window:
-            continue
-
-        # All is visible if the farthest pair is near enough. Such tiles join.
-        is_full = kind == FULL and position_q.max() - position_k.min() < window
-        last_rows, _, last_kind = found[-1] if found else (slice(0, 0), group, PARTIAL)
-        if is_full and last_kind == FULL and last_rows.stop == tile_rows.start:
-            found[-1] = slice(last_rows.start, tile_rows.stop), group, FULL
-        else:
-            found.append((tile_rows, group, FULL if is_full else PARTIAL))
-    return found
+    # Is a key's whole interval in one run, with the key's own difference?
+    first = np.searchsorted(index, keys.start)
+    last = np.searchsorted(index, keys.end) - 1
+    is_seen = first <= last
+    first = first[is_seen]
+    counts_alike = run[first] == run[last[is_seen]]
+    counts_alike &= shift[first] == (keys.position - keys.index)[is_seen]
+    end = keys.end.copy()
+    near = np.minimum(end, keys.index + window)
+    end[is_seen] = np.where(counts_alike, near[is_seen], end[is_seen])
+    return end
 
 
 # 8. One device: attention in tiles --------------------------------------------------------------
@@ -1191,7 +1136,6 @@ class AttentionConfig:
     fused: bool  # by torch's flash kernel where it can, else by the formulas
     scale: float
     softcap: float | None = None
-    compute_in_float32: bool = False  # boxes of bf16 and fp16 inputs
 
 
 KEPT_PAIRS = 1 << 22  # of biases that a mask keeps for all layers: 4 to 8 bytes each
@@ -1370,50 +1314,61 @@ def without_blind_rows(dout, lse, dlse):
     return dout, lse, dlse
 
 
+def run_forward(ctx, forward, padding, q, k, v, where, config):
+    """Return (out, lse) of forward(q, k, v, where, config), and save what its backward needs.
+
+    forward: `forward_tiles` or `ring_forward`. padding: see `Mask.padding_tokens`, or None.
+    """
+    # PAD is zeroed here, out of autograd's sight. Its gradients are 0 anyway: P is 0 where PAD is
+    # the key, and dout is 0 where it is the query.
+    if padding is not None:
+        q, k, v = zero_padding(q, k, v, *padding)
+    out, lse = forward(q, k, v, where, config)
+    out = out.to(q.dtype)
+
+    # Boxes may include PAD among the queries. It has seen nothing, equation (5).
+    if padding is not None and padding[0].any():
+        blind_Bq = torch.from_numpy(padding[0]).to(q.device)
+        out.masked_fill_(blind_Bq[:, None, :, None], 0.0)
+        lse.masked_fill_(blind_Bq[:, None], -math.inf)
+
+    # These five are O(S), and on a ring O(S / W): no block of another rank. Autograd through the
+    # tiles would keep the P of every tile: O(S^2).
+    # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
+    # Pinned by tests/test_ring.py::test_every_layout_and_method_is_the_definition.
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.setting = where, config
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+def run_backward(ctx, backward, dout, dlse):
+    """Return dq, dk, dv in the dtype of q, by `backward_tiles` or `ring_backward`."""
+    if torch.is_grad_enabled():  # in a backward only under create_graph=True
+        raise NotImplementedError("attention has no second derivative here: no create_graph")
+    q, k, v, out, lse = ctx.saved_tensors
+
+    # COMM: a loss that leaves out and lse of one rank unused still runs this backward there, with
+    # None for the unused ones, so all ranks send the same messages. Pinned by
+    # tests/test_ring.py::test_ranks_may_use_different_outputs.
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dout, lse, dlse = without_blind_rows(dout, lse, dlse)
+    grads = backward(dout, q, k, v, out, lse, dlse, *ctx.setting)
+    return [grad.to(q.dtype) for grad in grads]
+
+
 class _Attend(torch.autograd.Function):
-    """Attention by `forward_tiles` or `ring_forward`, with their backward as its gradient."""
+    """Attention on one device. The mask may be None."""
 
     @staticmethod
-    def forward(ctx, q, k, v, where, config, forward, backward):
-        # where: a Mask, the RingSchedule of a ring, or None. PAD is zeroed here, out of autograd's
-        # sight. Its gradients are 0 anyway: P is 0 where PAD is the key, and dout is 0 where it is
-        # the query.
-        padding = where and where.padding_tokens()
-        if padding:
-            q, k, v = zero_padding(q, k, v, *padding)
-        out, lse = forward(q, k, v, where, config)
-        out = out.to(q.dtype)
-
-        # Boxes may include PAD among the queries. It has seen nothing, equation (5).
-        if padding and padding[0].any():
-            blind_Bq = torch.from_numpy(padding[0]).to(q.device)
-            out.masked_fill_(blind_Bq[:, None, :, None], 0.0)
-            lse.masked_fill_(blind_Bq[:, None], -math.inf)
-
-        # These five are O(S), and on a ring O(S / W): no block of another rank. Autograd through
-        # the tiles would keep the P of every tile: O(S^2).
-        # NUMERICS: lse stays in float32 or better; in bf16 the gradients are 10 to 80 times worse.
-        # Pinned by tests/test_ring.py::test_every_layout_and_method_is_the_definition.
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.setting = where, config
-        ctx.run_backward = backward
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(ctx, q, k, v, mask, config):
+        padding = None if mask is None else mask.padding_tokens()
+        return run_forward(ctx, forward_tiles, padding, q, k, v, mask, config)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        if torch.is_grad_enabled():  # in a backward only under create_graph=True
-            raise NotImplementedError("attention has no second derivative here: no create_graph")
-        q, k, v, out, lse = ctx.saved_tensors
-
-        # COMM: a loss that leaves out and lse of one rank unused still runs this backward there,
-        # with None for the unused ones, so all ranks send the same messages. Pinned by
-        # tests/test_ring.py::test_ranks_may_use_different_outputs.
-        if dout is None:
-            dout = torch.zeros_like(out)
-        dout, lse, dlse = without_blind_rows(dout, lse, dlse)
-        grads = ctx.run_backward(dout, q, k, v, out, lse, dlse, *ctx.setting)
-        return (*(grad.to(q.dtype) for grad in grads), None, None, None, None)
+        return *run_backward(ctx, backward_tiles, dout, dlse), None, None
 
 
 def not_compiled(function):
@@ -1429,7 +1384,7 @@ def not_compiled(function):
 
 
 @not_compiled
-def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, accurate=False):
+def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None):
     """Compute attention and its log-sum-exp on one device, equations (1) and (4) to (6).
 
     q: (B, H, q, D), any strides. float64, float32, bf16 or fp16.
@@ -1438,16 +1393,14 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None, acc
     scale: positive number that multiplies q . k. Default: D ** -0.5.
     softcap: positive number, see (6). Default: none.
     backend: "fused" (torch's flash kernel), "math" (the formulas), None (fused where it can).
-    accurate: compute the tiles of bf16 and fp16 inputs in float32. Default: False.
 
     Returns out (B, H, q, D) in the dtype of q, and lse (B, H, q) in float32 or float64: the natural
     log, of the scaled scores. Both are differentiable, once. A query that sees nothing has 0 and
     -inf. Raises ValueError if the input does not fit.
     """
     mask = as_mask(mask)
-    check_inputs(q, k, v, mask, q.shape[2:3], k.shape[2:3])
-    config = make_config(q, scale, softcap, backend, accurate)
-    return _Attend.apply(q, k, v, mask, config, forward_tiles, backward_tiles)
+    config = checked_config(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)
+    return _Attend.apply(q, k, v, mask, config)
 
 
 def zero_padding(q, k, v, blind_Bq, unseen_Bk):
@@ -1473,34 +1426,6 @@ def zero_padding(q, k, v, blind_Bq, unseen_Bk):
 # Skip it unless you audit a dtype or the arguments of a kernel call.
 
 
-def make_config(q, scale, softcap, backend, accurate):
-    """Return the AttentionConfig of a call; raise ValueError for options that do not fit."""
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"expected a positive number or None as {name}, got {value!r}")
-
-    if backend not in (None, "math", "fused"):
-        raise ValueError(f'expected None, "math" or "fused" as backend, got {backend!r}')
-
-    # Torch's flash kernels compute equation (1), on CUDA for some inputs only.
-    device = q.device.type
-    head_size = q.shape[-1]
-    is_half = q.dtype.itemsize == 2 and not accurate
-    fits_cuda = device == "cuda" and is_half and head_size % 8 == 0 and head_size <= 256
-    can_fuse = softcap is None and (device == "cpu" or fits_cuda)
-
-    # A caller who asks for the kernel wants to know why it is not used.
-    if backend == "fused" and not can_fuse:
-        raise ValueError(
-            'expected for backend="fused" no softcap, and a CPU, or on CUDA bf16 or fp16 without '
-            "accurate=True and a head size that is a multiple of 8 up to 256; got softcap "
-            f"{softcap}, {q.dtype} on {device}, head size {head_size}; pass backend=None"
-        )
-    fused = backend != "math" and can_fuse
-    scale = head_size**-0.5 if scale is None else float(scale)
-    return AttentionConfig(fused, scale, softcap, bool(accurate))
-
-
 def ready_for_tiles(config, q, *others):
     """Return tensors in the dtype in which tiles are computed, with stride 1 in the last dimension.
 
@@ -1511,7 +1436,7 @@ def ready_for_tiles(config, q, *others):
     # tests/test_attend.py::test_low_precision_stays_within_twice_the_error_of_sdpa.
     dtype = q.dtype
     is_half_on_cpu = dtype == torch.float16 and q.device.type == "cpu"
-    if config.compute_in_float32 or is_half_on_cpu or not config.fused:
+    if is_half_on_cpu or not config.fused:
         dtype = torch.promote_types(dtype, torch.float32)
 
     tensors = [x.to(dtype) for x in (q, *others)]
@@ -1529,11 +1454,13 @@ def iterate_tiles(direction, mask, config, q, k):
     sizes = TILES["formulas"]
     if config.fused:
         sizes = TILES[f"cpu {direction}" if device == "cpu" else "cuda"]
-    if mask is None:
-        mask = everything_seen(q.shape[2], k.shape[2])
-
     # The forward and the backward of a layer, and all layers, get the same list.
-    for box in boxes(mask, sizes):
+    if mask is not None:
+        found = boxes(mask, sizes)
+    else:
+        everything = Box(ALL, slice(0, q.shape[2]), slice(0, k.shape[2]), FULL)
+        found = cut(everything, sizes)
+    for box in found:
         # On CUDA flash takes no mask, so the formulas compute a PARTIAL tile. They want a bias for
         # a causal square too.
         is_fused = config.fused and (box.kind != PARTIAL or device == "cpu")
@@ -1545,14 +1472,6 @@ def iterate_tiles(direction, mask, config, q, k):
         rows = box.batch, ALL, box.rows
         columns = box.batch, ALL, box.keys
         yield rows, columns, bias, box.kind == CAUSAL, is_fused
-
-
-@functools.lru_cache(maxsize=64)
-def everything_seen(num_queries, num_keys):
-    """Return the Mask in which every query sees every key."""
-    # A square mask, cut to the shape. Cached, because a mask finds its boxes once.
-    longest = Mask.full(max(num_queries, num_keys))
-    return longest.slice(slice(num_queries), slice(num_keys))
 
 
 def bias_of(mask, box, device, dtype):
@@ -1704,7 +1623,7 @@ class RingSchedule:
         self.masks = [None] * len(blocks)
         self.hops = len(blocks)
         self.mask_of_rows = None  # this rank's tokens against all: for one all-gather
-        self.padding = None
+        self.padding = None  # what `Mask.padding_tokens` returns, of our queries and our block
         if mask is not None:
             heads = mask.shape[1] // inner  # 0: one mask for all heads
             own_heads = slice(member * heads, (member + 1) * heads)
@@ -1715,11 +1634,6 @@ class RingSchedule:
             blind_Bs = mask.slice(own, ALL).padding_tokens()[0]
             unseen_Bs = mask.slice(ALL, own).padding_tokens()[1]
             self.padding = blind_Bs, unseen_Bs
-
-    def padding_tokens(self):
-        """Return what `Mask.padding_tokens` returns, of the tokens of this group."""
-        return self.padding
-
 
 def hops_needed(mask, blocks):
     """Return how many hops, hop 0 included, until no rank sees anything of the block it holds."""
@@ -1847,6 +1761,18 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, schedule, c
     return dq_BhqD, dk_BgkD, dv_BgkD
 
 
+class _RingAttend(torch.autograd.Function):
+    """Attention of a rank's queries over the keys of a ring."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, schedule, config):
+        return run_forward(ctx, ring_forward, schedule.padding, q, k, v, schedule, config)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return *run_backward(ctx, ring_backward, dout, dlse), None, None
+
+
 # 11. The public calls ---------------------------------------------------------------------------
 # For: `ring_attention` by its four methods, and whole sequences from shards and back.
 
@@ -1934,7 +1860,7 @@ def trade_heads(x_BhsD, schedule, to_tokens):
 @not_compiled
 def ring_attention(
     q, k, v, /, *, group=None, mask=None, layout="zigzag", method="ring", scale=None, softcap=None,
-    return_lse=False, backend=None, accurate=False, inner=None, batch=None, debug=False,
+    return_lse=False, backend=None, inner=None, debug=False,
 ):  # fmt: skip
     """Compute attention of a whole sequence whose shards the ranks of a group hold.
 
@@ -1949,10 +1875,8 @@ def ring_attention(
     method: "ring"; "allgather"; "ulysses" (the world divides H); "usp".
     inner: for "usp", how many ranks trade heads. Default: the largest proper divisor of the world
         that divides H; if it is 1, usp is the ring.
-    scale, softcap, backend, accurate: as in `attend`.
+    scale, softcap, backend: as in `attend`.
     return_lse: return lse too. Default: False.
-    batch: nested dicts, lists, tuples, tensors, arrays and plain values, for example the tokens,
-        that must be the same on all ranks.
     debug: True, or a label ("step 3 layer 7"). Then every rank raises FloatingPointError, with the
         tensor and the rank, if an input, out or a gradient of them is not finite, PAD included.
 
@@ -1963,36 +1887,30 @@ def ring_attention(
     # A rank that raised alone would leave the others waiting in the first hop. So the ranks compare
     # their inputs, and then go on together or raise together.
     options = dict(
-        layout=layout, method=method, scale=scale, softcap=softcap, return_lse=bool(return_lse),
-        backend=backend, accurate=bool(accurate), inner=inner, debug=bool(debug),
+        layout=layout, method=method, inner=inner, scale=scale, softcap=softcap, backend=backend,
+        return_lse=bool(return_lse), debug=bool(debug),
     )  # fmt: skip
     ring = ring_of(group)
-    schedule, config = agree_on_call(ring, q, k, v, mask, batch, options)
+    schedule, config = agree_on_call(ring, q, k, v, mask, options)
     if debug:
         q, k, v = _RequireFinite.apply(ring, debug, ["q", "k", "v"], q, k, v)
 
     # NUMERICS: below, gradients of k and v are summed over ranks and over copies of heads, after
-    # each part was rounded to its dtype. If that is not accurate enough, all is float32. Pinned by
+    # each part was rounded to its dtype. Pinned by
     # tests/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
-    dtype = q.dtype
-    if accurate and method != "ring":
-        wide = torch.promote_types(dtype, torch.float32)
-        q, k, v = (x.to(wide) for x in (q, k, v))
-
     # All keys at once need no hop and one message, but the memory of the whole sequence.
     if method == "allgather":
         place = dict(group=group, layout=layout, length=sum(schedule.sizes))
         k, v = unshard(torch.stack((k, v)), dim=3, **place)
-        given = q, k, v, schedule.mask_of_rows, config
-        out, lse = _Attend.apply(*given, forward_tiles, backward_tiles)
+        out, lse = _Attend.apply(q, k, v, schedule.mask_of_rows, config)
     elif schedule.trade.world == 1:
-        out, lse = _Attend.apply(q, k, v, schedule, config, ring_forward, ring_backward)
+        out, lse = _RingAttend.apply(q, k, v, schedule, config)
     else:
         # Each rank of a trade gets whole key heads: repeat them until there are enough.
         copies = math.lcm(k.shape[1], schedule.trade.world) // k.shape[1]
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
         q, k, v = _TradeHeads.apply(schedule, True, q, k, v)
-        out, lse = _Attend.apply(q, k, v, schedule, config, ring_forward, ring_backward)
+        out, lse = _RingAttend.apply(q, k, v, schedule, config)
 
         # One trade for both, so that its backward runs on every rank, whichever one a loss uses.
         if return_lse:
@@ -2000,7 +1918,6 @@ def ring_attention(
             lse = lse[..., 0]
         else:
             (out,) = _TradeHeads.apply(schedule, False, out)
-    out = out.to(dtype)
     if debug:
         out, lse = _RequireFinite.apply(ring, debug, ["out", "lse"], out, lse)
     return (out, lse) if return_lse else out
@@ -2022,7 +1939,7 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
 
     Its gradient is the sum over ranks of the gradients of the whole, cut back to this rank's tokens
     (a reduce-scatter). If all W ranks compute the same loss from the whole, the sum counts the loss
-    W times, and it must be divided by W; see `loss_scale`. Every rank of the group calls it, in
+    W times, and it must be divided by W. Every rank of the group calls it, in
     forward and backward. Raises ValueError if x does not have the tokens of `indices`.
     """
     ring = ring_of(group)
@@ -2044,114 +1961,117 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
     return whole.index_select(0, slot_S.to(x.device)).movedim(0, dim)
 
 
-def make_ring(ring_size):
-    """Return this rank's process group among rings of consecutive ranks: [0, 1], [2, 3], ..
-
-    Rings inside, data parallel across: the data-parallel rank is rank // ring_size. Every rank of
-    the world calls it. Raises ValueError unless ring_size divides the world.
-    """
-    world = dist.get_world_size()
-    if ring_size < 1 or world % ring_size:
-        raise ValueError(f"expected a ring_size that divides {world} ranks, got {ring_size}")
-    # 6 ranks in rings of 2: [0, 1], [2, 3], [4, 5]. torch wants every rank to make every group.
-    firsts = range(0, world, ring_size)
-    groups = [dist.new_group(list(range(first, first + ring_size))) for first in firsts]
-    return groups[dist.get_rank() // ring_size]
-
-
-def loss_scale(ring_size, *, replicated, reduce="mean"):
-    """Return the factor on each rank's loss that makes the gradient of every parameter right.
-
-    replicated: True if every rank of a ring computes the same loss, after `unshard`; False if a
-        rank's loss is over its own tokens, so that the loss of the ring is the sum.
-    reduce: what is done with gradients over all ranks: "mean" (DDP, FSDP) yields the mean over
-        rings, "sum" the sum over rings.
-
-    Exact before and after `unshard`, whose gradient is a sum. Raises ValueError for another reduce.
-    """
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f'expected "mean" or "sum" as reduce, got {reduce!r}')
-    # A mean over all ranks divides the sum over a ring by ring_size too often. A replicated loss is
-    # counted by each of the ring_size ranks. Rings of 4, and "mean": factors 4 and 4 / 4 = 1.
-    factor = ring_size if reduce == "mean" else 1.0
-    return factor / ring_size if replicated else factor
-
-
 # 12. Guards -------------------------------------------------------------------------------------
 # For: a wrong input on one rank, ranks that differ, NaN: one message on every rank, and no hang.
 # Skip it on a first reading: with right inputs nothing here changes a number.
 
 
-def check_inputs(q, k, v, mask, rows, keys):
-    """Raise ValueError unless q, k, v and a mask of (rows, keys) fit together.
+def checked_config(q, k, v, mask, size=None, *, scale, softcap, backend):
+    """Return the AttentionConfig of a call; raise ValueError unless its inputs fit together.
 
-    mask: a Mask or None. rows, keys: sequences of one integer, the last two sizes of the mask.
+    mask: a Mask or None. size: how many queries and keys it must have. Default: those of q and k.
+    scale, softcap, backend: as in `attend`.
     """
-    qkv = q, k, v
-    named = zip("qkv", qkv, strict=True)
+    named = zip("qkv", (q, k, v), strict=True)
     got = ", ".join(f"{name} {x.dtype} {tuple(x.shape)} {x.device}" for name, x in named)
-    if any(x.ndim != 4 for x in qkv):
+    if any(x.ndim != 4 for x in (q, k, v)):
         raise ValueError(f"expected q (B, H, q, D) and k, v (B, G, k, D), got {got}")
 
     # A product over other batches or head sizes would broadcast. Torch's kernels and the equations
     # differ only in rounding for these head sizes and dtypes.
-    heads = q.shape[1]
-    key_heads = k.shape[1]
-    fits = k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    fits = fits and 1 <= q.shape[3] <= 512
-    if not fits or not 1 <= key_heads <= heads or heads % key_heads:
+    batch, heads, num_queries, head_size = q.shape
+    key_heads, num_keys = k.shape[1:3]
+    fits = k.shape == v.shape == (batch, key_heads, num_keys, head_size) and head_size <= 512
+    if not fits or not head_size or not 1 <= key_heads <= heads or heads % key_heads:
         raise ValueError(
             "expected k and v of one shape, with q's batch and head size, which is 1 to 512, and "
             f"query heads in a multiple of key heads, got {got}")  # fmt: skip
-    kinds = {(x.dtype, x.device) for x in qkv}
-    if q.dtype not in DTYPES or len(kinds) > 1:
+    if q.dtype not in DTYPES or len({(x.dtype, x.device) for x in (q, k, v)}) > 1:
         raise ValueError(f"expected q, k, v on one device, in one dtype of {DTYPES}, got {got}")
-    if mask is None:
-        return
 
     # A mask of another length would be read at the wrong tokens, without any error.
-    batch, heads, *size = mask.shape
-    if size != [*rows, *keys]:
+    size = size or (num_queries, num_keys)
+    if mask is not None and mask.shape[2:] != size:
         raise ValueError(
-            f"expected a mask of {(*rows, *keys)} queries and keys, got {tuple(size)}; make it for "
-            f"the whole sequence, or take mask.slice(queries, keys)")  # fmt: skip
-    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
-        raise ValueError(f"the mask has batch {batch} and {heads} heads, got {got}")
+            f"expected a mask of {size} queries and keys, got {mask.shape[2:]}; make it for the "
+            f"whole sequence, or take mask.slice(queries, keys)")  # fmt: skip
+    if mask is not None and not (mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)):
+        raise ValueError(f"the mask has batch {mask.shape[0]} and {mask.shape[1]} heads, got {got}")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"expected a positive number or None as {name}, got {value!r}")
+    if backend not in (None, "math", "fused"):
+        raise ValueError(f'expected None, "math" or "fused" as backend, got {backend!r}')
+
+    # Torch's flash kernels compute equation (1), on CUDA for some inputs only. A caller who asks
+    # for the kernel wants to know why it is not used.
+    device = q.device.type
+    fits_cuda = q.dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+    can_fuse = softcap is None and (device == "cpu" or (device == "cuda" and fits_cuda))
+    if backend == "fused" and not can_fuse:
+        raise ValueError(
+            'expected for backend="fused" no softcap, and a CPU, or on CUDA bf16 or fp16 and a '
+            f"head size that is a multiple of 8 up to 256; got softcap {softcap}, {q.dtype} on "
+            f"{device}, head size {head_size}; pass backend=None")  # fmt: skip
+    scale = head_size**-0.5 if scale is None else float(scale)
+    return AttentionConfig(backend != "math" and can_fuse, scale, softcap)
 
 
-def agree_on_call(ring, q, k, v, mask, batch, options):
+def agree_on_call(ring, q, k, v, mask, options):
     """Return the RingSchedule and AttentionConfig of a call on which all ranks agree.
 
-    Raises ValueError on every rank, with the same text, if one rank's input is wrong or two differ.
+    options: of `ring_attention`, by name. A collective. Raises ValueError on every rank, with the
+    same text, if the input of a rank is wrong or the inputs of two ranks differ.
     """
     # An error of this rank travels to the others before it is raised, whatever kind it is.
     problem = None
     facts = {}
     try:
         mask = as_mask(mask)
-        whole = q.shape[2:3] if mask is None else mask.shape[2:3]
-        check_inputs(q, k, v, mask, whole, whole)
-        chosen = [options[name] for name in ("scale", "softcap", "backend", "accurate")]
-        config = make_config(q, *chosen)
+        whole = tuple(q.shape if mask is None else mask.shape)[2:3]
+        numeric = {name: options[name] for name in ("scale", "softcap", "backend")}
+        config = checked_config(q, k, v, mask, whole * 2, **numeric)
         layout = options["layout"]
         inner = inner_degree(options["method"], ring.world, q.shape[1], options["inner"])
         indices(0, ring.rank, ring.world, layout)  # refuses an unknown layout
-
         if k.shape[2] != q.shape[2]:
             raise ValueError(f"expected as many keys as queries, got {k.shape[2]}, {q.shape[2]}")
 
-        # All of these must be equal on all ranks; a mask and a batch travel as digests.
+        # All of these must be equal on all ranks; a mask travels as a digest.
         facts = {
             "batch size": len(q), "query heads": q.shape[1], "key heads": k.shape[1],
             "head_dim": q.shape[3], "dtype": q.dtype, "options": options,
-            "mask": mask and mask.digest(), "batch": digest(batch),
+            "mask": mask and mask.digest(),
             "gradients": [x.requires_grad and torch.is_grad_enabled() for x in (q, k, v)],
         }  # fmt: skip
-    except Exception as error:
+    except ValueError as error:
         problem = str(error)
-        if not isinstance(error, ValueError):
-            problem = f"{type(error).__name__}: {error}"
-    tokens_of_ranks = agree(ring, problem, facts, 0 if problem else q.shape[2])
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+
+    # COMM: three numbers per rank, at every call; on the device of the backend, so that NCCL has a
+    # communicator before its first P2P. Pinned by
+    # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
+    facts = {name: str(value) for name, value in facts.items()}
+    mine = torch.tensor([problem is not None, digest(facts), 0 if problem else q.shape[2]])
+    every = mine[None]
+    if ring.world > 1:
+        device = "cuda" if "nccl" in dist.get_backend(ring.group) else "cpu"
+        every = mine.new_empty(ring.world, len(mine), device=device)
+        dist.all_gather(list(every), mine.to(device), group=ring.group)
+
+    # All ranks read the same table, so all of them take the same branch. Only now do texts travel.
+    problems, digests, tokens_of_ranks = every.T.tolist()
+    if any(problems):
+        raise ValueError(name_ranks(gather_objects(problem, ring), ring))
+    if len(set(digests)) > 1:
+        by_rank = gather_objects(facts, ring)
+        differing = [name for name in facts if len({x[name] for x in by_rank}) > 1]
+        texts = [", ".join(f"{name} {x[name]}" for name in differing) for x in by_rank]
+        raise ValueError(
+            f"the ranks of a ring must pass the same {', '.join(differing)}, but "
+            f"{name_ranks(texts, ring)} (large numbers are digests); make it from the same data on "
+            f"every rank, or broadcast it")  # fmt: skip
 
     # Without a mask the length is the sum of what the ranks hold; the layout says how it is cut.
     length = sum(tokens_of_ranks) if mask is None else mask.shape[2]
@@ -2169,41 +2089,6 @@ def agree_on_call(ring, q, k, v, mask, batch, options):
     return schedules[place], config
 
 
-def agree(ring, problem, facts, count=0):
-    """Return every rank's count, if no rank has a problem and all have the same facts.
-
-    problem: this rank's error text, or None. facts: {name: value}; see `digest` for the values.
-
-    Raises ValueError on every rank, which names the ranks, if a rank has a problem or a fact
-    differs. A collective; all ranks of the ring call it.
-    """
-    # COMM: three numbers per rank, at every call; on the device of the backend, so that NCCL has a
-    # communicator before its first P2P. Pinned by
-    # tests/test_ring.py::test_ranks_that_disagree_are_named_on_every_rank.
-    mine = torch.tensor([problem is not None, digest(facts), count])
-    every = mine[None]
-    if ring.world > 1:
-        device = "cuda" if "nccl" in dist.get_backend(ring.group) else "cpu"
-        every = mine.new_empty(ring.world, len(mine), device=device)
-        dist.all_gather(list(every), mine.to(device), group=ring.group)
-
-    # All ranks read the same table, so all of them take the same branch.
-    problems, digests, counts = every.T.tolist()
-    if any(problems):
-        raise ValueError(name_ranks(gather_objects(problem, ring), ring))
-
-    # Only now do the texts travel. Equal facts are left out of the message.
-    if len(set(digests)) > 1:
-        by_rank = gather_objects({name: str(value) for name, value in facts.items()}, ring)
-        differing = [name for name in facts if len({x[name] for x in by_rank}) > 1]
-        texts = [", ".join(f"{name} {x[name]}" for name in differing) for x in by_rank]
-        raise ValueError(
-            f"the ranks of a ring must pass the same {', '.join(differing)}, but "
-            f"{name_ranks(texts, ring)} (large numbers are digests); make it from the same data on "
-            f"every rank, or broadcast it")  # fmt: skip
-    return counts
-
-
 def name_ranks(texts, ring):
     """Return "rank 0, 2: a; rank 1: b" for the texts of all ranks, in order, without None."""
     # Ranks with the same text share a line. None is a rank without a problem.
@@ -2218,7 +2103,6 @@ def inner_degree(method, world, heads, inner):
     """Return how many ranks trade heads: 1 for a ring, the world for ulysses, fewer for usp."""
     if method not in METHODS:
         raise ValueError(f"expected ring, allgather, ulysses or usp as method, got {method!r}")
-
     if inner is not None and method != "usp":
         raise ValueError(f'inner={inner} is for method="usp", got method={method!r}')
 
@@ -2226,7 +2110,6 @@ def inner_degree(method, world, heads, inner):
     if method == "usp" and inner is None:
         inner = max((u for u in range(1, world) if world % u == heads % u == 0), default=1)
     inner = world if method == "ulysses" else inner or 1
-
     if world % inner or heads % inner:
         raise ValueError(
             f"{method} over {inner} ranks: {inner} must divide the {world} ranks and the {heads} "
@@ -2268,7 +2151,7 @@ def require_finite(ring, debug, names, tensors):
 
 def gather_objects(mine, ring):
     """Return the objects of all ranks, in order."""
-    # Pickled, so slow: for errors, debug= and check only.
+    # Pickled, so slow: for errors, debug= and check.
     every = [mine] * ring.world
     if ring.world > 1:
         dist.all_gather_object(every, mine, group=ring.group)
@@ -2276,34 +2159,15 @@ def gather_objects(mine, ring):
 
 
 def digest(*parts):
-    """Return a 63-bit number that is different for different values.
-
-    parts: nested dicts, lists, tuples, tensors, arrays and values whose repr says what they are.
-    The order of a dict does not matter.
-    """
+    """Return a 63-bit number that is different for different arrays, or values by their repr."""
+    # Each part brings its kind and an end, so that (1, 23) and (12, 3) differ.
     state = hashlib.blake2b(digest_size=8)
-
-    # Each part brings its kind and its length, so that (1, 23) and (12, 3) differ.
-    def add(x):
-        if isinstance(x, torch.Tensor):
-            numbers = x.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            add((str(x.dtype), tuple(x.shape), x.device.type, numbers))
-        elif isinstance(x, np.ndarray):
-            add((str(x.dtype), x.shape))
-            if x.dtype.hasobject:  # of which tobytes gives addresses
-                add(x.tolist())
-            else:
-                state.update(x.tobytes())
-        elif isinstance(x, dict):  # two ranks may have filled it in another order
-            add(("dict", len(x), *((key, x[key]) for key in sorted(x, key=repr))))
-        elif isinstance(x, (list, tuple)):
-            state.update(f"{type(x).__name__} of {len(x)}\0".encode())
-            for y in x:
-                add(y)
-        else:
-            state.update(repr(x).encode() + b"\0")
-
-    add(parts)
+    for x in parts:
+        is_array = isinstance(x, np.ndarray)
+        text = f"{x.dtype} {x.shape}" if is_array else repr(x)
+        state.update(text.encode() + b"\0")
+        if is_array:
+            state.update(np.ascontiguousarray(x))
     return int.from_bytes(state.digest(), "big") >> 1
 
 
@@ -2372,7 +2236,7 @@ def compare(
     num_outputs = 2 if attention is None else 1
 
     def defined(q, k, v):
-        return definition(q, *repeat_key_heads(q, k, v), visible)[:num_outputs]
+        return attention_definition(q, *repeat_key_heads(q, k, v), visible)[:num_outputs]
 
     def of_shards(*qkv):
         if attention is None:
@@ -2413,7 +2277,8 @@ def rows_of_rank(tokens, device):
     rank = dist.get_rank()
     total = dist.get_world_size()
     worlds = [world for world in sorted({1, 2, 3, 4, total}) if world <= total]
-    groups = {world: dist.new_group(list(range(world))) for world in worlds}
+    groups = {world: dist.new_group(list(range(world))) for world in worlds if world < total}
+    groups[total] = dist.group.WORLD
     rows = []
     for world in worlds:
         if rank >= world:

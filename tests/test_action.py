@@ -141,8 +141,7 @@ def test_the_toy_task_is_learnt(capsys, steps, bound):
 seed, scale, summed = vla.sampler_seed, vla.loss_scale, vla.Rings.sum
 FAULTS = {  # name: (where, what, what stands there instead)
     "rings seeded alike": (vla, "sampler_seed", lambda step, rank, size: seed(step, 0, size)),
-    "each rank of a ring counts the suffix": (vla, "loss_scale", lambda size, replicated, reduce: (
-        scale(size, replicated=False, reduce=reduce))),
+    "each rank of a ring counts the suffix": (vla, "loss_scale", lambda replicated: scale(False)),
     "a mean of the rings' means": (vla.Rings, "sum", lambda self, x, over=1: (
         2 * x if over == vla.RING else summed(self, x))),
     "a gather that does not sum gradients": (ra, "unshard", unshard_replicated),

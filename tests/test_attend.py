@@ -163,7 +163,7 @@ def test_nothing_is_written_into_arguments(backend):
     assert all(torch.equal(a, b) for a, b in zip((*leaves, dout, out, lse), before, strict=True))
 
 
-def errors_of_both(dtype, mask, accurate):
+def errors_of_both(dtype, mask):
     """Errors of out, dq, dk, dv against float64: ours, and SDPA's at this dtype."""
     leaves, dout = draw(512, heads=8, groups=2, width=64, batch=1, dtype=dtype)
     sdpa = functools.partial(scaled_dot_product_attention, attn_mask=mask.dense(), enable_gqa=True)
@@ -174,7 +174,7 @@ def errors_of_both(dtype, mask, accurate):
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
     truth = run(lambda *x: plain_attention(*x, mask.dense())[0], exact, dout.double())
-    ours = run(lambda *x: attend(*x, mask, accurate=accurate)[0], leaves, dout)
+    ours = run(lambda *x: attend(*x, mask)[0], leaves, dout)
     assert all(x.dtype == dtype for x in ours)
     assert attend(*leaves, mask)[1].dtype == torch.float32
     results = ours, run(sdpa, leaves, dout)
@@ -183,16 +183,11 @@ def errors_of_both(dtype, mask, accurate):
 
 @pytest.mark.parametrize("mask", [Mask.causal(512), Mask.causal(512, window=200)])
 @pytest.mark.parametrize(
-    "dtype, accurate, most",
-    [
-        (torch.float32, False, 4), (torch.bfloat16, False, 2), (torch.float16, False, 2),
-        (torch.bfloat16, True, 0.9),
-    ],
-)  # fmt: skip
-def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, accurate, most, mask):
-    ours, rival = errors_of_both(dtype, mask, accurate)
+    "dtype, most", [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)]
+)
+def test_low_precision_stays_within_twice_the_error_of_sdpa(dtype, most, mask):
+    ours, rival = errors_of_both(dtype, mask)
     assert max(a / b for a, b in zip(ours, rival, strict=True)) <= most
-    assert not accurate or max(ours) < 2e-3 < max(rival)
 
 
 DEAD = torch.arange(40) % 5 == 2
@@ -270,7 +265,7 @@ def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poi
     bad, mask, reached, clean = {
         "future": (30, Mask.causal(40), at >= 30, at < 0),
         "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
-        "window": (20, Mask.causal(40, window=6), (at >= 20) & (at < 26), at < 12),
+        "window": (20, Mask.causal(40, window=9), (at >= 20) & (at < 29), at < 9),
     }[case]
     clean = clean & (tile <= 10)
     leaves, dout = draw(40)
@@ -524,7 +519,7 @@ def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
     assert once == tiles.count(ra.PARTIAL) > 3
 
     # Room for two tiles, and for none: 3 layers make the others, forward and backward.
-    for room, kept in ((256, 2), (0, 0)):
+    for room, kept in ((512, 2), (0, 0)):
         grads, count, _ = three_layers(room)
         assert count == kept + 6 * (once - kept)
         assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))

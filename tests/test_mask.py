@@ -343,9 +343,9 @@ def test_long_structures_are_one_square_each():
     documents = Mask.documents(doc_ids=[0] * 100 + [1] * 60 + [-1] * 16)
     assert squares(documents) == [(0, 100, 0, 100), (100, 160, 100, 160)]
 
-    # A prompt of 40 with answers of 50 and 30: the first path is one square, what is left another.
+    # A prompt of 40 with answers of 50 and 30: a square each.
     end = [120] * 40 + [90] * 50 + [120] * 30
-    assert squares(Mask.tree(end)) == [(0, 90, 0, 90), (90, 120, 90, 120)]
+    assert squares(Mask.tree(end)) == [(0, 40, 0, 40), (40, 90, 40, 90), (90, 120, 90, 120)]
     assert len(squares(Mask.causal(256, window=256))) == 1
     assert len(squares(Mask.causal(256, window=40))) == 7  # 6 of 40, and the last 16
     assert squares(Mask.blocks([0] * 64)) == squares(Mask.full(64)) == []

@@ -64,7 +64,7 @@ def _errors(rank, lengths):
     rings of two on four ranks.
     """
     found = {}
-    pair = [ra.make_ring(2), None] if dist.get_world_size() == 4 else []
+    pair = [dist.new_subgroups(2)[0], None] if dist.get_world_size() == 4 else []
     for tokens in lengths:
         for name, mask in ra.examples(tokens, 12).items():
             qkv, dout = draw(tokens, **HEADS)
@@ -128,16 +128,14 @@ def _dtype_errors(rank):
     for case in given:
         for method in METHODS:
             found[case[2], method] = multiple_of_sdpa(*case, method=method, **options)
-    accurate = [ra.compare(*given[1], accurate=True, method=m, **options) for m in METHODS]
-    return found, max(map(max, accurate))
+    return found
 
 
 @pytest.mark.parametrize("world", shortened([2, 4], 2))
 def test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa(tmp_path, world):
-    for found, accurate in ranks(tmp_path, world, _dtype_errors):
+    for found in ranks(tmp_path, world, _dtype_errors):
         for (dtype, _), multiple in found.items():
             assert multiple <= (4 if dtype == torch.float32 else 2)
-        assert accurate < 2e-3
 
 
 def _summed(rank):
@@ -295,18 +293,8 @@ def test_only_q_k_v_out_and_lse_are_saved_and_no_tensor_is_larger_than_a_few_sha
         assert shapes == want and largest <= 8 * 4 * 1024 * 16
 
 
-class _Broken:
-    def __repr__(self):
-        raise RuntimeError("this batch cannot be printed")
-
-
-NUMBERS = np.arange(5000)
 CASES = {  # a part of the error: q, k, v and options of rank 1, from those of rank 0
     "mask": lambda q, k, v, o: (q, k, v, {"mask": Mask.causal(24, window=9)}),
-    "batch": lambda q, k, v, o: (q, k, v, {**o, "batch": {"tokens": torch.arange(3)}}),
-    "the same batch": lambda q, k, v, o: (q, k, v, {**o, "batch": {"tokens": torch.arange(4)}}),
-    "RuntimeError: this batch cannot be printed":
-        lambda q, k, v, o: (q, k, v, {**o, "batch": {"a": _Broken()}}),
     "dtype": lambda q, k, v, o: (q.double(), k.double(), v.double(), o),
     "query heads": lambda q, k, v, o: (torch.cat((q, q), 1), k, v, o),
     "key heads": lambda q, k, v, o: (q, k[:, :1], v[:, :1], o),
@@ -348,24 +336,20 @@ def _refused(rank):
     with _Listener() as heard:
         for name, case in CASES.items():
             q, k, v = (torch.randn(2, n, 12, 8) for n in (4, 2, 2))
-            given = q, k, v, {"mask": Mask.causal(24), "batch": {"tokens": torch.arange(4) * 2}}
+            given = q, k, v, {"mask": Mask.causal(24)}
             *qkv, options = case(*given) if rank == 1 else given
             texts[name] = _text(*qkv, **options)
 
         # Without a mask the length is the sum of the shards; they must be those of the layout.
         short = torch.randn(1, 2, 5 - 4 * rank, 4)
         unequal = _text(short, short, short)
-        numbers = NUMBERS + rank * (NUMBERS == 2500)
-        one_number = _text(x, x, x, batch={"tokens": numbers})
     nothing_sent = not heard.sent
 
-    # Equal data in another order is accepted, and the group works after all these errors.
-    table = dict(zip("ab", (1, 2))) if rank else {"b": 2, "a": 1}
-    batches = {"tokens": NUMBERS, "of": table}, [NUMBERS]
-    accepted = tuple(_text(x, x, x, batch=batch) for batch in batches)
+    # The group works after all these errors.
+    accepted = _text(x, x, x)
     others = dist.new_group([0])
     outsider = _text(x, x, x, group=others)
-    return texts, unequal, one_number, nothing_sent, accepted, outsider
+    return texts, unequal, nothing_sent, accepted, outsider
 
 
 @pytest.fixture(scope="module")
@@ -380,29 +364,25 @@ def test_ranks_that_disagree_are_named_on_every_rank(refusals, case):
 
 
 def test_nothing_is_sent_before_all_agree_and_the_group_works_afterwards(refusals):
-    for _, unequal, one_number, nothing_sent, accepted, _ in refusals:
-        assert nothing_sent and accepted == (None, None)
+    for _, unequal, nothing_sent, accepted, _ in refusals:
+        assert nothing_sent and accepted is None
         assert "hold [5, 1] tokens, but the zigzag shards of 6" in unequal
-        assert "the same batch" in one_number and "rank 1" in one_number
     inside, outside = (outsider for *_, outsider in refusals)
     assert inside is None and "rank 1 is not in this group" in outside
 
 
 @pytest.mark.quick
-def test_one_change_anywhere_changes_a_digest_and_the_order_of_a_dict_does_not():
-    text = np.array(["a prompt", "another"], object)
-    parts = {"x": np.arange(5000.0), "y": [torch.arange(3000), (1, "a", None)], "z": text}
-    digests = [ra.digest(parts), ra.digest(dict(reversed(parts.items())))]
-    assert digests[0] == digests[1] == ra.digest(parts | {"z": text.copy()})
-    for change in (
-        {"x": np.where(np.arange(5000) == 2500, -1.0, parts["x"])},
-        {"x": parts["x"].astype(np.float32)}, {"x": parts["x"].reshape(50, 100)},
-        {"y": [torch.arange(3000).flip(0), (1, "a", None)]},
-        {"y": [torch.arange(3000), [1, "a", None]]}, {"y": [torch.arange(3000), (1, "b", None)]},
-        {"z": np.array(["a prompt", "a third"], object)}, {"w": 0},
-    ):  # fmt: skip
-        digests.append(ra.digest(parts | change))
-    assert len(set(digests)) == len(digests) - 1 and all(0 <= x < 2**63 for x in digests)
+def test_one_change_anywhere_changes_a_digest():
+    numbers = np.arange(5000)
+    given = [
+        (numbers, 7), (np.where(numbers == 2500, -1, numbers), 7), (numbers.astype(np.int32), 7),
+        (numbers.astype(float), 7), (numbers.reshape(50, 100), 7), (numbers[::-1], 7),
+        (numbers, 8), (numbers, "7"), (numbers, None), (7, numbers), (numbers,), (numbers, 7, 7),
+        (1, 23), (12, 3),
+    ]  # fmt: skip
+    digests = [ra.digest(*parts) for parts in given]
+    assert digests == [ra.digest(*parts) for parts in given]
+    assert len(set(digests)) == len(digests) and all(0 <= x < 2**63 for x in digests)
 
 
 def _probed(rank, method):
@@ -452,8 +432,8 @@ def _gathered(rank):
         found.append(torch.equal(unshard(shard(ids, dim=0), dim=0, length=tokens), ids))
     with pytest.raises(ValueError, match=f"rank {rank} of {world} holds 4 of {4 * world} tokens"):
         unshard(torch.zeros(3), dim=0, length=4 * world)
-    with pytest.raises(ValueError, match=f"divides {world} ranks, got 5"):
-        ra.make_ring(5)
+    with pytest.raises(ValueError, match="^expected 0 <= rank < world"):
+        indices(4, world, world)
     return found
 
 
@@ -482,17 +462,6 @@ def _different(rank, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_may_use_different_outputs(tmp_path, method):
     assert max(ranks(tmp_path, 3, _different, method)) < 1e-12
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("reduce, factors", [("mean", (1, 4)), ("sum", (0.25, 1))])
-def test_the_factor_of_a_loss_on_rings_of_four(reduce, factors):
-    """test_action.py trains with these factors."""
-    found = [ra.loss_scale(4, replicated=x, reduce=reduce) for x in (True, False)]
-    assert found == [*factors]
-    for call in (lambda: ra.loss_scale(4, replicated=True, reduce="max"), lambda: indices(4, 2, 2)):
-        with pytest.raises(ValueError, match="^expected"):
-            call()
 
 
 DOCUMENTS = torch.tensor([-1, *(d for d, n in enumerate((7, 1, 6, 12, 5)) for _ in range(n)), -1])

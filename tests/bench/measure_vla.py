@@ -33,7 +33,7 @@ import torch.distributed as dist
 from example_action_expert import Prefix, control_batch, control_case, flow_matching_loss
 
 import ring_attention as ra
-from ring_attention import Mask, digest, indices, launch, loss_scale, make_ring, relative
+from ring_attention import Mask, digest, indices, launch, relative
 
 WORLD, RING = 4, 2
 ROWS = 5  # of the first ring; the second has one less
@@ -47,6 +47,12 @@ P = len(BLOCK_P)
 def sampler_seed(seed, rank, ring_size):
     """A seed that the ranks of a ring share and other rings do not, for the sampler of data."""
     return digest(seed, rank // ring_size)
+
+
+def loss_scale(replicated):
+    """The factor on a rank's loss under a sum of gradients over all ranks: a replicated loss is
+    counted by each rank of a ring."""
+    return 1 / RING if replicated else 1.0
 
 
 def prefix_attention(q, k, v, /, *, length, group=None, layout="zigzag", **options):
@@ -114,7 +120,7 @@ class OneProcess:
         parts = [draw(step, rank, dtype) for rank in range(0, WORLD, RING)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def prefix(self, tokens, batch, step):
+    def prefix(self, tokens, step):
         return Prefix(*tokens)
 
     def sum(self, x, over=1):
@@ -157,16 +163,16 @@ class Rings:
     """This rank's part of its ring's batch; sums over all ranks."""
 
     def __init__(self):
-        self.rank, self.group = dist.get_rank(), make_ring(RING)
+        self.rank, self.group = dist.get_rank(), dist.new_subgroups(RING)[0]
         self.index_s = indices(P, self.rank % RING, RING)
         # (4): each rank of a ring has the same (1), and only its own tokens of (2)
-        self.scales = [loss_scale(RING, replicated=x, reduce="sum") for x in (True, False)]
+        self.scales = [loss_scale(replicated=x) for x in (True, False)]
 
     def batch(self, step, dtype):
         return draw(step, self.rank, dtype)
 
-    def prefix(self, tokens, batch, step):
-        return RingPrefix(*tokens, group=self.group, batch=batch, debug=f"step {step}")
+    def prefix(self, tokens, step):
+        return RingPrefix(*tokens, group=self.group, debug=f"step {step}")
 
     def sum(self, x, over=1):
         """x summed over all ranks, of which `over` hold the same."""
@@ -191,7 +197,7 @@ def loss_of(place, model, expert, batch, step):
         batch[name][:, index_s] for name in ("tokens", "next", "positions", "scored")
     )
     tokens = (batch[name] for name in ("block", "valid", "positions"))
-    prefix = place.prefix(tokens, batch, step)
+    prefix = place.prefix(tokens, step)
     hidden_BsM = model.hidden(tokens_Bs, positions=positions_Bs, attention=prefix.record)
     text = -model.logprobs(hidden_BsM[scored_Bs], next_Bs[scored_Bs])[0].sum()
     state = batch["state"].to(dtype)
@@ -237,7 +243,8 @@ def on_one(steps, dtype):
 def on_rings(steps, dtype):
     """This rank's run, of which only the first keeps the gradients, and a digest of its weights."""
     run = train(Rings(), steps, dtype)
-    return run._replace(grads=[] if dist.get_rank() else run.grads), digest(run.weights)
+    weights = digest(*(x.detach().numpy() for x in run.weights))
+    return run._replace(grads=[] if dist.get_rank() else run.grads), weights
 
 
 def errors(run, truth):
