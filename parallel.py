@@ -64,9 +64,8 @@ class SimpleGrid:
 
     def __init__(self, text, timeout=None):
         plan, *words = text.split()
-        degrees = dict(p=1, d=1, c=1, t=1, e=1)
-        degrees |= {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", plan)}
-        p, d, c, t, e = degrees.values()
+        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", plan)}
+        p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
         self.fsdp = "fsdp" in words
         self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
 
@@ -75,8 +74,9 @@ class SimpleGrid:
         def group_along(grid, axes):
             size = math.prod(grid.shape[axis] for axis in axes)
             rows = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
-            # COMM: making groups is collective, so all ranks make all groups, in the same order.
-            return dist.new_subgroups_by_enumeration(rows, timeout)[0]
+            # COMM: all ranks make all groups, in one order. A second group of all ranks may hang.
+            make = dist.new_subgroups_by_enumeration
+            return make(rows, timeout)[0] if len(rows) > 1 else dist.group.WORLD
 
         rank_grid = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         expert_grid = rank_grid.reshape(p, -1, e)

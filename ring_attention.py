@@ -1898,6 +1898,7 @@ def ring_attention(
     # NUMERICS: below, gradients of k and v are summed over ranks and over copies of heads, after
     # each part was rounded to its dtype. Pinned by
     # tests/test_ring.py::test_low_precision_over_ranks_stays_within_its_multiple_of_sdpa.
+
     # All keys at once need no hop and one message, but the memory of the whole sequence.
     if method == "allgather":
         place = dict(group=group, layout=layout, length=sum(schedule.sizes))

@@ -731,8 +731,8 @@ def stretch_attention(q, k, v, stretch, scale, window, softcap, backend=None):
         return ring.attend(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)[0]
 
     # A caller's mistake is the same error as there.
-    ring.check_inputs(q, k, v, mask, q.shape[2:3], k.shape[2:3])
-    scale = ring.make_config(q, scale, None, None, False).scale
+    options = dict(scale=scale, softcap=softcap, backend=backend)
+    scale = ring.checked_config(q, k, v, mask, **options).scale
     return grouped_attention(q, k, v, stretch, scale, window)
 
 

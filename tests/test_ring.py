@@ -17,6 +17,7 @@ from torch.autograd import grad as grad_of
 
 import models
 import ring_attention as ra
+from parallel import Grid, Plan, SimpleGrid
 from ring_attention import Mask, indices, ring_attention, shard, unshard
 
 METHODS = ("ring", "allgather", "ulysses", "usp")
@@ -409,6 +410,22 @@ def test_the_first_tensor_that_is_not_finite_is_named_on_every_rank(tmp_path, me
     for forward, backward, clean in ranks(tmp_path, 3, _probed, method):
         assert "step 3, layer 7" in forward and "not finite: rank 1: v" in forward
         assert "not finite: rank 2: dout" in backward and clean is True
+
+
+def _communicators(rank):
+    """The sizes of all groups after attention over all ranks, by the core and every method."""
+    q, k, v = (shard(x, dim=2).detach().requires_grad_() for x in draw(16)[0])
+    grids = Grid.make(Plan.parse("c2")).context, SimpleGrid("c2").group["c"]
+    out = ra.simple_ring_attention(q, k, v) + ra.simple_ulysses_attention(q, k, v)
+    for group, method in itertools.product((None, *grids), METHODS):
+        out = out + ring_attention(q, k, v, group=group, method=method, mask=Mask.causal(16))
+    out.sum().backward()
+    return sorted(dist.get_world_size(x) for x in dist.distributed_c10d._world.pg_map)
+
+
+def test_a_ring_of_the_world_opens_no_second_communicator(tmp_path):
+    for sizes in ranks(tmp_path, 2, _communicators):
+        assert sizes.count(2) == 1 and len(sizes) > 1, sizes
 
 
 def _gathered(rank):
