@@ -1319,18 +1319,24 @@ def run_forward(ctx, forward, padding, q, k, v, where, config):
 
     forward: `forward_tiles` or `ring_forward`. padding: see `Mask.padding_tokens`, or None.
     """
-    # PAD is zeroed here, out of autograd's sight. Its gradients are 0 anyway: P is 0 where PAD is
-    # the key, and dout is 0 where it is the query.
-    if padding is not None:
-        q, k, v = zero_padding(q, k, v, *padding)
+    # NUMERICS: a masked weight is 0, but 0 * NaN is NaN: garbage in PAD would reach queries that do
+    # not see it. Zeroed once, here, it reaches nothing. Its gradients are 0 anyway: P is 0 where a
+    # PAD is the key, and dout is 0 where it is the query. Pinned by
+    # tests/test_attend.py::test_garbage_in_pad_reaches_nothing.
+    has_blind, has_unseen = (False, False) if padding is None else (x.any() for x in padding)
+    if has_blind:
+        blind_B1q = torch.from_numpy(padding[0]).to(q.device)[:, None]
+        q = q.masked_fill(blind_B1q[..., None], 0.0)
+    if has_unseen:
+        unseen_B1k = torch.from_numpy(padding[1]).to(k.device)[:, None]
+        k, v = (x.masked_fill(unseen_B1k[..., None], 0.0) for x in (k, v))
     out, lse = forward(q, k, v, where, config)
     out = out.to(q.dtype)
 
     # Boxes may include PAD among the queries. It has seen nothing, equation (5).
-    if padding is not None and padding[0].any():
-        blind_Bq = torch.from_numpy(padding[0]).to(q.device)
-        out.masked_fill_(blind_Bq[:, None, :, None], 0.0)
-        lse.masked_fill_(blind_Bq[:, None], -math.inf)
+    if has_blind:
+        out.masked_fill_(blind_B1q[..., None], 0.0)
+        lse.masked_fill_(blind_B1q, -math.inf)
 
     # These five are O(S), and on a ring O(S / W): no block of another rank. Autograd through the
     # tiles would keep the P of every tile: O(S^2).
@@ -1401,24 +1407,6 @@ def attend(q, k, v, /, mask=None, *, scale=None, softcap=None, backend=None):
     mask = as_mask(mask)
     config = checked_config(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)
     return _Attend.apply(q, k, v, mask, config)
-
-
-def zero_padding(q, k, v, blind_Bq, unseen_Bk):
-    """Zero the queries that see nothing and the keys and values that nobody sees.
-
-    blind_Bq, unseen_Bk: bool numpy arrays (B or 1, q) and (B or 1, k).
-    """
-    # NUMERICS: a masked weight is 0, but 0 * NaN is NaN: garbage in PAD would reach queries that do
-    # not see it. Zeroed once, here, it reaches nothing, and PAD gets the gradient 0. Pinned by
-    # tests/test_attend.py::test_garbage_in_pad_reaches_nothing.
-    if blind_Bq.any():
-        blind_Bq = torch.from_numpy(blind_Bq).to(q.device)
-        q = q.masked_fill(blind_Bq[:, None, :, None], 0.0)
-    if unseen_Bk.any():
-        unseen_Bk = torch.from_numpy(unseen_Bk).to(k.device)
-        k = k.masked_fill(unseen_Bk[:, None, :, None], 0.0)
-        v = v.masked_fill(unseen_Bk[:, None, :, None], 0.0)
-    return q, k, v
 
 
 # 9. Kernels ------------------------------------------------------------------------------------
@@ -1777,20 +1765,6 @@ class _RingAttend(torch.autograd.Function):
 # For: `ring_attention` by its four methods, and whole sequences from shards and back.
 
 
-def token_slots(length, world, layout):
-    """Return each token's slot among all shards, each padded to the longest, and that length.
-
-    5 tokens, contiguous, 2 ranks: the shards 0 1 and 2 3 4 lie as 0 1 . 2 3 4, so the slots are
-    0 1 3 4 5 and the padded length is 3.
-    """
-    shards = [indices(length, rank, world, layout) for rank in range(world)]
-    longest = max(1, *(len(tokens) for tokens in shards))  # gloo wants one token at least
-    slot_S = torch.empty(length, dtype=torch.int64)
-    for rank, tokens in enumerate(shards):
-        slot_S[tokens] = rank * longest + torch.arange(len(tokens))
-    return slot_S, longest
-
-
 class _AllGather(AllGather):
     """The core's AllGather, with its gradient summed in float32 or better."""
 
@@ -1952,14 +1926,17 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
     if ring.world == 1:
         return x
 
-    # An all-gather wants equal shapes, so pad each shard to the longest one. Picking the tokens by
-    # their slots drops the padding and restores the order at once.
-    slot_S, longest = token_slots(length, ring.world, layout)
+    # An all-gather wants equal shapes, and gloo one token at least. So pad shards to the longest
+    # one, and pick each token from its slot. 5 tokens, contiguous, 2 ranks: the shards 0 1 and
+    # 2 3 4 arrive as 0 1 . 2 3 4, so the slots are 0 1 3 4 5.
+    shards = [indices(length, rank, ring.world, layout) for rank in range(ring.world)]
+    longest = max(1, *(len(tokens) for tokens in shards))
+    slots = [rank * longest + torch.arange(len(x)) for rank, x in enumerate(shards)]
+    slot_S = torch.cat(slots)[torch.argsort(torch.cat(shards))].to(x.device)
     x = x.movedim(dim, 0)
-    padding = x.new_zeros(longest - held, *x.shape[1:])
-    padded = torch.cat((x, padding))
+    padded = torch.cat((x, x.new_zeros(longest - held, *x.shape[1:])))
     whole = _AllGather.apply(padded[None, None], ring.group)[0, 0]  # tokens are dimension 2 there
-    return whole.index_select(0, slot_S.to(x.device)).movedim(0, dim)
+    return whole.index_select(0, slot_S).movedim(0, dim)
 
 
 # 12. Guards -------------------------------------------------------------------------------------
@@ -2138,11 +2115,8 @@ def require_finite(ring, debug, names, tensors):
     """Raise FloatingPointError on every rank if a tensor of any rank is not finite."""
     # The lse of a query that sees nothing is -inf by definition. A gradient that no loss needs is
     # None. All ranks send their text, an empty one too, so that all of them raise together.
-    bad = []
-    for name, x in zip(names, tensors, strict=True):
-        if name != "lse" and x is not None and not x.isfinite().all():
-            bad.append(name)
-
+    named = [pair for pair in zip(names, tensors, strict=True) if pair[0] != "lse"]
+    bad = [name for name, x in named if x is not None and not x.isfinite().all()]
     bad_of_ranks = gather_objects(", ".join(bad) or None, ring)
     if any(bad_of_ranks):
         label = "" if debug is True else f"{debug}, "
@@ -2161,14 +2135,12 @@ def gather_objects(mine, ring):
 
 def digest(*parts):
     """Return a 63-bit number that is different for different arrays, or values by their repr."""
-    # Each part brings its kind and an end, so that (1, 23) and (12, 3) differ.
     state = hashlib.blake2b(digest_size=8)
     for x in parts:
+        # A text has an end, so that (1, 23) and (12, 3) differ. The shape says where an array ends.
         is_array = isinstance(x, np.ndarray)
         text = f"{x.dtype} {x.shape}" if is_array else repr(x)
-        state.update(text.encode() + b"\0")
-        if is_array:
-            state.update(np.ascontiguousarray(x))
+        state.update(text.encode() + b"\0" + (x.tobytes() if is_array else b""))
     return int.from_bytes(state.digest(), "big") >> 1
 
 
@@ -2272,8 +2244,9 @@ def by_way(group, error):
 CORE = [simple_ring_attention, simple_allgather_attention, simple_ulysses_attention]
 
 
-def rows_of_rank(tokens, device):
+def rows_of_rank(device):
     """Return [(table, row, budget, {column: value})] of the worlds of this rank; rank 0 has all."""
+    tokens = 23  # divide by no number of ranks, so that shards are unequal
     # A group is made by all ranks, its members or not. Only its members compute.
     rank = dist.get_rank()
     total = dist.get_world_size()
@@ -2307,9 +2280,8 @@ def rows_of_rank(tokens, device):
 
 def check():
     """Print every error with its budget; return 1 if one is over. 4 ranks here, or torchrun's."""
-    # 23 tokens divide by no number of ranks, so that shards are unequal.
     if "RANK" not in os.environ:
-        rows = launch(4, rows_of_rank, 23, "cpu")[0]
+        rows = launch(4, rows_of_rank, "cpu")[0]
     else:
         # NCCL where there is CUDA, gloo elsewhere.
         device = "cpu"
@@ -2319,7 +2291,7 @@ def check():
             backend = "nccl"
             torch.cuda.set_device(device)
         dist.init_process_group(backend)
-        rows = rows_of_rank(23, device)
+        rows = rows_of_rank(device)
         dist.barrier()
         dist.destroy_process_group()
 
@@ -2330,21 +2302,18 @@ def check():
     # One table per world and dtype, one row per mask, one column per method and layout.
     failed = []
     largest = 0.0  # error in float64: what the README quotes
-    last_table = None
-    for table, name, budget, row in rows:
-        # NaN is not below any budget, so it fails too.
-        ok = all(value <= budget for value in row.values())
-        if not ok:
-            failed.append(name)
-        if "float64" in table:
-            largest = max([largest, *row.values()])
+    for table, rows_of_table in itertools.groupby(rows, lambda row: row[0]):
+        for n, (_, name, budget, row) in enumerate(rows_of_table):
+            if n == 0:
+                columns = "".join(f" {column:>8}" for column in row)
+                print(f"\n{table:>24}{columns}   budget")
 
-        if table != last_table:
-            columns = "".join(f" {column:>8}" for column in row)
-            print(f"\n{table:>24}{columns}   budget")
-        numbers = "".join(f" {value:8.3g}" for value in row.values())
-        print(f"{name:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
-        last_table = table
+            # NaN is not below any budget, so it fails too.
+            ok = all(value <= budget for value in row.values())
+            numbers = "".join(f" {value:8.3g}" for value in row.values())
+            print(f"{name:>24}{numbers}   {budget:.3g} {'ok' if ok else 'FAILED'}")
+            failed += [] if ok else [name]
+            largest = max([largest, *row.values()]) if "float64" in table else largest
     print(json.dumps({"check": "ring_attention", "ok": not failed, "max_error": largest}))
     return 1 if failed else 0
 
