@@ -2244,9 +2244,8 @@ def by_way(group, error):
 CORE = [simple_ring_attention, simple_allgather_attention, simple_ulysses_attention]
 
 
-def rows_of_rank(device):
+def rows_of_rank(tokens, device):
     """Return [(table, row, budget, {column: value})] of the worlds of this rank; rank 0 has all."""
-    tokens = 23  # divide by no number of ranks, so that shards are unequal
     # A group is made by all ranks, its members or not. Only its members compute.
     rank = dist.get_rank()
     total = dist.get_world_size()
@@ -2280,8 +2279,9 @@ def rows_of_rank(device):
 
 def check():
     """Print every error with its budget; return 1 if one is over. 4 ranks here, or torchrun's."""
+    # 23 tokens divide by no number of ranks, so that shards are unequal.
     if "RANK" not in os.environ:
-        rows = launch(4, rows_of_rank, "cpu")[0]
+        rows = launch(4, rows_of_rank, 23, "cpu")[0]
     else:
         # NCCL where there is CUDA, gloo elsewhere.
         device = "cpu"
@@ -2291,7 +2291,7 @@ def check():
             backend = "nccl"
             torch.cuda.set_device(device)
         dist.init_process_group(backend)
-        rows = rows_of_rank(device)
+        rows = rows_of_rank(23, device)
         dist.barrier()
         dist.destroy_process_group()
 
