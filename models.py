@@ -132,7 +132,7 @@ def visible_keys(query_BS, key_BC, window=None):
 def simple_causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, mask=True):
     """Attend from token i of each row to tokens 0..i, or to the last `window` of them."""
     # Rows may be padded on the right, because no real token sees a later one. A mask hides more.
-    place_1S = torch.arange(q_BHSD.shape[2])[None]
+    place_1S = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)[None]
     visible_B1SS = visible_keys(place_1S, place_1S, window) & mask
     return masked_attention(q_BHSD, k_BGSD, v_BGSD, visible_B1SS, scale=scale)
 
@@ -1533,69 +1533,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
     return torch.cat(parts, -1)[..., :vocab_size]
 
 
-# 9. Packed documents, without a mask -------------------------------------------------------------
-
-
-def packed_attention(lengths=None, /, *, doc_ids=None):
-    """Return an attention by which tokens see the earlier tokens of their own document only.
-
-    Adds to `simple_packed_attention`: no work between documents. Give one of two.
-    lengths: list of int. Documents lie end to end in one row (1, S).
-    doc_ids: int64, (B, S). One number per document, whose tokens are side by side; -1 for PAD,
-        between documents. Nothing sees PAD, and its output is 0.
-    """
-    # Documents of one length are attended in one call. Flattened tokens of two rows:
-    #
-    #     doc_ids [[0, 0, 1, 1], [-1, 0, 0, 0]]   length 2: [[0, 1], [2, 3]]   length 3: [[5, 6, 7]]
-    if (lengths is None) == (doc_ids is None):
-        raise ValueError("packed_attention: expected either lengths or doc_ids")
-    if doc_ids is None:
-        if not len(lengths) or min(lengths) < 1:
-            raise ValueError(f"lengths: expected at least one token a document, got {lengths}")
-        length_U = torch.tensor(lengths)
-        doc_ids = torch.arange(len(length_U)).repeat_interleave(length_U)[None]
-    if doc_ids.dim() != 2 or doc_ids.is_floating_point():
-        raise ValueError(f"doc_ids: expected integers (B, S), got {tuple(doc_ids.shape)}")
-    by_length = {}  # length -> the first tokens of documents
-    B, S = doc_ids.shape
-    seen = set()
-    for row, ids in enumerate(doc_ids.tolist()):
-        starts = [n for n in range(S) if n == 0 or ids[n] != ids[n - 1]]
-        for start, stop in zip(starts, [*starts[1:], S]):
-            if (row, ids[start]) in seen and ids[start] >= 0:
-                raise ValueError(f"doc_ids: document {ids[start]} of row {row} is not in one piece")
-            seen.add((row, ids[start]))
-            if ids[start] >= 0:
-                by_length.setdefault(stop - start, []).append(row * S + start)
-    indices = [torch.tensor(first)[:, None] + torch.arange(n) for n, first in by_length.items()]
-    on_device = {}  # device -> the indices there, for all layers
-
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
-        if (q_BHSD.shape[0], q_BHSD.shape[2]) != (B, S):
-            raise ValueError(f"packed for {(B, S)} tokens, got {tuple(q_BHSD.shape)}")
-        device = q_BHSD.device
-        if device not in on_device:
-            on_device[device] = [token_UL.to(device) for token_UL in indices]
-
-        # Gather the documents of one length as rows of a batch, attend, and put the results back. A
-        # token is in one document, so no result overwrites another.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
-        out_NHD = torch.zeros_like(flat[0])
-        for token_UL in on_device[device]:
-            qkv = (x[token_UL].transpose(1, 2) for x in flat)
-            out_UHLD = causal_attention(*qkv, **options)
-            out_NHD = out_NHD.index_put((token_UL,), out_UHLD.transpose(1, 2))
-        return out_NHD.unflatten(0, (B, S)).transpose(1, 2)
-
-    return attention
-
-
-def packed_positions(lengths, /):
-    """Return 0..n-1 for each document, (1, S) int64: positions to go with `packed_attention`."""
-    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
-
-
-# 10. The cache, for rows that come and go --------------------------------------------------------
+# 9. The cache, for rows that come and go ---------------------------------------------------------
 # Adds to `SimpleCache`: memory that grows with need, sliding layers that forget, rows that leave
 # and enter without a copy of the others, and prompts whose keys several rows share.
 
@@ -1871,7 +1809,7 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     return simple_forward_with_cache(model, cache, tokens_BS, counts)
 
 
-# 11. Generation ----------------------------------------------------------------------------------
+# 10. Generation ----------------------------------------------------------------------------------
 # Adds to `simple_generate`: a limited number of slots that waiting rows take over, forks of rows,
 # prompts that are computed once, draws from a seed.
 
@@ -2072,7 +2010,7 @@ def give_draws(rows, needed, seed):
         raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
 
 
-# 12. Hugging Face's configurations ---------------------------------------------------------------
+# 11. Hugging Face's configurations ---------------------------------------------------------------
 # From a config.json to `ModelConfig` and back. To add a family, write a row of FAMILIES, and its
 # rules into `read_config`. A difference that no field of ModelConfig can say needs a field, an
 # equation and a line in `definition`.
@@ -2279,7 +2217,7 @@ def read_json(path, /, *, what="a JSON file") -> dict:
     return found
 
 
-# 13. Checkpoints ---------------------------------------------------------------------------------
+# 12. Checkpoints ---------------------------------------------------------------------------------
 # Weights in Hugging Face's directories, both ways, whole or into a model that is split over ranks.
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -2621,7 +2559,7 @@ def copy_text_files(source, target) -> list[str]:
     return present
 
 
-# 14. check, main ---------------------------------------------------------------------------------
+# 13. check, main ---------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the core's
 # `definition`. Tests use `tiny` and `tiny_model` too.
 
@@ -2774,7 +2712,7 @@ def path_errors(model, frequencies=None, mine=None):
         positions = torch.cat([torch.arange(-1, len(d)) for d in documents]).view(2, 15)
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         tokens, positions, there = (x.to(device) for x in (tokens, positions, ids))
-        packed = mine(tokens, positions=positions, attention=packed_attention(doc_ids=there))
+        packed = mine(tokens, positions=positions, attention=simple_packed_attention(there))
         yield "packed, PAD anywhere", relative_error(packed.cpu()[ids >= 0], truth)
         yield "cache, ragged rows", relative_error(*logits_by_cache(mine, documents, truth))
 

@@ -104,8 +104,6 @@ def make(case, directory):
 
 FEW = {name: models.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
-    "packed_attention": lambda *, doc_ids: (
-        models.simple_packed_attention(torch.zeros_like(doc_ids))),
     "causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
     "forward_with_cache": lambda model, cache, tokens, counts=None: (  # as if no row were shorter
