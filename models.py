@@ -140,9 +140,7 @@ def simple_causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=N
 class SimpleAttention(nn.Module):
     """Equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
-    norm_class = SimpleNorm
-
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, norm_class):
         super().__init__()
         M = config.hidden_size
         D = config.head_dim
@@ -156,8 +154,8 @@ class SimpleAttention(nn.Module):
         self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
-        self.q_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
         # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
@@ -218,13 +216,12 @@ class SimpleLayer(nn.Module):
     """Equations (2) and (3): attention and MLP, each with a norm before it and a residual."""
 
     norm_class = SimpleNorm  # so in all classes: a subclass may be made of other parts
-    attention_class = SimpleAttention
     experts_class = SimpleExperts
 
     def __init__(self, config, layer):
         super().__init__()
         sparse = layer in config.sparse_layers
-        self.self_attn = self.attention_class(config, layer)
+        self.self_attn = SimpleAttention(config, layer, self.norm_class)
         width = config.intermediate_size
         self.mlp = self.experts_class(config, layer) if sparse else MLP(config, width)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
@@ -236,15 +233,15 @@ class SimpleLayer(nn.Module):
             self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
             self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /):
+    def forward(self, x_BSM, ropes, attention, /, **mlp_options):
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
         if not self.post_norms:
             y_BSM = x_BSM + h_BSM  # (2)
-            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM))  # (3)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **mlp_options)  # (3)
         y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM))
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **mlp_options)
         return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
 
 
@@ -901,12 +898,6 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     return torch.cat(out, 2)
 
 
-class Attention(SimpleAttention):
-    """Under tensor parallelism a rank has some of the rows of q, k and v, so some of the heads."""
-
-    norm_class = RMSNorm
-
-
 class SparseMLP(nn.Module):
     """Adds to `SimpleExperts`: all experts in one product, a balance loss, a bias of the router.
 
@@ -927,7 +918,7 @@ class SparseMLP(nn.Module):
             # it. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
-    def forward(self, x_BSM, balance=None, /):
+    def forward(self, x_BSM, /, on_routing=None):
         x_NM = x_BSM.flatten(0, -2)
         probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
@@ -949,7 +940,7 @@ class SparseMLP(nn.Module):
 
         # The balance loss (10) is not returned. `AttachLoss` returns the output as it is, and its
         # backward adds the gradient of the loss, in whichever pipeline stage this layer runs.
-        loss = balance(probs_NE, topk_ids_NK, layer=self.layer) if balance else None
+        loss = on_routing(probs_NE, topk_ids_NK, layer=self.layer) if on_routing else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
     def route(self, x_NM, /):
@@ -967,22 +958,15 @@ class SparseMLP(nn.Module):
 
 
 class Layer(SimpleLayer):
-    """Adds to `SimpleLayer`: a callback that balances the load of the experts."""
+    """Adds to `SimpleLayer`: a callback that receives the routing of its experts."""
 
     norm_class = RMSNorm
-    attention_class = Attention
     experts_class = SparseMLP
 
-    def forward(self, x_BSM, ropes, attention, balance=None, /):
-        # The same two sums as in the core. Only a layer with experts has something to balance.
-        more = (balance,) if hasattr(self.mlp, "experts") else ()
-        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
-        if not self.post_norms:
-            x_BSM = x_BSM + h_BSM  # (2)
-            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), *more)  # (3)
-        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), *more)
-        return x_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
+    def forward(self, x_BSM, ropes, attention, on_routing=None, /):
+        # A dense MLP has no router, and takes no option.
+        options = {"on_routing": on_routing} if hasattr(self.mlp, "experts") else {}
+        return super().forward(x_BSM, ropes, attention, **options)
 
 
 class Transformer(SimpleTransformer):
@@ -1003,7 +987,7 @@ class Transformer(SimpleTransformer):
         if config.value_head:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, on_routing=None):
         """Return the normalized states of the last layer, (B, S, M).
 
         tokens_BS: int64, (B, S). Token ids; or states (B, S, M) of a floating dtype, which later
@@ -1011,7 +995,7 @@ class Transformer(SimpleTransformer):
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
-        balance: a callback that receives each sparse layer's router probabilities, see `Balance`.
+        on_routing: a callback that receives each sparse layer's routing, such as a `Balance`.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
@@ -1027,7 +1011,7 @@ class Transformer(SimpleTransformer):
             positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
         ropes = self.rope(positions, x_BSM.dtype)
         for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, on_routing)
         return self.model.norm(x_BSM)
 
     def embed(self, tokens_BS, /):
@@ -1225,13 +1209,13 @@ class AttachLoss(torch.autograd.Function):
 
 
 class Balance:
-    """(10) over the sparse layers of one forward: `hidden(.., balance=Balance(..))`.
+    """(10) over the sparse layers of one forward: `hidden(.., on_routing=Balance(..))`.
 
     sequence_J, token_J: int64, (J,). Pair j says that sequence sequence_J[j] holds the forward's
         token token_J[j], counted over its B x S tokens. A token that several sequences share has a
         pair for each of them; padding has none. Default of token_J: 0..J-1.
     coef: the factor of (10).
-    sequences: how many sequences there are on all ranks of `groups`. Default: the largest + 1.
+    num_sequences: how many sequences there are on all ranks of `groups`. Default: the largest + 1.
     groups: process groups whose ranks share the tokens of each sequence, one group for each way of
         sharing. A rank gives the pairs of its own tokens, and gets terms of a sum over the ranks.
 
@@ -1240,18 +1224,18 @@ class Balance:
     detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
     """
 
-    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, sequences=None, groups=()):
+    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, num_sequences=None, groups=()):
         if token_J is None:
             token_J = torch.arange(len(sequence_J), device=sequence_J.device)
         if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
             found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
             raise ValueError(f"sequences and tokens: expected two tensors (J,), got {found}")
-        if sequences is None:
-            sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+        if num_sequences is None:
+            num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
         self.sequence_J = sequence_J
         self.token_J = token_J
         self.coef = coef
-        self.sequences = sequences
+        self.num_sequences = num_sequences
         self.groups = groups
         self.losses = {}  # by layer: a layer that is computed again overwrites its own
         self.counts = {}
@@ -1262,10 +1246,10 @@ class Balance:
         N, E = probs_NE.shape
         K = topk_ids_NK.shape[1]
         chosen_NE = probs_NE.new_zeros(N, E).scatter_(1, topk_ids_NK, 1)
-        n_SE = probs_NE.new_zeros(self.sequences, E)
+        n_SE = probs_NE.new_zeros(self.num_sequences, E)
         n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
         self.counts[layer] = n_SE.sum(0)
-        if not self.coef or not self.sequences:
+        if not self.coef or not self.num_sequences:
             return None
 
         # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of

@@ -527,7 +527,7 @@ def test_the_router_bias_really_updates_and_balances():
     tokens, spread = torch.randint(53, (1, 300)), []
     for _ in range(60):
         balance = models.Balance(torch.zeros(300, dtype=torch.long))
-        model(tokens, balance=balance)
+        model(tokens, on_routing=balance)
         counts = balance.counts[1]
         assert counts.sum() == 300 * 3
         spread.append((counts.max() / counts.mean()).item())
