@@ -490,7 +490,7 @@ def simple_generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), aft
 # 4. The same model token by token, and the check ------------------------------------------------
 
 
-def definition(model, tokens, /, weights=None, frequencies=simple_frequencies):
+def logits_definition(model, tokens, /, weights=None, frequencies=simple_frequencies):
     """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
     c = model.config
     weights = {n: w.double() for n, w in (weights or dict(model.named_parameters())).items()}
@@ -572,7 +572,7 @@ def check_family(family, temperature):
     documents = [tokens[ids == n] for n in range(3)]
     alone = torch.cat([model.hidden(document[None])[0] for document in documents])
     packed = model.hidden(tokens, attention=simple_packed_attention(ids))[ids >= 0]
-    z = torch.cat([definition(model, document) for document in documents])
+    z = torch.cat([logits_definition(model, document) for document in documents])
 
     # Log-probs and entropies in chunks of 4 tokens.
     targets = torch.randint(23, (10,))
@@ -595,7 +595,8 @@ def check_family(family, temperature):
     simple_generate(model, rows, temperature=temperature, **options)
     for row, document in zip(rows, documents):
         plain = [*document.tolist(), 3, 9]
-        logp_SV = (definition(model, torch.tensor(row.tokens)) / (temperature or 1)).log_softmax(-1)
+        z_SV = logits_definition(model, torch.tensor(row.tokens))
+        logp_SV = (z_SV / (temperature or 1)).log_softmax(-1)
         for u, logp_V in zip(row.draws[2:], logp_SV[len(document) + 1 :]):
             below = [logp_V[: t + 1].exp().sum() <= u for t in range(23)]
             plain.append(int(sum(below) if temperature else logp_V.argmax()))
@@ -1997,7 +1998,7 @@ def give_draws(rows, needed, seed):
 # 11. Hugging Face's configurations ---------------------------------------------------------------
 # From a config.json to `ModelConfig` and back. To add a family, write a row of FAMILIES, and its
 # rules into `read_config`. A difference that no field of ModelConfig can say needs a field, an
-# equation and a line in `definition`.
+# equation and a line in `logits_definition`.
 
 # What the fields of a config.json mean where a file does not have them: transformers' defaults.
 QWEN = dict(
@@ -2545,7 +2546,7 @@ def copy_text_files(source, target) -> list[str]:
 
 # 13. check, main ---------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the core's
-# `definition`. Tests use `tiny` and `tiny_model` too.
+# `logits_definition`. Tests use `tiny` and `tiny_model` too.
 
 TINY = {  # what a tiny model of each family needs in addition to the sizes
     "llama": dict(qk_norm=False),
@@ -2601,7 +2602,7 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
 
 
 def full_definition(model, tokens, /, frequencies=None):
-    """Return `definition` of a `Transformer`, (S, V): with soft cap, router bias, RoPE types.
+    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap, router bias and RoPE.
 
     frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
@@ -2619,7 +2620,7 @@ def full_definition(model, tokens, /, frequencies=None):
     alike = nn.Module()
     alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
     frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
-    z_SV = definition(alike, tokens, weights, frequencies)
+    z_SV = logits_definition(alike, tokens, weights, frequencies)
     cap = config.final_logit_softcapping
     return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')
 
@@ -2644,7 +2645,7 @@ def worst_gradient(mine, got, model, want):
 
 
 def check(cases=None, transformers=True) -> bool:
-    """Compare each path with `definition`, float64; print a table. True if all rows are <= 1e-12.
+    """Compare each path with the definition, float64; print a table. True if all rows are <= 1e-12.
 
     cases: some of CASES. Default: all. With tests/bench/measure_models.py in place, experts and the
     other RoPE types too, and, if transformers is installed, logits and gradients against it in
@@ -2676,7 +2677,7 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def path_errors(model, frequencies=None, mine=None):
+def path_errors(model, mine=None):
     """Yield (path, error) of one model: values, gradients, packing, cache, log-probs, generation.
 
     mine: the same model on another device, which is then compared with the definition on the CPU.
@@ -2685,7 +2686,7 @@ def path_errors(model, frequencies=None, mine=None):
         mine = model
     device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
-    truth = torch.cat([full_definition(model, d, frequencies) for d in documents])
+    truth = torch.cat([full_definition(model, d) for d in documents])
     alone = torch.cat([mine(d[None].to(device))[0] for d in documents])
     yield "one at a time", relative_error(alone, truth)
     yield "gradient, worst parameter", worst_gradient(mine, alone, model, truth)
