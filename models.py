@@ -652,6 +652,7 @@ import os  # noqa: E402
 import re  # noqa: E402
 import reprlib  # noqa: E402
 from collections import Counter  # noqa: E402
+from functools import reduce  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
@@ -1526,8 +1527,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
 class Step(NamedTuple):
     """What one forward does with the stores of all layers of one window."""
 
-    room: int  # slots that a store needs
-    forget: list  # (row, drop, keep): the row's slots drop..drop+keep-1 move to 0..keep-1
+    kept: list  # (row, first, count): only these of its slots, or prompt, stay: in slots 0..count-1
     is_prompt: bool  # no row has a token yet
     low: int = 0  # the new tokens attend to slots low..high-1
     high: int = 0
@@ -1535,7 +1535,7 @@ class Step(NamedTuple):
     visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
 
 
-class KVCache:
+class KVCache(SimpleCache):
     """Keys and values of the tokens so far, for rows of any lengths.
 
     The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
@@ -1550,17 +1550,15 @@ class KVCache:
     """
 
     def __init__(self, rows=0, device=None, capacity=0):
-        self.lengths = [0] * rows
+        super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
         self.device = device
         self.capacity = capacity  # rows that stores are made for, if there are not more
-        self.layers = {}  # layer -> keys and values (2, rows or more, G, C, D)
         self.windows = {}  # layer -> its window. None: a full layer
         self.first = {}  # window -> the position of each row's slot 0
-        self.room = {}  # window -> C
         self.prompts = None  # the cache that holds the prompts of `begin`
         self.prompt_of = []  # and each row's row there
         self.groups = None  # `PromptGroups` of these, made when it is needed
-        self.counts = None  # new tokens of each row that are real
+        self.counts = None  # new tokens of each row that are real. None: all
         self.steps = {}  # window -> `Step` of this forward
         self.planned = None  # the lengths for which `steps` was made
 
@@ -1577,11 +1575,14 @@ class KVCache:
         store = self._store(layer, window, new_2BGSD, B)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
-            self._write_prompt(store, new_2BGSD, window)
+            if not step.kept:
+                store[:, :B, :, : q_BHSD.shape[2]] = new_2BGSD
+            for b, first, count in step.kept:
+                store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
 
-        for b, drop, keep in step.forget:
-            store[:, b, :, :keep] = store[:, b, :, drop : drop + keep].clone()
+        for b, first, count in step.kept:
+            store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
         if step.slot_BS is None:
             store[:, :B, :, step.high - q_BHSD.shape[2] : step.high] = new_2BGSD
         else:
@@ -1602,28 +1603,30 @@ class KVCache:
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
-        first = self.first.setdefault(window, [0] * len(self.lengths))
-        stored = [length - start for length, start in zip(self.lengths, first)]
+        B = len(self.lengths)
+        first = self.first.setdefault(window, [0] * B)
+        slots = self.slots.setdefault(window, 0)
+        kept = []
         if not any(self.lengths):
-            counts = self.counts or [S] * len(self.lengths)
-            if window is not None:  # the next token sees window - 1 of these
-                self.first[window] = [max(0, count - window + 1) for count in counts]
-            self.room[window] = max(self.room.get(window, 0), min(S, window or S))
-            return Step(self.room[window], [], True)
+            # The token after a prompt sees window - 1 of its tokens. A sliding layer keeps these.
+            if window is not None and S >= window:
+                for b, count in enumerate(self.counts or [S] * B):
+                    first[b] = max(0, count - window + 1)
+                    kept.append((b, first[b], count - first[b]))
+            self.slots[window] = max(slots, min(S, window or S))
+            return Step(kept, True)
 
         # A sliding layer whose store is full forgets first what no query will see again.
         # Stores have half as many slots again as they need, so that they seldom grow or forget.
-        forget = []
-        room = self.room.setdefault(window, 0)
-        if max(stored) + S > room:
-            if window is not None:
-                old = [b for b, n in enumerate(stored) if n >= window]
-                forget = [(b, stored[b] - window + 1, window - 1) for b in old]
-            for b, drop, keep in forget:
-                first[b] += drop
-                stored[b] = keep
+        stored = [length - start for length, start in zip(self.lengths, first)]
+        if max(stored) + S > slots:
+            for b, count in enumerate(stored):
+                if window is not None and count >= window:
+                    first[b] += count - window + 1
+                    stored[b] = window - 1
+                    kept.append((b, count - window + 1, window - 1))
             need = max(stored) + S
-            self.room[window] = max(room, need + 32, need * 3 // 2)
+            self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
         # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
         # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
@@ -1631,33 +1634,22 @@ class KVCache:
         high = max(stored) + S
         even = min(stored) == max(stored)
         if even and S == 1:
-            return Step(self.room[window], forget, False, low, high)
+            return Step(kept, False, low, high)
         stored_B1 = torch.tensor(stored, device=self.device)[:, None]
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = visible_keys(slot_BS, slot_1C, window)
-        slot_BS = None if even else slot_BS
-        return Step(self.room[window], forget, False, low, high, slot_BS, visible)
-
-    def _write_prompt(self, store, new_2BGSD, window):
-        """Write the tokens of prompts, in a sliding layer those that the next token still sees."""
-        S = new_2BGSD.shape[3]
-        if window is None or S < window:
-            store[:, : len(self.lengths), :, :S] = new_2BGSD
-            return
-        counts = self.counts or [S] * len(self.lengths)
-        for b, (start, count) in enumerate(zip(self.first[window], counts)):
-            store[:, b, :, : count - start] = new_2BGSD[:, b, :, start:count]
+        return Step(kept, False, low, high, None if even else slot_BS, visible)
 
     def _store(self, layer, window, like, rows):
-        """Return the layer's store, made or grown to hold `rows` rows and `room[window]` slots.
+        """Return the layer's store, made or grown to hold `rows` rows and `slots[window]` slots.
 
         like: keys and values (2, .., G, .., D) of its shape and dtype.
         """
         # A store that is too small is copied into a larger one, and then dropped: at no time are
         # there two stores of more than one layer.
         old = self.layers.get(layer)
-        slots = self.room[window]
+        slots = self.slots[window]
         if old is None or old.shape[1] < rows or old.shape[3] < slots:
             rows = max(rows, self.capacity, 0 if old is None else old.shape[1])
             store = like.new_zeros(2, rows, like.shape[2], slots, like.shape[4])
@@ -1674,11 +1666,11 @@ class KVCache:
         and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
         """
         # The right-hand side is read before anything is written, so that rows can trade places.
-        moved = [(b, source) for b, source in enumerate(rows) if b != source]
+        to = [b for b, source in enumerate(rows) if b != source]
+        source = [rows[b] for b in to]
         for layer, store in self.layers.items():
             store = self._store(layer, self.windows[layer], store, len(rows))
-            if moved:
-                to, source = map(list, zip(*moved))
+            if to:
                 store[:, to] = store[:, source]
         self.lengths = [self.lengths[b] for b in rows]
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
@@ -1694,19 +1686,19 @@ class KVCache:
             once. Sliding layers are copied: they hold a window only. Default: all layers are
             copied, one after the other, and `other` is used up.
         """
-        # A shared row stores nothing of its own in full layers yet: its first slot there is for the
-        # token after the prompt.
+        # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
+        # prompt.
         old = len(self.lengths)
         count = old + len(rows)
+        copied = [window for window in other.first if not share or window is not None]
         self.lengths = self.lengths + [other.lengths[r] for r in rows]
         for window, first in other.first.items():
-            is_shared = share and window is None
-            starts = other.lengths if is_shared else first
+            starts = first if window in copied else other.lengths
             self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
-            room = 0 if is_shared else other.room[window]
-            self.room[window] = max(self.room.get(window, 0), room)
+        for window in copied:
+            self.slots[window] = max(self.slots.get(window, 0), other.slots[window])
         for layer, window in other.windows.items():
-            if not (share and window is None):
+            if window in copied:
                 theirs = other.layers[layer] if share else other.layers.pop(layer)
                 store = self._store(layer, window, theirs, count)
                 store[:, old:count, :, : theirs.shape[3]] = theirs[:, rows]
@@ -1887,12 +1879,7 @@ def generate(
             kept = [(b, at, follower) for at, follower in followers if not follower.truncated]
             going.append(kept[0] if kept else None)
             forks += kept[1:]
-        for b in range(len(going)):
-            if forks and going[b] is None:
-                going[b] = forks.pop()
         batch.go_on(without_holes(going + forks))
-    if not after:
-        return rows
     return [row for _, row in sorted(done, key=lambda entry: entry[0])]
 
 
@@ -2379,11 +2366,7 @@ def _checkpoint_dtype(directory, stored):
         said = part.get("dtype") or part.get("torch_dtype")
         if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
             return getattr(torch, said)
-    dtypes = {DTYPES[x.part.get_dtype()] for x in stored.values()}
-    widest = dtypes.pop()
-    for other in dtypes:
-        widest = torch.promote_types(widest, other)
-    return widest
+    return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
 
 
 def _copy_in(parameter, places, stored):
@@ -2417,25 +2400,22 @@ def _raise_on_all_ranks(problem, model, whole=None) -> None:
 
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
-    parameters = [] if model is None else list(model.parameters())
+    parameters = () if model is None else model.parameters()
     split = whole is not None or any(isinstance(p, DTensor) for p in parameters)
     if not (split and dist.is_initialized()):
         if problem is not None:
             raise problem
         return
     # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. One flag as a rule, and the texts only if there is one.
-    # Pinned by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    failed = torch.tensor(int(problem is not None), device=parameters[0].device)
-    dist.all_reduce(failed)
-    if not failed:
-        return
+    # leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned by
+    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
     texts = [None] * dist.get_world_size()
     kind = OSError if isinstance(problem, OSError) else ValueError
     dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
-    rank = next(rank for rank, found in enumerate(texts) if found is not None)
-    kind, text = texts[rank]
-    raise kind(f"rank {rank}: {text}") from problem
+    for rank, found in enumerate(texts):
+        if found is not None:
+            kind, text = found
+            raise kind(f"rank {rank}: {text}") from problem
 
 
 @torch.no_grad()
@@ -2455,7 +2435,7 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     split = any(isinstance(p, DTensor) for p in model.parameters())
     writes = not split or dist.get_rank() == 0
 
-    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
+    # Parameters with their names, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
     size = 0
     for name, p in model.named_parameters():
@@ -2463,29 +2443,28 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         if size > max_shard_bytes and files[-1]:
             files.append([])
             size = p.numel() * p.element_size()
-        files[-1].append(name)
+        files[-1].append((name, p))
 
     # The rank that writes goes on to gather after a failed write, as the others wait for it.
-    parameters = dict(model.named_parameters())
     weight_map = {}  # tensor name -> file name
     problem = None
-    for n, names in enumerate(files, 1):
+    for n, parameters in enumerate(files, 1):
         tensors = {}
-        for name in names:
-            p = parameters[name]
+        for name, p in parameters:
             whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if writes and problem is None:
+            if writes:
                 for stored_name, part in stored_tensors(name, whole).items():
                     tensors[stored_name] = part.detach().cpu().contiguous().clone()
         place = f"-{n:05}-of-{len(files):05}" if len(files) > 1 else ""
         weight_map |= dict.fromkeys(tensors, f"model{place}.safetensors")
-        if writes and problem is None:
+        if writes:
             try:
                 _write_tensors(tensors, directory / f"model{place}.safetensors", first=n == 1)
             except OSError as error:
                 problem = error
-    if writes and problem is None:
-        size = sum(p.numel() * p.element_size() for p in parameters.values())
+                writes = False
+    if writes:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
         texts = {"config.json": raw}
         if len(files) > 1:
             texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
