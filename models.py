@@ -754,11 +754,10 @@ class ModelConfig(SimpleConfig):
         # Numbers that are possible one by one may still divide by zero together.
         try:
             f_d, factor = rope_frequencies(rope, self.head_dim)
-            finite = bool(f_d.isfinite().all()) and math.isfinite(factor)
+            if not (f_d.isfinite().all() and math.isfinite(factor)):
+                raise ValueError("they are not finite")
         except (ArithmeticError, TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
-        if not finite:
-            raise ValueError(f"rope_parameters {rope} give angles that are not finite")
         return rope
 
     @classmethod
@@ -1084,18 +1083,13 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
     device ends the process at some later call, because otherwise each forward would wait for it.
     """
-    if not tokens.numel():
-        return
+    outside = (tokens < 0) | (tokens >= vocab_size)
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-        inside = (tokens >= 0) & (tokens < vocab_size)
-        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
+        torch._assert_async(~outside.any(), f"a {what} id is outside of 0..{vocab_size - 1}")
         return
-
-    # One pass over the ids as a rule. Which id it is, is asked only when one is wrong.
-    low, high = torch.aminmax(tokens)
-    if low >= 0 and high < vocab_size:
+    if not outside.any():
         return
-    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+    place = outside.nonzero()[0].tolist()
     names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
     where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
     raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
@@ -1118,19 +1112,16 @@ def draw_weights(model, seed: int, whole=None):
         # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
         # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
         # device do not change the draw.
-        drawn = None
-        if not name.endswith(("norm.weight", "bias")) and name != "score.weight":
-            drawn = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
-            drawn *= model.config.initializer_range
-        if name not in own:
-            continue
-        local, part = local_part(own[name])
-        if drawn is not None:
-            local.copy_(drawn[part])
-        elif name.endswith("norm.weight"):
-            local.fill_(0 if model.config.norm_offset else 1)
+        if name.endswith("norm.weight"):
+            weight = torch.full(shaped.shape, 0.0 if model.config.norm_offset else 1.0)
+        elif name.endswith("bias") or name == "score.weight":
+            weight = torch.zeros(shaped.shape)
         else:
-            local.zero_()
+            weight = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
+            weight *= model.config.initializer_range
+        if name in own:
+            local, part = local_part(own[name])
+            local.copy_(weight[part])
     for buffer in model.buffers():
         buffer.zero_()
     return model
@@ -1572,7 +1563,7 @@ class KVCache(SimpleCache):
         step = self.steps[window]
         B = len(self.lengths)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-        store = self._store(layer, window, new_2BGSD, B)
+        store = self._store(layer, window, new_2BGSD)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
             if not step.kept:
@@ -1641,21 +1632,20 @@ class KVCache(SimpleCache):
         visible = visible_keys(slot_BS, slot_1C, window)
         return Step(kept, False, low, high, None if even else slot_BS, visible)
 
-    def _store(self, layer, window, like, rows):
-        """Return the layer's store, made or grown to hold `rows` rows and `slots[window]` slots.
+    def _store(self, layer, window, like):
+        """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
 
         like: keys and values (2, .., G, .., D) of its shape and dtype.
         """
         # A store that is too small is copied into a larger one, and then dropped: at no time are
-        # there two stores of more than one layer.
-        old = self.layers.get(layer)
+        # there two stores of more than one layer. The first store of a layer grows from nothing.
+        old = self.layers.get(layer, like[:, :0, :, :0])
+        rows = max(len(self.lengths), old.shape[1])
         slots = self.slots[window]
-        if old is None or old.shape[1] < rows or old.shape[3] < slots:
-            rows = max(rows, self.capacity, 0 if old is None else old.shape[1])
-            store = like.new_zeros(2, rows, like.shape[2], slots, like.shape[4])
-            if old is not None:
-                store[:, : old.shape[1], :, : old.shape[3]] = old
-            self.layers[layer] = store
+        if old.shape[1] < rows or old.shape[3] < slots:
+            size = 2, max(rows, self.capacity), like.shape[2], slots, like.shape[4]
+            self.layers[layer] = like.new_zeros(size)
+            self.layers[layer][:, : old.shape[1], :, : old.shape[3]] = old
             self.windows[layer] = window
         return self.layers[layer]
 
@@ -1666,13 +1656,13 @@ class KVCache(SimpleCache):
         and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
         """
         # The right-hand side is read before anything is written, so that rows can trade places.
+        self.lengths = [self.lengths[b] for b in rows]
         to = [b for b, source in enumerate(rows) if b != source]
         source = [rows[b] for b in to]
         for layer, store in self.layers.items():
-            store = self._store(layer, self.windows[layer], store, len(rows))
+            store = self._store(layer, self.windows[layer], store)
             if to:
                 store[:, to] = store[:, source]
-        self.lengths = [self.lengths[b] for b in rows]
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
         if self.prompts is not None:
             self.prompt_of = [self.prompt_of[b] for b in rows]
@@ -1689,7 +1679,6 @@ class KVCache(SimpleCache):
         # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
         # prompt.
         old = len(self.lengths)
-        count = old + len(rows)
         copied = [window for window in other.first if not share or window is not None]
         self.lengths = self.lengths + [other.lengths[r] for r in rows]
         for window, first in other.first.items():
@@ -1700,8 +1689,8 @@ class KVCache(SimpleCache):
         for layer, window in other.windows.items():
             if window in copied:
                 theirs = other.layers[layer] if share else other.layers.pop(layer)
-                store = self._store(layer, window, theirs, count)
-                store[:, old:count, :, : theirs.shape[3]] = theirs[:, rows]
+                store = self._store(layer, window, theirs)
+                store[:, old : len(self.lengths), :, : theirs.shape[3]] = theirs[:, rows]
         if share:
             self.prompts = other
             self.prompt_of = self.prompt_of + list(rows)
@@ -2326,7 +2315,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
     require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     shapes = {name: p.shape for name, p in (whole or model).named_parameters()}
-    if model.config.value_head and not config.value_head:
+    if not config.value_head:
         shapes.pop("score.weight", None)  # of a critic that starts from a policy
     places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
     wanted = {place.name: place.shape for some in places.values() for place in some}
@@ -2350,7 +2339,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     for name, parameter in model.named_parameters():
         if name in places:
             _copy_in(parameter, places[name], stored)
-        elif name == "score.weight":
+        else:
             parameter.zero_()
     for buffer in model.buffers():
         buffer.zero_()
