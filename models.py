@@ -831,23 +831,17 @@ class Rope:
     """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
 
     def __init__(self, config):
-        self.config = config
-        self.known = {}  # device -> {layer type: frequencies and their factor}
+        ropes = config.rope_parameters.items()
+        self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
 
     def __call__(self, positions_BS, dtype, /):
-        device = positions_BS.device
-        if device not in self.known:
-            self.known[device] = {}
-            for kind, rope in self.config.rope_parameters.items():
-                f_d, factor = rope_frequencies(rope, self.config.head_dim)
-                self.known[device][kind] = f_d.to(device), factor
-
         # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
         # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
         wide = torch.promote_types(dtype, torch.float32)
         ropes = {}
-        for kind, (f_d, factor) in self.known[device].items():
-            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d.to(wide))
+        for kind, (f_d, factor) in self.frequencies.items():
+            f_d = f_d.to(positions_BS.device, wide)
+            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d)
             ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
         return ropes
 
@@ -1168,21 +1162,17 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
 
     counts_E: int64, (E,), sums to N. Zeros are fine.
     """
-    # torch has this as one kernel for some dtypes and sizes. The loop is its definition.
-    if can_group(x_NM, weight_EIM):
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
-    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
-    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
-
-
-def can_group(x_NM, weight_EIM, /) -> bool:
-    """Return whether F.grouped_mm takes these: its dtypes, rows of 16 bytes, at least one row."""
+    # torch has this as one kernel, for some dtypes, rows of 16 bytes, and one row at least.
     dtypes = [torch.bfloat16]
     if x_NM.device.type == "cpu":
         dtypes += [torch.float32, torch.float16]
     aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
-    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
+    if x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0:
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
+    # The loop is its definition.
+    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
+    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
 
 
 class AttachLoss(torch.autograd.Function):
@@ -1518,6 +1508,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
 class Step(NamedTuple):
     """What one forward does with the stores of all layers of one window."""
 
+    lengths: list  # the cache's, before this forward
     kept: list  # (row, first, count): only these of its slots, or prompt, stay: in slots 0..count-1
     is_prompt: bool  # no row has a token yet
     low: int = 0  # the new tokens attend to slots low..high-1
@@ -1548,19 +1539,15 @@ class KVCache(SimpleCache):
         self.first = {}  # window -> the position of each row's slot 0
         self.prompts = None  # the cache that holds the prompts of `begin`
         self.prompt_of = []  # and each row's row there
-        self.groups = None  # `PromptGroups` of these, made when it is needed
+        self.groups = None  # `PromptGroups` of these, made when they are needed
         self.counts = None  # new tokens of each row that are real. None: all
         self.steps = {}  # window -> `Step` of this forward
-        self.planned = None  # the lengths for which `steps` was made
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
-        if self.planned is not self.lengths:  # `forward_with_cache` makes a new list each time
-            self.planned = self.lengths
-            self.steps = {}
-        if window not in self.steps:
-            self.steps[window] = self._plan(q_BHSD.shape[2], window)
-        step = self.steps[window]
+        step = self.steps.get(window)
+        if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
+            step = self.steps[window] = self._plan(q_BHSD.shape[2], window)
         B = len(self.lengths)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
         store = self._store(layer, window, new_2BGSD)
@@ -1605,7 +1592,7 @@ class KVCache(SimpleCache):
                     first[b] = max(0, count - window + 1)
                     kept.append((b, first[b], count - first[b]))
             self.slots[window] = max(slots, min(S, window or S))
-            return Step(kept, True)
+            return Step(self.lengths, kept, True)
 
         # A sliding layer whose store is full forgets first what no query will see again.
         # Stores have half as many slots again as they need, so that they seldom grow or forget.
@@ -1625,12 +1612,13 @@ class KVCache(SimpleCache):
         high = max(stored) + S
         even = min(stored) == max(stored)
         if even and S == 1:
-            return Step(kept, False, low, high)
+            return Step(self.lengths, kept, False, low, high)
         stored_B1 = torch.tensor(stored, device=self.device)[:, None]
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = visible_keys(slot_BS, slot_1C, window)
-        return Step(kept, False, low, high, None if even else slot_BS, visible)
+        slot_BS = None if even else slot_BS
+        return Step(self.lengths, kept, False, low, high, slot_BS, visible)
 
     def _store(self, layer, window, like):
         """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
@@ -1666,7 +1654,6 @@ class KVCache(SimpleCache):
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
         if self.prompts is not None:
             self.prompt_of = [self.prompt_of[b] for b in rows]
-        self.groups = None
 
     def begin(self, other, rows, /, *, share=False):
         """Append rows that begin with the tokens that rows of another cache hold.
@@ -1694,12 +1681,11 @@ class KVCache(SimpleCache):
         if share:
             self.prompts = other
             self.prompt_of = self.prompt_of + list(rows)
-        self.groups = None
 
     def _attend_with_prompts(self, q_BHSD, k_BGCD, v_BGCD, step, layer, scale):
         """Attend by one softmax over a prompt's keys, read once for all its rows, and own keys."""
         lengths = self.prompts.lengths
-        if self.groups is None:
+        if self.groups is None or self.groups.prompt_of is not self.prompt_of:
             self.groups = PromptGroups(self.prompt_of, lengths, self.device)
         L = max(lengths)
         k_RGLD, v_RGLD = self.prompts.layers[layer][:, : len(lengths), :, :L]
@@ -1741,6 +1727,7 @@ class PromptGroups:
         size = max(map(len, groups))
         table = [group + [0] * (size - len(group)) for group in groups]
         places = [r * size + groups[r].index(b) for b, r in enumerate(prompt_of)]
+        self.prompt_of = prompt_of
         self.rows_Rn = torch.tensor(table, device=device)
         self.place_B = torch.tensor(places, device=device)
         self.in_order = sum(table, []) == [*range(len(prompt_of))]
@@ -1943,8 +1930,7 @@ class Batch:
             kept = without_holes(kept)
             self.prompts.select(kept)
             self.held = [self.held[r] for r in kept]
-            now = {r: n for n, r in enumerate(kept)}
-            self.cache.prompt_of = [now[r] for r in self.cache.prompt_of]
+            self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
 
 
 def without_holes(entries):
@@ -2039,7 +2025,6 @@ def read_config(raw) -> ModelConfig:
     _, fixed, defaults = FAMILIES[family]
     raw = defaults | raw
     asked = [name for name in REFUSED if raw.get(name)]
-    asked += ["partial_rotary_factor"] if raw.get("partial_rotary_factor") not in (None, 1) else []
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented in models.py")
 
@@ -2107,7 +2092,8 @@ def read_rope(raw, kind) -> dict:
         raise ValueError(f"rope_parameters per layer type in {raw['model_type']}: transformers has "
                          f"none, got {rope}")  # fmt: skip
     rope = {"rope_theta": theta, "rope_type": "default"} | rope
-    if rope.pop("partial_rotary_factor", None) not in (None, 1):
+    partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
+    if any(factor not in (None, 1) for factor in partial_factors):
         raise ValueError("partial_rotary_factor other than 1: not implemented in models.py")
     trained = raw.get("original_max_position_embeddings")
     if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
@@ -2294,7 +2280,8 @@ def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Tr
         loaded = _load(Path(directory), model, dtype, device, whole)
     except Exception as error:  # raised below, after the other ranks have heard of it
         problem = error
-    _raise_on_all_ranks(problem, model, whole)
+    split = whole is not None or model is not None and is_split(model)
+    _raise_on_all_ranks(problem, split)
     return loaded
 
 
@@ -2384,13 +2371,16 @@ def _copy_in(parameter, places, stored):
                                  f"{into.dtype}")  # fmt: skip
 
 
-def _raise_on_all_ranks(problem, model, whole=None) -> None:
+def is_split(model) -> bool:
+    """Return whether each rank has a part of the parameters (FSDP, TP)."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _raise_on_all_ranks(problem, split) -> None:
     """Raise this rank's problem, if it has one; of a split model, on all ranks the first one.
 
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
-    parameters = () if model is None else model.parameters()
-    split = whole is not None or any(isinstance(p, DTensor) for p in parameters)
     if not (split and dist.is_initialized()):
         if problem is not None:
             raise problem
@@ -2421,10 +2411,10 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    split = any(isinstance(p, DTensor) for p in model.parameters())
+    split = is_split(model)
     writes = not split or dist.get_rank() == 0
 
-    # Parameters with their names, file by file. One parameter alone may be larger than a file should be.
+    # Names and parameters, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
     size = 0
     for name, p in model.named_parameters():
@@ -2463,7 +2453,7 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             problem = OSError(f"cannot write {directory / name}: {error}")
-    _raise_on_all_ranks(problem, model)
+    _raise_on_all_ranks(problem, split)
 
 
 def _write_tensors(tensors, path, *, first) -> None:
@@ -2501,10 +2491,9 @@ def copy_text_files(source, target) -> list[str]:
     if source.resolve() == target.resolve():
         return present  # nothing to do, and nothing to lose
 
-    for name in TEXT_FILES:
-        if name not in present:
-            (target / name).unlink(missing_ok=True)
-            continue
+    for name in set(TEXT_FILES) - set(present):
+        (target / name).unlink(missing_ok=True)
+    for name in present:
         # Under another name first: after a kill each file is the old one or the new one, whole.
         partial = target / f"{name}.partial"
         partial.write_bytes((source / name).read_bytes())
@@ -2650,8 +2639,7 @@ def path_errors(model, mine=None):
 
     mine: the same model on another device, which is then compared with the definition on the CPU.
     """
-    if mine is None:
-        mine = model
+    mine = mine or model
     device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
     truth = torch.cat([full_definition(model, d) for d in documents])
@@ -2747,8 +2735,7 @@ def _run_command(argv) -> int:
         return core_main(argv[1:]) or 0
     if argv == ["check"]:
         return 0 if check() else 1
-    inspects = argv[:1] == ["inspect"] and len(argv) == 2
-    if not inspects and argv[:1] != ["bench"] and argv[:2] != ["check", "--device"]:
+    if argv[:1] not in (["inspect"], ["bench"]) and argv[:2] != ["check", "--device"]:
         print(USAGE, file=sys.stderr)
         return 2
 
@@ -2760,11 +2747,6 @@ def _run_command(argv) -> int:
     except ModuleNotFoundError as missing:
         print(f"{argv[0]} needs the tests of this repository: {missing}", file=sys.stderr)
         return 2
-    except ValueError as error:
-        if not inspects:
-            raise
-        print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
-        return 1
 
 
 if __name__ == "__main__":
