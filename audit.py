@@ -608,7 +608,7 @@ def route_alone(c, model, s, sequences) -> Routed:
             best = biased_NE.topk(K + 1).values
             found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
 
-    model.hidden(torch.tensor(s.tokens)[None], balance=look)
+    model.hidden(torch.tensor(s.tokens)[None], on_routing=look)
     balance = sum(parts)
     if c.balance_coef:
         balance.backward()

@@ -132,7 +132,7 @@ def visible_keys(query_BS, key_BC, window=None):
 def simple_causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None, mask=True):
     """Attend from token i of each row to tokens 0..i, or to the last `window` of them."""
     # Rows may be padded on the right, because no real token sees a later one. A mask hides more.
-    place_1S = torch.arange(q_BHSD.shape[2])[None]
+    place_1S = torch.arange(q_BHSD.shape[2], device=q_BHSD.device)[None]
     visible_B1SS = visible_keys(place_1S, place_1S, window) & mask
     return masked_attention(q_BHSD, k_BGSD, v_BGSD, visible_B1SS, scale=scale)
 
@@ -140,9 +140,7 @@ def simple_causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=N
 class SimpleAttention(nn.Module):
     """Equation (2) without its residual: (B, S, M) -> (B, S, M)."""
 
-    norm_class = SimpleNorm
-
-    def __init__(self, config, layer):
+    def __init__(self, config, layer, norm_class):
         super().__init__()
         M = config.hidden_size
         D = config.head_dim
@@ -156,8 +154,8 @@ class SimpleAttention(nn.Module):
         self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=config.o_bias)
-        self.q_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
-        self.k_norm = self.norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.q_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
+        self.k_norm = norm_class(D, config) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BSM, ropes, attention, /):
         # -1: a rank that has some rows of a projection has some of the heads, and nothing changes.
@@ -218,13 +216,12 @@ class SimpleLayer(nn.Module):
     """Equations (2) and (3): attention and MLP, each with a norm before it and a residual."""
 
     norm_class = SimpleNorm  # so in all classes: a subclass may be made of other parts
-    attention_class = SimpleAttention
     experts_class = SimpleExperts
 
     def __init__(self, config, layer):
         super().__init__()
         sparse = layer in config.sparse_layers
-        self.self_attn = self.attention_class(config, layer)
+        self.self_attn = SimpleAttention(config, layer, self.norm_class)
         width = config.intermediate_size
         self.mlp = self.experts_class(config, layer) if sparse else MLP(config, width)
         # Hugging Face's post_attention_layernorm is two things: in Gemma the norm after attention,
@@ -236,15 +233,15 @@ class SimpleLayer(nn.Module):
             self.pre_feedforward_layernorm = self.norm_class(config.hidden_size, config)
             self.post_feedforward_layernorm = self.norm_class(config.hidden_size, config)
 
-    def forward(self, x_BSM, ropes, attention, /):
+    def forward(self, x_BSM, ropes, attention, /, **mlp_options):
         # Between layers x is never normalized. Each part adds what it computes from a norm of x, so
         # along the sums the gradient of the last layer reaches the first one undiminished.
         h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
         if not self.post_norms:
             y_BSM = x_BSM + h_BSM  # (2)
-            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM))  # (3)
+            return y_BSM + self.mlp(self.post_attention_layernorm(y_BSM), **mlp_options)  # (3)
         y_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM))
+        h_BSM = self.mlp(self.pre_feedforward_layernorm(y_BSM), **mlp_options)
         return y_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
 
 
@@ -493,7 +490,7 @@ def simple_generate(model, rows, *, max_new_tokens, temperature=1.0, end=(), aft
 # 4. The same model token by token, and the check ------------------------------------------------
 
 
-def definition(model, tokens, /, weights=None, frequencies=simple_frequencies):
+def logits_definition(model, tokens, /, weights=None, frequencies=simple_frequencies):
     """Return the float64 logits (S, V) of tokens (S,) by (1) to (7), without the model's code."""
     c = model.config
     weights = {n: w.double() for n, w in (weights or dict(model.named_parameters())).items()}
@@ -575,7 +572,7 @@ def check_family(family, temperature):
     documents = [tokens[ids == n] for n in range(3)]
     alone = torch.cat([model.hidden(document[None])[0] for document in documents])
     packed = model.hidden(tokens, attention=simple_packed_attention(ids))[ids >= 0]
-    z = torch.cat([definition(model, document) for document in documents])
+    z = torch.cat([logits_definition(model, document) for document in documents])
 
     # Log-probs and entropies in chunks of 4 tokens.
     targets = torch.randint(23, (10,))
@@ -598,7 +595,8 @@ def check_family(family, temperature):
     simple_generate(model, rows, temperature=temperature, **options)
     for row, document in zip(rows, documents):
         plain = [*document.tolist(), 3, 9]
-        logp_SV = (definition(model, torch.tensor(row.tokens)) / (temperature or 1)).log_softmax(-1)
+        z_SV = logits_definition(model, torch.tensor(row.tokens))
+        logp_SV = (z_SV / (temperature or 1)).log_softmax(-1)
         for u, logp_V in zip(row.draws[2:], logp_SV[len(document) + 1 :]):
             below = [logp_V[: t + 1].exp().sum() <= u for t in range(23)]
             plain.append(int(sum(below) if temperature else logp_V.argmax()))
@@ -654,6 +652,7 @@ import os  # noqa: E402
 import re  # noqa: E402
 import reprlib  # noqa: E402
 from collections import Counter  # noqa: E402
+from functools import reduce  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
@@ -755,11 +754,10 @@ class ModelConfig(SimpleConfig):
         # Numbers that are possible one by one may still divide by zero together.
         try:
             f_d, factor = rope_frequencies(rope, self.head_dim)
-            finite = bool(f_d.isfinite().all()) and math.isfinite(factor)
+            if not (f_d.isfinite().all() and math.isfinite(factor)):
+                raise ValueError("they are not finite")
         except (ArithmeticError, TypeError, ValueError) as error:
             raise ValueError(f"rope_parameters {rope} give no angles: {error}") from error
-        if not finite:
-            raise ValueError(f"rope_parameters {rope} give angles that are not finite")
         return rope
 
     @classmethod
@@ -833,23 +831,17 @@ class Rope:
     """positions (B, S) -> {layer type: (cos, sin)}, once a forward for all layers."""
 
     def __init__(self, config):
-        self.config = config
-        self.known = {}  # device -> {layer type: frequencies and their factor}
+        ropes = config.rope_parameters.items()
+        self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
 
     def __call__(self, positions_BS, dtype, /):
-        device = positions_BS.device
-        if device not in self.known:
-            self.known[device] = {}
-            for kind, rope in self.config.rope_parameters.items():
-                f_d, factor = rope_frequencies(rope, self.config.head_dim)
-                self.known[device][kind] = f_d.to(device), factor
-
         # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
         # Pinned by tests/test_models.py::test_bf16_model_keeps_float32_rope_angles.
         wide = torch.promote_types(dtype, torch.float32)
         ropes = {}
-        for kind, (f_d, factor) in self.known[device].items():
-            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d.to(wide))
+        for kind, (f_d, factor) in self.frequencies.items():
+            f_d = f_d.to(positions_BS.device, wide)
+            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d)
             ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
         return ropes
 
@@ -901,12 +893,6 @@ def causal_attention(q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
     return torch.cat(out, 2)
 
 
-class Attention(SimpleAttention):
-    """Under tensor parallelism a rank has some of the rows of q, k and v, so some of the heads."""
-
-    norm_class = RMSNorm
-
-
 class SparseMLP(nn.Module):
     """Adds to `SimpleExperts`: all experts in one product, a balance loss, a bias of the router.
 
@@ -927,7 +913,7 @@ class SparseMLP(nn.Module):
             # it. Pinned by tests/test_families.py::test_the_router_bias_survives_bfloat16.
             self.register_buffer("votes", torch.zeros(config.num_experts, dtype=torch.int64))
 
-    def forward(self, x_BSM, balance=None, /):
+    def forward(self, x_BSM, /, on_routing=None):
         x_NM = x_BSM.flatten(0, -2)
         probs_NE, topk_ids_NK, topk_weights_NK = self.route(x_NM)
 
@@ -949,7 +935,7 @@ class SparseMLP(nn.Module):
 
         # The balance loss (10) is not returned. `AttachLoss` returns the output as it is, and its
         # backward adds the gradient of the loss, in whichever pipeline stage this layer runs.
-        loss = balance(probs_NE, topk_ids_NK, layer=self.layer) if balance else None
+        loss = on_routing(probs_NE, topk_ids_NK, layer=self.layer) if on_routing else None
         return out_BSM if loss is None else AttachLoss.apply(out_BSM, loss)
 
     def route(self, x_NM, /):
@@ -967,22 +953,15 @@ class SparseMLP(nn.Module):
 
 
 class Layer(SimpleLayer):
-    """Adds to `SimpleLayer`: a callback that balances the load of the experts."""
+    """Adds to `SimpleLayer`: a callback that receives the routing of its experts."""
 
     norm_class = RMSNorm
-    attention_class = Attention
     experts_class = SparseMLP
 
-    def forward(self, x_BSM, ropes, attention, balance=None, /):
-        # The same two sums as in the core. Only a layer with experts has something to balance.
-        more = (balance,) if hasattr(self.mlp, "experts") else ()
-        h_BSM = self.self_attn(self.input_layernorm(x_BSM), ropes, attention)
-        if not self.post_norms:
-            x_BSM = x_BSM + h_BSM  # (2)
-            return x_BSM + self.mlp(self.post_attention_layernorm(x_BSM), *more)  # (3)
-        x_BSM = x_BSM + self.post_attention_layernorm(h_BSM)  # (2), Gemma
-        h_BSM = self.mlp(self.pre_feedforward_layernorm(x_BSM), *more)
-        return x_BSM + self.post_feedforward_layernorm(h_BSM)  # (3), Gemma
+    def forward(self, x_BSM, ropes, attention, on_routing=None, /):
+        # A dense MLP has no router, and takes no option.
+        options = {"on_routing": on_routing} if hasattr(self.mlp, "experts") else {}
+        return super().forward(x_BSM, ropes, attention, **options)
 
 
 class Transformer(SimpleTransformer):
@@ -1003,7 +982,7 @@ class Transformer(SimpleTransformer):
         if config.value_head:
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
-    def hidden(self, tokens_BS, /, *, positions=None, attention=None, balance=None):
+    def hidden(self, tokens_BS, /, *, positions=None, attention=None, on_routing=None):
         """Return the normalized states of the last layer, (B, S, M).
 
         tokens_BS: int64, (B, S). Token ids; or states (B, S, M) of a floating dtype, which later
@@ -1011,7 +990,7 @@ class Transformer(SimpleTransformer):
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
-        balance: a callback that receives each sparse layer's router probabilities, see `Balance`.
+        on_routing: a callback that receives each sparse layer's routing, such as a `Balance`.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
@@ -1027,7 +1006,7 @@ class Transformer(SimpleTransformer):
             positions = torch.arange(tokens_BS.shape[1], device=x_BSM.device)[None]
         ropes = self.rope(positions, x_BSM.dtype)
         for layer in self.model.layers:
-            x_BSM = layer(x_BSM, ropes, attention or self.attention, balance)
+            x_BSM = layer(x_BSM, ropes, attention or self.attention, on_routing)
         return self.model.norm(x_BSM)
 
     def embed(self, tokens_BS, /):
@@ -1098,18 +1077,13 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
     device ends the process at some later call, because otherwise each forward would wait for it.
     """
-    if not tokens.numel():
-        return
+    outside = (tokens < 0) | (tokens >= vocab_size)
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
-        inside = (tokens >= 0) & (tokens < vocab_size)
-        torch._assert_async(inside.all(), f"a {what} id is outside of 0..{vocab_size - 1}")
+        torch._assert_async(~outside.any(), f"a {what} id is outside of 0..{vocab_size - 1}")
         return
-
-    # One pass over the ids as a rule. Which id it is, is asked only when one is wrong.
-    low, high = torch.aminmax(tokens)
-    if low >= 0 and high < vocab_size:
+    if not outside.any():
         return
-    place = ((tokens < 0) | (tokens >= vocab_size)).nonzero()[0].tolist()
+    place = outside.nonzero()[0].tolist()
     names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
     where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
     raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
@@ -1132,19 +1106,16 @@ def draw_weights(model, seed: int, whole=None):
         # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
         # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
         # device do not change the draw.
-        drawn = None
-        if not name.endswith(("norm.weight", "bias")) and name != "score.weight":
-            drawn = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
-            drawn *= model.config.initializer_range
-        if name not in own:
-            continue
-        local, part = local_part(own[name])
-        if drawn is not None:
-            local.copy_(drawn[part])
-        elif name.endswith("norm.weight"):
-            local.fill_(0 if model.config.norm_offset else 1)
+        if name.endswith("norm.weight"):
+            weight = torch.full(shaped.shape, 0.0 if model.config.norm_offset else 1.0)
+        elif name.endswith("bias") or name == "score.weight":
+            weight = torch.zeros(shaped.shape)
         else:
-            local.zero_()
+            weight = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
+            weight *= model.config.initializer_range
+        if name in own:
+            local, part = local_part(own[name])
+            local.copy_(weight[part])
     for buffer in model.buffers():
         buffer.zero_()
     return model
@@ -1191,21 +1162,17 @@ def grouped_linear(x_NM, weight_EIM, counts_E, /):
 
     counts_E: int64, (E,), sums to N. Zeros are fine.
     """
-    # torch has this as one kernel for some dtypes and sizes. The loop is its definition.
-    if can_group(x_NM, weight_EIM):
-        offsets_E = counts_E.cumsum(0).to(torch.int32)
-        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
-    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
-    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
-
-
-def can_group(x_NM, weight_EIM, /) -> bool:
-    """Return whether F.grouped_mm takes these: its dtypes, rows of 16 bytes, at least one row."""
+    # torch has this as one kernel, for some dtypes, rows of 16 bytes, and one row at least.
     dtypes = [torch.bfloat16]
     if x_NM.device.type == "cpu":
         dtypes += [torch.float32, torch.float16]
     aligned = all(size * x_NM.element_size() % 16 == 0 for size in weight_EIM.shape[1:])
-    return x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0
+    if x_NM.dtype == weight_EIM.dtype and x_NM.dtype in dtypes and aligned and len(x_NM) > 0:
+        offsets_E = counts_E.cumsum(0).to(torch.int32)
+        return F.grouped_mm(x_NM, weight_EIM.transpose(1, 2), offs=offsets_E)
+    # The loop is its definition.
+    parts = zip(x_NM.split(counts_E.tolist()), weight_EIM, strict=True)
+    return torch.cat([F.linear(x_nM, weight_IM) for x_nM, weight_IM in parts])
 
 
 class AttachLoss(torch.autograd.Function):
@@ -1225,13 +1192,13 @@ class AttachLoss(torch.autograd.Function):
 
 
 class Balance:
-    """(10) over the sparse layers of one forward: `hidden(.., balance=Balance(..))`.
+    """(10) over the sparse layers of one forward: `hidden(.., on_routing=Balance(..))`.
 
     sequence_J, token_J: int64, (J,). Pair j says that sequence sequence_J[j] holds the forward's
         token token_J[j], counted over its B x S tokens. A token that several sequences share has a
         pair for each of them; padding has none. Default of token_J: 0..J-1.
     coef: the factor of (10).
-    sequences: how many sequences there are on all ranks of `groups`. Default: the largest + 1.
+    num_sequences: how many sequences there are on all ranks of `groups`. Default: the largest + 1.
     groups: process groups whose ranks share the tokens of each sequence, one group for each way of
         sharing. A rank gives the pairs of its own tokens, and gets terms of a sum over the ranks.
 
@@ -1240,18 +1207,18 @@ class Balance:
     detached, and counts[layer] (E,) the tokens that each expert got, for `update_router_bias`.
     """
 
-    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, sequences=None, groups=()):
+    def __init__(self, sequence_J, /, token_J=None, *, coef=0.0, num_sequences=None, groups=()):
         if token_J is None:
             token_J = torch.arange(len(sequence_J), device=sequence_J.device)
         if sequence_J.shape != token_J.shape or sequence_J.dim() != 1:
             found = f"{tuple(sequence_J.shape)} and {tuple(token_J.shape)}"
             raise ValueError(f"sequences and tokens: expected two tensors (J,), got {found}")
-        if sequences is None:
-            sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+        if num_sequences is None:
+            num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
         self.sequence_J = sequence_J
         self.token_J = token_J
         self.coef = coef
-        self.sequences = sequences
+        self.num_sequences = num_sequences
         self.groups = groups
         self.losses = {}  # by layer: a layer that is computed again overwrites its own
         self.counts = {}
@@ -1262,10 +1229,10 @@ class Balance:
         N, E = probs_NE.shape
         K = topk_ids_NK.shape[1]
         chosen_NE = probs_NE.new_zeros(N, E).scatter_(1, topk_ids_NK, 1)
-        n_SE = probs_NE.new_zeros(self.sequences, E)
+        n_SE = probs_NE.new_zeros(self.num_sequences, E)
         n_SE.index_add_(0, self.sequence_J, chosen_NE[self.token_J])
         self.counts[layer] = n_SE.sum(0)
-        if not self.coef or not self.sequences:
+        if not self.coef or not self.num_sequences:
             return None
 
         # COMM: n is about whole sequences, and this rank has seen some tokens of them. All ranks of
@@ -1533,69 +1500,7 @@ def all_gather_logits(z_Xv, group, vocab_size):
     return torch.cat(parts, -1)[..., :vocab_size]
 
 
-# 9. Packed documents, without a mask -------------------------------------------------------------
-
-
-def packed_attention(lengths=None, /, *, doc_ids=None):
-    """Return an attention by which tokens see the earlier tokens of their own document only.
-
-    Adds to `simple_packed_attention`: no work between documents. Give one of two.
-    lengths: list of int. Documents lie end to end in one row (1, S).
-    doc_ids: int64, (B, S). One number per document, whose tokens are side by side; -1 for PAD,
-        between documents. Nothing sees PAD, and its output is 0.
-    """
-    # Documents of one length are attended in one call. Flattened tokens of two rows:
-    #
-    #     doc_ids [[0, 0, 1, 1], [-1, 0, 0, 0]]   length 2: [[0, 1], [2, 3]]   length 3: [[5, 6, 7]]
-    if (lengths is None) == (doc_ids is None):
-        raise ValueError("packed_attention: expected either lengths or doc_ids")
-    if doc_ids is None:
-        if not len(lengths) or min(lengths) < 1:
-            raise ValueError(f"lengths: expected at least one token a document, got {lengths}")
-        length_U = torch.tensor(lengths)
-        doc_ids = torch.arange(len(length_U)).repeat_interleave(length_U)[None]
-    if doc_ids.dim() != 2 or doc_ids.is_floating_point():
-        raise ValueError(f"doc_ids: expected integers (B, S), got {tuple(doc_ids.shape)}")
-    by_length = {}  # length -> the first tokens of documents
-    B, S = doc_ids.shape
-    seen = set()
-    for row, ids in enumerate(doc_ids.tolist()):
-        starts = [n for n in range(S) if n == 0 or ids[n] != ids[n - 1]]
-        for start, stop in zip(starts, [*starts[1:], S]):
-            if (row, ids[start]) in seen and ids[start] >= 0:
-                raise ValueError(f"doc_ids: document {ids[start]} of row {row} is not in one piece")
-            seen.add((row, ids[start]))
-            if ids[start] >= 0:
-                by_length.setdefault(stop - start, []).append(row * S + start)
-    indices = [torch.tensor(first)[:, None] + torch.arange(n) for n, first in by_length.items()]
-    on_device = {}  # device -> the indices there, for all layers
-
-    def attention(q_BHSD, k_BGSD, v_BGSD, /, **options):
-        if (q_BHSD.shape[0], q_BHSD.shape[2]) != (B, S):
-            raise ValueError(f"packed for {(B, S)} tokens, got {tuple(q_BHSD.shape)}")
-        device = q_BHSD.device
-        if device not in on_device:
-            on_device[device] = [token_UL.to(device) for token_UL in indices]
-
-        # Gather the documents of one length as rows of a batch, attend, and put the results back. A
-        # token is in one document, so no result overwrites another.
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q_BHSD, k_BGSD, v_BGSD)]
-        out_NHD = torch.zeros_like(flat[0])
-        for token_UL in on_device[device]:
-            qkv = (x[token_UL].transpose(1, 2) for x in flat)
-            out_UHLD = causal_attention(*qkv, **options)
-            out_NHD = out_NHD.index_put((token_UL,), out_UHLD.transpose(1, 2))
-        return out_NHD.unflatten(0, (B, S)).transpose(1, 2)
-
-    return attention
-
-
-def packed_positions(lengths, /):
-    """Return 0..n-1 for each document, (1, S) int64: positions to go with `packed_attention`."""
-    return torch.cat([torch.arange(int(n)) for n in lengths])[None]
-
-
-# 10. The cache, for rows that come and go --------------------------------------------------------
+# 9. The cache, for rows that come and go ---------------------------------------------------------
 # Adds to `SimpleCache`: memory that grows with need, sliding layers that forget, rows that leave
 # and enter without a copy of the others, and prompts whose keys several rows share.
 
@@ -1603,8 +1508,8 @@ def packed_positions(lengths, /):
 class Step(NamedTuple):
     """What one forward does with the stores of all layers of one window."""
 
-    room: int  # slots that a store needs
-    forget: list  # (row, drop, keep): the row's slots drop..drop+keep-1 move to 0..keep-1
+    lengths: list  # the cache's, before this forward
+    kept: list  # (row, first, count): only these of its slots, or prompt, stay: in slots 0..count-1
     is_prompt: bool  # no row has a token yet
     low: int = 0  # the new tokens attend to slots low..high-1
     high: int = 0
@@ -1612,7 +1517,7 @@ class Step(NamedTuple):
     visible_B1SC: torch.Tensor | None = None  # which of the slots they see. None: all
 
 
-class KVCache:
+class KVCache(SimpleCache):
     """Keys and values of the tokens so far, for rows of any lengths.
 
     The slot of a row's token is its position minus `first` of the row, which is 0, but for tokens
@@ -1627,38 +1532,35 @@ class KVCache:
     """
 
     def __init__(self, rows=0, device=None, capacity=0):
-        self.lengths = [0] * rows
+        super().__init__(rows, slots={})  # window -> C. Layers are (2, rows or more, G, C, D)
         self.device = device
         self.capacity = capacity  # rows that stores are made for, if there are not more
-        self.layers = {}  # layer -> keys and values (2, rows or more, G, C, D)
         self.windows = {}  # layer -> its window. None: a full layer
         self.first = {}  # window -> the position of each row's slot 0
-        self.room = {}  # window -> C
         self.prompts = None  # the cache that holds the prompts of `begin`
         self.prompt_of = []  # and each row's row there
-        self.groups = None  # `PromptGroups` of these, made when it is needed
-        self.counts = None  # new tokens of each row that are real
+        self.groups = None  # `PromptGroups` of these, made when they are needed
+        self.counts = None  # new tokens of each row that are real. None: all
         self.steps = {}  # window -> `Step` of this forward
-        self.planned = None  # the lengths for which `steps` was made
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
-        if self.planned is not self.lengths:  # `forward_with_cache` makes a new list each time
-            self.planned = self.lengths
-            self.steps = {}
-        if window not in self.steps:
-            self.steps[window] = self._plan(q_BHSD.shape[2], window)
-        step = self.steps[window]
+        step = self.steps.get(window)
+        if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
+            step = self.steps[window] = self._plan(q_BHSD.shape[2], window)
         B = len(self.lengths)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
-        store = self._store(layer, window, new_2BGSD, B)
+        store = self._store(layer, window, new_2BGSD)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
-            self._write_prompt(store, new_2BGSD, window)
+            if not step.kept:
+                store[:, :B, :, : q_BHSD.shape[2]] = new_2BGSD
+            for b, first, count in step.kept:
+                store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
 
-        for b, drop, keep in step.forget:
-            store[:, b, :, :keep] = store[:, b, :, drop : drop + keep].clone()
+        for b, first, count in step.kept:
+            store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
         if step.slot_BS is None:
             store[:, :B, :, step.high - q_BHSD.shape[2] : step.high] = new_2BGSD
         else:
@@ -1679,28 +1581,30 @@ class KVCache:
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
-        first = self.first.setdefault(window, [0] * len(self.lengths))
-        stored = [length - start for length, start in zip(self.lengths, first)]
+        B = len(self.lengths)
+        first = self.first.setdefault(window, [0] * B)
+        slots = self.slots.setdefault(window, 0)
+        kept = []
         if not any(self.lengths):
-            counts = self.counts or [S] * len(self.lengths)
-            if window is not None:  # the next token sees window - 1 of these
-                self.first[window] = [max(0, count - window + 1) for count in counts]
-            self.room[window] = max(self.room.get(window, 0), min(S, window or S))
-            return Step(self.room[window], [], True)
+            # The token after a prompt sees window - 1 of its tokens. A sliding layer keeps these.
+            if window is not None and S >= window:
+                for b, count in enumerate(self.counts or [S] * B):
+                    first[b] = max(0, count - window + 1)
+                    kept.append((b, first[b], count - first[b]))
+            self.slots[window] = max(slots, min(S, window or S))
+            return Step(self.lengths, kept, True)
 
         # A sliding layer whose store is full forgets first what no query will see again.
         # Stores have half as many slots again as they need, so that they seldom grow or forget.
-        forget = []
-        room = self.room.setdefault(window, 0)
-        if max(stored) + S > room:
-            if window is not None:
-                old = [b for b, n in enumerate(stored) if n >= window]
-                forget = [(b, stored[b] - window + 1, window - 1) for b in old]
-            for b, drop, keep in forget:
-                first[b] += drop
-                stored[b] = keep
+        stored = [length - start for length, start in zip(self.lengths, first)]
+        if max(stored) + S > slots:
+            for b, count in enumerate(stored):
+                if window is not None and count >= window:
+                    first[b] += count - window + 1
+                    stored[b] = window - 1
+                    kept.append((b, count - window + 1, window - 1))
             need = max(stored) + S
-            self.room[window] = max(room, need + 32, need * 3 // 2)
+            self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
         # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
         # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
@@ -1708,39 +1612,28 @@ class KVCache:
         high = max(stored) + S
         even = min(stored) == max(stored)
         if even and S == 1:
-            return Step(self.room[window], forget, False, low, high)
+            return Step(self.lengths, kept, False, low, high)
         stored_B1 = torch.tensor(stored, device=self.device)[:, None]
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = visible_keys(slot_BS, slot_1C, window)
         slot_BS = None if even else slot_BS
-        return Step(self.room[window], forget, False, low, high, slot_BS, visible)
+        return Step(self.lengths, kept, False, low, high, slot_BS, visible)
 
-    def _write_prompt(self, store, new_2BGSD, window):
-        """Write the tokens of prompts, in a sliding layer those that the next token still sees."""
-        S = new_2BGSD.shape[3]
-        if window is None or S < window:
-            store[:, : len(self.lengths), :, :S] = new_2BGSD
-            return
-        counts = self.counts or [S] * len(self.lengths)
-        for b, (start, count) in enumerate(zip(self.first[window], counts)):
-            store[:, b, :, : count - start] = new_2BGSD[:, b, :, start:count]
-
-    def _store(self, layer, window, like, rows):
-        """Return the layer's store, made or grown to hold `rows` rows and `room[window]` slots.
+    def _store(self, layer, window, like):
+        """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
 
         like: keys and values (2, .., G, .., D) of its shape and dtype.
         """
         # A store that is too small is copied into a larger one, and then dropped: at no time are
-        # there two stores of more than one layer.
-        old = self.layers.get(layer)
-        slots = self.room[window]
-        if old is None or old.shape[1] < rows or old.shape[3] < slots:
-            rows = max(rows, self.capacity, 0 if old is None else old.shape[1])
-            store = like.new_zeros(2, rows, like.shape[2], slots, like.shape[4])
-            if old is not None:
-                store[:, : old.shape[1], :, : old.shape[3]] = old
-            self.layers[layer] = store
+        # there two stores of more than one layer. The first store of a layer grows from nothing.
+        old = self.layers.get(layer, like[:, :0, :, :0])
+        rows = max(len(self.lengths), old.shape[1])
+        slots = self.slots[window]
+        if old.shape[1] < rows or old.shape[3] < slots:
+            size = 2, max(rows, self.capacity), like.shape[2], slots, like.shape[4]
+            self.layers[layer] = like.new_zeros(size)
+            self.layers[layer][:, : old.shape[1], :, : old.shape[3]] = old
             self.windows[layer] = window
         return self.layers[layer]
 
@@ -1751,17 +1644,16 @@ class KVCache:
         and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
         """
         # The right-hand side is read before anything is written, so that rows can trade places.
-        moved = [(b, source) for b, source in enumerate(rows) if b != source]
-        for layer, store in self.layers.items():
-            store = self._store(layer, self.windows[layer], store, len(rows))
-            if moved:
-                to, source = map(list, zip(*moved))
-                store[:, to] = store[:, source]
         self.lengths = [self.lengths[b] for b in rows]
+        to = [b for b, source in enumerate(rows) if b != source]
+        source = [rows[b] for b in to]
+        for layer, store in self.layers.items():
+            store = self._store(layer, self.windows[layer], store)
+            if to:
+                store[:, to] = store[:, source]
         self.first = {window: [first[b] for b in rows] for window, first in self.first.items()}
         if self.prompts is not None:
             self.prompt_of = [self.prompt_of[b] for b in rows]
-        self.groups = None
 
     def begin(self, other, rows, /, *, share=False):
         """Append rows that begin with the tokens that rows of another cache hold.
@@ -1771,31 +1663,29 @@ class KVCache:
             once. Sliding layers are copied: they hold a window only. Default: all layers are
             copied, one after the other, and `other` is used up.
         """
-        # A shared row stores nothing of its own in full layers yet: its first slot there is for the
-        # token after the prompt.
+        # Shared layers store nothing of the new rows yet: their slot 0 is for the token after the
+        # prompt.
         old = len(self.lengths)
-        count = old + len(rows)
+        copied = [window for window in other.first if not share or window is not None]
         self.lengths = self.lengths + [other.lengths[r] for r in rows]
         for window, first in other.first.items():
-            is_shared = share and window is None
-            starts = other.lengths if is_shared else first
+            starts = first if window in copied else other.lengths
             self.first[window] = self.first.get(window, []) + [starts[r] for r in rows]
-            room = 0 if is_shared else other.room[window]
-            self.room[window] = max(self.room.get(window, 0), room)
+        for window in copied:
+            self.slots[window] = max(self.slots.get(window, 0), other.slots[window])
         for layer, window in other.windows.items():
-            if not (share and window is None):
+            if window in copied:
                 theirs = other.layers[layer] if share else other.layers.pop(layer)
-                store = self._store(layer, window, theirs, count)
-                store[:, old:count, :, : theirs.shape[3]] = theirs[:, rows]
+                store = self._store(layer, window, theirs)
+                store[:, old : len(self.lengths), :, : theirs.shape[3]] = theirs[:, rows]
         if share:
             self.prompts = other
             self.prompt_of = self.prompt_of + list(rows)
-        self.groups = None
 
     def _attend_with_prompts(self, q_BHSD, k_BGCD, v_BGCD, step, layer, scale):
         """Attend by one softmax over a prompt's keys, read once for all its rows, and own keys."""
         lengths = self.prompts.lengths
-        if self.groups is None:
+        if self.groups is None or self.groups.prompt_of is not self.prompt_of:
             self.groups = PromptGroups(self.prompt_of, lengths, self.device)
         L = max(lengths)
         k_RGLD, v_RGLD = self.prompts.layers[layer][:, : len(lengths), :, :L]
@@ -1837,6 +1727,7 @@ class PromptGroups:
         size = max(map(len, groups))
         table = [group + [0] * (size - len(group)) for group in groups]
         places = [r * size + groups[r].index(b) for b, r in enumerate(prompt_of)]
+        self.prompt_of = prompt_of
         self.rows_Rn = torch.tensor(table, device=device)
         self.place_B = torch.tensor(places, device=device)
         self.in_order = sum(table, []) == [*range(len(prompt_of))]
@@ -1871,7 +1762,7 @@ def forward_with_cache(model, cache, tokens_BS, /, counts=None):
     return simple_forward_with_cache(model, cache, tokens_BS, counts)
 
 
-# 11. Generation ----------------------------------------------------------------------------------
+# 10. Generation ----------------------------------------------------------------------------------
 # Adds to `simple_generate`: a limited number of slots that waiting rows take over, forks of rows,
 # prompts that are computed once, draws from a seed.
 
@@ -1964,12 +1855,7 @@ def generate(
             kept = [(b, at, follower) for at, follower in followers if not follower.truncated]
             going.append(kept[0] if kept else None)
             forks += kept[1:]
-        for b in range(len(going)):
-            if forks and going[b] is None:
-                going[b] = forks.pop()
         batch.go_on(without_holes(going + forks))
-    if not after:
-        return rows
     return [row for _, row in sorted(done, key=lambda entry: entry[0])]
 
 
@@ -2044,8 +1930,7 @@ class Batch:
             kept = without_holes(kept)
             self.prompts.select(kept)
             self.held = [self.held[r] for r in kept]
-            now = {r: n for n, r in enumerate(kept)}
-            self.cache.prompt_of = [now[r] for r in self.cache.prompt_of]
+            self.cache.prompt_of = [kept.index(r) for r in self.cache.prompt_of]
 
 
 def without_holes(entries):
@@ -2072,10 +1957,10 @@ def give_draws(rows, needed, seed):
         raise ValueError(f"each row needs {needed} draws, one for each new token, or give a seed")
 
 
-# 12. Hugging Face's configurations ---------------------------------------------------------------
+# 11. Hugging Face's configurations ---------------------------------------------------------------
 # From a config.json to `ModelConfig` and back. To add a family, write a row of FAMILIES, and its
 # rules into `read_config`. A difference that no field of ModelConfig can say needs a field, an
-# equation and a line in `definition`.
+# equation and a line in `logits_definition`.
 
 # What the fields of a config.json mean where a file does not have them: transformers' defaults.
 QWEN = dict(
@@ -2140,7 +2025,6 @@ def read_config(raw) -> ModelConfig:
     _, fixed, defaults = FAMILIES[family]
     raw = defaults | raw
     asked = [name for name in REFUSED if raw.get(name)]
-    asked += ["partial_rotary_factor"] if raw.get("partial_rotary_factor") not in (None, 1) else []
     if asked:
         raise ValueError(f"config asks for {', '.join(asked)}: not implemented in models.py")
 
@@ -2208,7 +2092,8 @@ def read_rope(raw, kind) -> dict:
         raise ValueError(f"rope_parameters per layer type in {raw['model_type']}: transformers has "
                          f"none, got {rope}")  # fmt: skip
     rope = {"rope_theta": theta, "rope_type": "default"} | rope
-    if rope.pop("partial_rotary_factor", None) not in (None, 1):
+    partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
+    if any(factor not in (None, 1) for factor in partial_factors):
         raise ValueError("partial_rotary_factor other than 1: not implemented in models.py")
     trained = raw.get("original_max_position_embeddings")
     if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
@@ -2279,7 +2164,7 @@ def read_json(path, /, *, what="a JSON file") -> dict:
     return found
 
 
-# 13. Checkpoints ---------------------------------------------------------------------------------
+# 12. Checkpoints ---------------------------------------------------------------------------------
 # Weights in Hugging Face's directories, both ways, whole or into a model that is split over ranks.
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -2395,7 +2280,8 @@ def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Tr
         loaded = _load(Path(directory), model, dtype, device, whole)
     except Exception as error:  # raised below, after the other ranks have heard of it
         problem = error
-    _raise_on_all_ranks(problem, model, whole)
+    split = whole is not None or model is not None and is_split(model)
+    _raise_on_all_ranks(problem, split)
     return loaded
 
 
@@ -2416,7 +2302,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
     require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
     shapes = {name: p.shape for name, p in (whole or model).named_parameters()}
-    if model.config.value_head and not config.value_head:
+    if not config.value_head:
         shapes.pop("score.weight", None)  # of a critic that starts from a policy
     places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
     wanted = {place.name: place.shape for some in places.values() for place in some}
@@ -2440,7 +2326,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
     for name, parameter in model.named_parameters():
         if name in places:
             _copy_in(parameter, places[name], stored)
-        elif name == "score.weight":
+        else:
             parameter.zero_()
     for buffer in model.buffers():
         buffer.zero_()
@@ -2456,11 +2342,7 @@ def _checkpoint_dtype(directory, stored):
         said = part.get("dtype") or part.get("torch_dtype")
         if said in [str(x).removeprefix("torch.") for x in DTYPES.values()]:
             return getattr(torch, said)
-    dtypes = {DTYPES[x.part.get_dtype()] for x in stored.values()}
-    widest = dtypes.pop()
-    for other in dtypes:
-        widest = torch.promote_types(widest, other)
-    return widest
+    return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
 
 
 def _copy_in(parameter, places, stored):
@@ -2489,30 +2371,30 @@ def _copy_in(parameter, places, stored):
                                  f"{into.dtype}")  # fmt: skip
 
 
-def _raise_on_all_ranks(problem, model, whole=None) -> None:
+def is_split(model) -> bool:
+    """Return whether each rank has a part of the parameters (FSDP, TP)."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _raise_on_all_ranks(problem, split) -> None:
     """Raise this rank's problem, if it has one; of a split model, on all ranks the first one.
 
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
-    parameters = [] if model is None else list(model.parameters())
-    split = whole is not None or any(isinstance(p, DTensor) for p in parameters)
     if not (split and dist.is_initialized()):
         if problem is not None:
             raise problem
         return
     # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. One flag as a rule, and the texts only if there is one.
-    # Pinned by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    failed = torch.tensor(int(problem is not None), device=parameters[0].device)
-    dist.all_reduce(failed)
-    if not failed:
-        return
+    # leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned by
+    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
     texts = [None] * dist.get_world_size()
     kind = OSError if isinstance(problem, OSError) else ValueError
     dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
-    rank = next(rank for rank, found in enumerate(texts) if found is not None)
-    kind, text = texts[rank]
-    raise kind(f"rank {rank}: {text}") from problem
+    for rank, found in enumerate(texts):
+        if found is not None:
+            kind, text = found
+            raise kind(f"rank {rank}: {text}") from problem
 
 
 @torch.no_grad()
@@ -2529,10 +2411,10 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
     raw = model.config.to_hf() | {"dtype": str(model.head_weight.dtype).removeprefix("torch.")}
     directory = Path(directory)
-    split = any(isinstance(p, DTensor) for p in model.parameters())
+    split = is_split(model)
     writes = not split or dist.get_rank() == 0
 
-    # Names of parameters, file by file. One parameter alone may be larger than a file should be.
+    # Names and parameters, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
     size = 0
     for name, p in model.named_parameters():
@@ -2540,29 +2422,28 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         if size > max_shard_bytes and files[-1]:
             files.append([])
             size = p.numel() * p.element_size()
-        files[-1].append(name)
+        files[-1].append((name, p))
 
     # The rank that writes goes on to gather after a failed write, as the others wait for it.
-    parameters = dict(model.named_parameters())
     weight_map = {}  # tensor name -> file name
     problem = None
-    for n, names in enumerate(files, 1):
+    for n, parameters in enumerate(files, 1):
         tensors = {}
-        for name in names:
-            p = parameters[name]
+        for name, p in parameters:
             whole = p.full_tensor() if isinstance(p, DTensor) else p
-            if writes and problem is None:
+            if writes:
                 for stored_name, part in stored_tensors(name, whole).items():
                     tensors[stored_name] = part.detach().cpu().contiguous().clone()
         place = f"-{n:05}-of-{len(files):05}" if len(files) > 1 else ""
         weight_map |= dict.fromkeys(tensors, f"model{place}.safetensors")
-        if writes and problem is None:
+        if writes:
             try:
                 _write_tensors(tensors, directory / f"model{place}.safetensors", first=n == 1)
             except OSError as error:
                 problem = error
-    if writes and problem is None:
-        size = sum(p.numel() * p.element_size() for p in parameters.values())
+                writes = False
+    if writes:
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
         texts = {"config.json": raw}
         if len(files) > 1:
             texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
@@ -2572,7 +2453,7 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
                 (directory / name).write_text(text, encoding="utf-8")
         except OSError as error:
             problem = OSError(f"cannot write {directory / name}: {error}")
-    _raise_on_all_ranks(problem, model)
+    _raise_on_all_ranks(problem, split)
 
 
 def _write_tensors(tensors, path, *, first) -> None:
@@ -2610,10 +2491,9 @@ def copy_text_files(source, target) -> list[str]:
     if source.resolve() == target.resolve():
         return present  # nothing to do, and nothing to lose
 
-    for name in TEXT_FILES:
-        if name not in present:
-            (target / name).unlink(missing_ok=True)
-            continue
+    for name in set(TEXT_FILES) - set(present):
+        (target / name).unlink(missing_ok=True)
+    for name in present:
         # Under another name first: after a kill each file is the old one or the new one, whole.
         partial = target / f"{name}.partial"
         partial.write_bytes((source / name).read_bytes())
@@ -2621,9 +2501,9 @@ def copy_text_files(source, target) -> list[str]:
     return present
 
 
-# 14. check, main ---------------------------------------------------------------------------------
+# 13. check, main ---------------------------------------------------------------------------------
 # For `python models.py check`: tiny models of every family, each path against the core's
-# `definition`. Tests use `tiny` and `tiny_model` too.
+# `logits_definition`. Tests use `tiny` and `tiny_model` too.
 
 TINY = {  # what a tiny model of each family needs in addition to the sizes
     "llama": dict(qk_norm=False),
@@ -2679,7 +2559,7 @@ def tiny_model(model_type="qwen3", seed=1, dtype=torch.float64, **changes) -> Tr
 
 
 def full_definition(model, tokens, /, frequencies=None):
-    """Return `definition` of a `Transformer`, (S, V): with soft cap, router bias, RoPE types.
+    """Return `logits_definition`, (S, V), with a `Transformer`'s soft cap, router bias and RoPE.
 
     frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
@@ -2697,7 +2577,7 @@ def full_definition(model, tokens, /, frequencies=None):
     alike = nn.Module()
     alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
     frequencies = frequencies or (lambda rope, head_dim: rope_frequencies(rope, head_dim)[0])
-    z_SV = definition(alike, tokens, weights, frequencies)
+    z_SV = logits_definition(alike, tokens, weights, frequencies)
     cap = config.final_logit_softcapping
     return cap * torch.tanh(z_SV / cap) if cap else z_SV  # (7')
 
@@ -2722,7 +2602,7 @@ def worst_gradient(mine, got, model, want):
 
 
 def check(cases=None, transformers=True) -> bool:
-    """Compare each path with `definition`, float64; print a table. True if all rows are <= 1e-12.
+    """Compare each path with the definition, float64; print a table. True if all rows are <= 1e-12.
 
     cases: some of CASES. Default: all. With tests/bench/measure_models.py in place, experts and the
     other RoPE types too, and, if transformers is installed, logits and gradients against it in
@@ -2754,16 +2634,15 @@ def check(cases=None, transformers=True) -> bool:
     return ok
 
 
-def path_errors(model, frequencies=None, mine=None):
+def path_errors(model, mine=None):
     """Yield (path, error) of one model: values, gradients, packing, cache, log-probs, generation.
 
     mine: the same model on another device, which is then compared with the definition on the CPU.
     """
-    if mine is None:
-        mine = model
+    mine = mine or model
     device = mine.head_weight.device
     documents = [torch.randint(model.config.vocab_size, (n,)) for n in (7, 6, 1, 12)]
-    truth = torch.cat([full_definition(model, d, frequencies) for d in documents])
+    truth = torch.cat([full_definition(model, d) for d in documents])
     alone = torch.cat([mine(d[None].to(device))[0] for d in documents])
     yield "one at a time", relative_error(alone, truth)
     yield "gradient, worst parameter", worst_gradient(mine, alone, model, truth)
@@ -2774,7 +2653,7 @@ def path_errors(model, frequencies=None, mine=None):
         positions = torch.cat([torch.arange(-1, len(d)) for d in documents]).view(2, 15)
         ids = torch.where(positions < 0, -1, (positions < 0).cumsum(1))
         tokens, positions, there = (x.to(device) for x in (tokens, positions, ids))
-        packed = mine(tokens, positions=positions, attention=packed_attention(doc_ids=there))
+        packed = mine(tokens, positions=positions, attention=simple_packed_attention(there))
         yield "packed, PAD anywhere", relative_error(packed.cpu()[ids >= 0], truth)
         yield "cache, ragged rows", relative_error(*logits_by_cache(mine, documents, truth))
 
@@ -2856,8 +2735,7 @@ def _run_command(argv) -> int:
         return core_main(argv[1:]) or 0
     if argv == ["check"]:
         return 0 if check() else 1
-    inspects = argv[:1] == ["inspect"] and len(argv) == 2
-    if not inspects and argv[:1] != ["bench"] and argv[:2] != ["check", "--device"]:
+    if argv[:1] not in (["inspect"], ["bench"]) and argv[:2] != ["check", "--device"]:
         print(USAGE, file=sys.stderr)
         return 2
 
@@ -2869,11 +2747,6 @@ def _run_command(argv) -> int:
     except ModuleNotFoundError as missing:
         print(f"{argv[0]} needs the tests of this repository: {missing}", file=sys.stderr)
         return 2
-    except ValueError as error:
-        if not inspects:
-            raise
-        print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
-        return 1
 
 
 if __name__ == "__main__":

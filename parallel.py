@@ -1878,14 +1878,14 @@ class Micro(NamedTuple):
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: object = None  # None: the model's
-    balance: object = None  # of its sparse layers; None: they attach no loss
+    on_routing: object = None  # a callback of its sparse layers; None: they attach no loss
 
     def through(self, stage, x):
         """Run a model, or a stage of one, on x: the tokens, or the states of the stage before."""
         options = dict(positions=self.positions, attention=self.attention)
-        # Only a model with experts needs to know what a balance is.
-        if self.balance is not None:
-            options["balance"] = self.balance
+        # Only a model with experts needs to know what a routing is.
+        if self.on_routing is not None:
+            options["on_routing"] = self.on_routing
         return stage.hidden(x, **options)
 
 
@@ -2605,8 +2605,8 @@ class PackedBatches:
         tokens see earlier tokens of their own document. group: None, or the ranks of c.
     indices: indices(length, rank, world), ascending: the tokens of a row that a rank of c has, as
         this attention wants them: `ring_attention.indices`. For c > 1 only.
-    balance: balance(sequence_j, token_j, sequences=, groups=) makes the callback by which sparse
-        layers attach their loss in training, such as a `models.Balance`. Default: no loss.
+    balance: balance(sequence_j, token_j, num_sequences=, groups=) makes the callback by which
+        sparse layers attach their loss in training, such as a `models.Balance`. Default: no loss.
     micro_tokens: int. Most tokens of a micro-batch. A longer sequence is alone in one.
     temperature: float. Of the log-probs.
 
@@ -2873,9 +2873,9 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
     is_taken_J = torch.isin(token_J, taken_s)
     token_j = torch.searchsorted(local_s, token_J[is_taken_J]) - first
-    sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
+    num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
     pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
-    return balance(*pairs, sequences=sequences, groups=groups)
+    return balance(*pairs, num_sequences=num_sequences, groups=groups)
 
 
 def speaks_for_replica(model) -> bool:
@@ -2950,9 +2950,9 @@ class PaddedTokens:
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
     It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. Everything else is the model's. whole_routing: `balance` gets the router
-    probabilities of all S tokens. Default: as from the model itself, of the tokens that this rank's
-    sparse layers see.
+    attention never sees. Everything else is the model's. whole_routing: `on_routing` gets the
+    router probabilities of all S tokens. Default: as from the model itself, of the tokens that this
+    rank's sparse layers see.
     """
 
     def __init__(self, model, multiple, *, whole_routing=False):
@@ -2963,7 +2963,7 @@ class PaddedTokens:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def hidden(self, tokens_1S, /, *, positions, attention, balance=None):
+    def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
         length = tokens_1S.shape[1]
@@ -2973,14 +2973,14 @@ class PaddedTokens:
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        def balance_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
+        def on_routing_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
             scores_NE = self._of_all_ranks(scores_nE)
             chosen_NK = self._of_all_ranks(chosen_nK)
-            return balance(scores_NE[:length], chosen_NK[:length], layer=layer)
+            return on_routing(scores_NE[:length], chosen_NK[:length], layer=layer)
 
         options = {}
-        if balance is not None:
-            options["balance"] = balance_of_all_tokens if self.whole_routing else balance
+        if on_routing is not None:
+            options["on_routing"] = on_routing_of_all_tokens if self.whole_routing else on_routing
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
             attention=attention_without_padding, **options,
@@ -3050,13 +3050,13 @@ def share_out_rows(mlp, group):
     run = mlp.forward
     world = dist.get_world_size(group)
 
-    def forward(x_BSM, balance=None, /):
+    def forward(x_BSM, /, on_routing=None):
         # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
         # to, its result is cut off.
         rows_NM = x_BSM.flatten(0, -2)
         N = len(rows_NM)
         padded_NM = F.pad(rows_NM, (0, 0, 0, -N % world))
-        out_1nM = run(own_chunk(padded_NM, group)[None], balance)
+        out_1nM = run(own_chunk(padded_NM, group)[None], on_routing=on_routing)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
         # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
         return all_gather(out_1nM[0], group)[:N].view_as(x_BSM)

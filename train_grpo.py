@@ -2451,9 +2451,9 @@ class ExpertLoads:
                 (sequences,) = summed([len(batch)], self.device)
             self.coef_of_one = self.coef / max(1, sequences)  # (8)
 
-    def balance_of_row(self, sequence_j, token_j, *, sequences, groups):
+    def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
-        how = dict(coef=self.coef_of_one, sequences=sequences, groups=groups)
+        how = dict(coef=self.coef_of_one, num_sequences=num_sequences, groups=groups)
         balance = models.Balance(sequence_j, token_j, **how)
         # The layers fill both in as they run. A layer that runs again fills in the same.
         self.parts.append((balance.losses, balance.counts))

@@ -887,7 +887,7 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout, balan
 
     # Positions are depths: every token is where it is in its sequences.
     device = next(model.parameters()).device
-    options = {} if balance is None else {"balance": balance}
+    options = {} if balance is None else {"on_routing": balance}
     hidden_1nM = model.hidden(
         trie.tokens[tokens_n][None].to(device),
         positions=trie.positions[tokens_n][None].to(device), attention=attention, **options
@@ -1087,7 +1087,7 @@ class _TreeWalk:
 
         self.kv = {}  # chunk -> layer -> (k, v), each a `_SummingLeaf`, that chunks below read
         self.balance = TreeBalance(trie, aux_coef, self.device)
-        self.takes_balance = "balance" in inspect.signature(model.hidden).parameters
+        self.takes_balance = "on_routing" in inspect.signature(model.hidden).parameters
 
     def run(self, loss_fn=None):
         """Walk the tree. Without loss_fn: forward only, without memory for any gradient."""
@@ -1184,7 +1184,7 @@ class _TreeWalk:
 
         # Positions are depths, so the keys of a path are right for every chunk below.
         routing = _Routing()
-        options = {"balance": routing} if self.takes_balance else {}
+        options = {"on_routing": routing} if self.takes_balance else {}
         tokens_n = torch.arange(chunk.start, chunk.stop)
         hidden_1nM = self.model.hidden(
             self.trie.tokens[tokens_n][None].to(self.device),
@@ -1534,7 +1534,7 @@ def _require_finite(calls, results):
 
 
 class _Routing:
-    """The `balance` callback of one forward: it keeps what the routers of the sparse layers did."""
+    """The `on_routing` callback of one forward: it keeps what the sparse layers' routers did."""
 
     def __init__(self):
         self.scores = {}  # layer -> p (n, E), with its graph

@@ -111,7 +111,7 @@ def test_the_command_of_its_own_and_the_trainers_are_one(honest, tmp_path):
 
 
 def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, audit_of):
-    """models.definition gives a group's tokens the same numbers; step 3 has an evaluation."""
+    """models.full_definition gives a group's tokens the same numbers; step 3 has an evaluation."""
     text, rows = audit_of(honest(RUN + " --dtype float64 --save-every 3 --steps 5"), "--group", "1")
     assert "audit of step 3: ok" in text and "group 1: 8 rollouts" in text
     assert max(row[2] for row in rows.values()) < 1e-12

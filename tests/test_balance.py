@@ -55,7 +55,7 @@ def by_hand(model):
     parts = []
     for sequence in SEQUENCES:
         balance = Balance(torch.zeros(len(sequence)).long(), coef=COEF)
-        (0 * model.hidden(torch.tensor(sequence)[None], balance=balance).sum()).backward()
+        (0 * model.hidden(torch.tensor(sequence)[None], on_routing=balance).sum()).backward()
         parts.append((balance.losses, balance.counts))
     return *added(parts), {name: p.grad for name, p in model.named_parameters()}
 
@@ -63,7 +63,7 @@ def by_hand(model):
 @pytest.mark.quick
 def test_by_default_experts_are_only_counted():
     balance = Balance(torch.tensor([0, 0, 1]))
-    experts().hidden(torch.tensor([[1, 2, 3]]), balance=balance)
+    experts().hidden(torch.tensor([[1, 2, 3]]), on_routing=balance)
     assert balance.losses == {} and [n.sum() for n in balance.counts.values()] == [6] * 3
 
 

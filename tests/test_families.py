@@ -104,8 +104,6 @@ def make(case, directory):
 
 FEW = {name: models.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
-    "packed_attention": lambda *, doc_ids: (
-        models.simple_packed_attention(torch.zeros_like(doc_ids))),
     "causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
     "forward_with_cache": lambda model, cache, tokens, counts=None: (  # as if no row were shorter
@@ -529,7 +527,7 @@ def test_the_router_bias_really_updates_and_balances():
     tokens, spread = torch.randint(53, (1, 300)), []
     for _ in range(60):
         balance = models.Balance(torch.zeros(300, dtype=torch.long))
-        model(tokens, balance=balance)
+        model(tokens, on_routing=balance)
         counts = balance.counts[1]
         assert counts.sum() == 300 * 3
         spread.append((counts.max() / counts.mean()).item())

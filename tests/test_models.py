@@ -11,8 +11,8 @@ import models
 import parallel
 from models import (
     FULL, KVCache, Row, Transformer, causal_attention, forward_with_cache, generate,
-    packed_attention, packed_positions, prefill, sample, simple_forward_with_cache, tiny,
-    tiny_model, token_logprobs,
+    prefill, sample, simple_forward_with_cache, simple_packed_attention, tiny, tiny_model,
+    token_logprobs,
 )  # fmt: skip
 from models import relative_error as relative
 
@@ -36,7 +36,9 @@ LENGTHS += [("qwen3", (6, 6, 6)), ("gemma3_text", (13, 2, 9, 9, 1, 1, 4, 11, 1))
 def test_packed_documents_equal_separate_documents(model_type, lengths):
     model, generator = model_of(model_type), seeded()
     documents = [torch.randint(53, (n,), generator=generator) for n in lengths]
-    options = dict(positions=packed_positions(lengths), attention=packed_attention(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    options = dict(positions=positions, attention=simple_packed_attention(ids))
     packed = model(torch.cat(documents)[None], **options)[0]
     separate = [model(document[None])[0] for document in documents]
     assert worst(packed.split(list(lengths)), separate) < 1e-12
@@ -48,11 +50,10 @@ def test_packed_documents_equal_separate_documents(model_type, lengths):
 
 
 def visible(ids, window):
-    """(B, S, S) bool: j <= i, same document, not PAD, less than `window` tokens of it back."""
+    """(B, S, S) bool: j <= i, same number, less than `window` tokens back."""
     place = torch.arange(ids.shape[1])
     back = place[:, None] - place
-    same = (ids[:, :, None] == ids[:, None]) & (ids[:, None] >= 0)
-    return same & (back >= 0) & (back < (window or len(place)))
+    return (ids[:, :, None] == ids[:, None]) & (back >= 0) & (back < (window or len(place)))
 
 
 def some_ids(seed):
@@ -67,12 +68,11 @@ ATTENDED += [(torch.zeros(2, 300).long(), n) for n in (1, 2, 5, 127, 128, 129, 3
 
 @pytest.mark.parametrize("ids, window", ATTENDED)
 def test_attention_is_dense_attention_under_its_rule(ids, window):
-    attention = packed_attention(doc_ids=ids) if ids.any() else causal_attention
+    attention = simple_packed_attention(ids) if ids.any() else causal_attention
     qkv, upstream = draw(ids.shape[1], batch=len(ids), width=4)
     got = attention(*qkv, layer=0, scale=0.5, window=window)
     truth, _ = plain_attention(*qkv, visible(ids, window)[:, None], scale=0.5)
     assert relative(got, truth) < 1e-14
-    assert not got.transpose(1, 2)[ids < 0].any()
     assert worst(*(torch.autograd.grad(out, qkv, upstream) for out in (got, truth))) < 1e-13
 
 
@@ -361,14 +361,6 @@ def decode(*prompts, max_new_tokens=2, temperature=0.0, **options):
     (lambda m: m.values(torch.ones(1, 24)), "add_value_head"),
     (lambda m: models.Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
     (lambda m: models.all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
-    (lambda m: m(torch.ones(1, 26).long(), attention=packed_attention([13, 14])),
-     r"packed for \(1, 27\)"),
-    (lambda m: packed_attention([]), "at least one token"),
-    (lambda m: packed_attention([3, 0]), "at least one token"),
-    *((lambda m, n=n: packed_attention(doc_ids=torch.tensor([[0, n, 0]])),
-       "document 0 of row 0 is not in one piece") for n in (1, -1)),
-    (lambda m: packed_attention([3], doc_ids=torch.zeros(1, 3).long()), "either lengths or doc_id"),
-    (lambda m: packed_attention(doc_ids=torch.zeros(1, 3)), "integers"),
 ])  # fmt: skip
 def test_a_callers_mistake_is_named(call, complaint):
     with pytest.raises(ValueError, match=complaint):

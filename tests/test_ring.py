@@ -511,7 +511,7 @@ def of_a_model(kind, attention, index):
 def _model_error(rank, kind, layout, method):
     """The worst error of this rank's states and of the gradients, over all ranks."""
     index, every = indices(33, rank, dist.get_world_size(), layout), torch.arange(33)
-    packed = models.packed_attention(doc_ids=DOCUMENTS[None])
+    packed = models.simple_packed_attention(DOCUMENTS[None])
     whole, want = of_a_model(kind, packed, every)
     out, grads = of_a_model(kind, by_intervals(layout=layout, method=method), index)
     mine = [int((DOCUMENTS[:i] >= 0).sum()) for i in index if DOCUMENTS[i] >= 0]
@@ -524,7 +524,7 @@ def _model_error(rank, kind, layout, method):
 def test_a_model_over_a_ring_has_the_one_process_states_and_gradients(
     tmp_path, kind, layout, method
 ):
-    """Interval masks are also the rule of `packed_attention`."""
+    """Interval masks are also the rule of `simple_packed_attention`."""
     assert max(ranks(tmp_path, 2, _model_error, kind, layout, method)) < 1e-10
 
 

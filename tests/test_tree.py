@@ -723,7 +723,7 @@ def with_balance(model, sequences, coef):
     total, counts = 0.0, {}
     for i, x in enumerate(sequences):
         balance = models.Balance(torch.zeros(len(x)).long(), coef=coef)
-        hidden = model.hidden(x[None], balance=balance)[0]
+        hidden = model.hidden(x[None], on_routing=balance)[0]
         example_loss(i, *model.logprobs(hidden[:-1], x[1:])).backward()
         total += sum(balance.losses.values())
         for layer, n in balance.counts.items():

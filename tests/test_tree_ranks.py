@@ -128,7 +128,7 @@ def _overlaid(rank, max_tokens):
     trie, calls, hidden = TokenTrie(sequences), [], model.hidden
     chunks = partition_tree(trie, max_tokens, join_only_children=True)
     parents = [chunk.parent for chunk in overlay(chunks, dist.group.WORLD)]
-    model.hidden = lambda *given, positions, attention, balance=None: (
+    model.hidden = lambda *given, positions, attention, on_routing=None: (
         calls.append(1) or hidden(*given, positions=positions, attention=attention)
     )
     options = dict(max_tokens=max_tokens, lockstep=dist.group.WORLD, check_finite=False)

@@ -12,6 +12,7 @@ import json
 import math
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -296,6 +297,13 @@ def main(argv):
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="bench's")
     parser.add_argument("--size", default="default", choices=SIZES, help="of bench's model")
     args = parser.parse_args(argv)
-    if args.command == "inspect":
-        return inspect(args.directory) or 0
-    return bench(args.repeats, args.device, args.size)
+    if args.command == "bench":
+        return bench(args.repeats, args.device, args.size)
+    if args.directory is None:
+        parser.error("inspect: expected a directory, got none")
+    try:
+        inspect(args.directory)
+    except ValueError as error:
+        print(error, file=sys.stderr)  # what is wrong with the checkpoint, in one line
+        return 1
+    return 0
