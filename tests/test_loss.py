@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: get_args(f.type) for f in fields(Config)}
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
-TREES = [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)]
+TREES = [{}, dict(tree="sparse"), dict(tree="dta", chunk_tokens=5)]
 
 
 def tensor(values):
@@ -274,7 +274,7 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(
 
     ways = [dict(micro_tokens=n) for n in ((1, 8, 13, 10**6) if options else (8,))]
     ways += [dict(tree="sparse", micro_tokens=n) for n in (1, 30, 10000) if options]
-    ways += [dict(tree="dta", max_tokens=5)] if options else []
+    ways += [dict(tree="dta", chunk_tokens=5)] if options else []
     for n, way in enumerate(ways):
         trainer.config = replace(trainer.config, **way)
         mixed = [batch[i] for i in np.random.default_rng(n).permutation(len(batch))]
