@@ -2950,15 +2950,13 @@ class PaddedTokens:
     """A model under sequence parallelism for callers that know nothing of it, such as trees.
 
     It pads the tokens (1, S) to a multiple of t, runs the model, and drops the padding, which
-    attention never sees. Everything else is the model's. whole_routing: `on_routing` gets the
-    router probabilities of all S tokens. Default: as from the model itself, of the tokens that this
-    rank's sparse layers see.
+    attention never sees. `on_routing` gets the experts of all S tokens, and router probabilities
+    without a graph. Everything else is the model's.
     """
 
-    def __init__(self, model, multiple, *, whole_routing=False):
+    def __init__(self, model, multiple):
         self.model = model
         self.multiple = multiple
-        self.whole_routing = whole_routing
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -2978,26 +2976,21 @@ class PaddedTokens:
             chosen_NK = self._of_all_ranks(chosen_nK)
             return on_routing(scores_NE[:length], chosen_NK[:length], layer=layer)
 
-        options = {}
-        if on_routing is not None:
-            options["on_routing"] = on_routing_of_all_tokens if self.whole_routing else on_routing
+        options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
         x_1SM = self.model.hidden(
             F.pad(tokens_1S, (0, pad)), positions=F.pad(positions, (0, pad)),
             attention=attention_without_padding, **options,
         )  # fmt: skip
         return x_1SM[:, :length]
 
+    @torch.no_grad()
     def _of_all_ranks(self, x_nE):
-        """All-gather the router probabilities of all t ranks, in the order of the tokens."""
-        # COMM: an all-gather over the t ranks, which then all compute the same loss of all tokens.
-        # So each has the whole gradient, and the backward takes its own tokens' part without a
-        # message: also where the layer has seen all tokens, or they would count t times. Pinned by
+        """All-gather what the t ranks' routers found, in the order of the tokens."""
+        # COMM: an all-gather over the t ranks, each of which has a part of the tokens. With t
+        # inside the experts a layer has seen all tokens already. Pinned by
         # tests/test_balance.py::test_a_rank_sees_some_tokens.
         part = part_of(self.model)
-        group = part.grid.dense.get_group("tp")
-        if part.plan.etp > 1:
-            x_nE = own_chunk(x_nE, group)
-        return Communicate.apply(x_nE, group, all_gather, own_chunk)
+        return x_nE if part.plan.etp > 1 else all_gather(x_nE, part.grid.dense.get_group("tp"))
 
 
 # 19. Generators ----------------------------------------------------------------------------------

@@ -742,7 +742,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, redistribute, tree_attention, tree_backward,
+    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -899,11 +899,12 @@ class Config(SimpleConfig):
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B; A+B: on other ranks
-    cp_method: Literal["ring", "allgather", "ulysses", "usp"] = "ring"  # the plan's c
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
+    debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
     pp_schedule: Schedule = "1f1b"  # the plan's p
-    tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: block by block
-    max_tokens: int = 0  # of a block with --tree dta
-    recompute: bool = False  # with --tree dta: blocks above are run forward twice, not kept
+    tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
+    chunk_tokens: int = 0  # of a chunk with --tree dta
+    recompute: bool = False  # with --tree dta: chunks above are run forward twice, not kept
     # output
     save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
@@ -928,8 +929,8 @@ class Config(SimpleConfig):
         "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every",
         "keep", "log_every", "log_rollouts", "reply_threads",
         "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
-        "plan", "data_parallel", "cp_method", "pp_schedule", "tree", "max_tokens", "recompute",
-        "ac", "shard_ranks", "offload", "compile",
+        "plan", "data_parallel", "cp_method", "debug", "pp_schedule", "tree",
+        "chunk_tokens", "recompute", "ac", "shard_ranks", "offload", "compile",
     )  # fmt: skip
 
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
@@ -1051,9 +1052,9 @@ class Config(SimpleConfig):
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
             "--lr-warmup and --steps 2 or more": (has_warm_up, "lr_first_step"),
-            "a --plan with c": (plan.cp > 1, "cp_method"),
+            "a --plan with c": (plan.cp > 1, "cp_method", "debug"),
             "a --plan with p": (plan.pp > 1, "pp_schedule"),
-            "--tree dta": (dta, "max_tokens", "recompute"),
+            "--tree dta": (dta, "chunk_tokens", "recompute"),
             "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
             "--demos N, supervised steps": (self.demos, "demo_lr", "demo_data"),
             "--task jsonl": (reads_text, *TEXT_FLAGS),
@@ -1067,9 +1068,9 @@ class Config(SimpleConfig):
             for what, (is_there, *names) in needs.items() for name in names
         ]  # fmt: skip
 
-        # --tree dta runs blocks forward and backward in an order of its own. A pipeline's schedule
-        # has another order, FSDP2 gathers once a step and not once a block, a block's keys come
-        # from the stack of one rank, --recompute takes the place of --ac, and each block would be
+        # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
+        # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
+        # from the stack of one rank, --recompute takes the place of --ac, and each chunk would be
         # compiled for a shape of its own.
         unfit = {"p": plan.pp > 1, "c": plan.cp > 1, "fsdp": fsdp, "--ac": self.ac != "none"}
         unfit["--compile"] = self.compile
@@ -1106,7 +1107,10 @@ class Config(SimpleConfig):
              f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}"),
             (self.minibatches > self.prompts,
              f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty"),
-            (dta and not self.max_tokens, "--tree dta needs --max-tokens, the size of a block"),
+            (dta and not self.chunk_tokens, "--tree dta needs --chunk-tokens, the size of a chunk"),
+            (self.balance_coef and self.tree != "disabled",
+             "--tree has no --balance-coef, a loss of each sequence by itself; use "
+             "--router-bias-rate, or leave --tree out"),
             (has_smaller_eps(self.compute, self.dtype),
              f"--compute-dtype {self.compute} is finer than --dtype {self.dtype} of the weights"),
             (self.overwrite and (self.resume or self.resume_or_start),
@@ -2410,15 +2414,19 @@ def padded(vectors, like):
     return torch.from_numpy(out_BT).to(like)
 
 
-def masked_attention(mask, group, method):
-    """Return what a layer calls: attention under a mask of the whole row, or on a group's ring."""
+def masked_attention(mask, group, method, debug=False):
+    """Return what a layer calls: attention under a mask of the whole row, or on a group's ring.
+
+    method, debug: of `ring_attention`.
+    """
 
     def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
         # A layer with a window narrows the mask further.
         options = dict(mask=mask.with_window(window), scale=scale, softcap=softcap)
         if group is None:
             return ring_attention.attend(q, k, v, **options)[0]
-        return ring_attention.ring_attention(q, k, v, group=group, method=method, **options)
+        options |= dict(group=group, method=method, debug=debug and f"layer {layer}")
+        return ring_attention.ring_attention(q, k, v, **options)
 
     return attention
 
@@ -2598,7 +2606,7 @@ class RowBatches(PackedBatches):
         # The block-diagonal mask of the whole row. Tiles between documents cost nothing, and a ring
         # cuts the mask to what each pair of ranks needs.
         mask = ring_attention.Mask.documents(doc_ids=document_1S)
-        return masked_attention(mask, group, self.config.cp_method)
+        return masked_attention(mask, group, self.config.cp_method, self.config.debug)
 
     def pack_micro_batches(self, sequences, masks):
         self.tokens_run = sum(map(len, sequences))
@@ -2619,21 +2627,9 @@ class TreeBatches(RowBatches):
         return share
 
     def attention_of_row(self, tree, group):
-        """Return the attention to a token's path. tree: (TokenTrie, Mask of the padded row)."""
-        trie, mask = tree
-        if group is not None:
-            return masked_attention(mask, group, self.config.cp_method)
-
-        # On one rank the tree's own attention is faster than the mask. It knows no padding, of
-        # which the output is 0.
-        N = len(trie)
-
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            options = dict(scale=scale, window=window, softcap=softcap)
-            out = tree_attention(*(x[:, :, :N] for x in (q, k, v)), trie, **options)
-            return torch.nn.functional.pad(out, (0, 0, 0, q.shape[2] - N))
-
-        return attention
+        """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
+        how = dict(method=self.config.cp_method, debug=self.config.debug)
+        return packed_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -2670,45 +2666,29 @@ class TreeBatches(RowBatches):
 
 def tree_row(trie, masks, length) -> parallel.PackedRow:
     """Return a tree as a row of `length` places. masks: which of a sequence's tokens[1:] count."""
-    # Padding follows the tree. Each padding token is a tree by itself.
-    #
-    #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
-    N = len(trie)
-    padding_P = torch.zeros(length - N, dtype=torch.int64)
-    positions_S = torch.cat([trie.positions, padding_P])
-    end_S = torch.cat([trie.subtree_end, torch.arange(N, length) + 1])
-    tokens_S = torch.cat([trie.tokens, padding_P])
-    sees = trie, ring_attention.Mask.tree(end_S, positions_S)
-
     # Targets of different sequences may be one token of the tree: it is scored once, at the token
-    # before it, and `entries` tells each target which of the scored tokens it is. trie.paths has
-    # the tokens of sequence after sequence, of which the first is not a target.
-    lengths_B = trie.lengths.numpy()
-    mask_BL = np.zeros((len(masks), lengths_B.max()), dtype=bool)
-    for b, mask in enumerate(masks):
-        mask_BL[b, 1 : len(mask) + 1] = mask
-    is_scored_J = mask_BL[np.arange(mask_BL.shape[1]) < lengths_B[:, None]]
-    edges_N, entries_K = np.unique(trie.paths.numpy()[is_scored_J], return_inverse=True)
+    # before it, and `entries` tells each target which of the scored tokens it is.
+    edges_N, entries_K = map(torch.from_numpy, wanted_edges(trie, masks))
+    mask_BT = padded(masks, torch.zeros(0, dtype=torch.bool))
 
     # A sequence holds the tokens of its path: a pair (sequence, token) for each of them.
     sequence_J = torch.arange(len(masks)).repeat_interleave(trie.lengths)
     return parallel.PackedRow(
-        tokens_S[None], positions_S[None], sees, torch.from_numpy(mask_BL[:, 1:]),
-        trie.parent[edges_N], trie.tokens[edges_N], torch.from_numpy(entries_K), sequence_J,
-        trie.paths,
+        *packed_tree(trie, length), (trie, length), mask_BT,
+        trie.parent[edges_N], trie.tokens[edges_N], entries_K, sequence_J, trie.paths,
     )  # fmt: skip
 
 
-class BlockBatches(TreeBatches):
-    """Train on one tree block by block, in memory for a path: `--tree dta`."""
+class ChunkBatches(TreeBatches):
+    """Train on one tree chunk by chunk, in memory for a path: `--tree dta`."""
 
     def forward_backward(self, sequences, masks, loss_fn):
-        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a block."""
+        """Add the loss's gradient to .grad. loss_fn gets sequences that end in a chunk."""
         parallel.require_batch(self.model, sequences, masks)
         trie = TokenTrie(sequences)
         self.tokens_run = len(trie)
 
-        def loss_of_block(ended, *scores):
+        def loss_of_chunk(ended, *scores):
             mask_BT = padded([masks[i] for i in ended], scores[0]).bool()
             return loss_fn(ended, mask_BT, *scores)
 
@@ -2717,22 +2697,21 @@ class BlockBatches(TreeBatches):
         lockstep = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:
-            # The blocks' balance loss needs the routing of all tokens of a block.
-            model = parallel.PaddedTokens(model, self.plan.tp, whole_routing=True)
+            model = parallel.PaddedTokens(model, self.plan.tp)
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
         config = self.config
         result = tree_backward(
-            model, trie, loss_of_block, max_tokens=config.max_tokens, recompute=config.recompute,
-            temperature=config.temperature, aux_coef=self.experts.coef_of_one, masks=masks,
-            lockstep=lockstep, batched=True, check_finite=False,
+            model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
+            temperature=config.temperature, masks=masks, lockstep=lockstep, batched=True,
+            check_finite=False,
         )  # fmt: skip
 
         # Tensor ranks have walked the same tree and found the same numbers: one of them counts.
         if parallel.speaks_for_replica(self.model):
-            self.experts.parts.append(({"tree": result.aux_loss}, result.router_counts))
+            self.experts.parts.append(({}, result.router_counts))
 
 
-BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": BlockBatches}
+BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
 # 16. The trainer: policy, optimizer and generator ---------------------------------------------

@@ -179,16 +179,16 @@ def simple_tree_logprobs(model, sequences):
 # reads a segment is below it, and has had its backward before: depth first is the graph reversed.
 #
 # Two things still grow: a segment may be long, and the graphs of a whole path wait for their
-# backward. With max_tokens, segments are cut into pieces, and no graph waits: a piece runs without
+# backward. With max_tokens, segments are cut into chunks, and no graph waits: a chunk runs without
 # a graph on the way down, and once more, with a graph, on the way up. Then memory holds the keys
-# and values of one path, on one stack, and the graph of one piece.
+# and values of one path, on one stack, and the graph of one chunk.
 
 
 def simple_tree_backward(model, sequences, loss_fn, max_tokens=None):
     """Add the gradient of (3) to .grad; return the loss and the log-probs, like `definition`.
 
     loss_fn: loss_fn(i, logprobs), (L_i - 1,), returns the loss of sequence i.
-    max_tokens: tokens of a piece, of which there is one graph at a time. Default: whole segments,
+    max_tokens: tokens of a chunk, of which there is one graph at a time. Default: whole segments,
         with the graphs of one path at a time.
     """
     recompute = max_tokens is not None
@@ -287,7 +287,7 @@ def path_attention(q_1HnD, k_1GmD, v_1GmD, scale):
 
 
 def cut_segments(node, max_tokens):
-    """Cut every segment below a node into pieces of at most max_tokens tokens, in place."""
+    """Cut every segment below a node into chunks of at most max_tokens tokens, in place."""
     # 7 tokens and max_tokens = 3: the node keeps 3, and a new child takes over the other 4, all
     # children and all ends. Then the child is cut in turn.
     if len(node.tokens) > max_tokens:
@@ -409,7 +409,7 @@ def core_check():
 def core_main(argv):
     """Check the core; exit with 1 if an error is too large."""
     worst = core_check()
-    print(f"packed, depth first, in pieces: largest error {worst:.1e}")
+    print(f"packed, depth first, in chunks: largest error {worst:.1e}")
     if not worst <= 1e-10:
         sys.exit(1)
 
@@ -422,11 +422,6 @@ def core_main(argv):
 #
 #     (6)  log softmax(W h / temperature) in (2), entropies of the same distribution, and the values
 #          of a critic; f_i may depend on all of them
-#     (7)  aux = coef sum_i E / (K L_i^2) sum_e n_ie sum_{t in x^i} p_te
-#
-# (7) is the balance loss of mixture-of-experts layers, DeepSeek-V3 arXiv:2412.19437, equations 17
-# to 20: p_te is the router's probability of expert e at token t, and n_ie tokens of x^i chose e. A
-# sequence that chose all experts equally often adds coef.
 #
 # The tree in chunks. A chunk is a stretch of the preorder of at most max_tokens tokens: a segment
 # of one path, followed by as many complete subtrees as fit. All ancestors of its tokens are in the
@@ -452,9 +447,10 @@ def core_main(argv):
 # tree); chunks across the ranks of one sequence (the whole tree at once: `tree_scores(group=)`).
 #
 # More letters:  R sequences, of L_i tokens   L the longest   T = L - 1   e edges scored in a chunk,
-# from its tokens to their children; an edge has the child's index   E experts, K per token   C = 2
-# or 3 scores of an edge: log-prob, entropy and, for a critic, value   p tokens on the path above a
-# chunk, and m = p + n keys of both   U groups of W tokens, each with Y keys, A of them above
+# from its tokens to their children; an edge has the child's index   K targets that point to edges
+# E experts   C = 2 or 3 scores of an edge: log-prob, entropy and, for a critic, value   p tokens on
+# the path above a chunk, and m = p + n keys of both   U groups of W tokens, each with Y keys, A of
+# them above
 #
 # References: AReaL-DTA arXiv:2602.00482; Tree Training arXiv:2511.00413; Prefix Grouper
 # arXiv:2506.05433; FlashMask arXiv:2410.01359.
@@ -822,7 +818,47 @@ def grouped_attention(q_1HnD, k_1GmD, v_1GmD, stretch, scale, window):
 
 
 # 8. The whole tree in one graph, on one rank or on several --------------------------------------
-# For: --tree sparse. It is `simple_tree_logprobs` with masks, critics, and a ring.
+# For: --tree sparse. It is `simple_tree_logprobs` with masks, padding, critics, and a ring.
+
+
+def packed_tree(trie, length=None):
+    """Return a tree as a row of `length` places: its tokens and their positions, (1, S) each.
+
+    Padding follows the tree: token 0 at position 0. Default: none.
+    """
+    # Positions are depths: every token is where it is in its sequences.
+    padding = 0 if length is None else length - len(trie)
+    pad = nn.functional.pad
+    return tuple(pad(x, (0, padding))[None] for x in (trie.tokens, trie.positions))
+
+
+def packed_attention(trie, length=None, *, group=None, **ring_options):
+    """Return what the layers call for a row of `packed_tree`: attention of each token to its path.
+
+    group: the ranks that share the row, by `ring_attention` with ring_options. Default: one rank.
+    """
+    # On a ring a rank holds some of the tokens, while the mask is about indices of the whole row.
+    # So a tree crosses ranks like any sequence: keys and values travel, queries stay. Each token of
+    # the padding is a tree by itself:
+    #
+    #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
+    N = len(trie)
+    length = N if length is None else length
+    end_S = np.append(trie.subtree_end.numpy(), np.arange(N, length) + 1)
+    depth_S = packed_tree(trie, length)[1]
+    mask = ring.Mask(np.arange(length), end_S, position_BS=depth_S)  # (1)
+
+    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        options = dict(scale=scale, softcap=softcap)
+        if group is not None:
+            options |= dict(group=group, mask=mask.with_window(window), **ring_options)
+            return ring.ring_attention(q, k, v, **options)
+
+        # Short paths are faster here than by a mask. The output of padding is 0.
+        out = tree_attention(*(x[:, :, :N] for x in (q, k, v)), trie, window=window, **options)
+        return out if length == N else nn.functional.pad(out, (0, 0, 0, length - N))
+
+    return attention
 
 
 def _is_critic(model):
@@ -849,75 +885,60 @@ def _score_edges(model, hidden_nM, tokens_n, trie, edges_e, temperature):
     return tuple(scores)
 
 
-def _wanted_edges(trie, masks):
-    """Return the edges to score, ascending: those that the mask of any sequence wants."""
-    is_wanted = trie.parent.numpy() >= 0
-    if masks is None:
-        return np.flatnonzero(is_wanted)
-    if len(masks) != len(trie.lengths):
-        raise ValueError(f"got {len(masks)} masks for {len(trie.lengths)} sequences; one for each")
+def wanted_edges(trie, masks=None):
+    """Return the edges to score (e,), ascending, and which of them each wanted target is (K,).
 
-    # Entry s of a mask is about token s + 1, like entry s of the log-probs: edge path[s + 1].
-    wanted = [np.zeros(0, np.int64)]
-    for i, mask in enumerate(masks):
-        mask = np.asarray(mask.cpu() if torch.is_tensor(mask) else mask, bool)
-        edges = trie.path(i).numpy()[1:]
-        if mask.shape != edges.shape:
-            raise ValueError(f"mask {i}: expected shape {edges.shape}, got {mask.shape}")
-        wanted.append(edges[mask])
-    return np.unique(np.concatenate(wanted))
+    masks: a bool (L_i - 1,) for each sequence, of its targets tokens[1:]. Default: all are wanted.
+        Targets come sequence after sequence. Those of several may be one token of the tree, which
+        is scored once.
+
+    Raises ValueError unless each sequence has a mask, of its shape.
+    """
+    targets = np.delete(trie.paths.numpy(), trie.begins.numpy())
+    if masks is not None:
+        if len(masks) != len(trie.lengths):
+            raise ValueError(f"got {len(masks)} masks for {len(trie.lengths)} sequences")
+        masks = [np.asarray(x.cpu() if torch.is_tensor(x) else x, bool) for x in masks]
+        for i, (mask, length) in enumerate(zip(masks, trie.lengths.tolist(), strict=True)):
+            if mask.shape != (length - 1,):
+                raise ValueError(f"mask {i}: expected shape {(length - 1,)}, got {mask.shape}")
+        targets = targets[np.concatenate([np.zeros(0, bool), *masks])]
+    is_wanted_N = np.zeros(len(trie), bool)
+    is_wanted_N[targets] = True
+    return np.flatnonzero(is_wanted_N), (is_wanted_N.cumsum() - 1)[targets]
 
 
-def _packed_scores(model, trie, temperature, masks, group, method, layout, balance):
+def _packed_scores(model, trie, temperature, masks, group, method, layout):
     """Return (2) of every edge in one graph, C of (N,), 0 where no edge is, on all ranks.
 
     group: None for this rank alone; else its ranks share the packed tokens.
-    method, layout: of `ring_attention`. balance: as in `tree_scores`.
+    method, layout: of `ring_attention`.
     """
-    # A rank holds some of the packed tokens, while the mask is about indices of the whole tree. So
-    # a tree crosses ranks like any sequence: keys and values travel, queries stay.
     place = ring.Ring(None, 0, 1) if group is None else ring.ring_of(group)
     tokens_n = ring.indices(len(trie), place.rank, place.world, layout)
-
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        if place.world == 1:
-            return tree_attention(q, k, v, trie, scale=scale, window=window, softcap=softcap)
-        options = dict(group=group, method=method, layout=layout, scale=scale, softcap=softcap)
-        return ring.ring_attention(q, k, v, mask=trie.mask(window), **options)
-
-    # Positions are depths: every token is where it is in its sequences.
+    options = {} if place.world == 1 else dict(group=group, method=method, layout=layout)
     device = next(model.parameters()).device
-    options = {} if balance is None else {"on_routing": balance}
-    hidden_1nM = model.hidden(
-        trie.tokens[tokens_n][None].to(device),
-        positions=trie.positions[tokens_n][None].to(device), attention=attention, **options
-    )  # fmt: skip
+    tokens_1n, positions_1n = (x[:, tokens_n].to(device) for x in packed_tree(trie))
+    attention = packed_attention(trie, **options)
+    hidden_1nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)
 
-    # An edge is scored on the rank that has its parent's state. The sum over ranks of columns that
-    # are 0 elsewhere gives all scores to all ranks.
-    edges = _wanted_edges(trie, masks)
+    # An edge is scored on the rank that has its parent's state.
+    edges, _ = wanted_edges(trie, masks)
     edges_e = torch.from_numpy(edges[np.isin(trie.parent.numpy()[edges], tokens_n.numpy())])
     scores = _score_edges(model, hidden_1nM[0], tokens_n, trie, edges_e, temperature)
     columns = []
     for score_e in scores:
         column_N = score_e.new_zeros(len(trie)).index_copy(0, edges_e.to(device), score_e)
-        columns.append(column_N if place.world == 1 else _Sum.apply(column_N, place.group))
+        if place.world > 1:
+            # COMM: the sum over ranks of columns that are 0 elsewhere gives all scores to all
+            # ranks. Each of them computes the same loss, and has the whole gradient: so only its
+            # own column has a graph. A sum of gradients would count them once per rank. Pinned by
+            # tests/test_tree_ranks.py::test_a_tree_across_ranks_is_the_tree.
+            total_N = column_N.detach().clone()
+            dist.all_reduce(total_N, group=place.group)
+            column_N = column_N + (total_N - column_N.detach())
+        columns.append(column_N)
     return tuple(columns)
-
-
-class _Sum(torch.autograd.Function):
-    """Sum terms over ranks, of which each computes the same loss from the sum."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        # Each rank has the whole gradient already. A second sum would count it once per rank.
-        return grad, None
 
 
 class PathEdges:
@@ -1026,230 +1047,75 @@ def _chunks_of(tokens, starts):
     return np.searchsorted(starts, tokens, side="right") - 1
 
 
+# 10. Depth first over the chunks -----------------------------------------------------------------
+# For: --tree dta. In three parts: the losses of sequences, the scores of a chunk, and the walk,
+# which says what runs next and what waits. It is `simple_tree_backward` for chunks.
+
+
 class _ChunkForward(NamedTuple):
     """The result of a chunk's forward. If the graph was kept, it is enough for the backward."""
 
-    edges: torch.Tensor  # (e,): the edges that are scored
+    edges_e: torch.Tensor  # the edges that are scored
     scores: tuple  # C of (e,)
     own_kv: dict  # layer -> (k, v) of the chunk's tokens
-    router_scores: dict  # layer -> p (n, E)
+    router_counts: dict  # layer -> (E,)
     hidden_1nM: torch.Tensor
 
 
-class _TreeWalk:
-    """Run chunks depth first: forward, losses of finished sequences, the chunks below, backward.
+class _Open(NamedTuple):
+    """A chunk on the stack: others are below it, or it goes backward next."""
 
-        chunk 0 - chunk 1      forward 0
-                `- chunk 2     forward 1, backward 1: adds to the gradient of 0's keys and values
-                               forward 2, backward 2: likewise
-                               backward 0: starts from its scores, and from its keys and values
+    number: int
+    chunk: TreeChunk
+    rows: object  # its tokens that chunks below see: a slice or indices
+    kv: dict  # layer -> (k, v) of these rows, each a `_SummingLeaf`
+    forward: _ChunkForward | None  # None: without a graph, so it runs again
 
-    scores_CN[c, t] is score c of edge t; dscores_CN is (4). Takes the arguments of
-    `tree_backward`, and join_only_children of `partition_tree`.
+
+class _Losses:
+    """The losses of the sequences (3), from the scores of the edges, and their gradient (4).
+
+    scores_CN[c, t] is score c of edge t; dscores_CN is (4). loss_fn: of `tree_backward`, or None.
     """
 
-    def __init__(self, model, trie, *, max_tokens=None, recompute=False, join_only_children=False,
-                 temperature=1.0, masks=None, aux_coef=0.0, lockstep=None, batched=False,
-                 check_finite=True):  # fmt: skip
-        self.model = model
-        self.trie = trie
-        self.recompute = recompute
-        self.temperature = temperature
-        self.lockstep = lockstep
-        self.batched = batched
-        self.check_finite = check_finite
-        chunks = partition_tree(trie, max_tokens, join_only_children=join_only_children)
-
-        # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
-        # if token t is in a chunk below.
-        starts = [chunk.start for chunk in chunks]
-        edges = _wanted_edges(trie, masks)
-        edges = _grouped(edges, _chunks_of(trie.parent.numpy()[edges], starts), len(chunks))
-        ended = np.arange(len(trie.ends))
-        ended = _grouped(ended, _chunks_of(trie.ends.numpy(), starts), len(chunks))
-        self.edges = dict(zip(starts, edges, strict=True))  # by the chunk's first token
-        self.ended = dict(zip(starts, ended, strict=True))  # sequences with their last token there
-
-        # COMM: under lockstep this list of calls has the same length on all ranks. Pinned by
-        # tests/test_tree_ranks.py::test_ranks_with_other_trees_make_the_same_calls.
-        self.chunks = chunks if lockstep is None else overlay(chunks, lockstep)
-
+    def __init__(self, model, trie, loss_fn=None, batched=False, check_finite=True):
         # NUMERICS: losses and the sums (4) are in the model's dtype, float32 at least. Pinned by
         # tests/test_tree.py::test_the_loss_is_summed_in_the_models_precision.
         weight = next(model.parameters())
-        self.device = weight.device
         dtype = torch.promote_types(weight.dtype, torch.float32)
         C = 3 if _is_critic(model) else 2
-        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=self.device)
-        self.dscores_CN = None
+        self.scores_CN = torch.zeros(C, len(trie), dtype=dtype, device=weight.device)
+        self.dscores_CN = None if loss_fn is None else torch.zeros_like(self.scores_CN)
         self.is_used = [False] * C  # which scores some loss depends on
-        self.loss = 0.0
+        self.total = 0.0
+        self.trie = trie
+        self.loss_fn = loss_fn
+        self.batched = batched
+        self.check_finite = check_finite
 
-        self.kv = {}  # chunk -> layer -> (k, v), each a `_SummingLeaf`, that chunks below read
-        self.balance = TreeBalance(trie, aux_coef, self.device)
-        self.takes_balance = "on_routing" in inspect.signature(model.hidden).parameters
-
-    def run(self, loss_fn=None):
-        """Walk the tree. Without loss_fn: forward only, without memory for any gradient."""
-        if loss_fn is not None:
-            self.dscores_CN = torch.zeros_like(self.scores_CN)
-        waiting = []  # (chunk, its forward or None) of the chunks above the current one
-
-        for b, chunk in enumerate(self.chunks):
-            # Chunks that this one is not below are complete: nothing else will read their keys.
-            while waiting and waiting[-1][0] != chunk.parent:
-                self.backward(*waiting.pop(), waiting)
-
-            # With recompute, a chunk that others are below keeps no graph while they run, only keys
-            # and values. A chunk with none below goes backward next, and keeps its graph.
-            has_children = b + 1 < len(self.chunks) and self.chunks[b + 1].parent == b
-            keep_graph = loss_fn is not None and not (self.recompute and has_children)
-            with torch.set_grad_enabled(keep_graph):
-                forward = self.forward(b, waiting)
-            self.record(forward)
-            if has_children:
-                self.keep_open_rows(b, forward.own_kv, keep_graph)
-            else:
-                forward = forward._replace(own_kv={})  # the graph frees them layer by layer
-
-            # All scores of the sequences that end here exist now, and no chunk of their paths has
-            # gone backward yet.
-            if loss_fn is not None and chunk.stop > chunk.start:
-                self.finish_sequences(chunk, loss_fn)
-            waiting.append((b, forward if keep_graph else None))
-            del forward  # so that the backward frees it
-        while waiting:
-            self.backward(*waiting.pop(), waiting)
-
-    def keep_open_rows(self, b, own_kv, keep_graph):
-        """Keep the keys and values that chunks below read, as leaves."""
-        rows = self.open_rows(self.chunks[b])
-        self.kv[b] = {}
-        for layer, kv in own_kv.items():
-            open_kv = [x[:, :, rows] for x in kv]
-
-            # Where a graph is kept, it holds keys and values anyway, and a view costs nothing. If
-            # not, a view would hold all of the matrix that queries, keys and values come from.
-            if not keep_graph:
-                open_kv = [x.clone() for x in open_kv]
-            self.kv[b][layer] = [_SummingLeaf(x) for x in open_kv]
-
-    def open_rows(self, chunk):
-        """Return the rows of the chunk's tokens that other chunks are below: a slice or indices."""
-        # These are the ancestors of token `stop`: a path that starts with the chunk's first token.
-        # Subtrees of upper forks may stand between them, so a slice is not always enough.
-        end = self.trie.subtree_end.numpy()[chunk.start : chunk.stop]
-        rows = np.flatnonzero(end > chunk.stop)
-        if not len(rows) or rows[-1] == len(rows) - 1:
-            return slice(0, len(rows))
-        return torch.from_numpy(rows).to(self.device)
-
-    def path_above(self, b, waiting):
-        """Return [(chunk above, how many of its open tokens are on the path to chunk b)]."""
-        # Open tokens have consecutive depths, so they are on the path as long as their depth is
-        # less than the depth at which the next chunk of the path begins. Chunks that begin at the
-        # depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
-        starts = [self.chunks[a].start for a, _ in waiting] + [self.chunks[b].start]
-        depths = self.trie.positions[starts].tolist()
-        counts = [below - above for above, below in itertools.pairwise(depths)]
-        return [(a, count) for (a, _), count in zip(waiting, counts, strict=True)]
-
-    def forward(self, b, waiting):
-        """Call the model for a chunk, with an attention that reads the chunks above."""
-        chunk = self.chunks[b]
-        if chunk.stop == chunk.start:
-            return _stand_in(self.model, self.device)  # a chunk that only other ranks have
-        whole = len(self.chunks) == 1
-        stretch = self.trie.stretch() if whole else Stretch(self.trie, chunk.start, chunk.stop)
-        path = self.path_above(b, waiting)
-        own_kv = {}
-        in_forward = True
-        keeps_graph = torch.is_grad_enabled()
-
-        # The model does not know that it runs on a tree: it calls this once in each layer.
-        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-            # After the forward a layer may call again, where a checkpoint recomputes it.
-            if in_forward and layer in own_kv:
-                raise ValueError(f"two layers call attention with layer={layer}; number them")
-            if in_forward:
-                own_kv[layer] = (k, v)
-                if keeps_graph and not torch.is_grad_enabled():
-                    self.require_graph_of_keys(chunk, k)
-
-            # The keys of the path, from the root down, and then the chunk's own.
-            if path:
-                above = [[x.leaf[:, :, :count] for x in self.kv[a][layer]] for a, count in path]
-                k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
-            return stretch_attention(q, k, v, stretch, scale, window, softcap)
-
-        # Positions are depths, so the keys of a path are right for every chunk below.
-        routing = _Routing()
-        options = {"on_routing": routing} if self.takes_balance else {}
-        tokens_n = torch.arange(chunk.start, chunk.stop)
-        hidden_1nM = self.model.hidden(
-            self.trie.tokens[tokens_n][None].to(self.device),
-            positions=self.trie.positions[tokens_n][None].to(self.device),
-            attention=attention, **options,
-        )  # fmt: skip
-        in_forward = False
-        self.require_trained_as_a_tree(own_kv, routing, hidden_1nM)
-        self.balance.record(chunk, routing)
-
-        # The children of a token may be in chunks below: their edges are scored already here.
-        # A chunk of leaves has no edge to score.
-        scores = ()
-        edges_e = self.edges[chunk.start]
-        if len(edges_e):
-            given = hidden_1nM[0], tokens_n, self.trie, edges_e
-            scores = _score_edges(self.model, *given, self.temperature)
-        return _ChunkForward(edges_e.to(self.device), scores, own_kv, routing.scores, hidden_1nM)
-
-    def require_graph_of_keys(self, chunk, k):
-        """Raise ValueError if the keys that chunks below read have lost their graph."""
-        # A reentrant checkpoint around a layer computes its keys without a graph, and again in the
-        # backward. So (5) has no keys to start from. Around attention alone, it gets keys that have
-        # a graph. Pinned by
-        # tests/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
-        end = self.trie.subtree_end[chunk.start : chunk.stop].max()
-        if not k.requires_grad and end > chunk.stop:
-            raise ValueError("a reentrant checkpoint would lose the gradient of keys that other "
-                             "chunks read; pass use_reentrant=False")  # fmt: skip
-
-    def require_trained_as_a_tree(self, own_kv, routing, hidden_1nM):
-        """Raise ValueError if the model's forward is not what the walk relies on."""
-        name = type(self.model).__name__
-        if not own_kv:
-            raise ValueError(f"{name}.hidden never called `attention`: its tokens mix in a way a "
-                             "tree cannot follow; every layer must call it")  # fmt: skip
-        if self.balance.coef and not routing.scores:
-            raise ValueError(f"aux_coef={self.balance.coef}, but the model has no router; leave 0")
-
-    def record(self, forward):
+    def write(self, edges_e, scores):
         """Write a chunk's scores to where the losses of all sequences through it find them."""
-        for row_N, score_e in zip(self.scores_CN, forward.scores, strict=False):
-            row_N[forward.edges] = score_e.detach().to(row_N.dtype)
+        for row_N, score_e in zip(self.scores_CN, scores, strict=False):
+            row_N[edges_e] = score_e.detach().to(row_N.dtype)
 
-    def finish_sequences(self, chunk, loss_fn):
-        """Compute (3) and (4) of the sequences that end in a chunk."""
+    def finish(self, sequences):
+        """Compute (3) and (4) of sequences whose scores are all written."""
         # One call of the loss per sequence, or one for a list of all, which costs less Python.
-        calls = self.ended[chunk.start].tolist()
-        self.balance.count(calls)
-        if self.batched and calls:
-            calls = [calls]
-        results = [self.call_loss(called_for, loss_fn) for called_for in calls]
+        calls = [sequences] if self.batched and sequences else sequences
+        results = [self.call(called_for) for called_for in calls]
         if self.check_finite and calls:
             _require_finite(calls, results)
         for loss, _ in results:
-            self.loss = self.loss + loss  # (3)
+            self.total = self.total + loss  # (3)
 
-    def call_loss(self, called_for, loss_fn):
+    def call(self, called_for):
         """Call the loss once; return its value, and whether it and its gradient are finite."""
         # The scores along each path are leaves of a graph of their own. So the loss's backward ends
         # here: a chunk must be gone through once, not once for every sequence that shares it.
-        paths = PathEdges(self.trie, called_for, self.device)
+        paths = PathEdges(self.trie, called_for, self.scores_CN.device)
         leaves = [paths.read(row_N).requires_grad_() for row_N in self.scores_CN]
         with torch.enable_grad():
-            loss = loss_fn(called_for, *leaves)
+            loss = self.loss_fn(called_for, *leaves)
             loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
             if loss.dim():
                 raise ValueError(f"expected one number from loss_fn, of shape (), got "
@@ -1270,33 +1136,208 @@ class _TreeWalk:
                 finite.append(dscores.isfinite().all())
         return loss, torch.stack(finite).all()
 
-    def backward(self, b, forward, waiting):
-        """Backpropagate through a chunk, once for all losses that its tokens had a part in."""
-        chunk = self.chunks[b]
-        if self.dscores_CN is None:
-            self.kv.pop(b, None)
+    def gradients(self, forward):
+        """Return [(score of a chunk, (4) at its edges)], of the scores that some loss depends on."""
+        numbered = enumerate(forward.scores)
+        return [(x, self.dscores_CN[c, forward.edges_e]) for c, x in numbered if self.is_used[c]]
+
+
+class _ChunkScores:
+    """Run the model on one chunk: its scores, its keys and values, its tokens' experts."""
+
+    def __init__(self, model, trie, temperature, counts_experts):
+        self.model = model
+        self.trie = trie
+        self.temperature = temperature
+        self.device = next(model.parameters()).device
+        takes = inspect.signature(model.hidden).parameters
+        self.counts_experts = counts_experts and "on_routing" in takes
+
+        # Token t is on the paths of so many sequences, and counts as often.
+        self.sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double().to(self.device)
+
+    def forward(self, chunk, stack, edges_e):
+        """Call the model for a chunk, with an attention that reads the chunks on the stack."""
+        stretch = self.trie.stretch()
+        if chunk.stop - chunk.start < len(self.trie):
+            stretch = Stretch(self.trie, chunk.start, chunk.stop)
+        path = self.path_above(chunk, stack)
+        own_kv = {}
+        counts = {}
+        in_forward = True
+        keeps_graph = torch.is_grad_enabled()
+
+        # The model does not know that it runs on a tree: it calls this once in each layer.
+        def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
+            # After the forward a layer may call again, where a checkpoint recomputes it.
+            if in_forward and layer in own_kv:
+                raise ValueError(f"two layers call attention with layer={layer}; number them")
+            if in_forward:
+                own_kv[layer] = (k, v)
+                if keeps_graph and not torch.is_grad_enabled():
+                    self.require_graph_of_keys(chunk, k)
+
+            # The keys of the path, from the root down, and then the chunk's own.
+            if path:
+                above = [[x.leaf[:, :, :n] for x in opened.kv[layer]] for opened, n in path]
+                k, v = (torch.cat(parts, 2) for parts in zip(*above, (k, v), strict=True))
+            return stretch_attention(q, k, v, stretch, scale, window, softcap)
+
+        def on_routing(scores_nE, chosen_nK, /, *, layer):
+            # A layer that runs again finds the same counts again.
+            weight_n1 = self.sequences_N[chunk.start : chunk.stop, None]
+            weights = weight_n1.expand_as(chosen_nK).flatten()
+            counts[layer] = torch.bincount(chosen_nK.flatten(), weights, scores_nE.shape[1])
+
+        # Positions are depths, so the keys of a path are right for every chunk below.
+        tokens_n = torch.arange(chunk.start, chunk.stop)
+        hidden_1nM = self.model.hidden(
+            self.trie.tokens[tokens_n][None].to(self.device),
+            positions=self.trie.positions[tokens_n][None].to(self.device), attention=attention,
+            **({"on_routing": on_routing} if self.counts_experts else {}),
+        )  # fmt: skip
+        in_forward = False
+        if not own_kv:
+            name = type(self.model).__name__
+            raise ValueError(f"{name}.hidden never called `attention`: its tokens mix in a way a "
+                             "tree cannot follow; every layer must call it")  # fmt: skip
+
+        # The children of a token may be in chunks below: their edges are scored already here.
+        # A chunk of leaves has no edge to score.
+        scores = ()
+        if len(edges_e):
+            given = hidden_1nM[0], tokens_n, self.trie, edges_e
+            scores = _score_edges(self.model, *given, self.temperature)
+        return _ChunkForward(edges_e.to(self.device), scores, own_kv, counts, hidden_1nM)
+
+    def path_above(self, chunk, stack):
+        """Return [(open chunk, how many of its open tokens are on the path to this chunk)]."""
+        # Open tokens have consecutive depths, so they are on the path as long as their depth is
+        # less than the depth at which the next chunk of the path begins. Chunks that begin at the
+        # depths 0, 6 and 9 have 6 and 3 tokens on the path to the last one.
+        starts = [*(opened.chunk.start for opened in stack), chunk.start]
+        depths = self.trie.positions[starts].tolist()
+        counts = [below - above for above, below in itertools.pairwise(depths)]
+        return [*zip(stack, counts, strict=True)]
+
+    def open_rows(self, chunk):
+        """Return the rows of the chunk's tokens that other chunks are below: a slice or indices."""
+        # These are the ancestors of token `stop`: a path that starts with the chunk's first token.
+        # Subtrees of upper forks may stand between them, so a slice is not always enough.
+        end = self.trie.subtree_end.numpy()[chunk.start : chunk.stop]
+        rows = np.flatnonzero(end > chunk.stop)
+        if not len(rows) or rows[-1] == len(rows) - 1:
+            return slice(0, len(rows))
+        return torch.from_numpy(rows).to(self.device)
+
+    def require_graph_of_keys(self, chunk, k):
+        """Raise ValueError if the keys that chunks below read have lost their graph."""
+        # A reentrant checkpoint around a layer computes its keys without a graph, and again in the
+        # backward. So (5) has no keys to start from. Around attention alone, it gets keys that have
+        # a graph. Pinned by
+        # tests/test_tree.py::test_a_reentrant_checkpoint_of_whole_layers_is_refused.
+        end = self.trie.subtree_end[chunk.start : chunk.stop].max()
+        if not k.requires_grad and end > chunk.stop:
+            raise ValueError("a reentrant checkpoint would lose the gradient of keys that other "
+                             "chunks read; pass use_reentrant=False")  # fmt: skip
+
+
+class _TreeWalk:
+    """Run chunks depth first: forward, losses of finished sequences, the chunks below, backward.
+
+        chunk 0 - chunk 1      forward 0
+                `- chunk 2     forward 1, backward 1: adds to the gradient of 0's keys and values
+                               forward 2, backward 2: likewise
+                               backward 0: starts from its scores, and from its keys and values
+
+    losses: `_Losses`; without a loss_fn the walk is a forward, without memory for any gradient.
+    Takes the arguments of `tree_backward`, and join_only_children of `partition_tree`.
+    """
+
+    def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False,
+                 join_only_children=False, temperature=1.0, masks=None, lockstep=None):  # fmt: skip
+        self.model = model
+        self.losses = losses
+        self.trains = losses.loss_fn is not None
+        self.recompute = recompute
+        self.lockstep = lockstep
+        self.scores = _ChunkScores(model, trie, temperature, counts_experts=self.trains)
+        self.router_counts = {}  # layer -> (E,)
+        chunks = partition_tree(trie, max_tokens, join_only_children=join_only_children)
+
+        # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
+        # if token t is in a chunk below.
+        starts = [chunk.start for chunk in chunks]
+        edges, _ = wanted_edges(trie, masks)
+        edges = _grouped(edges, _chunks_of(trie.parent.numpy()[edges], starts), len(chunks))
+        ended = np.arange(len(trie.ends))
+        ended = _grouped(ended, _chunks_of(trie.ends.numpy(), starts), len(chunks))
+        self.edges = dict(zip(starts, edges, strict=True))  # by the chunk's first token
+        self.ended = dict(zip(starts, ended, strict=True))  # sequences with their last token there
+
+        # COMM: under lockstep this list of calls has the same length on all ranks. Pinned by
+        # tests/test_tree_ranks.py::test_ranks_with_other_trees_make_the_same_calls.
+        self.chunks = chunks if lockstep is None else overlay(chunks, lockstep)
+
+    def run(self):
+        stack = []  # the chunks above the current one, each `_Open`
+        for b, chunk in enumerate(self.chunks):
+            # Chunks that this one is not below are complete: nothing else will read their keys.
+            while stack and stack[-1].number != chunk.parent:
+                self.backward(stack)
+
+            # With recompute, a chunk that others are below keeps no graph while they run, only keys
+            # and values. A chunk with none below goes backward next, and keeps its graph.
+            has_children = b + 1 < len(self.chunks) and self.chunks[b + 1].parent == b
+            keep_graph = self.trains and not (self.recompute and has_children)
+            with torch.set_grad_enabled(keep_graph):
+                forward = self.forward(chunk, stack)
+            self.losses.write(forward.edges_e, forward.scores)
+            for layer, counts_E in forward.router_counts.items():
+                self.router_counts[layer] = self.router_counts.get(layer, 0) + counts_E
+
+            # Leaves for the chunks below. Where a graph is kept, it holds keys and values anyway,
+            # and a view costs nothing. If not, a view would hold all of the matrix that queries,
+            # keys and values come from. Without chunks below, the graph frees them layer by layer.
+            rows = self.scores.open_rows(chunk)
+            kv = {}
+            for layer, own in forward.own_kv.items() if has_children else ():
+                opened = [x[:, :, rows] if keep_graph else x[:, :, rows].clone() for x in own]
+                kv[layer] = [_SummingLeaf(x) for x in opened]
+            if not has_children:
+                forward = forward._replace(own_kv={})
+
+            # All scores of the sequences that end here exist now, and no chunk of their paths has
+            # gone backward yet.
+            if self.trains and chunk.stop > chunk.start:
+                self.losses.finish(self.ended[chunk.start].tolist())
+            stack.append(_Open(b, chunk, rows, kv, forward if keep_graph else None))
+            del forward  # so that the backward frees it
+        while stack:
+            self.backward(stack)
+
+    def forward(self, chunk, stack):
+        if chunk.stop == chunk.start:  # a chunk that only other ranks have
+            return _stand_in(self.model, self.scores.device)
+        return self.scores.forward(chunk, stack, self.edges[chunk.start])
+
+    def backward(self, stack):
+        """Pop a chunk, and backpropagate through it once for all losses that it had a part in."""
+        _, chunk, rows, kv, forward = stack.pop()
+        if not self.trains:
             return
         if forward is None:
             with torch.enable_grad():
-                forward = self.forward(b, waiting)  # again, and now with a graph
+                forward = self.forward(chunk, stack)  # again, and now with a graph
 
-        # It starts at the scores; (4) is complete at them.
-        pairs = []
-        for c, score_e in enumerate(forward.scores):
-            if self.is_used[c]:
-                pairs.append((score_e, self.dscores_CN[c, forward.edges]))
-
-        # At the routers' probabilities, of which (7) is a sum.
-        if chunk.stop > chunk.start:
-            pairs += self.balance.gradients(chunk, forward.router_scores)  # (7)
-
-        # And at its own keys and values, with what the chunks below have found for them. From here
-        # on nobody reads them.
-        rows = self.open_rows(chunk)
-        for layer, leaves in self.kv.pop(b, {}).items():
+        # It starts at the scores; (4) is complete at them. And at its own keys and values, with
+        # what the chunks below have found for them. From here on nobody reads them.
+        pairs = self.losses.gradients(forward)
+        for layer, leaves in kv.items():
             for x, leaf in zip(forward.own_kv[layer], leaves, strict=True):
                 if leaf.sums:
                     pairs.append((x[:, :, rows], leaf.sums[0]))  # (5)
+        del kv
 
         # Under lockstep other ranks wait for the messages of every layer, so the backward starts at
         # the states too.
@@ -1337,12 +1378,11 @@ def _grouped(values, keys, count):
     return [torch.from_numpy(x) for x in np.split(values[order], cuts)]
 
 
-# 10. The public calls ---------------------------------------------------------------------------
+# 11. The public calls ---------------------------------------------------------------------------
 
 
 def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lockstep=None,
-                padded=False, group=None, method="ring", layout="zigzag",
-                balance=None):  # fmt: skip
+                padded=False, group=None, method="ring", layout="zigzag"):  # fmt: skip
     """Return log-probs, entropies and, of a critic, values (L_i - 1,) of each sequence, in order.
 
     model, trie, temperature, masks, lockstep: as in `tree_backward`.
@@ -1352,7 +1392,6 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
     group: a process group whose ranks share the tokens; all get all scores. Each rank then computes
         the same loss. Its .grad is the part of its own tokens: sum it over the group.
     method, layout: how attention crosses the ranks, as in `ring_attention`.
-    balance: a callback for the sparse layers of the one graph, such as a `models.Balance`.
 
     Raises ValueError where model, tree or masks do not fit, or max_tokens meets gradients or group.
     """
@@ -1363,13 +1402,12 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
         raise ValueError("max_tokens and lockstep are for forward passes without group: call "
                          "tree_scores under torch.no_grad(), or train with tree_backward")
     if not by_chunks and len(trie):
-        how = dict(group=group, method=method, layout=layout, balance=balance)
-        columns = _packed_scores(model, trie, temperature, masks, **how)
+        columns = _packed_scores(model, trie, temperature, masks, group, method, layout)
     else:
+        losses = _Losses(model, trie)
         options = dict(temperature=temperature, masks=masks, lockstep=lockstep)
-        walk = _TreeWalk(model, trie, max_tokens=max_tokens, **options)
-        walk.run()
-        columns = walk.scores_CN.unbind()
+        _TreeWalk(model, trie, losses, max_tokens=max_tokens, **options).run()
+        columns = losses.scores_CN.unbind()
 
     # Each path reads its own scores. In the backward the gradients of all paths add up at an edge:
     # (4) by autograd.
@@ -1389,16 +1427,15 @@ def tree_logprobs(model, trie, **options):
 class TreeResult(NamedTuple):
     """What `tree_backward` returns, detached."""
 
-    loss: torch.Tensor  # (3), without (7)
+    loss: torch.Tensor  # (3)
     logprobs: list  # (L_i - 1,) of each sequence, in order
-    aux_loss: torch.Tensor | float = 0.0  # (7)
     router_counts: dict | None = None  # layer -> (E,): tokens of each expert, once per sequence
 
 
 def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
-                  aux_coef=0.0, masks=None, lockstep=None, batched=False,
+                  masks=None, lockstep=None, batched=False,
                   check_finite=True) -> TreeResult:  # fmt: skip
-    """Add the gradient of (3) and (7) to .grad, like loss.backward(), in O(path) memory.
+    """Add the gradient of (3) to .grad, like loss.backward(), in O(path) memory.
 
     model: like models.Transformer; see `require_tree_model`.
     trie: the `TokenTrie` of the sequences.
@@ -1409,7 +1446,7 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     max_tokens: tokens of a chunk, at most. Default: the whole tree is one chunk. Without recompute
         an only child joins its parent chunk, because both graphs would be held anyway.
     recompute: hold keys and values of the chunks above, not their graphs, and run them twice.
-    temperature: of (6). aux_coef: coef of (7).
+    temperature: of (6).
     masks: a bool (L_i - 1,) for each sequence. The head runs where any of them wants a score; other
         entries that loss_fn gets are 0, without gradient. Default: everywhere.
     lockstep: a process group whose ranks' layers exchange messages (experts, or FSDP2 in one
@@ -1428,20 +1465,21 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
         raise ValueError("no parameter of the model requires a gradient here; use tree_scores")
     if lockstep is not None and check_finite:
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
-    walk = _TreeWalk(model, trie, max_tokens=max_tokens, recompute=recompute, masks=masks,
-                     join_only_children=not recompute, temperature=temperature, aux_coef=aux_coef,
-                     lockstep=lockstep, batched=batched, check_finite=check_finite)  # fmt: skip
+    losses = _Losses(model, trie, loss_fn, batched, check_finite)
+    walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute, masks=masks,
+                     join_only_children=not recompute, temperature=temperature,
+                     lockstep=lockstep)  # fmt: skip
 
     # A loss may fail in the middle of the walk, when some chunks have gone backward already. Then
     # .grad must be as it was, or the caller's next step would use half a gradient.
     with _all_or_nothing(parameters), torch.enable_grad():
-        walk.run(loss_fn)
-    loss = torch.as_tensor(walk.loss, dtype=walk.scores_CN.dtype)
-    logprobs = [walk.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
-    return TreeResult(loss, logprobs, walk.balance.loss, walk.balance.router_counts)
+        walk.run()
+    loss = torch.as_tensor(losses.total, dtype=losses.scores_CN.dtype)
+    logprobs = [losses.scores_CN[0, trie.path(i)[1:]] for i in range(len(trie.lengths))]
+    return TreeResult(loss, logprobs, walk.router_counts)
 
 
-# 11. Checks of what callers pass ----------------------------------------------------------------
+# 12. Checks of what callers pass ----------------------------------------------------------------
 # For: an error that names the mistake, before anything runs or changes.
 # Skip it to understand the algorithm; read it before you pass a model of your own.
 
@@ -1516,7 +1554,7 @@ def _all_or_nothing(parameters):
 def _require_finite(calls, results):
     """Raise NonFiniteLoss if one of a chunk's losses, or its gradient, is not finite.
 
-    calls: what the loss was called for, a sequence or a list. results: of `_TreeWalk.call_loss`.
+    calls: what the loss was called for, a sequence or a list. results: of `_Losses.call`.
     """
     # One look at all losses of the chunk: on a GPU each look waits for the device.
     losses, finite = zip(*results, strict=True)
@@ -1526,96 +1564,6 @@ def _require_finite(calls, results):
     sequence = f"sequences {calls[k]}" if isinstance(calls[k], list) else f"sequence {calls[k]}"
     reason = ", its gradient is not finite" if losses[k].isfinite() else ""
     raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
-
-
-# 12. The routers' balance loss on a tree --------------------------------------------------------
-# For: mixtures of experts, equation (7), and how many tokens each expert got.
-# Skip it for dense models.
-
-
-class _Routing:
-    """The `on_routing` callback of one forward: it keeps what the sparse layers' routers did."""
-
-    def __init__(self):
-        self.scores = {}  # layer -> p (n, E), with its graph
-        self.chosen = {}  # layer -> experts (n, K)
-        self.with_graph = torch.is_grad_enabled()
-
-    def __call__(self, scores_nE, chosen_nK, /, *, layer):
-        # The probabilities would have no graph for the gradient of (7).
-        if self.with_graph and not torch.is_grad_enabled():
-            raise ValueError("a reentrant checkpoint would lose (7); pass use_reentrant=False")
-        self.scores[layer] = scores_nE
-        self.chosen[layer] = chosen_nK
-
-
-class TreeBalance:
-    """(7) over a walk: for each sequence as if it were alone, at the cost of the tree.
-
-    (7) is linear in p once the counts n are known, and p_te is shared by all sequences that contain
-    token t. So it is a sum over tokens, with one factor per token and expert:
-
-        aux = sum_t sum_e factor_te p_te,   factor_te = sum_(i contains t) coef E n_ie / (K L_i^2)
-
-    n_ie is counted along path i when the sequence ends. When a chunk goes backward, all sequences
-    through it have ended, so its factors are complete.
-    """
-
-    def __init__(self, trie, coef, device):
-        self.trie = trie
-        self.coef = coef
-        self.device = device
-        self.loss = 0.0
-        self.router_counts = {}  # layer -> (E,)
-        self.chosen = {}  # layer -> (N, K): the experts of every token
-        self.terms = {}  # layer -> (R, E): coef E n_ie / (K L_i^2), 0 until sequence i ends
-
-        # The sequences that contain token t end at t .. end_t - 1: a run of those sorted by end. Of
-        # 5 6 7 / 5 6 8 / 5 9 the ends are 2 3 4. Token 6, at index 1 with subtree end 4, is in the
-        # first two sequences.
-        self.by_end = torch.tensor(trie.order, dtype=torch.int64, device=device)
-        self.sorted_ends = trie.ends[trie.order].to(device)
-
-    def record(self, chunk, routing):
-        """Keep the experts that a chunk's tokens chose."""
-        # A chunk that runs again writes the same numbers again. Tables are made with the first one.
-        N = len(self.trie)
-        for layer, chosen_nK in routing.chosen.items():
-            if layer not in self.chosen:
-                E = routing.scores[layer].shape[1]
-                self.chosen[layer] = chosen_nK.new_zeros(N, chosen_nK.shape[1])
-                self.terms[layer] = torch.zeros(len(self.trie.ends), E, device=self.device).double()
-            self.chosen[layer][chunk.start : chunk.stop] = chosen_nK
-
-    def count(self, ended):
-        """Count n of (7) for sequences that have just ended."""
-        # All tokens of their paths have been forward, so their experts are known.
-        for layer, chosen_NK in self.chosen.items():
-            E = self.terms[layer].shape[1]
-            K = chosen_NK.shape[1]
-            for i in ended:
-                path = self.trie.path(i).to(self.device)
-                n_E = torch.bincount(chosen_NK[path].flatten(), minlength=E).double()
-                self.router_counts[layer] = self.router_counts.get(layer, 0) + n_E
-                self.terms[layer][i] = self.coef * E * n_E / (K * len(path) ** 2)
-
-    def gradients(self, chunk, scores):
-        """Return [(p (n, E) of a layer, its gradient)] of a chunk that goes backward."""
-        if not self.coef:
-            return []
-        tokens_n = torch.arange(chunk.start, chunk.stop, device=self.device)
-        ends_n = self.trie.subtree_end[chunk.start : chunk.stop].to(self.device)
-        first_n, after_n = (torch.searchsorted(self.sorted_ends, x) for x in (tokens_n, ends_n))
-        found = []
-        for layer, scores_nE in scores.items():
-            # With sums from the front, the sum of a run is the difference of two of them. Terms
-            # 3 1 4 have the sums 0 3 4 8, and the last two terms 8 - 3 = 5.
-            terms_RE = self.terms[layer][self.by_end]
-            sums = nn.functional.pad(terms_RE.cumsum(0), (0, 0, 1, 0))
-            factor_nE = sums[after_n] - sums[first_n]
-            self.loss = self.loss + (factor_nE * scores_nE.detach()).sum()  # (7)
-            found.append((scores_nE, factor_nE))
-        return found
 
 
 # 13. Ranks that must make the same calls --------------------------------------------------------
@@ -1917,7 +1865,7 @@ def check() -> int:
     """Print every error with its budget; return 1 if one is over."""
     torch.set_num_threads(1)
     tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
-    tables["the core"] = {"packed, depth first, pieces": {"worst": core_check()}}
+    tables["the core"] = {"packed, depth first, chunks": {"worst": core_check()}}
     try:
         tables["families"] = _measuring_file().family_rows()
     except ImportError as missing:

@@ -46,7 +46,7 @@ PLANS = {
     "d1+d1": 2, "d2+d1": 3, "d1+d2": 3, "d2+d2 --data-parallel zero1": 4,
     "d1+d2 --data-parallel fsdp": 3, "d1+t2": 3, "d1+c2 --cp-method ulysses": 3,
     "d1+p2 --pp-schedule zbv": 3, "d2+d1t2 --tree sparse": 4, "t2+d1": 3,
-    "t2+d2 --data-parallel fsdp": 4, "d1+archon:d2 --tree dta --max-tokens 9": 3,
+    "t2+d2 --data-parallel fsdp": 4, "d1+archon:d2 --tree dta --chunk-tokens 9": 3,
 }  # fmt: skip
 EVERY = [("d1+d1", 0, 3), ("d1+d1", 1, 3), ("d1+d1", 2, 3), ("t2+d1", 1, 3)]
 EVERY += slow(*((name, K, 20) for name in PLANS for K in (0, 1, 2)))

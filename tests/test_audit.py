@@ -339,7 +339,7 @@ WAYS = {  # a row of the table in tests/RESULTS.md -> ranks, flags
     "one process": (1, ""), "float64": (1, "--dtype float64"), "two ranks": (2, ""),
     **{f"`{plan}`": (2, plan) for plan in ("--plan t2", "--plan c2", "--plan p2")},
     **{f"`{flags}`": (1, flags) for flags in (
-        "--tree sparse", "--tree dta --max-tokens 2048", "--advantage gae", "--kl-coef 0.05",
+        "--tree sparse", "--tree dta --chunk-tokens 2048", "--advantage gae", "--kl-coef 0.05",
         "--compute-dtype bfloat16")},
     "`--forks 2 --fork-turns 2`": (1, "--forks 2 --fork-turns 2 --advantage per_branch"),
     "`--proximal --importance-cap 2`, sampled in bfloat16": (

@@ -1,7 +1,8 @@
 """Experts are balanced in training: the loss (8), the routers' bias (11), the loads as a metric.
 
-Under every plan and tree they are those of one process. The cells of `check` are measure_grpo's
-family "balanced moe"; here are a packed batch by parallel.py alone, whole runs, and their audit.
+Under every plan they are those of one process, and without the loss under every tree. The cells of
+`check` are measure_grpo's families "balanced moe" and "biased moe"; here are a packed batch by
+parallel.py alone, whole runs, and their audit.
 """
 
 import json
@@ -85,7 +86,8 @@ def error(model, parts, truth):
 
 
 def _packed(rank, plans):
-    """Errors of the packed batch, in rows of two or so sequences, under each plan; and of trees."""
+    """Errors of the packed batch, in rows of two or so sequences, under each plan; counts of trees.
+    """
     found, truth = [], by_hand(experts())
     for text, options in plans:
         plan, parts = Plan.parse(text), []
@@ -106,16 +108,12 @@ def _packed(rank, plans):
         batches.forward_backward(SEQUENCES, masks, lambda k, mask, lp, H: 0 * lp.sum())
         found.append(error(model, parts, truth))
 
-        # A tree by blocks wants to know of all tokens, and all tensor ranks then say the same.
+        # A tree by chunks wants to know of all tokens, and all tensor ranks then say the same.
         if plan.tp > 1 and not options:
-            for p in model.parameters():
-                p.grad = None
-            wrapped = PaddedTokens(model, 2, whole_routing=True)
             trie = TokenTrie([torch.tensor(x) for x in SEQUENCES])
-            how = dict(max_tokens=3, aux_coef=COEF)
-            result = tree_backward(wrapped, trie, lambda i, lp, H: 0 * lp.sum(), **how)
-            parts = [({"": result.aux_loss}, result.router_counts)] if rank == 0 else []
-            found.append(error(model, parts, truth))
+            loss = lambda i, lp, H: 0 * lp.sum()  # noqa: E731
+            result = tree_backward(PaddedTokens(model, 2), trie, loss, max_tokens=3)
+            assert added([({}, result.router_counts)])[1].equal(truth[1])
     return found
 
 
@@ -124,7 +122,7 @@ def _packed(rank, plans):
 def test_a_rank_sees_some_tokens(tmp_path, plans):
     """Loss, gradient and counts of (10), where ranks share out tokens, stages and experts."""
     for found in ranks(tmp_path, 2, _packed, plans):
-        assert len(found) == len(plans) + 2 and max(found) < 1e-12, found
+        assert len(found) == len(plans) and max(found) < 1e-12, found
 
 
 @pytest.fixture
@@ -173,7 +171,8 @@ def test_a_skipped_step_moves_no_bias(batch):
     assert votes_of(trainer).equal(votes_of(fresh))
 
 
-BALANCED = "--balance-coef 0.5 --router-bias-rate 0.05"
+BIASED = "--router-bias-rate 0.05"
+BALANCED = f"--balance-coef 0.5 {BIASED}"
 RUNS = {  # ranks, flags
     "one": (1, ""), "float32": (2, "--plan c2 --dtype float32"),
     "2 ranks": (2, ""), "t2": (2, "--plan t2"), "c2": (2, "--plan c2"), "p2": (2, "--plan p2"),
@@ -184,10 +183,11 @@ RUNS = {  # ranks, flags
     "sparse t2": (2, "--tree sparse --plan t2"), "sparse c2": (2, "--tree sparse --plan c2"),
     "sparse p2": (2, "--tree sparse --plan p2"),
     "sparse fsdp": (2, "--tree sparse --data-parallel fsdp"),
-    "dta": (1, "--tree dta --max-tokens 9 --recompute"),
-    "dta t2e2": (2, "--tree dta --max-tokens 9 --plan t2e2"),
-    "d2t2e4": (4, "--plan d2t2e4 --tree dta --max-tokens 9"),
-    "t2c2": (4, "--plan t2c2 --ac full"), "p2t2": (4, "--plan p2t2 --tree sparse"),
+    "dta": (1, "--tree dta --chunk-tokens 9 --recompute"),
+    "dta t2e2": (2, "--tree dta --chunk-tokens 9 --plan t2e2"),
+    "d2t2e4": (4, "--plan d2t2e4 --tree dta --chunk-tokens 9"),
+    "t2c2": (4, "--plan t2c2 --ac full"), "p2t2": (4, "--plan p2t2"),
+    "sparse p2t2": (4, "--plan p2t2 --tree sparse"),
 }  # fmt: skip
 
 
@@ -205,22 +205,38 @@ def mixture(tmp_path_factory):
 
 @pytest.fixture
 def flags(mixture):
-    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} {BALANCED} --kl-coef 0.05 --kl k2"
-    return lambda steps: f"{run} --steps {steps}"
+    """The flags of a run with more flags, which a tree trains without the loss."""
+    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} --kl-coef 0.05 --kl k2"
+
+    def with_more(steps, more="", has_tree=None):
+        has_tree = "--tree" in more if has_tree is None else has_tree
+        return f"{run} {BIASED if has_tree else BALANCED} --steps {steps} {more}"
+
+    return with_more
 
 
 @pytest.mark.parametrize("name", shortened([*RUNS][2:], "sparse"))
 def test_balanced_runs_are_those_of_one_process(run_of, flags, tmp_path, name):  # noqa: F811
     world, more = RUNS[name]
-    flags = flags(2 if name == "sparse" else 4)
-    truth = run_of(flags)
-    assert largest_difference(trained(tmp_path, world, f"{flags} {more}"), truth) < 1e-8
+    steps, has_tree = 2 if name == "sparse" else 4, "--tree" in more
+    truth = run_of(flags(steps, has_tree=has_tree))
+    assert largest_difference(trained(tmp_path, world, flags(steps, more)), truth) < 1e-8
     loads = [line["experts/load_max"] for line in truth]
     assert 1 < min(loads) and max(loads) <= 4 and len(set(loads)) > 1
-    assert all(0.5 < line["balance/loss"] < 0.5 * 3 * 4 for line in truth)
+    losses = [line["balance/loss"] for line in truth if "balance/loss" in line]
+    assert len(losses) == (0 if has_tree else steps)
+    assert all(0.5 < loss < 0.5 * 3 * 4 for loss in losses)
 
 
-AUDITED = "one", "p2", "sparse t2", "dta t2e2", "float32"
+@pytest.mark.quick
+@pytest.mark.parametrize("tree", [dict(tree="sparse"), dict(tree="dta", chunk_tokens=9)])
+def test_a_tree_has_no_balance_loss(tree):
+    Config(router_bias_rate=0.5, **tree).check()
+    with pytest.raises(ValueError, match="--tree has no --balance-coef"):
+        Config(balance_coef=0.5, **tree).check()
+
+
+AUDITED = "one", "p2", "t2", "sparse t2", "dta t2e2", "float32"
 
 
 @pytest.mark.parametrize("name", shortened(AUDITED, "one"))
@@ -235,12 +251,13 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
 
     monkeypatch.setattr(audit.Rounding, "undecided", watched)
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
-    ranks(tmp_path, world, _train, f"{flags(2)} {more}", run)
+    ranks(tmp_path, world, _train, flags(2, more), run)
     assert main(["audit", str(run), "--step", "1"]) == 0
     rows = rows_of(capsys.readouterr().out)
-    for key in ("balance/loss", "balance/loss_first", "experts/load_max", "grad_norm", "votes"):
+    losses = [] if "--tree" in more else ["balance/loss", "balance/loss_first"]
+    for key in (*losses, "experts/load_max", "grad_norm", "votes"):
         assert name == "float32" or rows[key][2] < 1e-10
-    assert rows["balance/loss"][0] > 0.5 and rows["votes"][0] > 0
+    assert all(rows[key][0] > 0.5 for key in losses[:1]) and rows["votes"][0] > 0
 
     # How far one choice that rounding decides may move a metric: an expert, of 8 for each token of
     # the smaller update and 2 a token, in 3 layers; a game, of 70.
@@ -254,21 +271,24 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
 
     # A metric that was changed by a little is seen.
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    lines[1]["balance/loss"] *= 1.01
+    changed = losses[0] if losses else "experts/load_max"
+    lines[1][changed] *= 1.01
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["audit", str(run), "--step", "1"]) == 1
-    assert rows_of(capsys.readouterr().out)["balance/loss"][4] == "OUTSIDE"
+    assert rows_of(capsys.readouterr().out)[changed][4] == "OUTSIDE"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first, then", [("t2", "p2"), ("p2", "dta t2e2"), ("fsdp", "sparse c2")])
+@pytest.mark.parametrize("first, then", [
+    ("t2", "p2"), ("sparse p2", "dta t2e2"), ("dta t2e2", "sparse c2")])
 def test_a_resumed_run_goes_on_with_its_bias(run_of, flags, tmp_path, first, then):  # noqa: F811
     (tmp_path / "ranks").mkdir()
     out = tmp_path / "run"
     for name, how in (first, "--steps 2"), (then, "--resume"):
         world, more = RUNS[name]
-        ranks(tmp_path / "ranks", world, _train, f"{flags(4)} {more} {how}", out)
-    assert largest_difference(read_metrics(out), run_of(flags(4))) < 1e-8
+        ranks(tmp_path / "ranks", world, _train, f"{flags(4, more)} {how}", out)
+    truth = run_of(flags(4, has_tree="--tree" in RUNS[then][1]))
+    assert largest_difference(read_metrics(out), truth) < 1e-8
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ TAME_EXTREMES = {
     "heads": [1, 3], "hidden": [2, 15, HUGE], "layers": [1], "gae-lambda": [0.0, 1.0, 2.0],
     "gamma": [0.9, 2.0], "value-clip": [0.0, FAR], "value-coef": [NEAR], "weight-decay": [0.1],
     "beta2": [0.0, 0.5, 1.0], "lr-warmup": [0, 1, HUGE], "forks": [1, 2, HUGE],
-    "fork-turns": [1, HUGE], "max-rounds": [2], "max-tokens": [1, 5, HUGE],
+    "fork-turns": [1, HUGE], "max-rounds": [2], "chunk-tokens": [1, 5, HUGE],
     "clip-low": [0.999, 1.0], "clip-high": [FAR, 3.0], "dual-clip": [1.0, 3.0, FAR],
     "cispo-bound": [FAR], "kl-coef": [0.05, NEAR], "entropy-coef": [0.0, NEAR],
     "importance-cap": [FAR, 2.0], "importance-low": [0.5], "cispo-low": [0.5, NEAR, 6.0],
@@ -100,7 +100,7 @@ WILD_EXTREMES = {
     "compute-dtype": ["bfloat16", "float32"],
 }  # fmt: skip
 IMPOSSIBLE = ["-1", "nan", "inf", "-inf", "0"]
-ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "max-tokens",
+ONE_PROCESS = ("plan", "data-parallel", "cp-method", "pp-schedule", "tree", "chunk-tokens",
                "recompute", "ac", "shard-ranks", "offload", "compile")  # fmt: skip
 SHAPE = "layers", "hidden", "heads"  # of a model without a checkpoint
 
@@ -180,7 +180,7 @@ def draw(seed, number, models_of) -> Case:
         if flags.get("data-parallel") == "fsdp" or "c2" in flags.get("plan", ""):
             flags["tree"] = one(["sparse", "sparse", "sparse", "dta"])
         if flags["tree"] == "dta":
-            flags["max-tokens"] = one([1, 4, 16])
+            flags["chunk-tokens"] = one([1, 4, 16])
             if chance(0.5):
                 flags["recompute"] = True
     if chance(0.06 if flags.get("tree") == "dta" else 0.3):
@@ -209,7 +209,7 @@ def extremes():
     base |= {"max-new-tokens": 5, "minibatches": 1, "dtype": "float64", "advantage": "group_mean"}
     base |= dict(layers=1, hidden=8, heads=2)
     needs = {
-        "max-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "max-tokens": 4},
+        "chunk-tokens": {"tree": "dta"}, "recompute": {"tree": "dta", "chunk-tokens": 4},
         "cispo-bound": {"objective": "cispo"}, "cispo-low": {"objective": "cispo"},
         "sapo-up": {"objective": "sapo"}, "sapo-down": {"objective": "sapo"},
         "dppo-cap": {"objective": "dppo"}, "importance-low": {"importance-cap": 2},

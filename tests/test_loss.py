@@ -31,7 +31,7 @@ pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: get_args(f.type) for f in fields(Config)}
 COVERED = [case for case in GOLDEN["cases"] if case["ours"]]  # there is no KL times the ratio
-TREES = [{}, dict(tree="sparse"), dict(tree="dta", max_tokens=5)]
+TREES = [{}, dict(tree="sparse"), dict(tree="dta", chunk_tokens=5)]
 
 
 def tensor(values):

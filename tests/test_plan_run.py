@@ -39,31 +39,31 @@ plain - 20 4 --plan p2t2
 plain - 20 2 --data-parallel fsdp --offload --ac layers
 plain - 20 4 --data-parallel fsdp --shard-ranks 2
 plain - 20 4 --plan d2c2 --data-parallel fsdp --shard-ranks 1
-plain - 20 4 --plan c4 --cp-method usp
+plain - 20 4 --plan c4
 plain - 20 2 --plan d2 --compile
 plain - 20 2 --data-parallel fsdp --compile --ac full
 plain - 20 1 --tree sparse
-plain - 20 1 --tree dta --max-tokens 7 --recompute
-plain - 20 2 --tree dta --max-tokens 16
+plain - 20 1 --tree dta --chunk-tokens 7 --recompute
+plain - 20 2 --tree dta --chunk-tokens 16
 plain - 20 2 --tree sparse --data-parallel zero1
 plain 3 20 2 --tree sparse --plan c2
 plain - 20 2 --tree sparse --data-parallel fsdp
-plain - 20 2 --tree dta --max-tokens 16 --plan t2
+plain - 20 2 --tree dta --chunk-tokens 16 --plan t2
 plain - 20 4 --tree sparse --plan t2c2
 plain 3 20 2 --tree sparse --plan p2
 plain - 20 2 --tree sparse --plan p2 --pp-schedule zbv --micro-tokens 40
 plain - 20 4 --tree sparse --plan d2p2 --data-parallel fsdp
 plain - 20 4 --tree sparse --plan p2t2 --pp-schedule interleaved1f1b
 plain - 20 4 --tree sparse --plan p2c2
-plain - 20 4 --tree dta --max-tokens 16 --plan d2t2 --data-parallel zero1
+plain - 20 4 --tree dta --chunk-tokens 16 --plan d2t2 --data-parallel zero1
 old 2 - 2 --plan p2
 old - 4 4 --plan d2t2
 old - 4 4 --plan p2c2
 old - 4 2 --plan p2 --pp-schedule zbv
-forks 2 4 2 --tree dta --max-tokens 9
+forks 2 4 2 --tree dta --chunk-tokens 9
 forks - 4 2 --tree sparse
 forks 2 - 2 --tree sparse --plan p2
-critic - 3 1 --tree dta --max-tokens 7 --recompute
+critic - 3 1 --tree dta --chunk-tokens 7 --recompute
 critic - 3 2 --tree sparse --data-parallel fsdp
 critic - 3 2 --plan t2
 critic - 3 2 --plan c2 --tree sparse
@@ -71,16 +71,16 @@ critic 3 - 2 --plan p2
 experts 3 - 2 --plan d2e2
 experts 3 - 2 --plan t2
 experts - 3 2 --plan d2e2 --tree sparse
-experts - 3 2 --plan d2e2 --tree dta --max-tokens 9 --recompute
-experts - 3 2 --plan t2e2 --tree dta --max-tokens 9
-experts - 3 4 --plan d2t2e4 --tree dta --max-tokens 9
+experts - 3 2 --plan d2e2 --tree dta --chunk-tokens 9 --recompute
+experts - 3 2 --plan t2e2 --tree dta --chunk-tokens 9
+experts - 3 4 --plan d2t2e4 --tree dta --chunk-tokens 9
 experts - 3 4 --plan d2c2e2 --tree sparse
 experts - 3 4 --plan p2d2e2 --tree sparse
 plain - 20 2 --plan d2|t2
 plain - 20 2 --plan t2|d2 --data-parallel fsdp
 plain 3 20 2 --plan t2|p2 : --forks 2 --fork-turns 1 --advantage per_branch
 plain - 20 2 --plan t2|c2 --tree sparse
-plain - 20 2 --plan t2|d2 --tree dta --max-tokens 16 --data-parallel zero1
+plain - 20 2 --plan t2|d2 --tree dta --chunk-tokens 16 --data-parallel zero1
 plain - 20 2 --plan t2|t2 : --kl-coef 0.05 --proximal
 plain - 20 2 --plan t2|d2 : --staleness 1
 plain - 20 2 --plan t2|d2 : --prompts 1 --minibatches 1

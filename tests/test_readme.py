@@ -88,7 +88,7 @@ TABLE = {
         f'{TRAIN} --plan "t2|d2" --data-parallel fsdp', f"{TRAIN} --plan d1+d1 --staleness 1",
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
-        f"{RUN} --tree dta --max-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
+        f"{RUN} --tree dta --chunk-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
     "python tests/bench/measure_apart.py trace": "apart::the_trace_shows_both_sides_at_work",
     'python tests/bench/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
         "apart::the_race_is_run",

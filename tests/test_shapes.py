@@ -61,11 +61,10 @@ def ring_check():
 def tree_check():
     trie = tree_attention.TokenTrie(tree_attention.forests()["forest"])
     loss = tree_attention.example_loss
-    for model, coef in ((tree_attention.TinyModel(), 0), (models.tiny_model("qwen3_moe"), 0.1)):
+    for model in (tree_attention.TinyModel(), models.tiny_model("qwen3_moe")):
         tree_attention.tree_logprobs(model, trie)
         for recompute in (False, True):
-            options = dict(max_tokens=3, recompute=recompute, aux_coef=coef)
-            tree_attention.tree_backward(model, trie, loss, **options)
+            tree_attention.tree_backward(model, trie, loss, max_tokens=3, recompute=recompute)
 
 
 def wrong():

@@ -691,20 +691,16 @@ def test_the_loss_is_summed_in_the_models_precision():
     assert tree_backward(model, trie, lambda i, *x: 1.5).loss == 121 * 1.5  # or a number
 
 
-@pytest.mark.parametrize("kind, aux_coef", [("qwen3", 0.0), ("qwen3_moe", 0.1)])
-def test_frozen_parameters_and_no_grad_outside(kind, aux_coef):
-    """A frozen router has no gradient, but its loss is told."""
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_frozen_parameters_and_no_grad_outside(kind):
     model, sequences = models.tiny_model(kind), shape("forest")
-    given = tree_backward, TokenTrie(sequences), example_loss
-    told = outcome(model, *given, aux_coef=aux_coef)[1].aux_loss
-    trained = ("lm_head",) if aux_coef else ("model.layers.1", "lm_head")
     for name, p in model.named_parameters():
-        p.requires_grad_(name.startswith(trained))
+        p.requires_grad_(name.startswith(("model.layers.1", "lm_head")))
     truth = flat(model, sequences)
     with torch.no_grad():
-        options = dict(max_tokens=3, recompute=True, aux_coef=aux_coef)
-        found, result = outcome(model, *given, **options)
-    assert worst(found, truth) < 1e-10 and abs(result.aux_loss - told) < 1e-12
+        given = tree_backward, TokenTrie(sequences), example_loss
+        found, _ = outcome(model, *given, max_tokens=3, recompute=True)
+    assert worst(found, truth) < 1e-10
 
 
 @quick
@@ -718,32 +714,28 @@ def test_nothing_is_an_ordinary_case():
     assert partition([], 3) == [[], [], []]
 
 
-def with_balance(model, sequences, coef):
-    """The flat batch with models.Balance, one sequence at a time: aux loss and expert counts."""
-    total, counts = 0.0, {}
-    for i, x in enumerate(sequences):
-        balance = models.Balance(torch.zeros(len(x)).long(), coef=coef)
-        hidden = model.hidden(x[None], on_routing=balance)[0]
-        example_loss(i, *model.logprobs(hidden[:-1], x[1:])).backward()
-        total += sum(balance.losses.values())
+def counted(model, sequences):
+    """The tokens of each expert, by layer, one sequence at a time."""
+    counts = {}
+    for x in sequences:
+        balance = models.Balance(torch.zeros(len(x)).long())
+        model.hidden(x[None], on_routing=balance)
         for layer, n in balance.counts.items():
             counts[layer] = counts.get(layer, 0) + n
-    return total, [], counts
+    return counts
 
 
 @few_or_every
 @pytest.mark.parametrize("name", ["lone", "duplicates", "prefixes", "caterpillar", "forest"])
-def test_the_auxiliary_loss_counts_tokens_as_the_flat_batch_does(name, chunks):
+def test_experts_count_tokens_as_the_flat_batch_does(name, chunks):
+    """A token counts for each sequence that has it, and once if its chunk runs twice."""
     model, sequences = models.tiny_model("qwen3_moe", num_hidden_layers=3), shape(name)
-    (_, *truth), (aux, _, counts) = outcome(model, with_balance, sequences, 0.3)
-    assert worst(grads_in(flat(model, sequences), model), truth) > 1e-4  # it matters
+    counts = counted(model, sequences)
     for size, recompute in chunks:
-        options = dict(max_tokens=size, recompute=recompute, aux_coef=0.3)
+        options = dict(max_tokens=size, recompute=recompute)
         given = tree_backward, TokenTrie(sequences), example_loss
-        found, result = outcome(model, *given, **options)
-        assert worst(grads_in(found, model), truth) < 1e-10
-        assert abs(result.aux_loss - aux) < 1e-12
-        assert result.router_counts.keys() == counts.keys()
+        _, result = outcome(model, *given, **options)
+        assert result.router_counts.keys() == counts.keys() and counts
         assert all(torch.equal(result.router_counts[k], counts[k]) for k in counts)
 
 
@@ -829,7 +821,7 @@ def test_a_path_grows_by_its_keys_and_values_and_their_gradients():
         held["peak", n] = live.peak
     keys_and_values = 330 * 4 * 2 * (2 * 4) * 8
     assert 2.0 < (held[660] - held[330]) / keys_and_values < 2.2
-    assert 3.7 < (held["peak", 660] - held["peak", 330]) / keys_and_values < 3.9
+    assert 3.5 < (held["peak", 660] - held["peak", 330]) / keys_and_values < 3.9
 
 
 def test_a_walk_leaves_nothing_for_the_garbage_collector():
@@ -980,7 +972,6 @@ TWO = [[1, 2, 3], [1, 4, 5]]
          r"mask 1: expected shape \(2,\), got \(1,\)"),
         (models.tiny_model("qwen3"), [[1, 2], [3, 53]], {},
          "sequence 1 has the token id 53; ids are below 53"),
-        (models.tiny_model("qwen3"), TWO, dict(aux_coef=0.1), "the model has no router; leave 0"),
         (models.tiny_model("qwen3", max_position_embeddings=8), [[1], [1] * 9], {},
          "sequence 1 has 9 tokens, the model's limit is 8"),
     ],

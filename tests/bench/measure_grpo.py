@@ -76,7 +76,7 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
-    "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", max_tokens=8),
+    "gae by trees": dict(advantage="gae", aggregation="constant", tree="dta", chunk_tokens=8),
     "leave_one_out, dual clip, filter": dict(
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
         temperature=0.8, weight_decay=0.1, minibatches=2),
@@ -182,7 +182,7 @@ def invariances(device="cpu", steps=STEPS):
         "gradient, 40 tokens a micro-batch": gradient(batch, micro_tokens=40),
         "gradient, reversed order": gradient(batch[::-1]),
         "gradient, by the tree of prefixes": gradient(batch, tree="sparse"),
-        "gradient, by its blocks of 9": gradient(batch, tree="dta", max_tokens=9),
+        "gradient, by its chunks of 9": gradient(batch, tree="dta", chunk_tokens=9),
     }.items():
         rows[name] = ((other - whole).norm() / whole.norm()).item()
     return rows
@@ -197,7 +197,11 @@ FAMILIES = {
         model_type="qwen3_moe", vocab_size=12, num_experts=8, num_experts_per_tok=2,
         num_hidden_layers=2, sparse_layers=(0, 1), router_bias_rate=0.05),
 }  # fmt: skip
-BALANCED = {"balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05)}  # its settings
+FAMILIES["biased moe"] = FAMILIES["balanced moe"]
+BALANCED = {  # their settings; a tree has no balance loss
+    "balanced moe": dict(balance_coef=0.5, router_bias_rate=0.05),
+    "biased moe": dict(router_bias_rate=0.05),
+}  # fmt: skip
 PLANS = {  # name -> ranks, flags
     "d1": (1, {}),
     "2 ranks": (2, {}),
@@ -216,7 +220,7 @@ PLANS = {  # name -> ranks, flags
     "d2t2e4": (4, dict(plan="d2t2e4")),
     "d2 fsdp offload": (2, dict(plan="d2", data_parallel="fsdp", offload=True)),
     "4 ranks hsdp": (4, dict(data_parallel="fsdp", shard_ranks=2, ac="layers")),
-    "c4 usp": (4, dict(plan="c4", cp_method="usp")),
+    "c4": (4, dict(plan="c4")),
 }
 MIXED = {  # the same, in mixed precision
     f"{name} mixed": (PLANS[name][0], PLANS[name][1] | dict(compute_dtype="float32"))
@@ -227,8 +231,8 @@ MIXED_BOUND = 1e-4
 TREES = {
     "disabled": {},
     "sparse": dict(tree="sparse", micro_tokens=40),
-    "dta": dict(tree="dta", max_tokens=9),
-    "dta again": dict(tree="dta", max_tokens=5, recompute=True),
+    "dta": dict(tree="dta", chunk_tokens=9),
+    "dta again": dict(tree="dta", chunk_tokens=5, recompute=True),
 }
 
 
