@@ -832,33 +832,39 @@ def packed_tree(trie, length=None):
     return tuple(pad(x, (0, padding))[None] for x in (trie.tokens, trie.positions))
 
 
-def packed_attention(trie, length=None, *, group=None, **ring_options):
+def packed_attention(trie, length=None, *, group=None, debug=False, **ring_options):
     """Return what the layers call for a row of `packed_tree`: attention of each token to its path.
 
     group: the ranks that share the row, by `ring_attention` with ring_options. Default: one rank.
+    debug: on a ring, the checks of `ring_attention`, whose message names the layer.
     """
+    N = len(trie)
+    length = N if length is None else length
+
+    def on_one_rank(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        # Short paths are faster by `tree_attention` than by a mask. The output of padding is 0.
+        options = dict(scale=scale, window=window, softcap=softcap)
+        out = tree_attention(*(x[:, :, :N] for x in (q, k, v)), trie, **options)
+        return out if length == N else nn.functional.pad(out, (0, 0, 0, length - N))
+
+    if group is None:
+        return on_one_rank
+
     # On a ring a rank holds some of the tokens, while the mask is about indices of the whole row.
     # So a tree crosses ranks like any sequence: keys and values travel, queries stay. Each token of
     # the padding is a tree by itself:
     #
     #     5 6 7 / 5 9 in 6 places     tokens 5 6 7 9 0 0    subtree_end 4 3 3 4 5 6
-    N = len(trie)
-    length = N if length is None else length
+    _, depth_1S = packed_tree(trie, length)
     end_S = np.append(trie.subtree_end.numpy(), np.arange(N, length) + 1)
-    depth_1S = packed_tree(trie, length)[1]
     mask = ring.Mask(np.arange(length), end_S, position_BS=depth_1S)  # (1)
 
-    def attention(q, k, v, /, *, layer, scale, window=None, softcap=None):
-        options = dict(scale=scale, softcap=softcap)
-        if group is not None:
-            options |= dict(group=group, mask=mask.with_window(window), **ring_options)
-            return ring.ring_attention(q, k, v, **options)
+    def on_ring(q, k, v, /, *, layer, scale, window=None, softcap=None):
+        options = dict(group=group, scale=scale, softcap=softcap, **ring_options)
+        options |= dict(mask=mask.with_window(window), debug=debug and f"layer {layer}")
+        return ring.ring_attention(q, k, v, **options)
 
-        # Short paths are faster here than by a mask. The output of padding is 0.
-        out = tree_attention(*(x[:, :, :N] for x in (q, k, v)), trie, window=window, **options)
-        return out if length == N else nn.functional.pad(out, (0, 0, 0, length - N))
-
-    return attention
+    return on_ring
 
 
 def _is_critic(model):
@@ -1153,8 +1159,10 @@ class _ChunkScores:
         takes = inspect.signature(model.hidden).parameters
         self.counts_experts = counts_experts and "on_routing" in takes
 
-        # Token t is on the paths of so many sequences, and counts as often.
-        self.sequences_N = torch.bincount(trie.paths, minlength=len(trie)).double().to(self.device)
+        # A token counts once for each sequence that contains it: sequences_N[t] times.
+        if self.counts_experts:
+            sequences_N = torch.bincount(trie.paths, minlength=len(trie))
+            self.sequences_N = sequences_N.double().to(self.device)
 
     def forward(self, chunk, stack, edges_e):
         """Call the model for a chunk, with an attention that reads the chunks on the stack."""
@@ -1280,6 +1288,7 @@ class _TreeWalk:
         self.chunks = chunks if lockstep is None else overlay(chunks, lockstep)
 
     def run(self):
+        """Run all chunks forward and, with a loss_fn, backward."""
         stack = []  # the chunks above the current one, each `_Open`
         for b, chunk in enumerate(self.chunks):
             # Chunks that this one is not below are complete: nothing else will read their keys.
@@ -1296,16 +1305,12 @@ class _TreeWalk:
             for layer, counts_E in forward.router_counts.items():
                 self.router_counts[layer] = self.router_counts.get(layer, 0) + counts_E
 
-            # Leaves for the chunks below. Where a graph is kept, it holds keys and values anyway,
-            # and a view costs nothing. If not, a view would hold all of the matrix that queries,
-            # keys and values come from. Without chunks below, the graph frees them layer by layer.
+            # Without chunks below, nobody reads its keys and values: the graph frees them layer by
+            # layer.
             rows = self.scores.open_rows(chunk)
-            kv = {}
-            for layer, own in forward.own_kv.items() if has_children else ():
-                opened = [x[:, :, rows] if keep_graph else x[:, :, rows].clone() for x in own]
-                kv[layer] = [_SummingLeaf(x) for x in opened]
             if not has_children:
                 forward = forward._replace(own_kv={})
+            kv = _leaves_of_rows(forward.own_kv, rows, keep_graph)
 
             # All scores of the sequences that end here exist now, and no chunk of their paths has
             # gone backward yet.
@@ -1317,6 +1322,7 @@ class _TreeWalk:
             self.backward(stack)
 
     def forward(self, chunk, stack):
+        """Return the `_ChunkForward` of a chunk, also of an empty one."""
         if chunk.stop == chunk.start:  # a chunk that only other ranks have
             return _stand_in(self.model, self.scores.device)
         return self.scores.forward(chunk, stack, self.edges[chunk.start])
@@ -1346,6 +1352,19 @@ class _TreeWalk:
         pairs = [(x, grad.to(x.dtype)) for x, grad in pairs if x.requires_grad]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
+
+
+def _leaves_of_rows(own_kv, rows, keep_graph):
+    """Return some rows of a chunk's keys and values, layer -> `_SummingLeaf` of k and of v."""
+    # Where a graph is kept, it holds keys and values anyway, and a view costs nothing. If not, a
+    # view would hold all of the matrix that queries, keys and values come from.
+    leaves = {}
+    for layer, kv in own_kv.items():
+        open_kv = [x[:, :, rows] for x in kv]
+        if not keep_graph:
+            open_kv = [x.clone() for x in open_kv]
+        leaves[layer] = [_SummingLeaf(x) for x in open_kv]
+    return leaves
 
 
 class _SummingLeaf:

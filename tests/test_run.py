@@ -423,6 +423,7 @@ REFUSED = {
     "--plan archon:p2|d2": "a generator has d, t and e, and no p",
     "--plan p2+d1": "a generator has d, t and e, and no p",
     "--plan d1 --cp-method ulysses": "--cp-method needs a --plan with c",
+    "--plan d1 --debug": "--debug needs a --plan with c",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
     "--tree dta": "--tree dta needs --chunk-tokens",
     "--tree sparse --chunk-tokens 9": "--chunk-tokens needs --tree dta",
