@@ -1545,16 +1545,16 @@ class KVCache(SimpleCache):
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        B, G, S, D = k_BGSD.shape
         step = self.steps.get(window)
         if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
-            step = self.steps[window] = self._plan(q_BHSD.shape[2], window)
-        B = len(self.lengths)
+            step = self.steps[window] = self._plan(S, window)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
         store = self._store(layer, window, new_2BGSD)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
             if not step.kept:
-                store[:, :B, :, : q_BHSD.shape[2]] = new_2BGSD
+                store[:, :B, :, :S] = new_2BGSD
             for b, first, count in step.kept:
                 store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
@@ -1562,7 +1562,7 @@ class KVCache(SimpleCache):
         for b, first, count in step.kept:
             store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
         if step.slot_BS is None:
-            store[:, :B, :, step.high - q_BHSD.shape[2] : step.high] = new_2BGSD
+            store[:, :B, :, step.high - S : step.high] = new_2BGSD
         else:
             row_B1 = torch.arange(B, device=store.device)[:, None]
             by_slot = store.permute(1, 3, 0, 2, 4)
@@ -1573,25 +1573,23 @@ class KVCache(SimpleCache):
 
         # For one token a row, the H / G heads of a key head are queries of one head, so that one
         # product for each key head serves them all.
-        queries = q_BHSD
-        if q_BHSD.shape[2] == 1:
-            queries = q_BHSD.reshape(B, k_BGCD.shape[1], -1, q_BHSD.shape[3])
+        queries = q_BHSD.reshape(B, G, -1, D) if S == 1 else q_BHSD
         out = masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
         return out.reshape(q_BHSD.shape)
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
-        B = len(self.lengths)
-        first = self.first.setdefault(window, [0] * B)
+        first = self.first.setdefault(window, [0] * len(self.lengths))
         slots = self.slots.setdefault(window, 0)
+        reach = window or math.inf  # tokens that a query sees, its own included
         kept = []
         if not any(self.lengths):
-            # The token after a prompt sees window - 1 of its tokens. A sliding layer keeps these.
-            if window is not None and S >= window:
-                for b, count in enumerate(self.counts or [S] * B):
-                    first[b] = max(0, count - window + 1)
+            # The token after a prompt sees reach - 1 of its tokens. A sliding layer keeps these.
+            if S >= reach:
+                for b, count in enumerate(self.counts or [S] * len(self.lengths)):
+                    first[b] = max(0, count - reach + 1)
                     kept.append((b, first[b], count - first[b]))
-            self.slots[window] = max(slots, min(S, window or S))
+            self.slots[window] = max(slots, min(S, reach))
             return Step(self.lengths, kept, True)
 
         # A sliding layer whose store is full forgets first what no query will see again.
@@ -1599,16 +1597,16 @@ class KVCache(SimpleCache):
         stored = [length - start for length, start in zip(self.lengths, first)]
         if max(stored) + S > slots:
             for b, count in enumerate(stored):
-                if window is not None and count >= window:
-                    first[b] += count - window + 1
-                    stored[b] = window - 1
-                    kept.append((b, count - window + 1, window - 1))
+                if count >= reach:
+                    first[b] += count - reach + 1
+                    stored[b] = reach - 1
+                    kept.append((b, count - reach + 1, reach - 1))
             need = max(stored) + S
             self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
         # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
         # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
-        low = max(0, min(stored) + 1 - window) if window else 0
+        low = max(0, min(stored) + 1 - reach)
         high = max(stored) + S
         even = min(stored) == max(stored)
         if even and S == 1:
@@ -1617,8 +1615,7 @@ class KVCache(SimpleCache):
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = visible_keys(slot_BS, slot_1C, window)
-        slot_BS = None if even else slot_BS
-        return Step(self.lengths, kept, False, low, high, slot_BS, visible)
+        return Step(self.lengths, kept, False, low, high, None if even else slot_BS, visible)
 
     def _store(self, layer, window, like):
         """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
@@ -1628,12 +1625,13 @@ class KVCache(SimpleCache):
         # A store that is too small is copied into a larger one, and then dropped: at no time are
         # there two stores of more than one layer. The first store of a layer grows from nothing.
         old = self.layers.get(layer, like[:, :0, :, :0])
-        rows = max(len(self.lengths), old.shape[1])
+        _, B, G, C, D = old.shape
+        rows = max(B, len(self.lengths), self.capacity)
         slots = self.slots[window]
-        if old.shape[1] < rows or old.shape[3] < slots:
-            size = 2, max(rows, self.capacity), like.shape[2], slots, like.shape[4]
-            self.layers[layer] = like.new_zeros(size)
-            self.layers[layer][:, : old.shape[1], :, : old.shape[3]] = old
+        if B < rows or C < slots:
+            store = like.new_zeros(2, rows, G, slots, D)
+            store[:, :B, :, :C] = old
+            self.layers[layer] = store
             self.windows[layer] = window
         return self.layers[layer]
 
@@ -1643,8 +1641,8 @@ class KVCache(SimpleCache):
         Only rows that change places are copied, and one layer after the other. To give up rows 1
         and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
         """
-        # The right-hand side is read before anything is written, so that rows can trade places.
         self.lengths = [self.lengths[b] for b in rows]
+        # The right-hand side is read before anything is written, so that rows can trade places.
         to = [b for b, source in enumerate(rows) if b != source]
         source = [rows[b] for b in to]
         for layer, store in self.layers.items():
