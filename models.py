@@ -990,7 +990,8 @@ class Transformer(SimpleTransformer):
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
-        on_routing: a callback that receives each sparse layer's routing, such as a `Balance`.
+        on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
+            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
@@ -1019,7 +1020,7 @@ class Transformer(SimpleTransformer):
             return x_BSM
         # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
         # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
-        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+        return x_BSM * torch.tensor(self.embed_scale, dtype=x_BSM.dtype).item()
 
     def lm_head_shard(self):
         """Return this rank's rows of `head_weight`, and the options of `token_logprobs` that say
@@ -1084,8 +1085,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     if not outside.any():
         return
     place = outside.nonzero()[0].tolist()
-    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
-    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
+    where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"place {place[0]}"
     raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
                      f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
 
@@ -1564,9 +1564,9 @@ class KVCache(SimpleCache):
         if step.slot_BS is None:
             store[:, :B, :, step.high - S : step.high] = new_2BGSD
         else:
+            # Indexing by tables, as in the core, gives (B, S, 2, G, D).
             row_B1 = torch.arange(B, device=store.device)[:, None]
-            by_slot = store.permute(1, 3, 0, 2, 4)
-            by_slot[row_B1, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
         k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
         if self.prompts is not None and window is None:
             return self._attend_with_prompts(q_BHSD, k_BGCD, v_BGCD, step, layer, scale)
@@ -2379,20 +2379,19 @@ def _raise_on_all_ranks(problem, split) -> None:
 
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
-    if not (split and dist.is_initialized()):
-        if problem is not None:
-            raise problem
-        return
-    # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned by
-    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    texts = [None] * dist.get_world_size()
-    kind = OSError if isinstance(problem, OSError) else ValueError
-    dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
-    for rank, found in enumerate(texts):
-        if found is not None:
-            kind, text = found
-            raise kind(f"rank {rank}: {text}") from problem
+    if split and dist.is_initialized():
+        # COMM: each rank comes here once, whatever it met before: a rank that raised on its own
+        # would leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned
+        # by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+        texts = [None] * dist.get_world_size()
+        kind = OSError if isinstance(problem, OSError) else ValueError
+        dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
+        for rank, found in enumerate(texts):
+            if found is not None:
+                kind, text = found
+                raise kind(f"rank {rank}: {text}") from problem
+    if problem is not None:
+        raise problem
 
 
 @torch.no_grad()
