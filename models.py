@@ -833,6 +833,7 @@ class Rope:
     def __init__(self, config):
         ropes = config.rope_parameters.items()
         self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
+        self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
 
     def __call__(self, positions_BS, dtype, /):
         # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
@@ -840,8 +841,10 @@ class Rope:
         wide = torch.promote_types(dtype, torch.float32)
         ropes = {}
         for kind, (f_d, factor) in self.frequencies.items():
-            f_d = f_d.to(positions_BS.device, wide)
-            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d)
+            at = positions_BS.device, kind
+            if at not in self.moved:
+                self.moved[at] = f_d.to(positions_BS.device)
+            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), self.moved[at].to(wide))
             ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
         return ropes
 
@@ -1406,7 +1409,6 @@ class TokenLogprobs(torch.autograd.Function):
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
-            slope_nv = 1.0
             if n in ctx.exponentials and dentropy_N is None:
                 # p is e^(z - m) times e^(m - lse), so one product gives the part -dlogprob p. A
                 # second backward has no exponentials any more.
@@ -1936,9 +1938,8 @@ def without_holes(entries):
     entries = list(entries)
     for b in reversed(range(len(entries))):
         if entries[b] is None:
-            last = entries.pop()
-            if b < len(entries):
-                entries[b] = last
+            entries[b] = entries[-1]
+            entries.pop()
     return entries
 
 
@@ -2561,7 +2562,6 @@ def full_definition(model, tokens, /, frequencies=None):
     frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
     config = model.config
-    ropes = config.rope_parameters.values()
     weights = {}
     for name, p in model.named_parameters():
         weights |= stored_tensors(name, p)
@@ -2569,7 +2569,7 @@ def full_definition(model, tokens, /, frequencies=None):
         weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
 
     # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
-    (factor,) = {rope_frequencies(rope, config.head_dim)[1] for rope in ropes}
+    (factor,) = {factor for _, factor in model.rope.frequencies.values()}
     scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
     alike = nn.Module()
     alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
