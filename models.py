@@ -833,6 +833,7 @@ class Rope:
     def __init__(self, config):
         ropes = config.rope_parameters.items()
         self.frequencies = {kind: rope_frequencies(rope, config.head_dim) for kind, rope in ropes}
+        self.moved = {}  # (device, layer type) -> f of (5) there, as each copy waits for the device
 
     def __call__(self, positions_BS, dtype, /):
         # NUMERICS: the angles of position 10^5 need float32; a bf16 position is wrong from 257 on.
@@ -840,8 +841,10 @@ class Rope:
         wide = torch.promote_types(dtype, torch.float32)
         ropes = {}
         for kind, (f_d, factor) in self.frequencies.items():
-            f_d = f_d.to(positions_BS.device, wide)
-            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), f_d)
+            at = positions_BS.device, kind
+            if at not in self.moved:
+                self.moved[at] = f_d.to(positions_BS.device)
+            cos_BS1D, sin_BS1D = cos_and_sin(positions_BS.to(wide), self.moved[at].to(wide))
             ropes[kind] = cos_BS1D * factor, sin_BS1D * factor
         return ropes
 
@@ -990,7 +993,8 @@ class Transformer(SimpleTransformer):
         positions: int64, (B, S). For RoPE only. Default: 0..S-1.
         attention: attention(q, k, v, layer=, scale=) -> (B, H, S, D), with q (B, H, S, D) and with
             k and v (B, G, S, D). Sliding layers add window=. Default: `self.attention`.
-        on_routing: a callback that receives each sparse layer's routing, such as a `Balance`.
+        on_routing: on_routing(p (N, E), ids of experts (N, K), layer=), called once in each sparse
+            layer. It returns a loss to attach, or None. Such as a `Balance`. Default: no call.
 
         ValueError for other shapes, and on a CPU for ids that are not in the vocabulary.
         """
@@ -1019,7 +1023,7 @@ class Transformer(SimpleTransformer):
             return x_BSM
         # NUMERICS: the checkpoint was trained with sqrt(M) rounded to the weight's dtype: in bf16
         # sqrt(3072) is 55.5. Pinned by tests/test_models.py::test_gemma_scales_by_a_rounded_root.
-        return x_BSM * torch.tensor(self.config.hidden_size**0.5, dtype=x_BSM.dtype).item()
+        return x_BSM * torch.tensor(self.embed_scale, dtype=x_BSM.dtype).item()
 
     def lm_head_shard(self):
         """Return this rank's rows of `head_weight`, and the options of `token_logprobs` that say
@@ -1084,8 +1088,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     if not outside.any():
         return
     place = outside.nonzero()[0].tolist()
-    names = ("row", "column") if len(place) == 2 else ("place", "dimension 1", "dimension 2")
-    where = ", ".join(f"{name} {n}" for name, n in zip(names, place))
+    where = f"row {place[0]}, column {place[1]}" if len(place) == 2 else f"place {place[0]}"
     raise ValueError(f"{what} id {tokens[tuple(place)].item()} at {where} is not in the vocabulary "
                      f"of {vocab_size}: ids are 0..{vocab_size - 1}")  # fmt: skip
 
@@ -1406,7 +1409,6 @@ class TokenLogprobs(torch.autograd.Function):
         dweight_vM = torch.zeros_like(weight_vM, dtype=lse_N.dtype)
         for n in range(0, len(targets_N), options.chunk):
             rows = slice(n, n + options.chunk)
-            slope_nv = 1.0
             if n in ctx.exponentials and dentropy_N is None:
                 # p is e^(z - m) times e^(m - lse), so one product gives the part -dlogprob p. A
                 # second backward has no exponentials any more.
@@ -1545,16 +1547,16 @@ class KVCache(SimpleCache):
 
     def attention(self, q_BHSD, k_BGSD, v_BGSD, /, *, layer, scale, window=None):
         """Write the keys and values of S new tokens a row, and attend to all tokens so far."""
+        B, G, S, D = k_BGSD.shape
         step = self.steps.get(window)
         if step is None or step.lengths is not self.lengths:  # a forward ends with a new list
-            step = self.steps[window] = self._plan(q_BHSD.shape[2], window)
-        B = len(self.lengths)
+            step = self.steps[window] = self._plan(S, window)
         new_2BGSD = torch.stack([k_BGSD, v_BGSD])
         store = self._store(layer, window, new_2BGSD)
         if step.is_prompt:
             # A prompt has nothing older to see. Its right padding needs no mask.
             if not step.kept:
-                store[:, :B, :, : q_BHSD.shape[2]] = new_2BGSD
+                store[:, :B, :, :S] = new_2BGSD
             for b, first, count in step.kept:
                 store[:, b, :, :count] = new_2BGSD[:, b, :, first : first + count]
             return causal_attention(q_BHSD, k_BGSD, v_BGSD, layer=layer, scale=scale, window=window)
@@ -1562,36 +1564,34 @@ class KVCache(SimpleCache):
         for b, first, count in step.kept:
             store[:, b, :, :count] = store[:, b, :, first : first + count].clone()
         if step.slot_BS is None:
-            store[:, :B, :, step.high - q_BHSD.shape[2] : step.high] = new_2BGSD
+            store[:, :B, :, step.high - S : step.high] = new_2BGSD
         else:
+            # Indexing by tables, as in the core, gives (B, S, 2, G, D).
             row_B1 = torch.arange(B, device=store.device)[:, None]
-            by_slot = store.permute(1, 3, 0, 2, 4)
-            by_slot[row_B1, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
+            store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
         k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
         if self.prompts is not None and window is None:
             return self._attend_with_prompts(q_BHSD, k_BGCD, v_BGCD, step, layer, scale)
 
         # For one token a row, the H / G heads of a key head are queries of one head, so that one
         # product for each key head serves them all.
-        queries = q_BHSD
-        if q_BHSD.shape[2] == 1:
-            queries = q_BHSD.reshape(B, k_BGCD.shape[1], -1, q_BHSD.shape[3])
+        queries = q_BHSD.reshape(B, G, -1, D) if S == 1 else q_BHSD
         out = masked_attention(queries, k_BGCD, v_BGCD, step.visible_B1SC, scale=scale)
         return out.reshape(q_BHSD.shape)
 
     def _plan(self, S, window):
         """Return the `Step` of S new tokens a row in the layers of one window."""
-        B = len(self.lengths)
-        first = self.first.setdefault(window, [0] * B)
+        first = self.first.setdefault(window, [0] * len(self.lengths))
         slots = self.slots.setdefault(window, 0)
+        reach = window or math.inf  # tokens that a query sees, its own included
         kept = []
         if not any(self.lengths):
-            # The token after a prompt sees window - 1 of its tokens. A sliding layer keeps these.
-            if window is not None and S >= window:
-                for b, count in enumerate(self.counts or [S] * B):
-                    first[b] = max(0, count - window + 1)
+            # The token after a prompt sees reach - 1 of its tokens. A sliding layer keeps these.
+            if S >= reach:
+                for b, count in enumerate(self.counts or [S] * len(self.lengths)):
+                    first[b] = max(0, count - reach + 1)
                     kept.append((b, first[b], count - first[b]))
-            self.slots[window] = max(slots, min(S, window or S))
+            self.slots[window] = max(slots, min(S, reach))
             return Step(self.lengths, kept, True)
 
         # A sliding layer whose store is full forgets first what no query will see again.
@@ -1599,16 +1599,16 @@ class KVCache(SimpleCache):
         stored = [length - start for length, start in zip(self.lengths, first)]
         if max(stored) + S > slots:
             for b, count in enumerate(stored):
-                if window is not None and count >= window:
-                    first[b] += count - window + 1
-                    stored[b] = window - 1
-                    kept.append((b, count - window + 1, window - 1))
+                if count >= reach:
+                    first[b] += count - reach + 1
+                    stored[b] = reach - 1
+                    kept.append((b, count - reach + 1, reach - 1))
             need = max(stored) + S
             self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
         # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
         # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
-        low = max(0, min(stored) + 1 - window) if window else 0
+        low = max(0, min(stored) + 1 - reach)
         high = max(stored) + S
         even = min(stored) == max(stored)
         if even and S == 1:
@@ -1617,8 +1617,7 @@ class KVCache(SimpleCache):
         slot_BS = stored_B1 + torch.arange(S, device=self.device)
         slot_1C = torch.arange(low, high, device=self.device)[None]
         visible = visible_keys(slot_BS, slot_1C, window)
-        slot_BS = None if even else slot_BS
-        return Step(self.lengths, kept, False, low, high, slot_BS, visible)
+        return Step(self.lengths, kept, False, low, high, None if even else slot_BS, visible)
 
     def _store(self, layer, window, like):
         """Return the layer's store, made or grown to hold all rows and `slots[window]` slots.
@@ -1628,12 +1627,13 @@ class KVCache(SimpleCache):
         # A store that is too small is copied into a larger one, and then dropped: at no time are
         # there two stores of more than one layer. The first store of a layer grows from nothing.
         old = self.layers.get(layer, like[:, :0, :, :0])
-        rows = max(len(self.lengths), old.shape[1])
+        _, B, G, C, D = old.shape
+        rows = max(B, len(self.lengths), self.capacity)
         slots = self.slots[window]
-        if old.shape[1] < rows or old.shape[3] < slots:
-            size = 2, max(rows, self.capacity), like.shape[2], slots, like.shape[4]
-            self.layers[layer] = like.new_zeros(size)
-            self.layers[layer][:, : old.shape[1], :, : old.shape[3]] = old
+        if B < rows or C < slots:
+            store = like.new_zeros(2, rows, G, slots, D)
+            store[:, :B, :, :C] = old
+            self.layers[layer] = store
             self.windows[layer] = window
         return self.layers[layer]
 
@@ -1643,8 +1643,8 @@ class KVCache(SimpleCache):
         Only rows that change places are copied, and one layer after the other. To give up rows 1
         and 4 of 6, copy row 5 alone, by select([0, 5, 2, 3]).
         """
-        # The right-hand side is read before anything is written, so that rows can trade places.
         self.lengths = [self.lengths[b] for b in rows]
+        # The right-hand side is read before anything is written, so that rows can trade places.
         to = [b for b, source in enumerate(rows) if b != source]
         source = [rows[b] for b in to]
         for layer, store in self.layers.items():
@@ -1938,9 +1938,8 @@ def without_holes(entries):
     entries = list(entries)
     for b in reversed(range(len(entries))):
         if entries[b] is None:
-            last = entries.pop()
-            if b < len(entries):
-                entries[b] = last
+            entries[b] = entries[-1]
+            entries.pop()
     return entries
 
 
@@ -2381,20 +2380,19 @@ def _raise_on_all_ranks(problem, split) -> None:
 
     Of a model whose parameters are not split, every rank is on its own, and no message is sent.
     """
-    if not (split and dist.is_initialized()):
-        if problem is not None:
-            raise problem
-        return
-    # COMM: each rank comes here once, whatever it met before: a rank that raised on its own would
-    # leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned by
-    # tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
-    texts = [None] * dist.get_world_size()
-    kind = OSError if isinstance(problem, OSError) else ValueError
-    dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
-    for rank, found in enumerate(texts):
-        if found is not None:
-            kind, text = found
-            raise kind(f"rank {rank}: {text}") from problem
+    if split and dist.is_initialized():
+        # COMM: each rank comes here once, whatever it met before: a rank that raised on its own
+        # would leave the others waiting for it. An all-gather of the texts, over all ranks. Pinned
+        # by tests/test_checkpoints.py::test_what_one_rank_finds_all_ranks_raise.
+        texts = [None] * dist.get_world_size()
+        kind = OSError if isinstance(problem, OSError) else ValueError
+        dist.all_gather_object(texts, None if problem is None else (kind, f"{problem}"))
+        for rank, found in enumerate(texts):
+            if found is not None:
+                kind, text = found
+                raise kind(f"rank {rank}: {text}") from problem
+    if problem is not None:
+        raise problem
 
 
 @torch.no_grad()
@@ -2564,7 +2562,6 @@ def full_definition(model, tokens, /, frequencies=None):
     frequencies: frequencies(rope, head_dim) -> f of (5). Default: from `rope_frequencies`.
     """
     config = model.config
-    ropes = config.rope_parameters.values()
     weights = {}
     for name, p in model.named_parameters():
         weights |= stored_tensors(name, p)
@@ -2572,7 +2569,7 @@ def full_definition(model, tokens, /, frequencies=None):
         weights[name.replace("votes", "choice_bias")] = config.router_bias_rate * votes_E
 
     # A factor on cos and sin multiplies q and k, so their product by its square: as a scale does.
-    (factor,) = {rope_frequencies(rope, config.head_dim)[1] for rope in ropes}
+    (factor,) = {factor for _, factor in model.rope.frequencies.values()}
     scalar = (config.query_pre_attn_scalar or config.head_dim) / factor**4
     alike = nn.Module()
     alike.config = dataclasses.replace(config, query_pre_attn_scalar=scalar)
