@@ -947,38 +947,21 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
     return tuple(columns)
 
 
-class PathEdges:
-    """The edges of one path or of several, where a loss reads its scores and leaves its gradients.
+def path_edges(trie, sequences, device):
+    """Return the edges of some paths, (R, T), and True where an entry is inside its path.
 
-    called_for: a sequence, with edges (T,), or a list of R sequences, with (R, T), padded.
+    Sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9 have the edges 1 2 and 4. Edge 0 fills up:
+
+        edges_RT  1 2      inside_RT  x x
+                  4 0                 x .
     """
-
-    def __init__(self, trie, called_for, device):
-        # Sequences 5 6 7 and 5 9 of the tree 5 6 7 8 9 have the edges 1 2 and 4. Edge 0 fills up:
-        #
-        #     edges_RT  1 2      inside_RT  x x
-        #               4 0                 x .
-        self.is_one = not isinstance(called_for, list)
-        rows = [called_for] if self.is_one else called_for
-        targets_R1 = trie.lengths[rows].numpy()[:, None] - 1
-        column_T = np.arange(targets_R1.max(initial=0))
-        inside_RT = column_T < targets_R1
-        begins_R1 = trie.begins[rows].numpy()[:, None]
-        index_RT = np.where(inside_RT, begins_R1 + 1 + column_T, 0)
-        edges_RT = np.where(inside_RT, trie.paths.numpy()[index_RT], 0)
-        self.edges_RT = torch.from_numpy(edges_RT).to(device)
-        self.inside_RT = torch.from_numpy(inside_RT).to(device)
-        self.edges = self.edges_RT[self.inside_RT]  # all of them, flat
-
-    def read(self, score_N):
-        """Return a score along the path, (T,), or along each path, (R, T), 0 past its end."""
-        if self.is_one:
-            return score_N[self.edges]
-        return score_N[self.edges_RT].masked_fill(~self.inside_RT, 0.0)
-
-    def flat(self, x):
-        """Return the entries that belong to `edges` of a tensor with the shape of `read`'s."""
-        return x if self.is_one else x[self.inside_RT]
+    targets_R1 = trie.lengths[sequences].numpy()[:, None] - 1
+    column_T = np.arange(targets_R1.max(initial=0))
+    inside_RT = column_T < targets_R1
+    begins_R1 = trie.begins[sequences].numpy()[:, None]
+    index_RT = np.where(inside_RT, begins_R1 + 1 + column_T, 0)
+    edges_RT = np.where(inside_RT, trie.paths.numpy()[index_RT], 0)
+    return [torch.from_numpy(x).to(device) for x in (edges_RT, inside_RT)]
 
 
 # 9. Chunks of the tree --------------------------------------------------------------------------
@@ -997,6 +980,11 @@ class TreeChunk(NamedTuple):
     start: int
     stop: int
     parent: int  # index of the chunk that contains the parent of token `start`, -1 for none
+
+    def run_of(self, tokens):
+        """Return the slice of ascending token indices, a tensor, that are in this chunk."""
+        first, after = torch.searchsorted(tokens, torch.tensor([self.start, self.stop])).tolist()
+        return slice(first, after)
 
 
 def partition_tree(trie, max_tokens=None, *, join_only_children=False) -> list[TreeChunk]:
@@ -1118,8 +1106,14 @@ class _Losses:
         """Call the loss once; return its value, and whether it and its gradient are finite."""
         # The scores along each path are leaves of a graph of their own. So the loss's backward ends
         # here: a chunk must be gone through once, not once for every sequence that shares it.
-        paths = PathEdges(self.trie, called_for, self.scores_CN.device)
-        leaves = [paths.read(row_N).requires_grad_() for row_N in self.scores_CN]
+        is_one = not isinstance(called_for, list)
+        sequences = [called_for] if is_one else called_for
+        edges, inside = path_edges(self.trie, sequences, self.scores_CN.device)
+        if is_one:
+            edges, inside = edges[0], inside[0]
+        leaves = []
+        for row_N in self.scores_CN:
+            leaves.append(row_N[edges].masked_fill(~inside, 0.0).requires_grad_())
         with torch.enable_grad():
             loss = self.loss_fn(called_for, *leaves)
             loss = loss if torch.is_tensor(loss) else self.scores_CN.new_tensor(loss)
@@ -1136,8 +1130,8 @@ class _Losses:
         finite = [loss.isfinite()]
         for c, leaf in enumerate(leaves):
             if leaf.grad is not None:
-                dscores = paths.flat(leaf.grad)
-                self.dscores_CN[c].index_add_(0, paths.edges, dscores)  # (4)
+                dscores = leaf.grad.masked_fill(~inside, 0.0).flatten()
+                self.dscores_CN[c].index_add_(0, edges.flatten(), dscores)  # (4)
                 self.is_used[c] = True
                 finite.append(dscores.isfinite().all())
         return loss, torch.stack(finite).all()
@@ -1265,6 +1259,7 @@ class _TreeWalk:
     def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False,
                  join_only_children=False, temperature=1.0, masks=None, lockstep=None):  # fmt: skip
         self.model = model
+        self.trie = trie
         self.losses = losses
         self.trains = losses.loss_fn is not None
         self.recompute = recompute
@@ -1274,14 +1269,12 @@ class _TreeWalk:
         chunks = partition_tree(trie, max_tokens, join_only_children=join_only_children)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
-        # if token t is in a chunk below.
-        starts = [chunk.start for chunk in chunks]
+        # if token t is in a chunk below. Sorted by parents, the edges of a chunk are a run.
         edges, _ = wanted_edges(trie, masks)
-        edges = _grouped(edges, _chunks_of(trie.parent.numpy()[edges], starts), len(chunks))
-        ended = np.arange(len(trie.ends))
-        ended = _grouped(ended, _chunks_of(trie.ends.numpy(), starts), len(chunks))
-        self.edges = dict(zip(starts, edges, strict=True))  # by the chunk's first token
-        self.ended = dict(zip(starts, ended, strict=True))  # sequences with their last token there
+        by_parent = np.argsort(trie.parent.numpy()[edges], kind="stable")
+        self.edges = torch.from_numpy(edges[by_parent])
+        self.parents = trie.parent[self.edges]
+        self.sorted_ends = trie.ends[trie.order]
 
         # COMM: under lockstep this list of calls has the same length on all ranks. Pinned by
         # tests/test_tree_ranks.py::test_ranks_with_other_trees_make_the_same_calls.
@@ -1314,8 +1307,9 @@ class _TreeWalk:
 
             # All scores of the sequences that end here exist now, and no chunk of their paths has
             # gone backward yet.
-            if self.trains and chunk.stop > chunk.start:
-                self.losses.finish(self.ended[chunk.start].tolist())
+            if self.trains:
+                ended = self.trie.order[chunk.run_of(self.sorted_ends)]
+                self.losses.finish(sorted(ended))
             stack.append(_Open(b, chunk, rows, kv, forward if keep_graph else None))
             del forward  # so that the backward frees it
         while stack:
@@ -1325,7 +1319,7 @@ class _TreeWalk:
         """Return the `_ChunkForward` of a chunk, also of an empty one."""
         if chunk.stop == chunk.start:  # a chunk that only other ranks have
             return _stand_in(self.model, self.scores.device)
-        return self.scores.forward(chunk, stack, self.edges[chunk.start])
+        return self.scores.forward(chunk, stack, self.edges[chunk.run_of(self.parents)])
 
     def backward(self, stack):
         """Pop a chunk, and backpropagate through it once for all losses that it had a part in."""
@@ -1388,15 +1382,6 @@ class _SummingLeaf:
         self.leaf.register_post_accumulate_grad_hook(add)
 
 
-def _grouped(values, keys, count):
-    """Return values by key as int64 tensors, one for each of the keys 0 .. count - 1."""
-    if not count:
-        return []
-    order = np.argsort(keys, kind="stable")
-    cuts = np.searchsorted(keys[order], np.arange(1, count))
-    return [torch.from_numpy(x) for x in np.split(values[order], cuts)]
-
-
 # 11. The public calls ---------------------------------------------------------------------------
 
 
@@ -1430,11 +1415,12 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
 
     # Each path reads its own scores. In the backward the gradients of all paths add up at an edge:
     # (4) by autograd.
-    paths = PathEdges(trie, list(range(len(trie.lengths))), columns[0].device)
+    every = list(range(len(trie.lengths)))
+    edges_RT, inside_RT = path_edges(trie, every, columns[0].device)
     if padded:
-        return [paths.read(column_N) for column_N in columns]
+        return [column_N[edges_RT].masked_fill(~inside_RT, 0.0) for column_N in columns]
     sizes = (trie.lengths - 1).tolist()
-    by_score = [column_N[paths.edges].split(sizes) for column_N in columns]
+    by_score = [column_N[edges_RT[inside_RT]].split(sizes) for column_N in columns]
     return list(zip(*by_score, strict=True)) if len(trie) else []
 
 
