@@ -667,7 +667,8 @@ def core_main(argv):
 #            token_mean     w_i = 1               Z = sampled tokens
 #            sequence_mean  w_i = 1 / tokens_i    Z = sequences with a sampled token
 #            constant       w_i = 1               Z = sequences * max_new_tokens
-#   (8)  with experts, in addition: balance_coef mean_i b_i     b_i: (10) of models.py with coef 1
+#   (8)  with experts, without --tree, in addition: balance_coef mean_i b_i
+#            b_i: (10) of models.py with coef 1
 #
 # Letters: B trajectories; T positions of their padded log-prob vectors (the targets are tokens[1:],
 # so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums;
@@ -883,7 +884,7 @@ class Config(SimpleConfig):
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
     value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
-    balance_coef: float = 0.0  # experts: weight of the loss that balances their loads; 0: none
+    balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
     router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
     # the optimizer
     lr: float = None  # AdamW
