@@ -1294,6 +1294,7 @@ def backward_tiles(dout, q_BHqD, k_BGkD, v_BGkD, out, lse, dlse, mask, config, b
         dq_BHqD[rows] += dq
         dk_BGkD[columns] += dk
         dv_BGkD[columns] += dv
+        del block, dq, dk, dv  # before the next tile has results of its own
     return dq_BHqD, dk_BGkD, dv_BGkD
 
 
