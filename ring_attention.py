@@ -1041,17 +1041,17 @@ class BoxSearch:
         # waits too if a tile of keys in it is not seen. Fewer unseen keys are masked.
         is_tile = length <= self.sizes.tile
         is_large = first == full and partial == last or is_tile or 2 * (partial - full) >= length
-        is_dense = np.diff(seen).max(initial=1) <= self.sizes.tile
+        is_dense = len(seen) == length or np.diff(seen).max() <= self.sizes.tile
         rest = [(first, last)]
         if full < partial and is_large and is_dense and self.is_near(full, partial, a, z):
             self.add(full, partial, a, z, FULL if len(seen) == length else PARTIAL)
             rest = [(first, full), (partial, last)]
 
-        middle = self.middle(a, z)
         for start, stop in rest:
             if start < stop and is_tile:
                 self.add_partial(start, stop, a, z)
             elif start < stop:
+                middle = self.middle(a, z)
                 self.visit(a, middle, start, stop)
                 self.visit(middle, z, start, stop)
 
