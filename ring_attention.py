@@ -1624,6 +1624,7 @@ class RingSchedule:
             unseen_Bs = mask.slice(ALL, own).padding_tokens()[1]
             self.padding = blind_Bs, unseen_Bs
 
+
 def hops_needed(mask, blocks):
     """Return how many hops, hop 0 included, until no rank sees anything of the block it holds."""
     # Cut the sequence wherever the next token belongs to another block, ask the mask which chunk
@@ -1915,8 +1916,8 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
 
     Its gradient is the sum over ranks of the gradients of the whole, cut back to this rank's tokens
     (a reduce-scatter). If all W ranks compute the same loss from the whole, the sum counts the loss
-    W times, and it must be divided by W. Every rank of the group calls it, in
-    forward and backward. Raises ValueError if x does not have the tokens of `indices`.
+    W times, and it must be divided by W. Every rank of the group calls it, in forward and backward.
+    Raises ValueError if x does not have the tokens of `indices`.
     """
     ring = ring_of(group)
     held = len(indices(length, ring.rank, ring.world, layout))
@@ -2148,6 +2149,7 @@ def digest(*parts):
 # 13. check --------------------------------------------------------------------------------------
 # For: `python ring_attention.py check`: every method and mask against the core's definition.
 # Skip it unless you doubt the numbers; then start here.
+
 
 def examples(length, heads=1):
     """Return one mask of every kind for `length` tokens; a batch of 2 where its rows can differ."""

@@ -374,8 +374,8 @@ def held_tokens(chunks):
     return max(held)
 
 
-# max_tokens: what the longest paths of chunks of forests 0 to 19 held, in all, when pieces of a
-# path could have subtrees of any fork on it in their chunk.
+# max_tokens: what the longest paths of chunks of forests 0 to 19 held, in all, when the
+# chunks of a path could have subtrees of any fork on it.
 HELD = {1: 276, 2: 282, 3: 291, 7: 405, 13: 607, 40: 1303}
 
 
@@ -1083,7 +1083,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 )  # fmt: skip
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
-    argv = ["plan", str(tmp_path / "x.json"), "--max-tokens", "3", "--world", "2"]
+    argv = ["plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
     assert tree.main(argv) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
