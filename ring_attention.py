@@ -687,11 +687,12 @@ class Mask:
 
     def with_window(self, window):
         """Return the same mask with another window (None: none), for models whose layers differ."""
+        if checked_window(window) == self.window:
+            return self
         # Kept, so that the next layer and the next step find the boxes of this window again.
-        key = ("window", checked_window(window))
-        if key not in self.cache:
-            self.cache[key] = self if window == self.window else self._changed(window=window)
-        return self.cache[key]
+        if ("window", window) not in self.cache:
+            self.cache["window", window] = self._changed(window=window)
+        return self.cache["window", window]
 
     def _changed(self, **changes):
         """Return a copy with some attributes changed and an empty cache."""

@@ -743,7 +743,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
+    Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -2630,7 +2630,7 @@ class TreeBatches(RowBatches):
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_attention(*tree, group=group, **how)
+        return packed_tree_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""

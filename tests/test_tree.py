@@ -26,7 +26,7 @@ import tree_attention as tree
 from ring_attention import attend, relative
 from tree_attention import Cost, NonFiniteLoss, TinyModel, TokenTrie, definition, example_loss
 from tree_attention import forests, partition, partition_tree, tree_attention, tree_backward
-from tree_attention import tree_logprobs, tree_scores
+from tree_attention import tree_scores
 
 quick = pytest.mark.quick
 
@@ -91,6 +91,10 @@ def one_graph(model, sequences, loss_fn=example_loss, **options):
         return loss.detach(), [score[0].detach() for score in scores]
 
     return outcome(model, packed, TokenTrie(sequences))[0]
+
+
+def tree_logprobs(model, trie, **options):
+    return [score[0] for score in tree_scores(model, trie, **options)]
 
 
 def grads_in(found, model):
