@@ -873,7 +873,7 @@ def preorder_depth(end_S):
     #                    3
     #     depth      0 1 2 1
     depth = []
-    open_ends = []
+    open_ends = []  # of the subtrees that the next token may be in
     for token, end in enumerate(end_S.tolist()):
         while open_ends and open_ends[-1] <= token:
             open_ends.pop()
@@ -991,7 +991,7 @@ class BoxSearch:
         self.queries = queries
         self.window = window
         self.sizes = sizes
-        self.found = []
+        self.found = []  # (rows, keys, kind) of each box
 
         # A key on the diagonal is seen from its own query on, which is here, in row own_row.
         self.own_row = np.searchsorted(queries.index, keys.index)
@@ -1135,8 +1135,8 @@ class AttentionConfig:
     """How the boxes of one call are computed."""
 
     fused: bool  # by torch's flash kernel where it can, else by the formulas
-    scale: float
-    softcap: float | None = None
+    scale: float  # of (1)
+    softcap: float | None = None  # c of (6)
 
 
 KEPT_PAIRS = 1 << 22  # of biases that a mask keeps for all layers: 4 to 8 bytes each
@@ -1527,10 +1527,10 @@ class Ring:
     """Ranks of a process group, every `stride`-th from `first` on, and this rank's place."""
 
     group: object  # None if there is one rank
-    rank: int
-    world: int
-    first: int = 0
-    stride: int = 1
+    rank: int  # this rank's place in the ring
+    world: int  # how many ranks the ring has
+    first: int = 0  # rank within the group of the ring's rank 0
+    stride: int = 1  # from one rank of the ring to the next
 
     def member(self, rank):
         """Return the rank within the group of a rank of this ring, which may be -1 or world."""
@@ -1577,7 +1577,7 @@ def indices(length, rank, world, layout="zigzag"):
         raise ValueError(f"expected 0 <= rank < world and length >= 0, got {got}")
 
     # 7 tokens, zigzag, 2 ranks: the edges 0 1 3 5 7 of 4 chunks. Rank 0 holds 0 and 5 6.
-    chunks = [rank]
+    chunks = [rank]  # contiguous
     num_chunks = world
     if layout == "zigzag":
         chunks = [rank, 2 * world - 1 - rank]
@@ -1611,7 +1611,7 @@ class RingSchedule:
 
         # The mask of our queries and heads against the keys of each block, kept for all layers.
         self.masks = [None] * len(blocks)
-        self.hops = len(blocks)
+        self.hops = len(blocks)  # hop 0 included
         self.mask_of_rows = None  # this rank's tokens against all: for one all-gather
         self.padding = None  # what `Mask.padding_tokens` returns, of our queries and our block
         if mask is not None:
@@ -2006,7 +2006,7 @@ def agree_on_call(ring, q, k, v, mask, options):
     """
     # An error of this rank travels to the others before it is raised, whatever kind it is.
     problem = None
-    facts = {}
+    facts = {}  # what must be equal on all ranks
     try:
         mask = as_mask(mask)
         whole = tuple(q.shape if mask is None else mask.shape)[2:3]
@@ -2018,7 +2018,7 @@ def agree_on_call(ring, q, k, v, mask, options):
         if k.shape[2] != q.shape[2]:
             raise ValueError(f"expected as many keys as queries, got {k.shape[2]}, {q.shape[2]}")
 
-        # All of these must be equal on all ranks; a mask travels as a digest.
+        # A mask travels as a digest.
         facts = {
             "batch size": len(q), "query heads": q.shape[1], "key heads": k.shape[1],
             "head_dim": q.shape[3], "dtype": q.dtype, "options": options,

@@ -900,6 +900,7 @@ def wanted_edges(trie, masks=None):
 
     Raises ValueError unless each sequence has a mask, of its shape.
     """
+    # Targets are all tokens of a path but the first: 6 7, 6 8 and 9 in 5 6 7 / 5 6 8 / 5 9.
     targets = np.delete(trie.paths.numpy(), trie.begins.numpy())
     if masks is not None:
         if len(masks) != len(trie.lengths):
