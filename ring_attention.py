@@ -911,21 +911,38 @@ TILES = {
 def boxes(mask, sizes):
     """Return disjoint Boxes, of at most these sizes, that hold every visible pair of a mask."""
     if ("boxes", sizes) not in mask.cache:
+        found = []
+        for box in whole_boxes(mask, sizes.tile):
+            found += cut(box, sizes)
+        mask.cache["boxes", sizes] = found
+    return mask.cache["boxes", sizes]
+
+
+def whole_boxes(mask, tile):
+    """Return the Boxes of a mask before they are cut: one search for forward and backward."""
+    if ("boxes", tile) not in mask.cache:
         find = boxes_of_bits if isinstance(mask, DenseMask) else boxes_of_intervals
         found = []
         for b in range(mask.shape[0]):
             # A mask with one row serves every row of q.
             batch = slice(b, b + 1) if mask.shape[0] > 1 else ALL
-            for box in find(mask, b, sizes):
-                found += cut(Box(batch, *box), sizes)
-        mask.cache["boxes", sizes] = found
-    return mask.cache["boxes", sizes]
+            found += [Box(batch, *box) for box in find(mask, b, tile)]
+        mask.cache["boxes", tile] = found
+    return mask.cache["boxes", tile]
 
 
 def cut(box, sizes):
-    """Cut a rectangular Box into a grid of Boxes of at most these sizes."""
-    if box.kind == CAUSAL:
+    """Cut a Box into Boxes of at most these sizes: a grid, or the halves of a causal square."""
+    size = box.keys.stop - box.keys.start
+    if box.kind == CAUSAL and size <= sizes.square:
         return [box]
+    if box.kind == CAUSAL:
+        # Two smaller squares, and the rectangle below the first one, of which all is visible.
+        keys = split_slice(box.keys, (size + 1) // 2)
+        rows = split_slice(box.rows, (size + 1) // 2)
+        below = box._replace(rows=rows[1], keys=keys[0], kind=FULL)
+        squares = [box._replace(rows=i, keys=j) for i, j in zip(rows, keys, strict=True)]
+        return [*cut(squares[0], sizes), *cut(below, sizes), *cut(squares[1], sizes)]
     most_rows = sizes.partial if box.kind == PARTIAL else sizes.rows
     most_keys = sizes.partial if box.kind == PARTIAL else sizes.keys
     rows = split_slice(box.rows, most_rows)
@@ -939,21 +956,21 @@ def split_slice(whole, most):
     return [slice(start, min(start + most, whole.stop)) for start in starts]
 
 
-def boxes_of_bits(mask, b, sizes):
+def boxes_of_bits(mask, b, tile):
     """Return strips of a tile's queries, each against the keys from its first visible to its last.
 
     One strip serves all heads: the bias of its box has the bits of each head.
     """
     found = []
     visible_qk = mask.bits[b].any(0).numpy()
-    for rows in split_slice(slice(0, len(visible_qk)), sizes.tile):
+    for rows in split_slice(slice(0, len(visible_qk)), tile):
         seen = np.flatnonzero(visible_qk[rows].any(0)).tolist()
         if seen:
             found.append((rows, slice(seen[0], seen[-1] + 1), PARTIAL))
     return found
 
 
-def boxes_of_intervals(mask, b, sizes):
+def boxes_of_intervals(mask, b, tile):
     """Return [(rows, keys, kind)] of one batch row of a mask."""
     queries = Queries(*(x[b] for x in mask.queries))
     keys = Keys(*(x[b] for x in mask.keys))
@@ -963,7 +980,7 @@ def boxes_of_intervals(mask, b, sizes):
     # PAD among the queries is computed and overwritten later. Only stop after the last real query.
     last_row = queries.index[queries.rows].max(initial=-1) + 1
     keys = keys._replace(end=np.minimum(keys.end, last_row))
-    search = BoxSearch(queries, keys, mask.window, sizes)
+    search = BoxSearch(queries, keys, mask.window, tile)
     search.visit(0, len(keys.index), 0, len(queries.index))
     return search.found
 
@@ -987,10 +1004,10 @@ class BoxSearch:
         keys 4-7   no row sees all of them: cut at 6, then rows 4-5 and rows 6-7: CAUSAL
     """
 
-    def __init__(self, queries, keys, window, sizes):
+    def __init__(self, queries, keys, window, tile):
         self.queries = queries
         self.window = window
-        self.sizes = sizes
+        self.tile = tile
         self.found = []  # (rows, keys, kind) of each box
 
         # A key on the diagonal is seen from its own query on, which is here, in row own_row.
@@ -1040,9 +1057,9 @@ class BoxSearch:
 
         # Part 2 waits for the halves of the keys if it has few rows: boxes are then less narrow. It
         # waits too if a tile of keys in it is not seen. Fewer unseen keys are masked.
-        is_tile = length <= self.sizes.tile
+        is_tile = length <= self.tile
         is_large = first == full and partial == last or is_tile or 2 * (partial - full) >= length
-        is_dense = len(seen) == length or np.diff(seen).max() <= self.sizes.tile
+        is_dense = len(seen) == length or np.diff(seen).max() <= self.tile
         rest = [(first, last)]
         if full < partial and is_large and is_dense and self.is_near(full, partial, a, z):
             self.add(full, partial, a, z, FULL if len(seen) == length else PARTIAL)
@@ -1060,7 +1077,7 @@ class BoxSearch:
         """Return whether keys a .. z - 1 make a causal triangle with their own rows, all here."""
         top = self.own_row[a]
         length = z - a
-        if not 1 < length <= self.sizes.square or not low <= top <= high - length:
+        if length == 1 or not low <= top <= high - length:
             return False
         # The rows follow each other without a gap, and none of the keys ends within them.
         return (
@@ -1093,7 +1110,7 @@ class BoxSearch:
             self.add(start, stop, a, z, PARTIAL)
             return
         newest = self.keys.position[a:z].max()
-        for rows in split_slice(slice(start, stop), self.sizes.tile):
+        for rows in split_slice(slice(start, stop), self.tile):
             if self.queries.position[rows].min() - newest < self.window:
                 self.add(rows.start, rows.stop, a, z, PARTIAL)
 
