@@ -3611,6 +3611,7 @@ class Log:
         """Write a step's line, and after an evaluation one of its rollouts."""
         if not self.on:
             return
+        # An evaluation leaves a rollout to read. Its text is printed again at the end of the run.
         is_evaluated = "eval/solved" in metrics
         shown = self.queue.shown
         if is_evaluated and shown:
