@@ -1081,7 +1081,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
     device ends the process at some later call, because otherwise each forward would wait for it.
     """
-    outside = (tokens < 0) | (tokens >= vocab_size)
+    outside = (tokens < 0) | (tokens >= vocab_size)  # looked at on the CPU only, where it is cheap
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(~outside.any(), f"a {what} id is outside of 0..{vocab_size - 1}")
         return

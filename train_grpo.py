@@ -743,7 +743,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
+    Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -2438,14 +2438,14 @@ class ExpertLoads:
         self.coef_of_one = 0.0
         self.parts = []
 
-    def begin(self, batch, sequences=None):
-        """Begin a forward_backward of this rank's batch. sequences: of the step, over all ranks."""
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
         # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
         self.parts = []
         if self.coef and self.layers:
-            if sequences is None:
-                (sequences,) = summed([len(batch)], self.device)
-            self.coef_of_one = self.coef / max(1, sequences)  # (8)
+            if num_sequences is None:
+                (num_sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
@@ -2617,7 +2617,7 @@ class TreeBatches(RowBatches):
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_attention(*tree, group=group, **how)
+        return packed_tree_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -2789,13 +2789,13 @@ class Trainer:
         how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
         return loss_denominator([t.mask for t in batch], **how)
 
-    def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None):
+    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
         batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
-        sequences: int. The number of trajectories of these calls, for (8). Default: this call's.
+        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
 
         ValueError for Z <= 0.
         """
@@ -2825,7 +2825,7 @@ class Trainer:
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
-        self.experts.begin(batch, sequences)
+        self.experts.begin(batch, num_sequences)
         run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 

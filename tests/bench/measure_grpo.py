@@ -66,7 +66,7 @@ def rollouts(config, device="cpu"):
     return trainer, batch
 
 
-STEPS = {  # settings that between them reach every line of `definition` and `step_by_hand`
+STEPS = {  # settings that between them reach every line of `loss_definition` and `step_by_hand`
     "group_mean, 2 updates": dict(minibatches=2),
     "group_std, GSPO, KL": dict(
         advantage="group_std", ratio="sequence", aggregation="sequence_mean", kl_coef=0.1,
