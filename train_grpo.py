@@ -806,7 +806,7 @@ def parse_plans(text) -> Plans:
     # One plan is the trainer's. Of two, A|B or A+B, the first is the generator's.
     if not text:
         return Plans(None, None)
-    plans = [plan for side in parallel.Allocation.parse(text).groups for plan in side]
+    plans = parallel.parse_plans(text)
     if len(plans) > 2:
         raise ValueError(f"--plan {text}: A|B and A+B have two plans, the generator's and the "
                          f"trainer's, got {len(plans)}")  # fmt: skip
@@ -898,7 +898,7 @@ class Config(SimpleConfig):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B; A+B: on other ranks
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
@@ -2392,11 +2392,10 @@ def first_weights(model, whole, directory, seed=0):
 
     whole: the whole model, on the meta device. The model may be a rank's part of it.
     """
-    for stage in part_of(model).stages:
-        if directory:
-            models.load_hf(directory, model=stage, whole=whole)
-        else:
-            models.draw_weights(stage, seed, whole)
+    if directory:
+        models.load_hf(directory, model=model, whole=whole)
+    else:
+        models.draw_weights(model, seed, whole)
 
 
 def build_optimizer(config, model):
@@ -2495,10 +2494,9 @@ class ExpertLoads:
         """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
         if not self.rate:
             return
-        for stage in part_of(model).stages:
-            has = [module.layer for module in stage.modules() if hasattr(module, "votes")]
-            counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-            models.update_router_bias(stage, counts)
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        models.update_router_bias(model, counts)
 
 
 # 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
@@ -2624,7 +2622,7 @@ class TreeBatches(RowBatches):
             return batch
         cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
         sequences = [t.tokens for t in batch]
-        _, share = redistribute(sequences, batch, group=self.part.grid.data, cost=cost)
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
         return share
 
     def attention_of_row(self, tree, group):
@@ -3839,10 +3837,9 @@ def write_reference(out, trainer):
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
     # are sharded identically, so each rank copies its own part.
     if trainer.reference is not None:
-        part_of(trainer.model).reshard()
         reference = parallel.tensors_of(trainer.reference)
         for name, x in parallel.tensors_of(trainer.model).items():
-            local(reference[name]).copy_(local(x).detach())
+            local(reference[name]).copy_(local(x))
         write_checkpoint(f"{out}/reference", reference, {})
 
 
