@@ -1247,8 +1247,14 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor):
-    """Return the whole of a tensor that may be sharded. Collective if it is a DTensor."""
+def full(tensor, place=None):
+    """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
+
+    place: Place. Where the part lies, as `model.part.places` says it of a parameter and its
+        gradient. Default: the tensor is whole, or a DTensor, which says it itself.
+    """
+    if place is not None:
+        return place.gather(local(tensor.detach()))
     # COMM: all-gathers over the ranks of each cut, by torch. All of them must call it. Pinned by
     # tests/test_parallel.py::test_every_plan_is_one_process.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

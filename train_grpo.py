@@ -1782,7 +1782,7 @@ class Replies:
         # The replies of `guess` are arithmetic: a thread would cost more than the reply.
         safe = getattr(task, "threads", True) and type(task) is not Guess
         self.map = ThreadPoolExecutor(threads).map if safe and threads > 1 else map
-        plan = Plan() if model is None else parallel.plan_of(model)
+        plan = model.part.plan if hasattr(model, "part") else Plan()
         self.shared_by = model if plan.world > plan.dp else None
 
     def ask(self, episodes) -> None:

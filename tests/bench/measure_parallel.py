@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm
-from parallel import keep_stage_and_ends, local, messages_of, parallelize, parse_plans, part_of
+from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full
+from parallel import keep_stage_and_ends, messages_of, parallelize, parse_plans, part_of
 from parallel import reduce_gradients, require_generator_plan, run_micro_batches
 
 # check ------------------------------------------------------------------------------------------
@@ -123,11 +123,6 @@ def backward(model, parts, attentions, total):
     return sum(losses, torch.zeros(()))
 
 
-def gathered(model, name, x):
-    """A parameter or a gradient of this rank, put together again. Collective."""
-    return part_of(model).places[name].gather(local(x.detach()))
-
-
 def one_process(kind, dtype, whole, steps):
     """[(loss, gradients, clip norm)] of each step, and the parameters after them."""
     model, found = build(kind, dtype), []
@@ -209,14 +204,14 @@ class Training:
 
     def results(self, steps):
         """What `one_process` gives, of this rank's parameters; the loss is that of all ranks."""
-        found = []
+        found, places = [], self.model.part.places
         for _ in range(steps):
             loss = self.backward().double() / self.tp  # the ranks of a t group have the same loss
             dist.all_reduce(loss)
-            grads = {name: gathered(self.model, name, p.grad).cpu().clone()
+            grads = {name: full(p.grad, places[name]).cpu().clone()
                      for name, p in self.model.named_parameters()}  # fmt: skip
             found.append((loss.cpu(), grads, self.update().cpu()))
-        return found, {name: gathered(self.model, name, p).cpu()
+        return found, {name: full(p, places[name]).cpu()
                        for name, p in self.model.named_parameters()}  # fmt: skip
 
 
