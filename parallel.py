@@ -980,9 +980,16 @@ class Plan:
         return f"{self.backend}:{text}" if self.backend else text
 
 
-def parse_plans(text) -> list[Plan]:
-    """Read plans for the same ranks, such as d2t2|d4: of a generator, and of its trainer."""
-    plans = [Plan.parse(plan) for plan in re.split(r"\|(?!ffn:)", text)]  # this | is in one plan
+def plans_on_same_ranks(text) -> tuple[Plan, ...]:
+    """Read plans joined by |, each for the same ranks, or raise ValueError.
+
+    "t4|d2t2" is the plans t4 and d2t2, both of 4 ranks.
+    """
+    if "+" in text:
+        raise ValueError(
+            f"expected a plan such as d2t2 or d2|t2, got {text!r}. Ranks of their own for "
+            f"generation, A+B, are not supported. A|B shares ranks")  # fmt: skip
+    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))  # | before ffn: stays
     if len({plan.world for plan in plans}) > 1:
         worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
         raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")

@@ -25,7 +25,7 @@ import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
 from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full
-from parallel import keep_stage_and_ends, messages_of, parallelize, parse_plans, part_of
+from parallel import keep_stage_and_ends, messages_of, parallelize, plans_on_same_ranks, part_of
 from parallel import reduce_gradients, require_generator_plan, run_micro_batches
 
 # check ------------------------------------------------------------------------------------------
@@ -600,7 +600,7 @@ class Rank:
 def plans_in(texts):
     """(plans, generator, trainer) of each A|B and each B of the command line."""
     for text in texts:
-        plans = parse_plans(text)
+        plans = plans_on_same_ranks(text)
         *generators, trainer = plans
         if len(generators) > 1:
             raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
