@@ -90,8 +90,7 @@ class SimpleGrid:
 
 
 def ranks_along(ranks, axes):
-    """Return the ranks of each group along some axes of a grid of ranks."""
-    # Move the axes last and flatten them, then each row is a group.
+    """Return the ranks of each group: move the axes last, flatten them, and each row is a group."""
     size = math.prod(ranks.shape[axis] for axis in axes)
     return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
 
@@ -723,10 +722,6 @@ def core_main(argv):
 # none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
 # all ranks of a group must make the same calls. `PackedBatches` takes care of that.
 #
-# Numbers that a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1)
-# / W for each forward, each backward's all-gather and reduce-scatter; t 4 S M (t - 1) / t a layer
-# each way.
-#
 # How it deviates: PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and Megatron
 # overlap the sum with the backward, this does not. Not here: Float8; under t gradients of logits
 # (`model(tokens)`), and embeddings as input.
@@ -839,14 +834,12 @@ class Plan:
 
     @classmethod
     def parse(cls, text) -> "Plan":
-        """Read a plan from a string, or raise ValueError."""
+        """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
         found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
-        if found is None:
-            raise ValueError(f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), "
-                             f"each letter with a number of 1 or more, got {text!r}")  # fmt: skip
-        if found["backend"] not in (None, *BACKENDS):
-            raise ValueError(f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
-                             f"{found['backend']!r}")  # fmt: skip
+        if found is None or found["backend"] not in (None, *BACKENDS):
+            raise ValueError(
+                f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), each letter "
+                f"with a number of 1 or more, a backend of {', '.join(BACKENDS)}, got {text!r}")
 
         def degrees(part, letters):
             pairs = re.findall("([a-z])([0-9]+)", part)
@@ -856,14 +849,11 @@ class Plan:
                                  f"most once, got {part!r}")  # fmt: skip
             return numbers
 
-        if found["flat"]:
-            numbers = degrees(found["flat"], "pdcte")
-            ffn = {}
-        else:
-            numbers = degrees(found["attn"], "pdct")
+        attn, ffn = degrees(found["flat"] or found["attn"], "pdcte" if found["flat"] else "pdct"), {}
+        if found["ffn"]:
             ffn = degrees(found["ffn"], "pdet")
-            numbers |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
-        axes = {LETTERS[letter].axis: number for letter, number in numbers.items()}
+            attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
+        axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
         plan = cls(**axes, backend=found["backend"])
 
         # Experts use the ranks of attention, in another grid. So d and p of ffn follow from the
@@ -939,11 +929,9 @@ class Plan:
             raise ValueError(
                 f"plan {self}: expected a model with experts, got a dense one. Leave e and ffn out")
         if self.pp > config.num_hidden_layers:
-            raise ValueError(f"plan {self}: expected at most a stage for each of "
-                             f"{config.num_hidden_layers} layers, got p = {self.pp}")  # fmt: skip
+            raise ValueError(f"plan {self}: more stages than {config.num_hidden_layers} layers")
 
-        # Each degree splits something into equal parts. A dense model may have any values in the
-        # fields of experts.
+        # Each degree splits something into equal parts.
         for letters, degree, what in (
             ("t", self.tp, "num_attention_heads"),
             ("t", self.tp, "num_key_value_heads"),
@@ -963,8 +951,8 @@ class Plan:
 
         # Tensor groups are in the order of the grid without its last dimension, tp.
         width = len(str(self.world - 1))
-        places = itertools.product(range(self.pp), range(self.dp), range(self.cp))
-        for (p, d, c), ranks in zip(places, self.groups("tp"), strict=True):
+        for n, ranks in enumerate(self.groups("tp")):
+            p, d, c = np.unravel_index(n, (self.pp, self.dp, self.cp))
             row = " ".join(f"{rank:>{width}}" for rank in ranks)
             lines.append(f"pp {p}  dp {d}  cp {c} | {row}")
         return "\n".join(lines)
@@ -1008,7 +996,7 @@ class Grid(SimpleGrid):
     last. A tensor of a DeviceMesh lists its cuts in this order.
     """
 
-    def __init__(self, plan, device_type="cpu", *, shard=None):
+    def __init__(self, plan, device_type, shard):
         plan.require_fits(world=dist.get_world_size(), shard=shard)
         # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
         backend = dist.group.WORLD._get_backend(torch.device(device_type))
@@ -1043,7 +1031,7 @@ class Grid(SimpleGrid):
         device_type: "cpu" or "cuda". Where the model runs.
         shard: int. HSDP: how many of the d ranks share the weights. Default: all.
         """
-        return cls(plan, device_type, shard=shard)
+        return cls(plan, device_type, shard)
 
 
 def wait_for_all(device="cpu") -> None:
@@ -2916,27 +2904,38 @@ class Stop:
         return int(number)
 
 
-@contextlib.contextmanager
-def naming_lost_ranks(where, advice):
-    """Turn the error of a collective that lost a rank into a ConnectionError with advice.
+class Progress:
+    """How far a program is, and what its user can do if another rank is lost.
 
-    where: function without arguments. Its text says how far this rank was.
-    advice: str. What the user can do. The newest checkpoint is whole, and saving another one would
-        need the lost rank.
+    where: function without arguments that returns it in words.
+    advice: str. Saving needs the lost rank, and the newest checkpoint is whole.
+    """
+
+    def __init__(self):
+        self.where = lambda: "starting"
+        self.advice = "look at its error"
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(progress):
+    """Turn the error of a collective that lost a rank into a ConnectionError that says so.
+
+    It is wrapped around the whole program, once. Every collective waits at most the timeout of its
+    group, so a rank that is lost, stopped or slow ends the others by such an error.
     """
     try:
         yield
     except RuntimeError as error:
-        # A single rank has no other to lose. WORLD_SIZE counts both sides of a run `A+B`.
+        # A single rank has no other to lose.
         world = int(os.environ.get("WORLD_SIZE", 1))
         if dist.is_initialized():
-            world = max(world, dist.get_world_size())
+            world = dist.get_world_size()
         if world == 1 or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
-            f"{where()}: another rank is gone or silent for too long ({reason}); this rank leaves "
-            f"without saving; {advice}") from error  # fmt: skip
+            f"{progress.where()}: another rank is gone or silent for too long ({reason}); this "
+            f"rank leaves without saving; {progress.advice}") from error  # fmt: skip
 
 
 def is_lost_rank(error) -> bool:

@@ -3245,8 +3245,10 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config) -> int:
-    """Set up a run and do it. Return the exit code."""
+def start_run(config, progress=None) -> int:
+    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+    progress = progress or parallel.Progress()
+    progress.where = lambda: "setting up"
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3265,13 +3267,11 @@ def start_run(config) -> int:
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            model, generator, reference = build(config, task)
-            trainer = Trainer(
-                config, model, generator=generator, reference=reference, teacher=teacher)
-            # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out)
+        model, generator, reference = build(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        out = agree(lambda: prepare_out(config, stack))
+        return run(config, task, trainer, out, progress)
 
 
 def require_plans(config, shape):
@@ -3362,31 +3362,32 @@ class Interrupted(Exception):
     """A signal, its number, has ended the loop, after the step in which it was seen."""
 
 
-def run(config, task, trainer, out) -> int:
+def run(config, task, trainer, out, progress) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
     log = Log(config, out, task)
     stop = Stop()
-    with parallel.naming_lost_ranks(lambda: trainer.where, log.advice):
-        first_step, origin, pending = restore(config, trainer, out)
-        queue = RolloutQueue(config, task, trainer, first_step, pending)
-        log.begin(trainer, queue, stop, origin)
-        # A generator has no weights before the first push.
-        trainer.push_weights()
-        if first_step == 0:
-            log.before(queue.evaluate(-1))
-        try:
-            solved = train(config, queue, trainer, log)
-        except Interrupted as interrupted:
-            return 128 + interrupted.args[0]
+    progress.where = lambda: trainer.where
+    progress.advice = log.advice
+    first_step, origin, pending = restore(config, trainer, out)
+    queue = RolloutQueue(config, task, trainer, first_step, pending)
+    log.begin(trainer, queue, stop, origin)
+    # A generator has no weights before the first push.
+    trainer.push_weights()
+    if first_step == 0:
+        log.before(queue.evaluate(-1))
+    try:
+        solved = train(config, queue, trainer, log)
+    except Interrupted as interrupted:
+        return 128 + interrupted.args[0]
 
-        if solved is None:  # resumed at its last step
-            solved = queue.evaluate(config.steps - 1)
-        if config.router_bias_rate:
-            say(f"{out}/hf is not written: its format has no --router-bias-rate")
-        else:
-            export(config, task, trainer.generator, out)
-        log.end(solved)
-        return 0
+    if solved is None:  # resumed at its last step
+        solved = queue.evaluate(config.steps - 1)
+    if config.router_bias_rate:
+        say(f"{out}/hf is not written: its format has no --router-bias-rate")
+    else:
+        export(config, task, trainer.generator, out)
+    log.end(solved)
+    return 0
 
 
 def restore(config, trainer, out):
@@ -4072,9 +4073,12 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = start_run(config)
-        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        progress = parallel.Progress()
+        with parallel.naming_lost_ranks(progress):
+            connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = start_run(config, progress)
+            progress.where = lambda: "finished"
+            progress.advice = "what the run saved is whole"
             dist.barrier()
     except ERRORS as error:
         return report(error)
