@@ -873,10 +873,11 @@ class Plan:
         if self.etp not in (1, self.tp):
             raise ValueError(
                 f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
-        ranks = self.world // self.pp
-        if ranks % (self.ep * self.etp):
+        ranks = self.world // (self.pp * self.etp)
+        if ranks % self.ep:
+            shared_by = "d * c" if self.etp > 1 else "d * c * t"
             raise ValueError(
-                f"plan {self}: expected e to divide d * c * t = {ranks}, got {self.ep}")
+                f"plan {self}: expected e to divide {shared_by} = {ranks}, got {self.ep}")
 
     @property
     def world(self) -> int:
