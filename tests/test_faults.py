@@ -23,8 +23,6 @@ import struct
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from signal import SIGKILL
 
@@ -32,17 +30,16 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
     FLAGS, GET, KL, SCRIPT, TINY, _main, _task, as_torchrun, at, begin, contents, end, flip_a_bit,
-    free_port, good, refused, runs_made_once, struck, until, verified, wait_for_steps,
+    SHARD, free_port, good, refused, runs_made_once, same_tensors, struck, until, verified,
+    wait_for_steps,
 )  # fmt: skip
 
 import parallel
 from parallel import Damaged, agree, checkpoints, is_lost_rank, newest_checkpoint, read_checkpoint
-from parallel import store_of_this_attempt
 from train_grpo import locked, whole_lines
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
@@ -96,7 +93,7 @@ def is_there(path, *call):
 
 def full(name, tensors, storage_writer, **options):
     """The file of this name in a checkpoint is on a device that is full."""
-    (storage_writer.path / name).symlink_to("/dev/full")
+    Path(storage_writer.path, name).symlink_to("/dev/full")
 
 
 def full_below(state, file):
@@ -144,9 +141,7 @@ def intact(run, truth, least=0):
         assert least == 0
         return 0
     assert found == str(checkpoints(run)[-1])
-    files, true = (verified(x / Path(found).name)["files"] for x in (run, truth))
-    ranks = [f"__{rank}_0.distcp" for rank in range(2)]
-    assert [files[name] for name in ranks] == [true[name] for name in ranks]
+    same_tensors(Path(found), truth / Path(found).name)
     step = int(found[-8:])
     assert step >= least and lines_of(run)[:step] == lines_of(truth)[:step]
     return step
@@ -216,6 +211,7 @@ def test_a_kill_at_either_end_of_a_run_costs_nothing(tmp_path, truth, where):
     finishes(tmp_path, truth(STEPS))
 
 
+SHARDS = [SHARD, SHARD.replace("1-model", "2-model")]  # of rank 0, of rank 1
 SAVE, DCP = "train_grpo.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
 OUT, BATCH = "train_grpo.prepare_out", "train_grpo.Trainer.forward_backward"
 ONE_UPDATE = "--minibatches 1"  # call n of BATCH is in step n - 1
@@ -240,11 +236,10 @@ DIFFER = "replicas differ in .*model.embed_tokens.weight: rank 0 / rank 1 hold o
 DIFFER += ".*nothing is saved"
 # name -> more flags; (rank, where, when, what happens) ..; what ranks say; the steps that are saved
 FAULTS = {
-    "a full disk, rank 0": ("", [(0, DCP, 2, full, "__0_0.distcp")], [ROOM], [2]),
-    "a full disk, rank 1": ("", [(1, DCP, 2, full, "__1_0.distcp")], [ROOM], [2]),
+    "a full disk, rank 0": ("", [(0, DCP, 2, full, SHARD)], [ROOM], [2]),
+    "a full disk, rank 1": ("", [(1, DCP, 2, full, SHARDS[1])], [ROOM], [2]),
     "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
     "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
-    "a full disk, contents": ("", [(0, DCP, 2, full, ".metadata.tmp")], [ROOM], [2]),
     "a full disk, state": ("", [(0, "json.dump", 2, full_below)], [ROOM], [2]),
     "a full disk, metrics": (
         "", [(0, "train_grpo.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),
@@ -299,31 +294,23 @@ def test_one_run_survives_fault_after_fault(tmp_path, truth):
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_named(tmp_path, truth, process_group):
     whole, draw = checkpoints(truth(STEPS))[0], random.Random(0)
     copy, state = shutil.copytree(whole, tmp_path / "copy"), verified(whole)
-    entries = dcp.FileSystemReader(whole).read_metadata().state_dict_metadata
-    tensors = {name: torch.zeros(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
-
-    def read(file):
-        """All of it, or if the file is not one of tensors, everything but the tensors."""
-        if file.suffix == ".distcp":
-            return read_checkpoint(copy, tensors)
-        return read_checkpoint(copy, {}, only="none of its names")
-
     for file in sorted(copy.iterdir()):
         size = file.stat().st_size
         some = [0, size - 1, *draw.choices(range(size), k=5)]
         for place in range(size) if file.name == "state.json" else some:
             flip_a_bit(file, place)
             try:
-                assert read(file) == state, f"{place} of {file.name} is not seen"
+                read_checkpoint(copy, {}, only="none of its names")
+                raise AssertionError(f"{place} of {file.name} is not seen")
             except ValueError as error:
                 assert isinstance(error, Damaged) and file.name in str(error)
             flip_a_bit(file, place)
-        assert read(file) == state
+        assert read_checkpoint(copy, {}, only="none of its names") == state
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path, truth):
     copy = shutil.copytree(truth(STEPS), tmp_path / "run")
-    first, second, last = (path / "__1_0.distcp" for path in checkpoints(copy))
+    first, second, last = (path / SHARDS[1] for path in checkpoints(copy))
     flip_a_bit(first)
     os.truncate(second, second.stat().st_size // 2)
     last.unlink()
@@ -333,17 +320,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(tmp_path, tr
     assert before.keys() == contents(copy).keys()
     assert before["metrics.jsonl"] == contents(copy)["metrics.jsonl"]
     for step in checkpoints(copy):
-        warning = rf"warning: checkpoint run/{step.name}: __1_0.distcp is (damaged|missing)"
+        warning = rf"warning: checkpoint run/{step.name}: {SHARDS[1]} is (damaged|missing)"
         assert re.search(warning, done[2][0])
 
 
 @pytest.mark.slow
 def test_a_damaged_reference_is_refused_by_name(tmp_path):
     good(tmp_path, f"{RUN} {KL} --steps 2", 2)
-    flip_a_bit(tmp_path / "run" / "reference" / "__0_0.distcp")
+    flip_a_bit(tmp_path / "run" / "reference" / SHARD)
     before = contents(tmp_path / "run")
     done = run(tmp_path, go_on(tmp_path, 4))
-    fails(done, "checkpoint run/reference: __0_0.distcp is damaged.*copy")
+    fails(done, f"checkpoint run/reference: {SHARD} is damaged.*copy")
     assert contents(tmp_path / "run").keys() == before.keys()
 
 
@@ -392,31 +379,19 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path, name)
     fails(done, GONE)
 
 
-def _arrive(rank, store, start, late):
-    """What this rank hears from the other one by the store of this start."""
-    time.sleep(0.3 * late)  # the other rank finds what older starts have left
-    mine = store_of_this_attempt(store, rank, 2, timeout=20)
-    mine.set(f"from {rank}", start)
-    return mine.get(f"from {1 - rank}").decode()
+def _begun(rank, port, attempt):
+    """A rank of a start by torchrun's agent, whose store has the addresses of older starts."""
+    as_torchrun(rank, 2, port)
+    os.environ |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=attempt)
+    parallel.connect("cpu", timeout=MARGIN)
+    parallel.wait_for_all()
+    os._exit(0)  # as a rank that is killed: nothing is closed
 
 
-@pytest.mark.parametrize("later", [0, 1])
-def test_ranks_that_start_again_find_each_other_and_no_older_start(later):
-    """By one store, as torchrun gives it to every start of its ranks."""
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    store.set("attempt", "died early")  # by a start whose rank 0 died before it had answered
-    for begun in ("0", "1"):
-        with ThreadPoolExecutor() as pool:
-            heard = [pool.submit(_arrive, rank, store, begun, rank == later) for rank in (0, 1)]
-        assert [x.result() for x in heard] == [begun] * 2
-
-
-def test_a_rank_0_that_does_not_come_is_named():
-    store = dist.HashStore()
-    store.set("attempt", "died early")
-    with pytest.raises(dist.DistStoreError, match="rank 0 did not answer within 1 seconds"):
-        store_of_this_attempt(store, 1, 2, timeout=1)
+def test_ranks_that_start_again_find_each_other_and_no_older_start():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for attempt in "012":
+        assert join(start(2, _begun, store.port, attempt)) == [0, 0]
 
 
 def _joins(rank, world, port, folder, late, name):

@@ -46,7 +46,8 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 
 def gradient(model):
-    return torch.cat([full(p.grad).double().flatten() for p in model.parameters()])
+    return torch.cat([full(p.grad, model.part.places[name]).double().flatten()
+                      for name, p in model.named_parameters()])  # fmt: skip
 
 
 # Every plan is one process ---------------------------------------------------------------------
