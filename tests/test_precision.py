@@ -15,6 +15,7 @@ import pytest
 import test_run
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
@@ -214,8 +215,8 @@ def test_gradients_add_up_in_float32(process_group):
 def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     if cast:
-        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parallel.fsdp_precision = lambda *given: policy
+        policy = parallel.fsdp.MixedPrecisionPolicy
+        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -275,7 +276,7 @@ def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
 
 
 def tensors_of(path, prefix):
-    reader = torch.distributed.checkpoint.FileSystemReader(path)
+    reader = dcp.HuggingFaceStorageReader(str(path))
     names = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -283,7 +284,7 @@ def tensors_of(path, prefix):
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is alone
-        torch.distributed.checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
