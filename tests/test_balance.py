@@ -21,7 +21,7 @@ import models
 import ring_attention
 from models import Balance, Transformer, save_hf, tiny, tiny_model
 from parallel import (
-    Grid, PackedBatches, PaddedTokens, Plan, full, parallelize, persistent_buffers,
+    Grid, PackedBatches, PaddedTokens, Plan, full, parallelize, part_of, persistent_buffers,
     reduce_gradients,
 )  # fmt: skip
 from train_grpo import Config, Trainer, build, main, make_task, masked_attention
@@ -80,8 +80,9 @@ def error(model, parts, truth):
     assert largest > 1e-3
     errors = [abs(loss - true_loss) / true_loss]
     for name, p in model.named_parameters():
-        true = torch.zeros(p.shape) if grads[name] is None else grads[name]
-        errors.append((full(p.grad) - true).abs().max() / largest)
+        place = part_of(model).places[name]
+        true = torch.zeros(place.shape) if grads[name] is None else grads[name]
+        errors.append((full(p.grad, place) - true).abs().max() / largest)
     return max(errors).item()
 
 

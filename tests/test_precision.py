@@ -26,7 +26,7 @@ import text
 import train_grpo
 from audit import audited
 from models import relative_error as relative
-from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
+from parallel import Grid, LocalOptimizer, Plan, full, parallelize, part_of, training_tensors
 from train_grpo import Config
 
 BF16 = "--compute-dtype bfloat16"
@@ -46,7 +46,9 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 
 def gradient(model):
-    return torch.cat([full(p.grad).double().flatten() for p in model.parameters()])
+    places = part_of(model).places
+    gradients = [full(p.grad, places[name]) for name, p in model.named_parameters()]
+    return torch.cat([g.double().flatten() for g in gradients])
 
 
 # Every plan is one process ---------------------------------------------------------------------
@@ -335,7 +337,7 @@ def _pushed(rank, more, generator_dtype):
     trainer = train_grpo.Trainer(config, model, generator=generator)
     weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
     trainer.push_weights()
-    pushed = dict(trainer.generator.named_parameters())
+    pushed = parallel.weights_to_store(trainer.generator)
     dtype = getattr(torch, generator_dtype)
     # Both are gathered, one tensor after the other on all ranks.
     equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]

@@ -314,8 +314,9 @@ def _start(rank, name, directory):
 
     @torch.no_grad()
     def apart(model):
-        named = model.named_parameters()
-        return max((full(p) - truth.get_parameter(name)).abs().max().item() for name, p in named)
+        named, places = model.named_parameters(), part_of(model).places
+        return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
+                   for name, p in named)  # fmt: skip
 
     grid = Grid.make(plan)
     with LiveBytes() as counted:
@@ -324,14 +325,14 @@ def _start(rank, name, directory):
             model = models.Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        for part in part_of(model).stages:
+        for part in part_of(model).roots(model):
             models.draw_weights(part, 3, whole)
     found = [apart(model)]
 
     own = [local(p.detach()) for p in model.parameters()]
     for p in own:
         p.fill_(7.0)
-    for part in part_of(model).stages:
+    for part in part_of(model).roots(model):
         models.load_hf(directory, model=part, whole=whole)
     largest = max(p.numel() * 8 for p in truth.parameters())
     return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
