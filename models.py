@@ -658,6 +658,9 @@ from typing import NamedTuple  # noqa: E402
 
 import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor._utils import (  # noqa: E402
+    compute_local_shape_and_global_offset as local_shape_and_offset,
+)
 
 # 5. Configuration, RoPE for long contexts --------------------------------------------------------
 # `ModelConfig` adds to `SimpleConfig` what checkpoints, critics and balanced routers need, and
@@ -1094,7 +1097,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
 def draw_weights(model, seed: int, whole=None):
     """Draw normal(0, initializer_range) matrices, unit norms and zero biases, and return the model.
 
-    model: it may be a rank's part of a model, which `parallelize` has split.
+    model: it may be a rank's part of a model, of `parallelize` or with DTensors.
     seed: decides all weights, which are the same in every dtype and under every plan.
     whole: a model, as of `load_hf`, that has the shapes of all parameters. Default: `model`.
 
@@ -1123,10 +1126,15 @@ def draw_weights(model, seed: int, whole=None):
 
 def local_part(model, name, parameter):
     """Return this rank's tensor of a parameter, and which part of the whole it is, as slices."""
-    if not hasattr(model, "part"):  # of `parallelize`
-        return parameter, tuple(slice(0, n) for n in parameter.shape)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local, model.part.places[name].region
+    if hasattr(model, "part"):  # of `parallelize`
+        return local, model.part.places[name].region
+    sizes = parameter.shape
+    starts = [0] * len(sizes)
+    if isinstance(parameter, DTensor):
+        how = parameter.device_mesh, parameter.placements
+        sizes, starts = local_shape_and_offset(parameter.shape, *how)
+    return local, tuple(slice(a, a + n) for a, n in zip(starts, sizes))
 
 
 def whole_shapes(model) -> dict:
@@ -2262,8 +2270,8 @@ def stored_tensors(name, whole) -> dict:
 def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    model: fill this one as it is. If `parallelize` has split it, each rank reads its own part. All
-        ranks must call, and what one rank finds wrong in its part, all raise.
+    model: fill this one as it is. If it is split, by `parallelize` or as DTensors, each rank reads
+        its own part. All ranks must call, and what one rank finds wrong in its part, all raise.
     dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
         stored if config.json does not say; the CPU.
     whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
@@ -2373,7 +2381,9 @@ def _copy_in(local, region, places, stored):
 
 def is_split(model) -> bool:
     """Return whether each rank has a part of the parameters (FSDP, TP)."""
-    return hasattr(model, "part") and any(place.cuts for place in model.part.places.values())
+    if hasattr(model, "part"):
+        return any(place.cuts for place in model.part.places.values())
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def _raise_on_all_ranks(problem, split) -> None:
@@ -2432,7 +2442,9 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     for n, parameters in enumerate(files, 1):
         tensors = {}
         for name, p in parameters:
-            whole = model.part.places[name].gather(local_part(model, name, p)[0]) if split else p
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            if hasattr(model, "part"):
+                whole = model.part.places[name].gather(local_part(model, name, p)[0])
             if writes:
                 for stored_name, part in stored_tensors(name, whole).items():
                     tensors[stored_name] = part.detach().cpu().contiguous().clone()

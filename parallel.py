@@ -785,7 +785,7 @@ LETTERS = {
                 "the same for a layer. Ends: an all-gather, an all-reduce of the last states",
                 "those of norms, routers and biases after g: over t too"),
     "e": Letter("ep", "experts of a layer", "3 all-to-all: counts, rows, rows back",
-                "2 all-to-all", "of experts: over the d c t / (e ffn's t) ranks with the same ones"),
+                "2 all-to-all", "of experts: over the d c t / (e etp) ranks with the same ones"),
     "ffn's t": Letter("etp", "the inner width of each expert", "as t, around the experts",
                       "as t, around the experts", "those of routers: over t too"),
 }  # fmt: skip
@@ -849,8 +849,11 @@ class Plan:
                                  f"most once, got {part!r}")  # fmt: skip
             return numbers
 
-        attn, ffn = degrees(found["flat"] or found["attn"], "pdcte" if found["flat"] else "pdct"), {}
-        if found["ffn"]:
+        ffn = {}
+        if found["flat"]:
+            attn = degrees(found["flat"], "pdcte")
+        else:
+            attn = degrees(found["attn"], "pdct")
             ffn = degrees(found["ffn"], "pdet")
             attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
         axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
@@ -1034,6 +1037,11 @@ class Grid(SimpleGrid):
         """
         return cls(plan, device_type, shard)
 
+    @property
+    def dp_rank(self) -> int:
+        """Which of the d shares of the batch this rank works on."""
+        return self.group["d"].rank()
+
 
 def wait_for_all(device="cpu") -> None:
     """Return when all ranks of the default group are here."""
@@ -1142,7 +1150,7 @@ class Place(NamedTuple):
             piece = math.ceil(size / group.size())
             # COMM: an all-gather over the ranks of one cut. Pieces are padded to equal size, so an
             # empty one is sent too. Pinned by
-            # tests/test_generator_plan.py::test_a_push_goes_tensor_by_tensor_from_any_layout_to_any.
+            # tests/test_parallel.py::test_every_plan_is_one_process.
             if len(rows) < piece:
                 rows = torch.cat([rows, rows.new_zeros(piece - len(rows), *rows.shape[1:])])
             whole = rows.new_empty(piece * group.size(), *rows.shape[1:])
@@ -1195,6 +1203,7 @@ class Part:
     grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
     pipeline: a `TorchPipeline` if a rank has two stages, else None.
+    is_last: bool. Whether this rank has the last stage of a pipeline, or all of the model.
     """
 
     plan: Plan
@@ -1205,13 +1214,7 @@ class Part:
     offload: bool = False
     compute_dtype: torch.dtype | None = None
     pipeline: "TorchPipeline | None" = None
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank has the last stage of a pipeline, or all of the model."""
-        if self.pipeline is not None:
-            return self.pipeline.stages - 1 in self.pipeline.own
-        return self.grid is None or self.grid.group["p"].rank() == self.plan.pp - 1
+    is_last: bool = True
 
     def roots(self, model) -> list:
         """List the modules whose `hidden` runs this rank's layers: the model, or its stages."""
@@ -1219,8 +1222,7 @@ class Part:
 
     def has_head(self, root) -> bool:
         """Whether one of `roots` ends in the last norm, so that log-probs can be had of it."""
-        last = self.is_last and self.pipeline is not None
-        return root is self.pipeline.own[self.pipeline.stages - 1] if last else self.is_last
+        return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
 def part_of(model) -> Part:
@@ -1231,11 +1233,14 @@ def part_of(model) -> Part:
         raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
     world = dist.get_world_size() if dist.is_initialized() else 1
     sums = (dist.group.WORLD,) if world > 1 else ()
-    places = {
-        name: Place(None, (tuple(map(range, p.shape)),), sums=sums, holders=world)
-        for name, p in model.named_parameters()
-    }
+    places = {name: whole_place(p)._replace(sums=sums, holders=world)
+              for name, p in model.named_parameters()}  # fmt: skip
     return Part(Plan(dp=world), next(model.parameters()).device, places)
+
+
+def whole_place(x) -> Place:
+    """Return the place of a tensor that is whole on this rank."""
+    return Place(None, (tuple(map(range, x.shape)),))
 
 
 def local(tensor):
@@ -1305,10 +1310,18 @@ def parallelize(
     all compute the same loss. Run micro-batches by `run_micro_batches`, then call reduce_gradients,
     clip_grad_norm and the optimizer's step.
     """
-    require_possible(
-        model, plan, device_mesh, attention=attention, mode=mode, sequence=sequence,
-        schedule=schedule, ac=ac, compile=compile, offload=offload, compute_dtype=compute_dtype,
-    )  # fmt: skip
+    for name, value, known in (
+        ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
+    ):  # fmt: skip
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+    config = getattr(model, "config", None)
+    plan.require_fits(world=dist.get_world_size(), config=config)
+    options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
+                   compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
+    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+        if is_wrong:
+            raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
         model.attention = attention
     grid = with_sequence(device_mesh, sequence)
@@ -1316,12 +1329,17 @@ def parallelize(
     is_tied = not hasattr(model, "lm_head")
     split(model, grid)
     pipeline = None
-    if plan.pp > 1:
-        pipeline = cut_stages(model, grid, schedule, is_tied)
-    two_ends = is_tied and schedule != "zbv"
-    places = {name: place_of(name, shapes[name], grid, mode, two_ends)
+    if schedule != "1f1b":
+        pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
+    elif plan.pp > 1:
+        keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
+    is_last = grid.group["p"].rank() == plan.pp - 1
+    if pipeline is not None:
+        is_last = pipeline.last is not None
+    places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
-    model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
+    model.part = Part(
+        plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline, is_last)
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
@@ -1339,64 +1357,42 @@ def parallelize(
     return model
 
 
-def require_possible(
+def misfits(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
-):
-    """Raise a ValueError if options do not fit together, on every rank.
-
-    Takes the parameters of `parallelize`. No message was sent yet, and the model is unchanged, so a
-    caller may correct the call and repeat it.
-    """
-    for name, value, known in (
-        ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
-    ):  # fmt: skip
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    config = getattr(model, "config", None)
-    plan.require_fits(world=dist.get_world_size(), config=config)
-
-    # Pairs of a condition and its text, for options that need or exclude one another.
+) -> list:
+    """Return (whether it is so, the error) of options that need or exclude one another."""
     is_fsdp = mode == "fsdp"
-    is_sparse = config is not None and bool(config.sparse_layers)
+    is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
     stages = plan.pp * SCHEDULES[schedule][1]
-    layers = len(model.model.layers) if plan.pp > 1 else 0
+    layers = len(model.model.layers) if plan.pp > 1 else stages
     wide = next(model.parameters()).dtype
     coarser = compute_dtype is None or torch.finfo(compute_dtype).eps > torch.finfo(wide).eps
-    for refused, text in (
+    return [
         (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
-         f"expected the grid of plan {plan}, got that of plan {grid.plan}; use Grid.make(plan)"),
+         f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
         (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
-         f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}; "
-         f"without it products are in {wide} too"),
-        (plan.pp == 1 and schedule != "1f1b",
-         f"schedule={schedule!r} needs a pipeline, but plan {plan} has no p"),
-        (plan.pp > 1 and stages > layers,
-         f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
+         f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),
+        (plan.pp == 1 and schedule != "1f1b", f"schedule={schedule!r} needs a pipeline, p"),
+        (stages > layers, f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
         (grid.group["replicate"].size() > 1 and not is_fsdp,
          f'a grid that replicates shards needs mode="fsdp", got mode={mode!r}'),
         (offload and not is_fsdp,
          f'offload=True moves shards: it needs mode="fsdp", got mode={mode!r}'),
         (plan.cp > 1 and attention is None,
-         f"plan {plan} splits sequences: give attention=, e.g. a ring over its c ranks"),
-        (schedule == "zbv" and ac == "op",
-         "zbv runs backward twice through a stage, for inputs and for weights, and torch's "
-         'selective checkpoint allows one; use ac="full" or another schedule'),
+         "c splits sequences: give attention=, e.g. a ring over its c ranks"),
+        # zbv runs backward twice through a stage, for inputs and for weights.
+        (schedule == "zbv" and (is_fsdp or ac == "op"),
+         'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
         (is_fsdp and ac == "op" and is_sparse and plan.edp == 1,
-         f"under plan {plan} each expert is whole on one rank, and torch's selective checkpoint "
-         f'does not follow FSDP2 there; use ac="full" or mode="zero1"'),
+         'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
         (ac == "op" and compile and plan.tp * plan.ep > 1,
          'torch.compile cannot keep what messages have brought: use ac="full", or no compile'),
-        (schedule == "zbv" and is_fsdp,
-         "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
-         'follow; use schedule="1f1b" or mode="zero1"'),
         (is_sparse and plan.tp > 1 and not sequence and plan.etp == 1,
-         f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
-         f"the experts; use ffn's t = {plan.tp}"),
-    ):  # fmt: skip
-        if refused:
-            raise ValueError(text)
+         f"without sequence=True every tensor rank would send the same tokens to the experts; use "
+         f"ffn's t = {plan.tp}"),
+    ]  # fmt: skip
 
 
 def with_sequence(grid, sequence) -> Grid:
@@ -1416,11 +1412,10 @@ def split(model, grid) -> None:
             del model.logits, model.logprobs
             options = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
             model.lm_head_shard = lambda: (model.head_weight, options)
-    sparse = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")] \
-        if grid.plan.ep * grid.plan.etp > 1 else []
     if grid.plan.etp > 1:
-        for mlp in sparse:
-            expert_tensor_parallel(mlp, grid)
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                expert_tensor_parallel(layer.mlp, grid)
     if grid.plan.ep > 1:
         expert_parallel(model, group["e"])
 
@@ -1607,15 +1602,6 @@ def run_forwards(model, forward, number, like=None) -> None:
                 dist.send(x.contiguous(), group=group, group_dst=rank_of[stage + 1])
 
 
-def cut_stages(model, grid, schedule, is_tied) -> "TorchPipeline | None":
-    """Keep the layers of this rank's stages, in place. Return what runs them, if they are two."""
-    group = grid.group["p"]
-    if schedule != "1f1b":
-        return TorchPipeline(model, group, schedule, is_tied)
-    keep_stage_and_ends(model, group.rank(), group.size(), is_tied)
-    return None
-
-
 def keep_stage_and_ends(model, stage, stages, is_tied) -> None:
     """Keep the layers of a stage, in place, and what it has of the ends."""
     embedding = model.model.embed_tokens
@@ -1647,6 +1633,7 @@ class TorchPipeline:
             if rank == group.rank():
                 self.own[stage] = copy_of_lists(model)
                 keep_stage_and_ends(self.own[stage], stage, self.stages, is_tied)
+        self.last = self.own.get(self.stages - 1)  # None on ranks that do not have it
 
         # The model keeps what one of its stages has: parameters have one name in it, in its stages
         # and in a checkpoint of any plan.
@@ -1657,7 +1644,7 @@ class TorchPipeline:
                 if id(module) not in held:
                     del owner._modules[name]
         self.forward = None  # of the current step, for `_Stage`
-        self.run_for = None  # (shape, number) of the micro-batches that torch's schedule is made for
+        self.run_for = None  # (shape, number) of the micro-batches of `made`, torch's schedule
         self.made = None
 
     def run(self, forward, number, like) -> None:
@@ -1665,9 +1652,6 @@ class TorchPipeline:
         # torch makes a schedule for one shape, because its stages keep buffers of that shape. Only
         # the latest schedule is kept, because each padded length brings new buffers. A length that
         # changes in every step costs a new schedule each time, some milliseconds.
-        if number % self.group.size():
-            raise ValueError(f"{number} micro-batches must divide by the {self.group.size()} ranks "
-                             f"of the pipeline")  # fmt: skip
         if self.run_for != (like.shape, number):
             self.run_for, self.made = (like.shape, number), None  # the old buffers go first
             self.made = self.make_schedule(like, number)
@@ -1680,7 +1664,7 @@ class TorchPipeline:
         # tests/test_parallel.py::test_collectives_are_those_of_the_table.
         index = torch.arange(number, device=like.device)
         inputs = (index,) if 0 in self.own else ()
-        options = dict(target=index, losses=[]) if self.stages - 1 in self.own else {}
+        options = dict(target=index, losses=[]) if self.last is not None else {}
         self.made.step(*inputs, index=index, return_outputs=False, **options)
         self.forward = None
 
@@ -1943,17 +1927,18 @@ class LocalOptimizer:
                 local(p.detach()).copy_(self.places[name].gather(own, kept))
 
 
-def weights_to_store(model, optimizer=None) -> dict:
-    """Return name -> the weight that a checkpoint stores: the master, if there is one.
-
-    A weight of which this rank has a part is a DTensor, which shares its memory.
-    """
+def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
+    """Return the weights that a checkpoint stores, masters if there are, and their places."""
     reshard(model)
     if getattr(optimizer, "has_masters", False):
-        return {name: optimizer.places[name].label(x.detach())
-                for name, x in optimizer.mine.items()}  # fmt: skip
-    places = part_of(model).places
-    return {name: places[name].label(local(p.detach())) for name, p in model.named_parameters()}
+        return optimizer.mine, optimizer.places
+    return dict(model.named_parameters()), part_of(model).places
+
+
+def weights_to_store(model, optimizer=None) -> dict:
+    """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
+    weights, places = weights_and_places(model, optimizer)
+    return {name: places[name].label(local(x.detach())) for name, x in weights.items()}
 
 
 def state_of(optimizer, name, p) -> dict:
@@ -2017,28 +2002,19 @@ def replica_difference(model, optimizer=None) -> str | None:
     Two ranks that hold the same entries of a parameter, of its optimizer's state or of a buffer
     must hold the same bits, whatever the plan. The text is the same on every rank. Collective.
 
-    optimizer: LocalOptimizer, or torch's. Default: only the model is compared.
+    optimizer: LocalOptimizer, or torch's AdamW. Default: only the model is compared.
     """
-    reshard(model)
-    places = part_of(model).places
-    own = getattr(optimizer, "places", places)
-    digests = {}  # (name, box) -> digest, of each tensor on this rank
-
-    def enter(name, x, box=()):
+    tensors = {} if optimizer is None else training_tensors(model, optimizer)
+    if optimizer is None or getattr(optimizer, "has_masters", False):
+        tensors |= tensors_of(model)
+    digests = {}  # (name, which part of the whole) -> digest, of each tensor on this rank
+    for name, x in tensors.items():
+        part = ()
+        if isinstance(x, DTensor):  # its numbers along the cuts
+            numbers = zip(x.device_mesh.get_coordinate(), x.placements)
+            part = tuple(number for number, placement in numbers if placement.is_shard())
         bits = local(x.detach()).contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        digests[name, box] = hashlib.blake2b(bits, digest_size=8).hexdigest()
-
-    for name, p in model.named_parameters():
-        enter(name, p, places[name].boxes[-1])
-        if getattr(optimizer, "has_masters", False):
-            enter(f"{name} (master)", optimizer.mine[name], own[name].boxes[-1])
-        state = {} if optimizer is None else state_of(optimizer, name, p)
-        digests[f"{name} (names of its states)", own[name].boxes[-1]] = str(sorted(state))
-        for key, x in state.items():
-            if torch.is_tensor(x):
-                enter(f"{name} ({key})", x, own[name].boxes[-1] if x.dim() else ())
-    for name, buffer in persistent_buffers(model).items():
-        enter(name, buffer)
+        digests[name, part] = hashlib.blake2b(bits, digest_size=8).hexdigest()
 
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
@@ -2059,10 +2035,8 @@ def replica_difference(model, optimizer=None) -> str | None:
     # Nobody can say which of two replicas is right. The largest set comes first.
     name, ranks_of = next(iter(different.items()))
     sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = [f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks))}" for ranks in sets]
-    more = f"; {len(different) - 1} more tensors differ" if len(different) > 1 else ""
-    return f"replicas differ in {name}: {' / '.join(said)} hold other bits{more}"
-
+    said = " / ".join("ranks " + " ".join(map(str, ranks)) for ranks in sets)
+    return f"replicas differ in {name}: {said} hold other bits; {len(different)} tensors differ"
 
 
 def lr_factor(
@@ -2083,14 +2057,15 @@ def lr_factor(
         nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
         zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
     """
-    if decay not in ("constant", "linear", "cosine"):
-        raise ValueError(f"expected a decay of constant, linear, cosine, got {decay!r}")
-    if first_step not in ("nonzero", "zero"):
-        raise ValueError(f"expected a first_step of nonzero, zero, got {first_step!r}")
-    if not 0 <= warmup <= total:
-        raise ValueError(f"expected a warm-up of at most {total} steps, got {warmup}")
-    if not 0 <= min_ratio <= 1:
-        raise ValueError(f"expected a min_ratio from 0 to 1, got {min_ratio}")
+    for name, value, known in (
+        ("decay", decay, ("constant", "linear", "cosine")),
+        ("first_step", first_step, ("nonzero", "zero")),
+    ):
+        if value not in known:
+            raise ValueError(f"expected a {name} of {', '.join(known)}, got {value!r}")
+    if not 0 <= warmup <= total or not 0 <= min_ratio <= 1:
+        raise ValueError(f"expected a warm-up of at most {total} steps and a min_ratio from 0 to "
+                         f"1, got {warmup} and {min_ratio}")  # fmt: skip
 
     if step < warmup:
         risen = step + 1 if first_step == "nonzero" else step
@@ -2501,28 +2476,24 @@ def require_batch(model, sequences, masks):
         found = f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"
     for i, (tokens, mask) in enumerate(zip(sequences, masks)):
         if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
-            found = (
-                f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
-                f"token at least, and an entry of the mask for each of tokens[1:]")  # fmt: skip
+            found = (f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
+                     f"token, and a mask of tokens[1:]")  # fmt: skip
 
-    # COMM: an all-gather of eight bytes over the replica tells whether all of its ranks have the
+    # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
     # same batch. Pinned by
     # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
+    seen = [(found, "")]
     if part.plan.world > part.plan.dp:
-        digest = hashlib.blake2b(digest_size=8)
-        for tokens, mask in zip(sequences, masks):
-            digest.update(np.asarray([len(tokens), *tokens], dtype=np.int64).tobytes())
-            digest.update(np.asarray(mask, dtype=bool).tobytes())
-        replica = part.grid.group["pct"]
-        parts = [None] * replica.size()
-        dist.all_gather_object(parts, (digest.digest(), found), group=replica)
-        found = next((text for _, text in parts if text), "")
-        if not found and len({seen for seen, _ in parts}) > 1:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
-            found = (
-                f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
-                f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+        batch = [[*map(int, x)] for x in (*sequences, *masks)]
+        seen *= part.grid.group["pct"].size()
+        digest = zlib.crc32(repr(batch).encode())
+        dist.all_gather_object(seen, (found, digest), group=part.grid.group["pct"])
+    found = next((text for text, _ in seen if text), "")
+    if not found and len({digest for _, digest in seen}) > 1:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
+        found = (f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
+                 f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
     if found:
         raise ValueError(found)
 
@@ -2710,18 +2681,13 @@ def copy_weights(source, target, optimizer=None) -> None:
     parts and one whole tensor are in memory. A parameter that both have in one memory is left out.
     ValueError if names or shapes differ.
     """
-    reshard(source)
     part = part_of(source)
-    tensors = dict(source.named_parameters())
-    places = part.places
     # In compute_dtype a parameter is its master, rounded once. In another dtype it would be rounded
     # twice. The master itself may be a part of a rank's part (zero1), and then costs more messages.
-    dtype = next(target.parameters()).dtype
-    if getattr(optimizer, "has_masters", False) and dtype != part.compute_dtype:
-        tensors, places = optimizer.mine, optimizer.places
+    is_rounded = next(target.parameters()).dtype == part.compute_dtype
+    tensors, places = weights_and_places(source, None if is_rounded else optimizer)
     tensors = tensors | persistent_buffers(source)
-    whole = {name: Place(None, (tuple(map(range, x.shape)),)) for name, x in tensors.items()}
-    places = whole | places
+    places = {name: whole_place(x) for name, x in tensors.items()} | places
 
     # COMM: an all-gather over the stages says what each of them has. Who sends a tensor is the
     # first stage that has it. The ranks of this group have other layers, and the same entries of
@@ -2735,12 +2701,11 @@ def copy_weights(source, target, optimizer=None) -> None:
 
     # Compared before the first of them moves, and by what every rank knows now.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
-    targets = part_of(target).places
+    targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
     shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
-    wants = {name: targets[name].shape if name in targets else tuple(x.shape)
-             for name, x in wanted.items()}  # fmt: skip
-    if shapes != wants:
-        raise ValueError(f"models differ: {sorted({name for name, _ in shapes.items() ^ wants.items()})}")
+    differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
+    if differ:
+        raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
 
     for name, q in wanted.items():
         q = local(q.detach())
@@ -2751,19 +2716,15 @@ def copy_weights(source, target, optimizer=None) -> None:
         # cut after that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
         first = next(rank for rank, table in enumerate(tables) if name in table)
         _, pattern = tables[first][name]
-        there = targets[name] if name in targets else Place(None, (tuple(map(range, q.shape)),))
-        kept = len(there.cuts)
-        is_cut_alike = pattern[:kept] == there.pattern
-        if not is_cut_alike:
-            kept = 0
+        there = targets[name]
+        is_cut_alike = pattern[: len(there.cuts)] == there.pattern
         if x is not None:
-            x = places[name].gather(x, kept)
+            x = places[name].gather(x, len(there.cuts) if is_cut_alike else 0)
         if group is not None:
             # COMM: a broadcast over the stages. All take the names in one order. Pinned by
             # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
             shape = q.shape if is_cut_alike else there.shape
-            x = torch.empty(shape, dtype=q.dtype, device=q.device) if x is None else x.to(q)
-            x = x.contiguous()
+            x = q.new_empty(shape) if x is None else x.to(q).contiguous()
             dist.broadcast(x, group=group, group_src=first)
         q.copy_(x if is_cut_alike else x[there.region])
 
@@ -2811,8 +2772,7 @@ def own_device(device) -> str:
                          f"torch.cuda.is_available() is {has_cuda}")  # fmt: skip
     if device == "cpu" or not has_cuda:
         return "cpu"
-    # One process drives one device.
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
     torch.cuda.set_device(device)
     return device
 
@@ -2823,25 +2783,23 @@ def agree(function):
     A ValueError or an OSError becomes a ValueError of the same text on all ranks. Any other error
     of rank 0 is raised there as it is, and as a RuntimeError that quotes it on the other ranks.
     """
-    box = [None, None, ""]  # the value; or the kind of error that the other ranks raise, its text
+    box = [None, None]  # the value, and the error that the other ranks raise
     own_error = None
     if dist.get_rank() == 0:
         try:
             box[0] = function()
-        except (ValueError, OSError) as error:
-            box[1:] = ValueError, str(error)
         except Exception as error:
-            own_error = error
-            box[1:] = RuntimeError, f"rank 0 ended with {type(error).__name__}: {error}"
+            box[1] = own_error = ValueError(str(error))
+            if not isinstance(error, (ValueError, OSError)):
+                own_error = error
+                box[1] = RuntimeError(f"rank 0 ended with {type(error).__name__}: {error}")
     # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
     # rank 0 that has failed.
     # Pinned by tests/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
     dist.broadcast_object_list(box, src=0)
-    if own_error is not None:
-        raise own_error
-    value, kind, text = box
-    if kind is not None:
-        raise kind(text)
+    value, error = box
+    if own_error or error:
+        raise own_error or error
     return value
 
 
@@ -3061,10 +3019,7 @@ def sealed(state) -> dict:
 
 
 def sealed_state(path) -> dict:
-    """Return a checkpoint's JSON state. `Damaged` unless it has its checksum, and each file its size.
-
-    The bytes of the files are verified by `read_checkpoint`.
-    """
+    """Return a checkpoint's JSON state; `Damaged` unless it has its checksum and files their size."""
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())

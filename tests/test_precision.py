@@ -337,7 +337,7 @@ def _pushed(rank, more, generator_dtype):
     trainer = train_grpo.Trainer(config, model, generator=generator)
     weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
     trainer.push_weights()
-    pushed = dict(trainer.generator.named_parameters())
+    pushed = parallel.weights_to_store(trainer.generator)
     dtype = getattr(torch, generator_dtype)
     # Both are gathered, one tensor after the other on all ranks.
     equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]
