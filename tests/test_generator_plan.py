@@ -336,7 +336,8 @@ def told_by_plan(name):
     return [(stage.generator(sampler, size), stage.pushed(sampler, size)) for stage in stages]
 
 
-QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2"
+QUICK = ("d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2", "t2|d2 mixed zero1",
+         "d2|d2 mixed, masters")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))

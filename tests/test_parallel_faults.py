@@ -27,7 +27,7 @@ import parallel
 from parallel import (
     TIED, Damaged, Grid, LocalOptimizer, Plan, clip_grad_norm, copy_weights, local, parallelize,
     persistent_buffers, read_checkpoint, read_newest, reduce_gradients, replica_difference, reshard,
-    run_micro_batches, sealed, superseded, training_tensors, write_checkpoint,
+    superseded, training_tensors, write_checkpoint,
 )  # fmt: skip
 
 
@@ -288,16 +288,14 @@ def _model(kind="dense"):
     return build(kind, torch.float64)
 
 
-def _call(text, kind="dense", *, grid=None, rows=0, length=LENGTH, **options):
-    """What is said of a plan, of the grid of another one, or of a batch that cannot be."""
+def _call(text, kind="dense", *, grid=None, length=LENGTH, **options):
+    """What is said of a plan, of the grid of another one, or of a length that cannot be."""
     model, plan, parts = _model(kind), Plan.parse(text), []
 
     def call():
         mesh = Grid.make(Plan.parse(grid or text))
         parts.append(parallelize(model, plan, device_mesh=mesh, **options))
-        if plan.pp == 1:
-            model.hidden(torch.ones(1, length, dtype=torch.int64))
-        run_micro_batches(model, None, rows, torch.zeros(1, length, 24))
+        model.hidden(torch.ones(1, length, dtype=torch.int64))
 
     said = _fails(call)
     if not parts:  # it is still the whole model that computes on one process
@@ -312,18 +310,17 @@ CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
     ("d2", "dense", dict(ac="layers"), "ac: expected one of none, full, op, got 'layers'"),
     ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
     ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
-    ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
+    ("c2", "dense", {}, "plan c2: .*splits sequences: give attention="),
     ("d4", "dense", {}, r"plan d4: expected .* = 4 ranks, got 2"),
     ("d2e2", "dense", {}, "expected a model with experts, got a dense one"),
     ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
-    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
-    ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
-    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2 each expert is whole on one rank"),
+    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv has no mode=.fsdp"),
+    ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv has no .*ac=.op"),
+    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2: each expert is whole on one rank"),
     ("t2", "dense", dict(compile=True, ac="op"), "torch.compile cannot keep what messages"),
     ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
-    ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 micro-batches must divide by"),
-    ("d2", "dense", dict(grid="t2"), "expected the grid of plan d2, got that of plan t2"),
-    ("d2", "dense", dict(schedule="zbv"), "schedule='zbv' needs a pipeline, but plan d2 has no p"),
+    ("d2", "dense", dict(grid="t2"), "plan d2: expected its grid, got that of plan t2"),
+    ("d2", "dense", dict(schedule="zbv"), "plan d2: schedule='zbv' needs a pipeline"),
 ]
 
 
@@ -423,7 +420,7 @@ def _compared(rank, cases):
 NORM, UP, GATE = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate"
 EXPERT, VOTES = "model.layers.1.mlp.experts.up_proj", "model.layers.1.mlp.votes"
 Q_NORM = "model.layers.0.self_attn.q_norm.weight"
-BOTH = "rank 0 / rank 1"
+BOTH = "ranks 0 / ranks 1"
 # ranks -> (plan, model, options, (rank whose bit is flipped, where, of which state, who differs))
 COMPARED = {
     2: [
@@ -441,13 +438,13 @@ COMPARED = {
     ],
     4: [
         ("d2t2", "dense", {},
-         [(2, UP, "", "rank 0 / rank 2"), (3, NORM, "", "ranks 0 1 2 / rank 3")]),
+         [(2, UP, "", "ranks 0 / ranks 2"), (3, NORM, "", "ranks 0 1 2 / ranks 3")]),
         ("d2t2", "tied", dict(mode="zero1"),
-         [(1, NORM, "exp_avg", BOTH), (0, NORM, "", "ranks 1 2 3 / rank 0")]),
-        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "rank 2 / rank 3")]),
+         [(1, NORM, "exp_avg", BOTH), (0, NORM, "", "ranks 1 2 3 / ranks 0")]),
+        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "ranks 2 / ranks 3")]),
         ("d4", "dense", dict(mode="fsdp", shards=2),
-         [(3, UP, "", "rank 1 / rank 3"), (0, UP, "exp_avg", "rank 0 / rank 2")]),
-        ("d4e2", "moe", {}, [(3, EXPERT, "", "rank 1 / rank 3")]),
+         [(3, UP, "", "ranks 1 / ranks 3"), (0, UP, "exp_avg", "ranks 0 / ranks 2")]),
+        ("d4e2", "moe", {}, [(3, EXPERT, "", "ranks 1 / ranks 3")]),
     ],
 }  # fmt: skip
 
@@ -459,7 +456,8 @@ def test_a_flipped_bit_is_named(tmp_path, world):
     for (text, _, options, flips), (clean, *found, model_only) in zip(cases, said, strict=True):
         assert clean is None and model_only is None, (text, options, clean)
         for (_, name, key, who), words in zip(flips, found, strict=True):
-            where = f"{name} ({key})" if key else name
+            where = f"optimizer.{name}.{key}" if key not in ("", "master") else f"model.{name}"
+            where = where.replace(f"model.{VOTES}", f"buffer.{VOTES}")
             expected = who and f"replicas differ in {where}: {who} hold"
             assert words is None if who is None else expected in words, words
 
@@ -482,24 +480,6 @@ SIX = [
 def test_replicas_hold_the_same_bits_after_three_steps(tmp_path, cases):
     """Three ranks a sum: two orders of addition would show, unlike with two."""
     assert ranks(tmp_path, 6, _after_three_steps, cases) == [[None] * len(cases)] * 6
-
-
-def _unequal_states(rank):
-    """What is said where rank 0 alone has made a step, and of a state that is not a tensor."""
-    model = _split(_model(), "d2")
-    optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.0))
-    if rank == 0:
-        for p in optimizer.mine.values():
-            p.grad = torch.zeros_like(p)
-        optimizer.inner.step()
-    yield replica_difference(model, optimizer)
-    optimizer.state[next(iter(optimizer.mine.values()))]["calls"] = 3
-    yield replica_difference(model, optimizer)
-
-
-def test_a_state_that_one_replica_lacks_is_named(tmp_path):
-    for text in equal_on_ranks(tmp_path, 2, _listed, _unequal_states):
-        assert f"(names of its states): {BOTH}" in text
 
 
 @pytest.mark.quick
