@@ -740,6 +740,7 @@ import shutil  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
+import uuid  # noqa: E402
 import warnings  # noqa: E402
 import zlib  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -2763,11 +2764,9 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     patience = datetime.timedelta(seconds=timeout)
     where = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:
-        # torchrun's store outlives the ranks that it starts again, and has their old addresses. On
-        # several machines, whose torchruns count for themselves, start all of them again.
         store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        where = dict(store=dist.PrefixStore(start, store), rank=rank, world_size=world)
+        store = store_of_this_attempt(store, rank, world, timeout)
+        where = dict(store=store, rank=rank, world_size=world)
     # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, **where, timeout=patience)
@@ -2786,6 +2785,41 @@ def own_device(device) -> str:
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
     torch.cuda.set_device(device)
     return device
+
+
+def store_of_this_attempt(store, rank, world, timeout):
+    """Return the part of torchrun's key-value store that belongs to this start of the ranks.
+
+    `torchrun --max-restarts` gives restarted ranks the old store, where gloo would find the
+    addresses of dead processes. TORCHELASTIC_RESTART_COUNT cannot tell the starts apart, because
+    each machine's torchrun counts its own. So rank 0 draws a new name, and each rank answers it:
+
+        rank 0   attempt = a7f3          reads a7f3/1 = 52        a7f3/go = {"1": "52"}
+        rank 1   reads attempt = a7f3    a7f3/1 = 52              reads go, finds its 52
+
+    A rank that read an old name gets no `go`, or one without its number, and reads the name again.
+    """
+    # COMM: rank 0 waits for the number of every other rank, and they wait for the `go` of rank 0.
+    # Each has sent before it waits, and `timeout` bounds both waits.
+    # Pinned by tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set("attempt", attempt)
+        numbers = {str(r): store.get(f"{attempt}/{r}").decode() for r in range(1, world)}
+        store.set(f"{attempt}/go", json.dumps(numbers))
+        return dist.PrefixStore(attempt, store)
+
+    own_number = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own_number)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{attempt}/go"], datetime.timedelta(seconds=1))
+            if json.loads(store.get(f"{attempt}/go"))[str(rank)] == own_number:
+                return dist.PrefixStore(attempt, store)
+            time.sleep(0.1)
+    raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
 
 
 def agree(function):
@@ -3011,9 +3045,9 @@ def on_all_ranks(function) -> dict:
     # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, found)
-    for rank, result in enumerate(results):
+    for result in results:
         if isinstance(result, Exception):
-            raise type(result)(f"rank {rank}: {result}")
+            raise result
     return {name: value for result in results for name, value in result.items()}
 
 
