@@ -740,6 +740,7 @@ import shutil  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
+import uuid  # noqa: E402
 import warnings  # noqa: E402
 import zlib  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -806,7 +807,8 @@ BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
 PLAN = rf"""
     (?: (?P<backend> (?!attn:|ffn:) [a-z]+ ) : )?
-    (?: (?P<flat> {DEGREES} ) | \( attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) \) )
+    (?: (?P<flat> {DEGREES} )
+    |   (?P<open> \( )? attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) (?(open) \) ) )
 """  # for re.VERBOSE
 
 
@@ -836,10 +838,13 @@ class Plan:
     def parse(cls, text) -> "Plan":
         """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
         found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
-        if found is None or found["backend"] not in (None, *BACKENDS):
+        if found is None:
             raise ValueError(
-                f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), each letter "
-                f"with a number of 1 or more, a backend of {', '.join(BACKENDS)}, got {text!r}")
+                f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), got {text!r}. "
+                f"Each letter has a number of 1 or more")  # fmt: skip
+        if found["backend"] not in (None, *BACKENDS):
+            raise ValueError(f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
+                             f"{found['backend']!r}")  # fmt: skip
 
         def degrees(part, letters):
             pairs = re.findall("([a-z])([0-9]+)", part)
@@ -851,10 +856,10 @@ class Plan:
 
         ffn = {}
         if found["flat"]:
-            attn = degrees(found["flat"], "pdcte")
+            attn = degrees(found["flat"], "dtpce")
         else:
-            attn = degrees(found["attn"], "pdct")
-            ffn = degrees(found["ffn"], "pdet")
+            attn = degrees(found["attn"], "dtpc")
+            ffn = degrees(found["ffn"], "detp")
             attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
         axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
         plan = cls(**axes, backend=found["backend"])
@@ -876,11 +881,11 @@ class Plan:
         if self.etp not in (1, self.tp):
             raise ValueError(
                 f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
-        ranks = self.world // (self.pp * self.etp)
+        product = "d * c * t" if self.etp == 1 else "d * c"
+        ranks = self.dp * self.cp * self.tp // self.etp
         if ranks % self.ep:
-            shared_by = "d * c" if self.etp > 1 else "d * c * t"
             raise ValueError(
-                f"plan {self}: expected e to divide {shared_by} = {ranks}, got {self.ep}")
+                f"plan {self}: expected e to divide {product} = {ranks}, got {self.ep}")
 
     @property
     def world(self) -> int:
@@ -933,20 +938,21 @@ class Plan:
             raise ValueError(
                 f"plan {self}: expected a model with experts, got a dense one. Leave e and ffn out")
         if self.pp > config.num_hidden_layers:
-            raise ValueError(f"plan {self}: more stages than {config.num_hidden_layers} layers")
+            raise ValueError(f"plan {self}: expected at most a stage for each of "
+                             f"{config.num_hidden_layers} layers, got p = {self.pp}")  # fmt: skip
 
         # Each degree splits something into equal parts.
-        for letters, degree, what in (
-            ("t", self.tp, "num_attention_heads"),
-            ("t", self.tp, "num_key_value_heads"),
-            ("t", self.tp, "intermediate_size"),
-            ("t * c", self.tp * self.cp if ulysses else 1, "num_attention_heads"),
-            ("e", self.ep, "num_experts"),
-            ("ffn's t", self.etp, "moe_intermediate_size"),
+        for letters, degree, what, size in (
+            ("t", self.tp, "query heads", "num_attention_heads"),
+            ("t", self.tp, "key heads", "num_key_value_heads"),
+            ("t", self.tp, "intermediate_size", "intermediate_size"),
+            ("t * c", ulysses * self.tp * self.cp, "query heads (ulysses)", "num_attention_heads"),
+            ("e", self.ep, "experts", "num_experts"),
+            ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
         ):
-            if degree > 1 and getattr(config, what) % degree:
+            if degree > 1 and getattr(config, size) % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
-                                 f"got {getattr(config, what)}")  # fmt: skip
+                                 f"got {getattr(config, size)}")  # fmt: skip
 
     def describe(self) -> str:
         """Return a line of degrees, then each tensor group on a line with its place in the grid."""
@@ -1343,13 +1349,10 @@ def parallelize(
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
-    for layer in model.model.layers.children() if ac != "none" or compile else ():
-        if ac != "none":
-            options = dict(use_reentrant=False)
-            if ac == "op":
-                options["context_fn"] = functools.partial(keep_products_and_messages, plan)
-            layer.forward = functools.partial(checkpoint, layer.forward, **options)
-        if compile:
+    if ac != "none":
+        checkpoint_layers(model.model.layers, ac, plan)
+    if compile:
+        for layer in model.model.layers:
             layer.compile(dynamic=True)
     if mode == "fsdp":
         for root in model.part.roots(model):
@@ -1489,6 +1492,15 @@ KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attentio
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention"}  # fmt: skip
 KEPT_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
+
+
+def checkpoint_layers(layers, ac, plan) -> None:
+    """Let the backward compute layers again, see `ac` of `parallelize`. No name changes."""
+    options = dict(use_reentrant=False)
+    if ac == "op":
+        options["context_fn"] = functools.partial(keep_products_and_messages, plan)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
 
 def keep_products_and_messages(plan):
@@ -1747,8 +1759,7 @@ def reduce_gradients(model) -> int:
     # COMM: the places decide what is sent, and they are the same on all ranks of a group, whatever
     # gradients a rank has. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
     for (group, _), together in by_message.items():
-        for message in messages_of(together):
-            sum_in_one_message(message, group)  # (1)
+        sum_in_messages(together, group)  # (1)
     return suspect
 
 
@@ -1763,15 +1774,16 @@ def messages_of(gradients):
     yield together
 
 
-def sum_in_one_message(gradients, group):
+def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
-    if len(gradients) == 1 and gradients[0].is_contiguous():
-        dist.all_reduce(gradients[0], group=group)
-        return
-    flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=group)
-    for g, total in zip(gradients, flat.split([g.numel() for g in gradients])):
-        g.copy_(total.view_as(g))
+    for together in messages_of(gradients):
+        if len(together) == 1 and together[0].is_contiguous():
+            dist.all_reduce(together[0], group=group)
+            continue
+        flat = torch.cat([g.flatten() for g in together])
+        dist.all_reduce(flat, group=group)
+        for g, total in zip(together, flat.split([g.numel() for g in together])):
+            g.copy_(total.view_as(g))
 
 
 def first_non_finite(gradients) -> int:
@@ -2752,11 +2764,9 @@ def connect(device="", *, timeout=60, threads=1) -> str:
     patience = datetime.timedelta(seconds=timeout)
     where = dict(store=dist.HashStore(), rank=0, world_size=1)
     if "RANK" in os.environ:
-        # torchrun's store outlives the ranks that it starts again, and has their old addresses. On
-        # several machines, whose torchruns count for themselves, start all of them again.
         store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        where = dict(store=dist.PrefixStore(start, store), rank=rank, world_size=world)
+        store = store_of_this_attempt(store, rank, world, timeout)
+        where = dict(store=store, rank=rank, world_size=world)
     # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, **where, timeout=patience)
@@ -2775,6 +2785,41 @@ def own_device(device) -> str:
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
     torch.cuda.set_device(device)
     return device
+
+
+def store_of_this_attempt(store, rank, world, timeout):
+    """Return the part of torchrun's key-value store that belongs to this start of the ranks.
+
+    `torchrun --max-restarts` gives restarted ranks the old store, where gloo would find the
+    addresses of dead processes. TORCHELASTIC_RESTART_COUNT cannot tell the starts apart, because
+    each machine's torchrun counts its own. So rank 0 draws a new name, and each rank answers it:
+
+        rank 0   attempt = a7f3          reads a7f3/1 = 52        a7f3/go = {"1": "52"}
+        rank 1   reads attempt = a7f3    a7f3/1 = 52              reads go, finds its 52
+
+    A rank that read an old name gets no `go`, or one without its number, and reads the name again.
+    """
+    # COMM: rank 0 waits for the number of every other rank, and they wait for the `go` of rank 0.
+    # Each has sent before it waits, and `timeout` bounds both waits.
+    # Pinned by tests/test_faults.py::test_a_killed_rank_is_started_again_and_the_run_goes_on.
+    if rank == 0:
+        attempt = uuid.uuid4().hex
+        store.set("attempt", attempt)
+        numbers = {str(r): store.get(f"{attempt}/{r}").decode() for r in range(1, world)}
+        store.set(f"{attempt}/go", json.dumps(numbers))
+        return dist.PrefixStore(attempt, store)
+
+    own_number = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        attempt = store.get("attempt").decode()
+        store.set(f"{attempt}/{rank}", own_number)
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([f"{attempt}/go"], datetime.timedelta(seconds=1))
+            if json.loads(store.get(f"{attempt}/go"))[str(rank)] == own_number:
+                return dist.PrefixStore(attempt, store)
+            time.sleep(0.1)
+    raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
 
 
 def agree(function):
@@ -2954,7 +2999,8 @@ def write_checkpoint(path, tensors, state) -> None:
         agree(start)
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
-        sums = on_all_ranks(lambda: sums_of_share(partial, names_of_tensor_files(partial)))
+        names = sorted(file.name for file in partial.glob("*.safetensors"))
+        sums = on_all_ranks(lambda: sums_of_share(partial, names))
         agree(finish)
     except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
         if dist.get_rank() == 0:
@@ -2968,10 +3014,6 @@ def reason_of(error) -> str:
     """Say which rank failed at what, if DCP says it."""
     failures = getattr(error, "failures", {})
     return "; ".join(f"rank {rank}: {e[0]}" for rank, e in failures.items()) or str(error)
-
-
-def names_of_tensor_files(path) -> list:
-    return sorted(file.name for file in Path(path).glob("*.safetensors"))
 
 
 def sums_of_share(path, names, alone=False) -> dict:
@@ -3003,9 +3045,9 @@ def on_all_ranks(function) -> dict:
     # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
     results = [None] * dist.get_world_size()
     dist.all_gather_object(results, found)
-    for rank, result in enumerate(results):
+    for result in results:
         if isinstance(result, Exception):
-            raise type(result)(f"rank {rank}: {result}")
+            raise result
     return {name: value for result in results for name, value in result.items()}
 
 
@@ -3019,23 +3061,21 @@ def sealed(state) -> dict:
 
 
 def sealed_state(path) -> dict:
-    """Return a checkpoint's JSON state; `Damaged` unless it has its checksum and files their size."""
+    """Return a checkpoint's JSON state. `Damaged` unless all files are there, by their sizes."""
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
         if state != sealed(state):
             raise ValueError("its checksum differs")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        sizes = {name: size for name, (size, _) in state["files"].items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise Damaged(f"checkpoint {path}: state.json is missing or damaged: {error}") from error
-    files = state.get("files")
-    if not isinstance(files, dict):
-        raise Damaged(f"checkpoint {path}: state.json lists no files")
     # DCP reads whatever tensor files are in the directory, also files of another program.
-    for name in sorted({*files} ^ {*names_of_tensor_files(path)}):
-        raise Damaged(f"checkpoint {path}: {name} is missing or not a file of this checkpoint")
-    for name, (size, _) in files.items():
-        if (path / name).stat().st_size != size:
-            raise Damaged(f"checkpoint {path}: {name} is damaged (its size differs)")
+    found = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    for name in sorted(found.keys() | sizes.keys()):
+        if found.get(name) != sizes.get(name):
+            raise Damaged(f"checkpoint {path}: {name} is damaged: it has {found.get(name)} bytes, "
+                          f"and state.json says {sizes.get(name)}")  # fmt: skip
     return state
 
 
@@ -3068,17 +3108,19 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     # its share at the same time as the others do.
     state = together(inspect)
     wanted = together(lambda: {name: tuple(x.shape) for name, x in tensors.items()})
+    reader = dcp.HuggingFaceStorageReader(str(path))
     try:
-        reader = dcp.HuggingFaceStorageReader(str(path))
-        # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-        saved = {name: tuple(entry.size) for name, entry
-                 in reader.read_metadata().state_dict_metadata.items()
-                 if name.startswith(only)}  # fmt: skip
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
-                    f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # the checksums are right, and the files are of another program
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
+    saved = {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
+                f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
+    try:
         with warnings.catch_warnings():  # about `alone`
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(tensors, storage_reader=reader, no_dist=alone)

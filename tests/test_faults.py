@@ -23,6 +23,8 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from signal import SIGKILL
 
@@ -40,6 +42,7 @@ from test_run import (
 
 import parallel
 from parallel import Damaged, agree, checkpoints, is_lost_rank, newest_checkpoint, read_checkpoint
+from parallel import store_of_this_attempt
 from train_grpo import locked, whole_lines
 
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
@@ -379,19 +382,31 @@ def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(tmp_path, name)
     fails(done, GONE)
 
 
-def _begun(rank, port, attempt):
-    """A rank of a start by torchrun's agent, whose store has the addresses of older starts."""
-    as_torchrun(rank, 2, port)
-    os.environ |= dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=attempt)
-    parallel.connect("cpu", timeout=MARGIN)
-    parallel.wait_for_all()
-    os._exit(0)  # as a rank that is killed: nothing is closed
+def _arrive(rank, store, start, late):
+    """What this rank hears from the other one by the store of this start."""
+    time.sleep(0.3 * late)  # the other rank finds what older starts have left
+    mine = store_of_this_attempt(store, rank, 2, timeout=20)
+    mine.set(f"from {rank}", start)
+    return mine.get(f"from {1 - rank}").decode()
 
 
-def test_ranks_that_start_again_find_each_other_and_no_older_start():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    for attempt in "012":
-        assert join(start(2, _begun, store.port, attempt)) == [0, 0]
+@pytest.mark.parametrize("later", [0, 1])
+def test_ranks_that_start_again_find_each_other_and_no_older_start(later):
+    """By one store, as torchrun gives it to every start of its ranks."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    store.set("attempt", "died early")  # by a start whose rank 0 died before it had answered
+    for begun in ("0", "1"):
+        with ThreadPoolExecutor() as pool:
+            heard = [pool.submit(_arrive, rank, store, begun, rank == later) for rank in (0, 1)]
+        assert [x.result() for x in heard] == [begun] * 2
+
+
+def test_a_rank_0_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set("attempt", "died early")
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not answer within 1 seconds"):
+        store_of_this_attempt(store, 1, 2, timeout=1)
 
 
 def _joins(rank, world, port, folder, late, name):

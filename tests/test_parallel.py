@@ -168,8 +168,7 @@ def _messages(rank):
         all_reduce(x, group=group)
 
     dist.all_reduce = recorded
-    for message in parallel.messages_of(gradients):
-        parallel.sum_in_one_message(message, dist.group.WORLD)
+    parallel.sum_in_messages(gradients, dist.group.WORLD)
     dist.all_reduce = all_reduce
     assert all((g == 3).all() for g in gradients)
     return sent
@@ -242,7 +241,8 @@ def _frozen(rank):
     before = {name: full(p, places[name]).clone() for name, p in named.items()}
     training.backward()
     assert training.update() > 0
-    return all(p.requires_grad != full(p, places[name]).equal(before[name]) for name, p in named.items())
+    return all(p.requires_grad != full(p, places[name]).equal(before[name])
+               for name, p in named.items())  # fmt: skip
 
 
 def test_frozen_parameters_stay_as_they_are(tmp_path):

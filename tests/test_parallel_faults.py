@@ -83,7 +83,7 @@ FILES = {  # what state.json lists
 @pytest.mark.parametrize("name", [*STATES, *FILES])
 def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
     """Of improper counts, or of other files than those that are there."""
-    path, text = shutil.copytree(whole, tmp_path / "saved"), "(files|safetensors|/dev/null)"
+    path, text = shutil.copytree(whole, tmp_path / "saved"), "(state.json|files|safetensors|/dev/null)"
     state = json.loads((path / "state.json").read_text())
     if name in STATES:
         state, text = json.loads(f'{name}, "files": {json.dumps(state["files"])}}}'), STATES[name]
@@ -142,15 +142,15 @@ def _flip(path):
 
 
 OF_RANK_1 = FILE.replace("1-model", "2-model")
-DAMAGES = {  # which file, what is done to it, what is said
-    "a flipped byte": (OF_RANK_1, _flip, "is damaged .its checksum"),
-    "a torn file": (OF_RANK_1, lambda x: x.write_bytes(x.read_bytes()[:-7]), "is damaged .its size"),
-    "a lost file": (OF_RANK_1, Path.unlink, "is missing"),
-    "a foreign file": (FILE, lambda x: x.write_bytes(bytes(x.stat().st_size)), "is damaged"),
-    "one more file": (FILE, lambda x: shutil.copy(x, x.with_name("more.safetensors")), ""),
-    "no state": ("state.json", Path.unlink, "is missing"),
-    "a torn state": ("state.json", lambda x: x.write_text(x.read_text()[:-9]), "or damaged"),
-    "a flipped state": ("state.json", lambda x: x.write_text(x.read_text().replace("2", "3")), ""),
+DAMAGES = {  # which file, what is done to it
+    "a flipped byte": (OF_RANK_1, _flip),
+    "a torn file": (OF_RANK_1, lambda x: x.write_bytes(x.read_bytes()[:-7])),
+    "a lost file": (OF_RANK_1, Path.unlink),
+    "a foreign file": (FILE, lambda x: x.write_bytes(bytes(x.stat().st_size))),
+    "one more file": ("more.safetensors", lambda x: shutil.copy(x.with_name(FILE), x)),
+    "no state": ("state.json", Path.unlink),
+    "a torn state": ("state.json", lambda x: x.write_text(x.read_text()[:-9])),
+    "a flipped state": ("state.json", lambda x: x.write_text(x.read_text().replace("2", "3"))),
 }
 
 
@@ -162,7 +162,7 @@ def _damaged_then_older(rank, folder):
     newest, good = folder / "step-00000002", folder / "good"
     if rank == 0:
         shutil.copytree(newest, good)
-    for file, damage, _ in DAMAGES.values():
+    for file, damage in DAMAGES.values():
         if rank == 0:
             shutil.rmtree(newest)
             damage(Path(shutil.copytree(good, newest)) / file)
@@ -183,8 +183,8 @@ def test_what_one_rank_cannot_read_is_refused_by_all(tmp_path):
     """By name, and the next older checkpoint is read."""
     (tmp_path / "run").mkdir()
     said = equal_on_ranks(tmp_path, 2, _listed, _damaged_then_older, tmp_path / "run")
-    for text, (file, _, how) in zip(said, DAMAGES.values(), strict=True):
-        assert re.search(f"step-00000002: .*({file}|more.safetensors) .*{how}", text), text
+    for text, (file, _) in zip(said, DAMAGES.values(), strict=True):
+        assert re.search(f"step-00000002: {file} is .*(damaged|missing)", text), text
 
 
 def _slow(rank, folder):

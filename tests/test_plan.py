@@ -31,10 +31,11 @@ GOOD = {
     "t2d4": Plan(dp=4, tp=2),
     "p2d2t2": Plan(pp=2, dp=2, tp=2),
     "d2c2e4": Plan(dp=2, cp=2, ep=4),
-    "c2t2e2": Plan(cp=2, tp=2, ep=2),
     "d2t2e4": Plan(dp=2, tp=2, ep=4),
     "archon:d4p2t2": Plan(dp=4, pp=2, tp=2, backend="archon"),
+    "c2t2e2": Plan(cp=2, tp=2, ep=2),
     "(attn:d2t2|ffn:e2t2)": Plan(dp=2, tp=2, ep=2, etp=2),
+    "attn:d2t2|ffn:e2t2": Plan(dp=2, tp=2, ep=2, etp=2),
     "(attn:p2d2t2|ffn:p2e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
     "(attn:p2d2t2|ffn:e2t2)": Plan(pp=2, dp=2, tp=2, ep=2, etp=2),
     "(attn:d1p4t2c2|ffn:d1p4t1e4)": Plan(pp=4, tp=2, cp=2, ep=4),
@@ -125,22 +126,27 @@ def test_plans_joined_by_a_bar_have_the_same_ranks():
 # What is refused -------------------------------------------------------------------------------
 
 NO_PLANS = (
-    "", "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2)", "(attn:d2|ffn:e2",
-    "attn:d2|ffn:e2", "((attn:d2|ffn:e2))", "attn:d2", "archon[actor]:d2", "d2|d2", None,
+    "d0", "d02", "d-1", "d2.5", "D2", "d2 t2", "d2\n", "d\u0663", "(d2", "(d2)", "(attn:d2|ffn:e2",
+    "attn:d2|ffn:e2)", "((attn:d2|ffn:e2))", "attn:d2", "ffn:e2|attn:d2", "archon[]:d2", "d2|d2",
+    "archon:d2+sglang:d2", None,
 )  # fmt: skip
 PLANS = [(text, f"expected a plan such as .*got {re.escape(repr(text))}") for text in NO_PLANS]
 PLANS += [
-    ("d4d2", "plan 'd4d2': expected letters of p d c t e, each at most once, got 'd4d2'"),
-    ("d2x2", "expected letters of p d c t e, each at most once, got 'd2x2'"),
-    ("(attn:d2e2|ffn:e2)", "expected letters of p d c t, each at most once, got 'd2e2'"),
-    ("(attn:d2|ffn:c2)", "expected letters of p d e t, each at most once, got 'c2'"),
+    ("", "expected a plan such as d2t2, .*, got ''. Each letter has a number of 1 or more"),
+    ("d4d2", "plan 'd4d2': expected letters of d t p c e, each at most once, got 'd4d2'"),
+    ("d2x2", "expected letters of d t p c e, each at most once, got 'd2x2'"),
+    ("(attn:d2e2|ffn:e2)", "expected letters of d t p c, each at most once, got 'd2e2'"),
+    ("(attn:d2|ffn:c2)", "expected letters of d e t p, each at most once, got 'c2'"),
     ("(attn:p2d2|ffn:p1e2)", "expected p2 in ffn, as it follows from attn, got p1"),
     ("(attn:d2t2|ffn:d2e4)", "expected d1 in ffn, as it follows from attn, got d2"),
     ("(attn:d2t4|ffn:e2t2)", "plan .*: expected ffn's t to be 1 or attn's t = 4, got 2"),
+    ("d2t2e3", r"plan d2t2e3: expected e to divide d \* c \* t = 4, got 3"),
     ("d2t2e8", r"plan d2t2e8: expected e to divide d \* c \* t = 4, got 8"),
+    ("d3e2", r"expected e to divide d \* c \* t = 3, got 2"),
     ("(attn:d2t2c2|ffn:e3t2)", r"expected e to divide d \* c = 4, got 3"),
+    ("archon[actor]:d2", "expected a plan such as .*got 'archon"),
     ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
-    ("torch:d2", "a backend of archon, .*, got 'torch"),
+    ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
 ]
 JOINED = [
     (text, "expected a plan such as d2t2")
@@ -154,19 +160,19 @@ JOINED += [
 ]
 FIELDS = [
     (dict(cp=degree), "expected c to be an integer of 1 or more")
-    for degree in (0, 1.5, "2", None)
+    for degree in (0, -2, 1.5, "2", None)
 ]
 DENSE, SIX = models.tiny("qwen3"), models.tiny("qwen3_moe", num_experts=6)
 FOURTEEN = models.tiny("qwen3", num_attention_heads=14, vocab_size=54)
 FITS = [
     ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
     ("p4", dict(microbatches=3), "expected a micro-batch for each of 4 stages, got 3"),
-    ("p4", dict(config=DENSE), "plan p4: more stages than 2 layers"),
-    ("t4", dict(config=DENSE), "expected num_key_value_heads divisible by t = 4, got 2"),
-    ("t3", dict(config=DENSE), "expected num_attention_heads divisible by t = 3, got 4"),
+    ("p4", dict(config=DENSE), "expected at most a stage for each of 2 layers, got p = 4"),
+    ("t4", dict(config=DENSE), "expected key heads divisible by t = 4, got 2"),
+    ("t3", dict(config=DENSE), "expected query heads divisible by t = 3, got 4"),
     ("d2e2", dict(config=DENSE), "expected a model with experts, got a dense one"),
-    ("d4e4", dict(config=SIX), "expected num_experts divisible by e = 4, got 6"),
-    ("t2c2", dict(config=FOURTEEN, ulysses=True), r"heads divisible by t \* c = 4, got 14"),
+    ("d4e4", dict(config=SIX), "expected experts divisible by e = 4, got 6"),
+    ("t2c2", dict(config=FOURTEEN, ulysses=True), r"\(ulysses\) divisible by t \* c = 4, got 14"),
 ]
 SCHEDULES = [
     (wrong, r"^expected .*, got ")

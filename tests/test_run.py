@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import pkgutil
 import re
 import shutil
@@ -264,6 +265,7 @@ def flip_a_bit(path, place=None):
     path.write_bytes(raw)
 
 
+
 def _damage(newest, how):
     data = newest / SHARD
     if how == "unfinished":
@@ -311,6 +313,17 @@ def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
 def test_without_save_every_only_the_last_step_is_saved(tmp_path):
     good(tmp_path, f"{TINY} --out run --save-every 0 --keep 2 --steps 5")
     assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["5"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"garbage", pickle.dumps(Path("x"))])
+def test_tensors_that_are_not_ours_are_refused_by_name(finished, raw):
+    """Their checksums agree: an error, and no older checkpoint is taken in their place."""
+    newest = finished / "step-00000004"
+    (newest / SHARD).write_bytes(raw)
+    state = json.loads((newest / "state.json").read_text())
+    state["files"][SHARD] = [len(raw), zlib.crc32(raw)]
+    (newest / "state.json").write_text(json.dumps(sealed(state)))
+    refused(finished.parent, "--resume --out run", "checkpoint run/step-00000004 cannot be read")
 
 
 TORN = ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n", None]
@@ -384,12 +397,12 @@ REFUSED = {
     "--resume --overwrite": "--overwrite", "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
     "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; leave",
-    "--plan vllm[actor]:d4|megatron:(attn:d2t2|ffn:t2)":
+    "--plan vllm:d4|megatron:(attn:d2t2|ffn:t2)":
         "only the engine archon runs here, got megatron, vllm; leave the name out",
     "--plan sglang:d1": "got sglang; leave",
     "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
     "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel",
-    "--plan d2d2": "expected letters of p d c t e, each at most once, got 'd2d2'",
+    "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
     "--plan d1|d2": "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks",
     "--plan d1|d1|d1": "A|B has two plans, the generator's and the trainer's, got 3",
     **dict.fromkeys(("--plan d1+d1", "--plan d1|d1+d1", "--plan p2+d1"),
@@ -416,7 +429,7 @@ REFUSED = {
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
 }  # fmt: skip
 REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
-    "--plan archon[rollout]:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
+    "--plan archon:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
     "--plan d2|t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--plan d2": "plan d2: expected p * d * c * t = 2 ranks, got 1",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
