@@ -1147,6 +1147,7 @@ def copy_in(model, dtype):
     # `parallelize` may have seen the model: its part has process groups, which cannot be copied.
     part = getattr(model, "part", None)
     copied = copy.deepcopy(model, {id(part): None}).to("cpu", dtype)
+    vars(copied).pop("part", None)
     for p in copied.parameters():
         p.grad_dtype = dtype
     if copied.residual_dtype is not None:

@@ -898,7 +898,7 @@ class Config(SimpleConfig):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
@@ -1777,7 +1777,7 @@ class Replies:
         # The replies of `guess` are arithmetic: a thread would cost more than the reply.
         safe = getattr(task, "threads", True) and type(task) is not Guess
         self.map = ThreadPoolExecutor(threads).map if safe and threads > 1 else map
-        plan = Plan() if model is None else parallel.plan_of(model)
+        plan = model.part.plan if hasattr(model, "part") else Plan()
         self.shared_by = model if plan.world > plan.dp else None
 
     def ask(self, episodes) -> None:
@@ -2379,11 +2379,10 @@ def first_weights(model, whole, directory, seed=0):
 
     whole: the whole model, on the meta device. The model may be a rank's part of it.
     """
-    for stage in part_of(model).stages:
-        if directory:
-            models.load_hf(directory, model=stage, whole=whole)
-        else:
-            models.draw_weights(stage, seed, whole)
+    if directory:
+        models.load_hf(directory, model=model, whole=whole)
+    else:
+        models.draw_weights(model, seed, whole)
 
 
 def build_optimizer(config, model):
@@ -2482,10 +2481,9 @@ class ExpertLoads:
         """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
         if not self.rate:
             return
-        for stage in part_of(model).stages:
-            has = [module.layer for module in stage.modules() if hasattr(module, "votes")]
-            counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-            models.update_router_bias(stage, counts)
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        models.update_router_bias(model, counts)
 
 
 # 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
@@ -2611,7 +2609,7 @@ class TreeBatches(RowBatches):
             return batch
         cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
         sequences = [t.tokens for t in batch]
-        _, share = redistribute(sequences, batch, group=self.part.grid.data, cost=cost)
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
         return share
 
     def attention_of_row(self, tree, group):
@@ -3247,8 +3245,10 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config) -> int:
-    """Set up a run and do it. Return the exit code."""
+def start_run(config, progress=None) -> int:
+    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+    progress = progress or parallel.Progress()
+    progress.where = lambda: "setting up"
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3267,13 +3267,11 @@ def start_run(config) -> int:
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            model, generator, reference = build(config, task)
-            trainer = Trainer(
-                config, model, generator=generator, reference=reference, teacher=teacher)
-            # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out)
+        model, generator, reference = build(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        out = agree(lambda: prepare_out(config, stack))
+        return run(config, task, trainer, out, progress)
 
 
 def require_plans(config, shape):
@@ -3364,31 +3362,32 @@ class Interrupted(Exception):
     """A signal, its number, has ended the loop, after the step in which it was seen."""
 
 
-def run(config, task, trainer, out) -> int:
+def run(config, task, trainer, out, progress) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
     log = Log(config, out, task)
     stop = Stop()
-    with parallel.naming_lost_ranks(lambda: trainer.where, log.advice):
-        first_step, origin, pending = restore(config, trainer, out)
-        queue = RolloutQueue(config, task, trainer, first_step, pending)
-        log.begin(trainer, queue, stop, origin)
-        # A generator has no weights before the first push.
-        trainer.push_weights()
-        if first_step == 0:
-            log.before(queue.evaluate(-1))
-        try:
-            solved = train(config, queue, trainer, log)
-        except Interrupted as interrupted:
-            return 128 + interrupted.args[0]
+    progress.where = lambda: trainer.where
+    progress.advice = log.advice
+    first_step, origin, pending = restore(config, trainer, out)
+    queue = RolloutQueue(config, task, trainer, first_step, pending)
+    log.begin(trainer, queue, stop, origin)
+    # A generator has no weights before the first push.
+    trainer.push_weights()
+    if first_step == 0:
+        log.before(queue.evaluate(-1))
+    try:
+        solved = train(config, queue, trainer, log)
+    except Interrupted as interrupted:
+        return 128 + interrupted.args[0]
 
-        if solved is None:  # resumed at its last step
-            solved = queue.evaluate(config.steps - 1)
-        if config.router_bias_rate:
-            say(f"{out}/hf is not written: its format has no --router-bias-rate")
-        else:
-            export(config, task, trainer.generator, out)
-        log.end(solved)
-        return 0
+    if solved is None:  # resumed at its last step
+        solved = queue.evaluate(config.steps - 1)
+    if config.router_bias_rate:
+        say(f"{out}/hf is not written: its format has no --router-bias-rate")
+    else:
+        export(config, task, trainer.generator, out)
+    log.end(solved)
+    return 0
 
 
 def restore(config, trainer, out):
@@ -3782,10 +3781,9 @@ def write_reference(out, trainer):
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
     # are sharded identically, so each rank copies its own part.
     if trainer.reference is not None:
-        part_of(trainer.model).reshard()
         reference = parallel.tensors_of(trainer.reference)
         for name, x in parallel.tensors_of(trainer.model).items():
-            local(reference[name]).copy_(local(x).detach())
+            local(reference[name]).copy_(local(x))
         write_checkpoint(f"{out}/reference", reference, {})
 
 
@@ -4075,9 +4073,12 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = start_run(config)
-        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        progress = parallel.Progress()
+        with parallel.naming_lost_ranks(progress):
+            connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = start_run(config, progress)
+            progress.where = lambda: "finished"
+            progress.advice = "what the run saved is whole"
             dist.barrier()
     except ERRORS as error:
         return report(error)
