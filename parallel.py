@@ -3737,7 +3737,7 @@ def _newest(found, read):
         raise ValueError(
             f"no checkpoint in {found[0].parent} is whole "
             f"({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with --overwrite"
+            f"put a copy of one back, or begin again with another --out"
         )
     return None, None
 

@@ -338,9 +338,8 @@ class Jsonl(Task):
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
 
-        self.demos = self._lines_to_learn(notes)
         if config.demos:
-            for line in self.demos:
+            for line in self.rows[False]:
                 self._require_demonstration(line)
         self.note = "; ".join(notes)
 
@@ -358,21 +357,13 @@ class Jsonl(Task):
             return (line, answers), self._say_next(line, answers, answer), 0.0
         return (line, answers), None, self._reward(line, text)
 
-    def demo_prompt(self, rng, index):
-        # The training lines are drawn, as in a rollout. The lines of --demo-data are dealt, so that
-        # each is learned equally often.
-        if not self.config.demo_data:
-            return self.prompt(rng, index, False)
-        line = self.demos[deal(self.config.seed, index, len(self.demos))]
-        return (line, ()), line.prompt
-
     def demo(self, state, rng):
         # A line may have no demonstration. The task begins without it, and only --demos needs it.
         line, answers = state
         if not line.demo:
             raise ValueError(
                 f"{line.where}: it holds no demonstration, neither an answer to its question nor "
-                f"an assistant's message that is the policy's only one; --demo-data can bring some"
+                f"an assistant's message that is the policy's only one"
             )
         try:
             return self._answer_tokens(conversation(line, answers), line.demo[len(answers)])
@@ -450,25 +441,6 @@ class Jsonl(Task):
         if isinstance(answer, str):
             messages.append({"role": "assistant", "content": answer})
         return messages
-
-    def _lines_to_learn(self, notes):
-        """Return the training lines, or the lines of --demo-data without those that are held out.
-        A sentence about the latter is appended to notes."""
-        file = self.config.demo_data
-        if not file:
-            return self.rows[False]
-        # The two files may ask the same. What is held out for evaluation must not be learned.
-        held_out = {asked for line in self.rows[True] for asked in what_is_asked(line)}
-        found = self._read(file, learned=True)
-        demos = [line for line in found if held_out.isdisjoint(what_is_asked(line))]
-        if not demos:
-            raise ValueError(f"{file} holds no line that is not held out")
-        if len(demos) < len(found):
-            notes.append(
-                f"{len(found) - len(demos)} of {len(found)} lines of {file} are held out for "
-                f"evaluation, and not learned"
-            )
-        return demos
 
     # What is said, as tokens, and the room that it needs.
 
@@ -891,7 +863,7 @@ def settings_of_evaluation(source, given) -> Config:
     # A run's device and its demonstrations may be gone, and its plan needs other processes.
     if is_run(source):
         config = settings_of_run(source, imported=[name for name in CODE if name not in given])
-        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": "", "demo_lr": None}
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
         return dataclasses.replace(config, **elsewhere | given).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "

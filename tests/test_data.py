@@ -127,7 +127,7 @@ def task_of(directory, tmp_path, monkeypatch):
     def make(model="qwen2", rows=QUESTIONS, learn=None, *, base=False, **options):
         how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
         if learn is not None:
-            how |= {"demos": 1, "demo_data": write(Path("demos.jsonl"), learn)}
+            how |= {"demos": 1, "data": write(Path("demos.jsonl"), learn)}
         how["model"] = str(model if isinstance(model, Path) else directory(model, base))
         return make_task(Config(**how | options).check())
 
@@ -502,9 +502,7 @@ REFUSED = [
     (SYSTEM, dict(template="raw", system="Be kind.")),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
-    ("--demo-data needs --demos", dict(demo_data="demos.jsonl")),
-    ("--reward needs --task jsonl; --demo-data needs --task jsonl",
-     dict(task="guess", data="", reward="a.py:f", demo_data="b", demos=1)),
+    ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
     ("--data needs --task jsonl", dict(task="guess")),
 ]
 
@@ -543,10 +541,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     monkeypatch.chdir(tmp_path)
     Path("DIR").symlink_to(directory("qwen2", base=True))
     write(Path("rows.jsonl"), QUESTIONS)
-    write(Path("demos.jsonl"), QUESTIONS[:9])
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demo-data demos.jsonl --demos 9 "
-    flags += "--demo-lr 0.01 --max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demos 9 "
+    flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
     flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
     out, _ = good(tmp_path, f"{flags}:close")
     assert out.count("DIR has no chat template: prompts are plain text (--template raw)") == 1
