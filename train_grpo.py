@@ -763,7 +763,7 @@ Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
 
 class Plans(NamedTuple):
-    """What --plan says: A|B for the same ranks, A+B for ranks of their own, or B alone."""
+    """What --plan says: A|B, two plans of the same ranks, or B alone."""
 
     generator: Plan | None  # A; None: the generator takes t and e of the trainer's plan
     trainer: Plan | None  # B; None without --plan: all ranks are data parallel
@@ -772,13 +772,13 @@ class Plans(NamedTuple):
 @functools.cache
 def parse_plans(text) -> Plans:
     """Return the plans of --plan, or raise ValueError."""
-    # One plan is the trainer's. Of two, A|B or A+B, the first is the generator's.
+    # One plan is the trainer's. Of two, A|B, the first is the generator's.
     if not text:
         return Plans(None, None)
-    plans = [plan for side in parallel.Allocation.parse(text).groups for plan in side]
+    plans = parallel.plans_on_same_ranks(text)
     if len(plans) > 2:
-        raise ValueError(f"--plan {text}: A|B and A+B have two plans, the generator's and the "
-                         f"trainer's, got {len(plans)}")  # fmt: skip
+        raise ValueError(f"--plan {text}: A|B has two plans, the generator's and the trainer's, "
+                         f"got {len(plans)}")  # fmt: skip
     if len(plans) == 1:
         return Plans(None, plans[0])
     parallel.require_generator_plan(plans[0])
@@ -824,7 +824,7 @@ class Config(SimpleConfig):
     teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
     aggregation: str = "token_mean"  # w and Z of (7)
     objective: str = "clip"  # (3) of the equations
-    dual_clip: float = 0.0  # clip, gspo: bound of the ratio where the advantage is negative; 0: none
+    dual_clip: float = 0.0  # clip, gspo: bound of the ratio where A is negative; 0: none
     cispo_bound: float = 5.0  # cispo: the largest weight
     kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of the equations
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
@@ -850,7 +850,7 @@ class Config(SimpleConfig):
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
-    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B; A+B: on other ranks
+    plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
     pp_schedule: Schedule = "1f1b"  # the plan's p
@@ -905,11 +905,6 @@ class Config(SimpleConfig):
     def plans(self) -> Plans:
         """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
         return parse_plans(self.plan)
-
-    @property
-    def is_disaggregated(self) -> bool:
-        """Return whether the generators have ranks of their own: A+B."""
-        return "+" in self.plan
 
     @property
     def reads_text(self) -> bool:
@@ -1100,6 +1095,20 @@ LOSS_SETTINGS = (
 TEXT_FLAGS = "data", "template", "instruction", "system", "reward"
 
 
+def flags_of(objective) -> set:
+    """Return the settings that an objective reads, found by calling it with one token."""
+    read = set()
+
+    class Watched:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(Config, name)
+
+    one_N = torch.ones(1)
+    OBJECTIVES[objective](Watched(), one_N, one_N, one_N, lambda x_N: x_N)
+    return read
+
+
 def has_smaller_eps(a, b) -> bool:
     """Compare two dtypes by name: whether a has the smaller unit in the last place."""
     return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
@@ -1241,7 +1250,7 @@ def ratio_of(d_N):
 
 # Each objective is equation (3): it returns l of each token, with a graph, and which tokens have
 # lost their gradient. c: the flags of the loss. d_N: log-ratios, lp - old. A_N: advantages. lp_N:
-# log-probs now. mean_of_sequence: gives each token the mean of some x_N over its sequence. A paper's
+# log-probs now. mean_of_sequence(x_N): gives each token the mean of x over its sequence. A paper's
 # constants are defaults at the function.
 
 
@@ -1311,20 +1320,6 @@ OBJECTIVES = {
 }  # fmt: skip
 
 
-def flags_of(objective) -> set:
-    """Return the settings that an objective reads, found by calling it with one token."""
-    read = set()
-
-    class Watched:
-        def __getattr__(self, name):
-            read.add(name)
-            return getattr(Config, name)
-
-    one_N = torch.ones(1)
-    OBJECTIVES[objective](Watched(), one_N, one_N, one_N, lambda x_N: x_N)
-    return read
-
-
 # Aggregations are w and Z of (7). Of sequences with count_B sampled tokens, each returns the weight
 # of a token of each sequence, and each sequence's term of Z. Two sequences, one of one token with
 # loss a and one of three with losses b, c, d, sum to
@@ -1378,7 +1373,7 @@ def divergence(d, /, kind):
 
 
 class SampledTokens:
-    """The sampled tokens of padded rows, sequence after sequence: token n is of sequence row_N[n]."""
+    """The sampled tokens of padded rows, in order: token n is of sequence row_N[n]."""
 
     def __init__(self, mask_BT, dtype):
         # NUMERICS: in float32 at least, since gspo sums over a sequence. Pinned by
@@ -2362,7 +2357,7 @@ class RolloutQueue:
         self.last = last
         self.clock = StepClock(trainer.device)
         self.idle_since = time.perf_counter()
-        self.latest = None  # evaluation: (solved, seconds, a trajectory or None)
+        self.shown = None  # a trajectory of the latest evaluation
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
@@ -2383,7 +2378,7 @@ class RolloutQueue:
 
     def sample(self, number) -> SampledBatch:
         """Sample a batch by the weights that the generator has now. Collective."""
-        # On ranks that train too, sampling has stood still since it or an evaluation last ended.
+        # Sampling has stood still since it or an evaluation last ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
             generator = self.trainer.generator
@@ -2413,17 +2408,9 @@ class RolloutQueue:
         if step < -1:
             return None
         with timed(self.clock.seconds, "eval"):
-            solved, shown = evaluate(self.config, self.task, self.trainer.generator)
+            solved, self.shown = evaluate(self.config, self.task, self.trainer.generator)
         self.idle_since = time.perf_counter()
-        self.latest = solved, self.clock.seconds["seconds/eval"], shown
         return solved
-
-    def evaluation(self, count):
-        """Return the figures of the weights that `count` steps made; None if they are to come."""
-        return self.latest
-
-    def settle(self, count):
-        """Wait for the evaluation of the weights that `count` steps made. It is there already."""
 
     def stored(self) -> list:
         """Return the pending batches as JSON values for a checkpoint, on rank 0. Collective."""
@@ -2526,14 +2513,14 @@ def device_of(model):
     return torch.device("cpu")
 
 
-def shard_generator(config, generator, device, *, policy=None, grid=None):
+def shard_generator(config, generator, device, *, policy, grid):
     """Turn a whole generator into this rank's part of it, with memory but without weights.
 
     policy, grid: weights that the policy holds in the same dtype and layout are shared, not copied.
         Its Grid serves the generator too if the degrees are equal.
     """
     plan = plans_of(config).generator
-    if grid is None or grid.plan.shapes != plan.shapes:
+    if grid.plan.shapes != plan.shapes:
         grid = Grid.make(plan, device.type)
     parallel.split_for_decoding(generator, plan, device_mesh=grid)
     parallel.share_or_allocate(policy, generator, device)
@@ -3085,10 +3072,6 @@ class Trainer:
         copy_weights(self.model, self.generator, self.optimizer)
         return self.policy_version
 
-    def leave(self, code, out, export=False) -> int:
-        """Return the exit code of a run that is over. export: whether it wrote OUT/hf."""
-        return code
-
     def save_checkpoint(self, path, **extra) -> None:
         """Write weights, optimizer and `extra` (JSON values) to the directory `path`, or none."""
         state = {name: getattr(self, name) for name in self.COUNTS} | extra
@@ -3321,8 +3304,8 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config, device, side=None) -> int:
-    """Set up a run and do it. Return the exit code. side: a Side, or None without A+B."""
+def start_run(config) -> int:
+    """Set up a run and do it. Return the exit code."""
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3330,42 +3313,35 @@ def start_run(config, device, side=None) -> int:
     if config.tensorboard and not importlib.util.find_spec("tensorboard"):
         raise ImportError("--tensorboard: pip install tensorboard")
     # What only the task, a package or the model can tell is asked before anything is written, the
-    # same on all ranks; under A+B both sides ask about both plans.
+    # same on all ranks.
     shape = shape_of(config, task)
-    require_plans(config, shape, side)
+    require_plans(config, shape)
     teacher = build_teacher(config, task)
     if teacher is not None:
-        require_plans(config, teacher.config, side)
+        require_plans(config, teacher.config)
         require_room(config, task, teacher.config.max_position_embeddings)
     require_room(config, task, shape.max_position_embeddings)
-    if side is not None and side.name == parallel.GENERATOR:
-        return generate_apart(config, task, device, side)
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
         with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
             model, generator, reference = build(config, task)
-            make = Trainer if side is None else functools.partial(ApartTrainer, side)
-            trainer = make(
+            trainer = Trainer(
                 config, model, generator=generator, reference=reference, teacher=teacher)
             # All that can be refused has been: only now is a directory claimed.
             out = agree(lambda: prepare_out(config, stack))
         return run(config, task, trainer, out)
 
 
-def require_plans(config, shape, side):
+def require_plans(config, shape):
     """Raise ValueError for a plan that does not fit the model's shape or the number of ranks."""
-    # A side that asked about its own plan alone would learn too late that the other one refuses:
-    # the trainer would have claimed the directory by then.
-    both = parallel.GENERATOR, parallel.TRAINER
-    worlds = dict.fromkeys(both, dist.get_world_size()) if side is None else side.sizes
+    world = dist.get_world_size()
     if config.plan:
         config.plans.trainer.require_fits(
-            config=shape, world=worlds[parallel.TRAINER], ulysses=config.cp_method == "ulysses",
+            config=shape, world=world, ulysses=config.cp_method == "ulysses",
             shard=config.shard_ranks or None,
         )  # fmt: skip
-        generator = plans_of(config).generator
-        generator.require_fits(config=shape, world=worlds[parallel.GENERATOR])
+        plans_of(config).generator.require_fits(config=shape, world=world)
 
 
 def tell_of_router_loss(config, shape):
@@ -3453,36 +3429,28 @@ class Interrupted(Exception):
 def run(config, task, trainer, out) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
     log = Log(config, out, task)
-    if config.is_disaggregated:  # a signal may come to either side
-        stop = StopOnBothSides(trainer.side)
-        make_queue = ApartQueue
-        trainer.side.where = lambda: trainer.where
-        trainer.side.advice = log.advice
-    else:
-        stop = Stop()
-        make_queue = RolloutQueue
+    stop = Stop()
     with parallel.naming_lost_ranks(lambda: trainer.where, log.advice):
         first_step, origin, pending = restore(config, trainer, out)
-        queue = make_queue(config, task, trainer, first_step, pending)
+        queue = RolloutQueue(config, task, trainer, first_step, pending)
         log.begin(trainer, queue, stop, origin)
         # A generator has no weights before the first push.
         trainer.push_weights()
         if first_step == 0:
-            queue.evaluate(-1)
-            log.line(-1, {"eval/solved": None})
+            log.before(queue.evaluate(-1))
         try:
             solved = train(config, queue, trainer, log)
         except Interrupted as interrupted:
-            return trainer.leave(128 + interrupted.args[0], out)
+            return 128 + interrupted.args[0]
 
-        if solved is None:  # resumed at its last step, or still being evaluated
-            queue.evaluate(config.steps - 1)
+        if solved is None:  # resumed at its last step
+            solved = queue.evaluate(config.steps - 1)
         if config.router_bias_rate:
             say(f"{out}/hf is not written: its format has no --router-bias-rate")
-        elif not config.is_disaggregated:
+        else:
             export(config, task, trainer.generator, out)
-        log.end()
-        return trainer.leave(0, out, export=not config.router_bias_rate)
+        log.end(solved)
+        return 0
 
 
 def restore(config, trainer, out):
@@ -3559,9 +3527,6 @@ class Log:
         self.task = task
         self.on = dist.get_rank() == 0
         self.started = time.perf_counter()
-        self.waiting = []  # (step, metrics) of lines that are not written
-        self.expected = -1  # the last step count whose evaluation a line waits for
-        self.solved = None  # in the latest evaluation that is written
         self.solved_before = None  # known in the process that does step 0
         self.idle = 0  # steps in a row with nothing to learn from, up to now
         self.events = None
@@ -3588,8 +3553,6 @@ class Log:
         count = sum(p.numel() for p in trainer.generator.parameters())
         world = dist.get_world_size()
         plan = c.plan or f"d{world}"
-        if c.is_disaggregated:
-            world = parallel.Allocation.parse(plan).world
         dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
         say(f"{c.task}: {count:,} parameters, {origin}")
         say(f"from step {max(0, first)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
@@ -3636,15 +3599,22 @@ class Log:
             self.rollouts(step, batch)
             metrics = step_metrics(self.trainer, batch, metrics, updates, step)
             if evaluates(self.config, step):
-                metrics["eval/solved"] = None  # filled in by `line`
+                metrics["eval/solved"] = solved
             self.line(step, metrics | seconds)
 
         # A signal is looked at between two steps, by all ranks together: they save the same step.
+        # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
         self.save(step + 1, self.stop.agreed(self.trainer.device))
         if step == -1:
             if self.on:
                 self.begin_table(0)
-            self.line(-1, {"eval/solved": None})
+            self.before(solved)
+
+    def before(self, solved):
+        """Print the row before the loop: what the weights solve with which the loop begins."""
+        self.solved_before = solved
+        if self.on:
+            self.row("before", {"eval/solved": solved})
 
     def save(self, step, signalled):
         """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
@@ -3661,10 +3631,6 @@ class Log:
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        # A resumed run cuts its files after the checkpoint: by then each line is there. All ranks
-        # wait, because those that have nothing to write would wait too long in a collective.
-        self.queue.settle(self.expected)
-        self.write_whole_lines()
         out = str(self.out)
         state = f"saved after {done if step > 0 else c.demos + step} steps"
         if step <= 0:
@@ -3705,41 +3671,22 @@ class Log:
             self.row(step, metrics)
 
     def line(self, step, metrics):
-        """Write a step's line, as -1 the row before the loop, once its evaluation has come."""
-        if "eval/solved" in metrics:
-            self.expected = step + 1
-        if self.on:
-            self.waiting.append((step, metrics))
-            self.write_whole_lines()
-
-    def write_whole_lines(self):
-        """Write every line up to the first whose evaluation has not come."""
-        while self.waiting:
-            # On ranks that evaluate themselves every line is whole at once.
-            step, metrics = self.waiting[0]
-            is_evaluated = "eval/solved" in metrics
-            if is_evaluated:
-                found = self.queue.evaluation(step + 1)
-                if found is None:
-                    return
-                self.solved, seconds, shown = found
-                metrics |= {"eval/solved": self.solved, "seconds/eval": seconds}
-            self.waiting.pop(0)
-            if step < 0:
-                self.solved_before = self.solved
-                self.row("before", metrics)
-                continue
-
-            if is_evaluated and shown:
-                with asking(self.task):
-                    self.text = self.task.show(shown.tokens)
-                shown = {"step": step, "reward": shown.reward, "text": self.text}
-                self.write("samples.jsonl", shown)
-            if step == 0:
-                metrics = {"eval/solved_before": self.solved_before} | metrics
-            progress = f"reward {metrics['reward/mean']:.3f}"
-            self.advance("metrics.jsonl", step, metrics, progress, is_evaluated)
-            self.warn_if_idle(step, metrics)
+        """Write a step's line, and after an evaluation one of its rollouts."""
+        if not self.on:
+            return
+        # An evaluation leaves a rollout to read. Its text is printed again at the end of the run.
+        is_evaluated = "eval/solved" in metrics
+        shown = self.queue.shown
+        if is_evaluated and shown:
+            with asking(self.task):
+                self.text = self.task.show(shown.tokens)
+            sample = {"step": step, "reward": shown.reward, "text": self.text}
+            self.write("samples.jsonl", sample)
+        if step == 0:
+            metrics = {"eval/solved_before": self.solved_before} | metrics
+        progress = f"reward {metrics['reward/mean']:.3f}"
+        self.advance("metrics.jsonl", step, metrics, progress, is_evaluated)
+        self.warn_if_idle(step, metrics)
 
     def warn_if_idle(self, step, metrics):
         """Say it once if some steps in a row had no two rewards to compare."""
@@ -3792,19 +3739,15 @@ class Log:
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
             self.write("rollouts.jsonl", *lines)
 
-    def end(self):
-        """Say how the run ended."""
-        self.queue.settle(self.config.steps)
+    def end(self, solved):
+        """Say how the run ended. solved: in its last evaluation."""
         if not self.on:
             return
-        self.write_whole_lines()
-        if self.solved is None:  # a run that was resumed at its last step has no line to come
-            self.solved, _, _ = self.queue.evaluation(self.config.steps)
         self.bar.close()
         if self.text is not None:  # a run that was resumed at its last step has played nothing
             say(f"sample: {self.text}")
         seconds = time.perf_counter() - self.started
-        say(f"eval/solved {self.solved:.3f} after {self.config.steps} steps, {seconds:.0f} s")
+        say(f"eval/solved {solved:.3f} after {self.config.steps} steps, {seconds:.0f} s")
 
 
 def rollout_line(task, step, number, t) -> dict:
@@ -4054,189 +3997,7 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# 22. Generators on ranks of their own: --plan A+B ---------------------------------------------
-# The first ranks of a run generate, by plan A, and the others train, by plan B, both at the same
-# time. They make the run of --staleness. If all your ranks have one plan, skip it.
-
-# The trainer has the loop, the log and the checkpoints. After each push it gives the generators an
-# order, which batches to sample with these weights and whether to evaluate them; they send answers.
-#
-#     trainer    push 0            train batch 0    push 1      train batch 1    push 2   ..
-#     generator          batches 0 1                      batch 2     evaluation       batch 3
-#
-# (K = 1, an evaluation after each step.) Batches and evaluations go through torchrun's store as
-# JSON; weights by broadcast. See "Two sides" in parallel.py.
-
-
-@contextlib.contextmanager
-def joined(config):
-    """Join the other ranks: yields this rank's device and, of a run with A+B, its Side."""
-    how = dict(timeout=config.timeout, threads=config.threads)
-    if not config.is_disaggregated:
-        yield connect(config.device, **how), None
-        return
-
-    # The two plans say how many ranks each side has. An error on one side ends the other.
-    generator, trainer = config.plans
-    sizes = {parallel.GENERATOR: generator.world, parallel.TRAINER: trainer.world}
-    side = parallel.connect_side(config.device, sizes, **how)
-    with side.leaving_word():
-        yield side.device, side
-        side.finish()
-
-
-class ApartTrainer(Trainer):
-    """A Trainer whose generator, on the meta device here, is on other ranks: a push is an order."""
-
-    def __init__(self, side, config, model, *, generator, reference=None, teacher=None):
-        super().__init__(config, model, reference=reference, teacher=teacher)
-        self.generator = generator
-        self.side = side
-        self.sender = parallel.WeightSender(side, self.model, self.optimizer, generator)
-        self.queue = None  # the ApartQueue of the run
-
-    def push_weights(self) -> int:
-        if order := self.queue.next_order():
-            self.sender.send(order)
-        return self.policy_version
-
-    def leave(self, code, out, export=False) -> int:
-        """Give the last order: the run is over."""
-        self.sender.send({"code": code, "out": out, "export": export}, weights=False)
-        return code
-
-
-class ApartQueue(RolloutQueue):
-    """`RolloutQueue` on the trainer's ranks: orders batches, and waits for them."""
-
-    def __init__(self, config, task, trainer, first_step=0, pending=None):
-        super().__init__(config, task, trainer, first_step, pending)
-        self.side = trainer.side
-        self.done = first_step  # the next push is of the weights after this number of steps
-        trainer.queue = self
-
-    def next_order(self) -> dict | None:
-        """Return what the generators do with the weights that are sent now; None below step 0."""
-        step = self.done
-        self.done += 1
-        if step < 0:
-            return None
-        # The same batches that `RolloutQueue` samples in the step that follows.
-        last = step + self.config.staleness + 1 if step < self.config.steps else 0
-        numbers = list(range(self.next, last))
-        self.next += len(numbers)
-
-        # Before step 0, and where a line has an evaluation. A run that is resumed at its last step
-        # has none to come, and asks for the last one again.
-        due = step in (0, self.config.steps)
-        due = due or step > self.first_step and evaluates(self.config, step - 1)
-        version = self.trainer.policy_version
-        return {"step": step, "version": version, "sample": numbers, "evaluate": due}
-
-    def wait_for(self, step) -> SampledBatch:
-        self.fetch(step)
-        return self.pending.pop(step)
-
-    def fetch(self, number):
-        """Wait for a batch. Each rank keeps the groups that are its own, as everywhere."""
-        if number in self.pending:
-            return
-        side = self.side
-        name = f"batch/{number}"
-        size = self.trainer.generator.config.vocab_size
-        self.pending[number] = SampledBatch.from_json(side.read(name), self.config, size)
-
-        # The last to have read it deletes it.
-        if side.store.add(f"{name}/readers", 1) == side.sizes[side.name]:
-            side.delete(name)
-            side.store.delete_key(f"{name}/readers")
-
-    def evaluate(self, step):
-        """Return None: the other side evaluates, and the log waits for it."""
-
-    def evaluated(self) -> int:
-        """Return of how many steps the newest evaluation is; -1 before the first."""
-        found = self.side.store.check(["evaluated"])
-        return int(self.side.store.get("evaluated")) if found else -1
-
-    def evaluation(self, count):
-        if self.evaluated() < count:
-            return None
-        solved, seconds, shown = self.side.read(f"evaluation/{count}")
-        self.side.delete(f"evaluation/{count}")
-        size = self.trainer.generator.config.vocab_size
-        return solved, seconds, shown and Trajectory.from_json(0, shown, size)
-
-    def settle(self, count):
-        self.side.wait(lambda: self.evaluated() >= count)
-
-    def stored(self) -> list:
-        # What one process has sampled after so many steps is on its way. Before step 0 that is
-        # nothing. The weights after these steps have been pushed already.
-        steps = self.done - 1
-        for number in range(steps, steps + self.config.staleness if steps > 0 else steps):
-            self.fetch(number)
-        return super().stored()
-
-
-class StopOnBothSides(Stop):
-    """A Stop that hears of signals that the ranks of the other side have seen."""
-
-    def __init__(self, side):
-        super().__init__()
-        self.side = side
-        side.stop = self
-
-    def agreed(self, device) -> int:
-        heard = self.side.signal()
-        if heard and not self.number:  # it counts as this side's first one
-            self._remember(heard)
-        return super().agreed(device)
-
-
-def generate_apart(config, task, device, side) -> int:
-    """Do the run of a rank that generates: serve until it is dismissed. Return the exit code."""
-    # The same model, task and checks as the trainer's. Only this rank's part is ever allocated.
-    # The weights come with the first push.
-    generator = empty_model(config, shape_of(config, task), config.rollout_dtype)
-    generator.requires_grad_(False)
-    shard_generator(config, generator, torch.device(device))
-
-    receiver = parallel.WeightReceiver(side, generator)
-    StopOnBothSides(side)  # a signal is told to the trainer, which ends the run
-    sampler = SimpleNamespace(generator=generator, policy_version=0, device=device)
-    queue = RolloutQueue(config, task, sampler)
-    step = 0
-    side.where = lambda: f"generating after step {step}"
-    side.advice = "go on with --resume, and the run's --out"
-    with parallel.naming_lost_ranks(side.where, side.advice):
-        order = receiver.next()
-        while "code" not in order:
-            # First what the trainer may be waiting for, then what only its log waits for.
-            # COMM: the groups are gathered on the first generator, which posts them.
-            # Pinned by tests/test_apart.py::test_two_sides_make_the_run_of_one_process.
-            step = order["step"]
-            sampler.policy_version = order["version"]
-            for number in order["sample"]:
-                batch = queue.sample(number).to_json()
-                if side.rank == 0:
-                    side.post(f"batch/{number}", batch)
-            if order["evaluate"]:
-                queue.evaluate(step)
-                solved, seconds, shown = queue.latest
-                if side.rank == 0:
-                    figures = solved, seconds, shown and shown.to_json()
-                    side.post(f"evaluation/{step}", figures)
-                    side.store.set("evaluated", str(step))
-            order = receiver.next()
-
-        # The last push brought the weights of the last step, so the generators write OUT/hf.
-        if order["export"]:
-            export(config, task, generator, order["out"])
-    return order["code"]
-
-
-# 23. Commands: the run's directory, main ------------------------------------------------------
+# 22. Commands: the run's directory, main ------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. If you only run
 # the file, skip this section.
 
@@ -4364,10 +4125,10 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        with joined(config) as (device, side):
-            code = start_run(config, device, side)
-            with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
-                dist.barrier()
+        connect(config.device, timeout=config.timeout, threads=config.threads)
+        code = start_run(config)
+        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+            dist.barrier()
     except ERRORS as error:
         return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it

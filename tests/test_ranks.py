@@ -137,7 +137,7 @@ def read_metrics(out, name="metrics.jsonl"):
 
 def _train(rank, flags, out):
     with contextlib.redirect_stdout(None):
-        train_grpo.start_run(parse_config([*flags.split(), "--out", str(out)]).check(), "cpu")
+        train_grpo.start_run(parse_config([*flags.split(), "--out", str(out)]).check())
 
 
 def trained(tmp_path, world, flags):

@@ -85,13 +85,10 @@ TABLE = {
     f"{RUN} plot DIR [DIR ...]": "run::plot_is_a_png_or_says_what_to_install",
     **dict.fromkeys((
         RUN, TRAIN, f"{TRAIN} --plan t2", f'{TRAIN} --plan "d2|t2"',
-        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp', f"{TRAIN} --plan d1+d1 --staleness 1",
+        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp',
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --chunk-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
-    "python tests/bench/measure_apart.py trace": "apart::the_trace_shows_both_sides_at_work",
-    'python tests/bench/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
-        "apart::the_race_is_run",
     **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"),
                     "gpu::the_list_names_each_command"),
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
@@ -176,7 +173,7 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     if file == "train_grpo.py":
         codes, out, err = cli(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
         assert not any(codes), err
-        out = "".join(out)  # one rank prints, with generators apart the first that trains
+        out = "".join(out)  # one rank prints
         (run,) = (folder / "runs").iterdir()
         assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
         assert (run / "hf" / "config.json").exists()

@@ -407,18 +407,18 @@ REFUSED = {
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
     "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; leave",
-    "--plan vllm[actor]:d1+megatron:(attn:d2t2|ffn:t2)":
+    "--plan vllm[actor]:d4|megatron:(attn:d2t2|ffn:t2)":
         "only the engine archon runs here, got megatron, vllm; leave the name out",
     "--plan sglang:d1": "got sglang; leave",
     "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
     "--plan archon:d2|fsdp:d2": "got fsdp; leave the name out (fsdp is --data-parallel",
     "--plan d2d2": "expected letters of d t p c e, each at most once, got 'd2d2'",
     "--plan d1|d2": "one world on the same devices, got: d1 has 1 ranks, d2 has 2 ranks",
-    **dict.fromkeys(("--plan d1|d1|d1", "--plan d1+d1+d1", "--plan d1|d1+d1"),
-                    "A|B and A+B have two plans, the generator's and the trainer's"),
+    "--plan d1|d1|d1": "A|B has two plans, the generator's and the trainer's, got 3",
+    **dict.fromkeys(("--plan d1+d1", "--plan d1|d1+d1", "--plan p2+d1"),
+                    "Ranks of their own for generation, A+B, are not supported. A|B shares ranks"),
     "--plan c2|d2": "a generator has d, t and e, and no c",
     "--plan archon:p2|d2": "a generator has d, t and e, and no p",
-    "--plan p2+d1": "a generator has d, t and e, and no p",
     "--plan d1 --cp-method ulysses": "--cp-method needs a --plan with c",
     "--plan d1 --debug": "--debug needs a --plan with c",
     "--plan d1 --pp-schedule zbv": "--pp-schedule needs a --plan with p",
@@ -437,7 +437,7 @@ REFUSED = {
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
 }  # fmt: skip
 REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
-    "--plan archon[rollout]:d1+archon:d1": "expected 2 ranks, 1 to generate and 1 to train, got 1",
+    "--plan archon[rollout]:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
     "--plan d2|t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--plan d2": "plan d2: expected p * d * c * t = 2 ranks, got 1",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",
