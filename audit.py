@@ -315,8 +315,8 @@ from typing import NamedTuple  # noqa: E402
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, RolloutQueue, TaskError, Trainer, Trajectory, asking,
-    build, build_teacher, do_step, draw_prompts, make_task, one_process, pending_batches, play,
+    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, TaskError, Trainer,
+    Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task, one_process, pending_batches, play,
     read_reference, resumed_config, rollout_line, uniforms, whole_lines,
 )  # fmt: skip
 
@@ -1106,7 +1106,7 @@ def state_before(files, task, step, say):
         pending = pending_batches(config, trainer, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
-        supervised = RolloutQueue(config, task, trainer, -config.demos)
+        supervised = Demonstrations(config, task, trainer, -config.demos)
         for n in range(-config.demos, 0):
             do_step(config, supervised, trainer, n)
         trainer.optimizer.state.clear()  # the loop begins with a new optimizer

@@ -26,10 +26,10 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
     def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
-        return -share * A_N * lp_N, d_N > c.clip_high
+        return -share * lp_N, d_N > c.clip_high
 
     monkeypatch.setitem(train_grpo.OBJECTIVES, "halved", halved)
-    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1 --advantage gae")
+    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
     assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
 
 

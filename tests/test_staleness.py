@@ -213,16 +213,16 @@ def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
 
 def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
     """As if there were no staleness, for two batches: sampled by weights of one step later."""
-    original = train_grpo.RolloutQueue.wait_for
+    original = train_grpo.RolloutQueue.get
 
-    def wait_for(queue, step):
+    def get(queue, step):
         usual = queue.config
         queue.config = dataclasses.replace(usual, staleness=1 if step == 1 else usual.staleness)
         found = original(queue, step)
         queue.config = usual
         return found
 
-    train_grpo.RolloutQueue.wait_for = wait_for
+    train_grpo.RolloutQueue.get = get
     _main(rank, world, port, cwd, log, flags, die)
 
 

@@ -518,7 +518,7 @@ def rolled_out(config, task, trainer, clock, step):
     clock.time("push", trainer.push_weights)
     mine, kept, _ = clock.time("rollout", collect, config, task, trainer.generator, step)
     batch = SampledBatch(mine, kept, 1, trainer.policy_version)
-    rollouts = [t for group in batch.trained() for t in group]
+    rollouts = batch.trained()
     for t in (t for t in rollouts if isinstance(task, Work)):
         t.reward = float(t.tokens[-1] % 3)
     clock.time("prepare", trainer.prepare, batch)
