@@ -2,8 +2,8 @@
 
 This file is for an auditor who does not trust the trainer. It reads a run's files and shares no
 arithmetic with the trainer: no batch, padding, packing, cache, tree, plan or sum over ranks. Above
-the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch and numpy
-alone. Below are settings that few runs use, the metrics, the comparison and the report.
+the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch alone. Below
+are settings that few runs use, the metrics, the comparison and the report.
 
     python audit.py runs/guess-0                   # the newest step that a checkpoint has sampled
     python audit.py runs/guess-0 --step 20 --html page.html
@@ -24,7 +24,6 @@ value, g the return that it should have predicted. c holds the run's settings.
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 
@@ -222,25 +221,27 @@ class State:
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
-        """Take one AdamW step with the gradients times `shrink`, in place."""
-        # Numbers are stored in the weights' precision, and computed in float32 at least.
+        """Take one AdamW step with the gradients times `shrink`, in place, in float32 at least."""
         for name, p in self.model.named_parameters():
             weight = self.weights[name]
             wide = torch.promote_types(weight.dtype, torch.float32)
-            steps, m, v = self.moments[name]
-            steps += 1
-
-            # Decaying means of the gradient and of its square. Both begin at 0, so they are divided
-            # by the share that they have seen. Weight decay does not go through the gradient.
-            g = shrink * p.grad.to(wide)
-            m = 0.9 * m.to(wide) + 0.1 * g
-            v = c.beta2 * v.to(wide) + (1 - c.beta2) * g * g
-            size = (v / (1 - c.beta2**steps)).sqrt() + 1e-8
-            kept = (1 - lr * c.weight_decay) * weight.to(wide)
-            weight.copy_(kept - lr * m / (1 - 0.9**steps) / size)
-            self.moments[name] = [steps, m.to(weight.dtype), v.to(weight.dtype)]
+            steps, *means = self.moments[name]
+            now = [x.to(wide) for x in (weight, *means)]
+            moved, *means = adamw_of(c, lr, steps + 1, *now, shrink * p.grad.to(wide))
+            weight.copy_(moved)
+            self.moments[name] = [steps + 1, *(x.to(weight.dtype) for x in means)]
             if weight is not p:
                 p.copy_(weight.to(getattr(torch, c.compute_dtype)))
+
+
+def adamw_of(c, lr, steps, weight, m, v, g):
+    """Return the weight, m and v after AdamW's step number `steps`, with the clipped gradient g."""
+    # The decaying means of g and g^2 begin at 0, so they are divided by the share that they have
+    # seen. Weight decay does not go through the gradient.
+    m = 0.9 * m + 0.1 * g
+    v = c.beta2 * v + (1 - c.beta2) * g * g
+    size = (v / (1 - c.beta2**steps)).sqrt() + 1e-8
+    return (1 - lr * c.weight_decay) * weight - lr * m / (1 - 0.9**steps) / size, m, v
 
 
 def step_by_hand(c, groups, state, lr) -> list:
@@ -272,8 +273,7 @@ def step_by_hand(c, groups, state, lr) -> list:
             continue
 
         # The gradient of a sum is the sum of gradients, so memory holds one graph at a time.
-        parameters = list(state.model.parameters())
-        for p in parameters:
+        for p in state.model.parameters():
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         for s in trained(c, batch):
             s.lp, s.H, s.v = score_alone(state.model, s, c.temperature)
@@ -284,15 +284,15 @@ def step_by_hand(c, groups, state, lr) -> list:
         routed = state.add_balance(c, batch)
 
         # Clip the whole gradient by its norm, then AdamW. If it is not finite, it is only counted.
-        gradient = torch.cat([p.grad.flatten().double() for p in parameters]).numpy()
-        norm = float(np.linalg.norm(gradient))
-        update = dict(batch=batch, gradient=gradient, norm=norm, routed=routed)
+        gradient = {name: p.grad.double() for name, p in state.model.named_parameters()}
+        norm = math.hypot(*(float(g.norm()) for g in gradient.values()))
+        shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
+        update = dict(batch=batch, gradient=gradient, norm=norm, shrink=shrink, routed=routed)
         updates.append(update | dict(version=state.version))
-        if not math.isfinite(norm):
-            state.skipped += 1
-            continue
-        state.adamw(c, lr, c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0)
-        state.version += 1
+        if math.isfinite(norm):
+            state.adamw(c, lr, shrink)
+        state.version += math.isfinite(norm)
+        state.skipped += not math.isfinite(norm)
     return updates
 
 
@@ -311,6 +311,8 @@ import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
+
+import numpy as np  # noqa: E402
 
 import models  # noqa: E402
 import parallel  # noqa: E402
@@ -338,6 +340,7 @@ class FullState(State):
     """A State for all settings."""
 
     routed = ()  # of the update in progress, a Routed for each rollout
+    updates = ()  # what `step_by_hand` has returned
     teacher = None  # the model of --teacher
 
     def set_advantages(self, c, groups):
@@ -383,9 +386,12 @@ class FullState(State):
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
-        """Also move the votes of each router by (11)."""
-        # An expert with too few tokens becomes likelier to be chosen.
+        """Also move the votes of each router."""
         super().adamw(c, lr, shrink)
+        self.vote(c)
+
+    def vote(self, c):
+        """Move the votes of each router by (11): experts with too few tokens become likelier."""
         if c.router_bias_rate:
             for layer, counts in sum_of_counts(self.routed).items():
                 votes = np.sign(counts.mean() - counts).astype(int)  # (11)
@@ -703,7 +709,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     """
     chosen = [group for group in groups.values() if teaches(config, group)]
     lr = rate_by_hand(config, step)
-    updates = step_by_hand(config, chosen, state, lr)
+    state.updates = updates = step_by_hand(config, chosen, state, lr)
 
     # Rewards and lengths are of all groups, dropped ones included. A critic compares the rewards of
     # the whole step. The age is of the sampler's weights, in steps.
@@ -784,7 +790,8 @@ def update_metrics(c, updates, sampled_by) -> dict:
     # differ by rounding alone. The mean of the updates' norms is at most the root of the mean of
     # their squares, which is the length of the vector `gradient`.
     gaps = np.array([lp - x for s in batches[0] for lp, x in zip(s.lp, s.smp)])
-    gradient = np.concatenate([u["gradient"] for u in updates]) / math.sqrt(U)
+    gradient = [g.flatten().numpy() for u in updates for g in u["gradient"].values()]
+    gradient = np.concatenate(gradient) / math.sqrt(U)
     norm = math.fsum(u["norm"] for u in updates) / U
     found = {
         "loss/token_mean": mean_over_updates("part", per_token=False),
@@ -843,6 +850,7 @@ def update_metrics(c, updates, sampled_by) -> dict:
 # its rounding.
 TIMES = 8
 LATER = 10
+UNDECIDED = "rounding decides which updates are finite, so nothing is comparable"
 
 
 class Audited(NamedTuple):
@@ -881,7 +889,7 @@ class Rounding(NamedTuple):
         # The loss of a default run, say: 3000 terms of 1e-5 that mostly cancel. In float32 each is
         # about 1e-11 off, so 8 x 3000 x 1e-11 = 2e-7 is allowed, of a loss of 1e-2.
         if exact.terms.shape != rounded.terms.shape:
-            raise ValueError("rounding decides which updates are finite, so nothing is comparable")
+            raise ValueError(UNDECIDED)
         size = abs(exact.value) if math.isfinite(exact.value) else 0.0
         apart = 0.0
         if exact.terms.size:
@@ -915,6 +923,95 @@ class Rounding(NamedTuple):
         worst = float(np.max(differences, initial=0.0))
         pair = largest_of(exact)._replace(value=0.0), largest_of(rounded)
         return Audited(key, 0.0, worst, worst, self.allowed(*pair))
+
+
+class Displaced(FullState):
+    """The State of the second precision: it measures the rounding of gradients, and by it weights.
+
+    AdamW divides by the root of v. So where gradients nearly cancel, rounding decides in which
+    direction an entry moves by about lr, and where the gradient is large, rounding changes next to
+    nothing. How far rounding has moved some entries is therefore no measure of the others. What is
+    measured is the rounding of a tensor's gradient; `uncertain` says how far an entry may move by
+    it. For the next update the weights are those in float64, each displaced in a random direction
+    as far as usual rounding may move it. Its gradients then show the rounding of both updates.
+    """
+
+    def follow(self, config, lr, before, exact):
+        """Take a step that was done in float64: the State before it, and the one after it."""
+        self.before, self.lr = before, lr
+        self.exact = [u for u in exact.updates if math.isfinite(u["norm"])]
+        self.done = 0  # updates
+        self.rounding = {name: [] for name in self.weights}  # of its gradient, in each update
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    @torch.no_grad()
+    def adamw(self, c, lr, shrink):
+        """Measure the rounding of this update's gradients, and displace the weights by it."""
+        self.vote(c)
+        if self.done == len(self.exact):
+            raise ValueError(UNDECIDED)
+        update = self.exact[self.done]
+        self.done += 1
+        for name, p in self.model.named_parameters():
+            # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
+            exact = update["shrink"] * update["gradient"][name]
+            rounded = shrink * p.grad.double()
+            off = (exact - rounded).abs()
+            usual = off.square().mean().sqrt()
+            self.rounding[name].append(Gradient(off.max(), usual, (exact != 0) | (rounded != 0)))
+
+            # A distance is for one direction as good as for the other.
+            changes = [[one.usual * one.uncertain] for one in self.rounding[name]]
+            weight, distance = self.uncertain(c, name, changes, torch.finfo(p.dtype).eps)
+            sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
+            self.weights[name].copy_(weight + sign * distance)
+            p.copy_(self.weights[name])
+
+    def allowed(self, c, name, scale, unit):
+        """Return a weight after the step in float64, and how far a run's may be from it."""
+        if self.done < len(self.exact):
+            raise ValueError(UNDECIDED)
+        # TIMES the largest rounding. An entry may move further by less than by that much.
+        changes = [[scale * one.largest * one.uncertain * n for n in (1, TIMES)]
+                   for one in self.rounding[name]]  # fmt: skip
+        return self.uncertain(c, name, changes, unit)
+
+    def uncertain(self, c, name, changes, unit):
+        """Return a weight after the updates so far, in float64, and how far rounding may move it.
+
+        changes: for each update, of which sizes a change of its gradient may be.
+        unit: of the weights' precision, relative.
+        """
+        steps, m, v = self.before.moments[name]
+        begun = self.before.weights[name].detach()
+        gradients = [u["shrink"] * u["gradient"][name] for u in self.exact[: self.done]]
+
+        def moves(changed=None, by=0.0):
+            now, found = (begun, m, v), []
+            for n, g in enumerate(gradients):
+                then = adamw_of(c, self.lr, steps + 1 + n, *now, g + by if n == changed else g)
+                found.append(then[0] - now[0])
+                now = then
+            return torch.stack(found)
+
+        # An entry moves by its own gradients alone. It may go as far astray as it does if one of
+        # them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all moves
+        # are summed, so that none cancels another. Besides, each update rounds a weight twice, and
+        # the length of its step a few times.
+        plain = moves()
+        distance = self.done * unit * (begun.abs() + TIMES * self.lr)
+        for n, sizes in enumerate(changes):
+            found = [(moves(n, by) - plain).abs().sum(0) for x in sizes for by in (x, -x)]
+            distance += torch.stack(found).amax(0)
+        return begun + plain.sum(0), distance
+
+
+class Gradient(NamedTuple):
+    """The rounding of a weight's gradient, in one update."""
+
+    largest: torch.Tensor  # of all entries
+    usual: torch.Tensor  # the root of their mean square
+    uncertain: torch.Tensor  # for each entry, whether it is anything but 0
 
 
 # 8. A run's files -----------------------------------------------------------------------------
@@ -1175,7 +1272,13 @@ def in_precision(files, task, before, lines, step, dtypes, first=None, spelled=N
         ends = widths.cumsum(-1)
         here = range(len(s.at)), [s.tokens[at + 1] for at in s.at]
         intervals.append(torch.stack([ends[here] - widths[here], ends[here]], -1).numpy())
-    hand = ByHand(groups, copy_of_state(trainer, dtype), {}, {}, np.concatenate(intervals))
+    state = copy_of_state(trainer, dtype)
+    if first is not None:
+        state = Displaced(*(getattr(state, field.name) for field in dataclasses.fields(state)))
+        state.teacher = trainer.teacher and copy_in(trainer.teacher, dtype)
+        before = copy_of_state(trainer, torch.float64)
+        state.follow(config, rate_by_hand(config, step), before, first.state)
+    hand = ByHand(groups, state, {}, {}, np.concatenate(intervals))
 
     # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two forwards,
     # of other shapes, which round apart. By hand they would be one number, and a ratio of exactly 1
@@ -1399,22 +1502,24 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
 
 def after_rows(files, step, trainer, exact, rounded, rounding):
     """Compare parameters and votes with the next checkpoint: return the rows, and a sentence."""
-    # Each tensor is held to its own rounding, and the tensor furthest from it is shown: AdamW makes
+    # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
     # steps of one length, so a fault in a small tensor is as large as in a big one.
-    # AdamW divides by the root of v. Where a gradient has nearly cancelled, its rounding becomes as
-    # long as a step, and the largest of many such entries scatters more than a sum does: 4 times.
     # Weights are stored in --dtype, whatever the products are in.
     path = files.checkpoints[step + 1]
     unit = torch.finfo(getattr(torch, files.config.dtype)).eps
-    wider = rounding._replace(times=4 * rounding.times, unit=unit)
+    later = rounding.times / TIMES
     trainer.load_checkpoint(path)
     stored = parallel.weights_to_store(trainer.model, trainer.optimizer)
     rows = {}
-    for name, p in exact.state.weights.items():
-        three = stored[name], p, rounded.state.weights[name]
-        vectors = [x.detach().double().flatten().numpy() for x in three]
-        differences = np.abs(vectors[0] - vectors[1])
-        rows[name] = wider.row_of_many("parameters", differences, *vectors[1:])
+    for name in exact.state.weights:
+        weight, allowed = rounded.state.allowed(files.config, name, rounding.scale, unit)
+        if later > 1:  # the steps on the way to this one have moved other entries by rounding
+            allowed = torch.full_like(allowed, later * allowed.max())
+        differences = (stored[name].double() - weight).abs().flatten()
+        allowed = allowed.flatten()
+        furthest = int((differences / allowed.clamp(min=1e-300)).argmax())
+        found = differences[furthest].item()
+        rows[name] = Audited("parameters", 0.0, found, found, allowed[furthest].item())
     worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
     text = f"parameters after the step: against {path.name}, the worst is {worst}"
     if not files.config.router_bias_rate:
