@@ -318,8 +318,8 @@ import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
     ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, TaskError, Trainer,
-    Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task, one_process, pending_batches, play,
-    read_reference, resumed_config, rollout_line, uniforms, whole_lines,
+    Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task, one_process,
+    pending_batches, play, read_reference, resumed_config, rollout_line, uniforms, whole_lines,
 )  # fmt: skip
 
 

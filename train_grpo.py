@@ -414,9 +414,9 @@ def evaluates(config, step) -> bool:
     return step + 1 == config.steps or (step + 1) % config.eval_every == 0
 
 
-def train(config, source, trainer, *logs):
+def train(config, source, trainer, log):
     """Train, and return the fraction of prompts that the last evaluation solved."""
-    # The full version calls this loop with other objects. One of its logs saves checkpoints.
+    # The full version calls this loop with other source, trainer and log objects.
     solved = None
     for step in range(source.first_step, config.steps):
         # Collect: the policy plays each prompt several times, and the task rewards each rollout.
@@ -436,8 +436,7 @@ def train(config, source, trainer, *logs):
 
         trainer.push_weights()
         solved = source.evaluate(step) if evaluates(config, step) else None
-        for log in logs:
-            log.step(step, batch, metrics, updates, solved)
+        log.step(step, batch, metrics, updates, solved)
     return solved
 
 
@@ -1900,7 +1899,7 @@ def choices_of(f) -> tuple:
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
 
 
-# 11. Rollouts: episodes that fork, and who asks the task --------------------------------------
+# 13. Rollouts: episodes that fork, and who asks the task --------------------------------------
 # What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is the core's
 # `Episode` and nothing else: skip it.
 
@@ -2215,7 +2214,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     return trajectories
 
 
-# 12. Batches: what a step trains on -----------------------------------------------------------
+# 14. Batches: what a step trains on -----------------------------------------------------------
 # The full version of the core's batch source: dynamic sampling, --staleness, and demonstrations as
 # the batches of the steps below 0.
 
@@ -2492,7 +2491,7 @@ def timed(seconds, phase):
     seconds[f"seconds/{phase}"] = time.perf_counter() - start
 
 
-# 14. A batch on many ranks: precisions, plans, and attention of rows --------------------------
+# 15. A batch on many ranks: precisions, plans, and attention of rows --------------------------
 # What the Trainer is made of: which plan and which precision a model has, its first weights, its
 # optimizer, the loads of its experts. Skip it if you only want to know what a step computes.
 
@@ -2654,7 +2653,7 @@ class ExpertLoads:
             models.update_router_bias(stage, counts)
 
 
-# 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
+# 16. Trees: forked rollouts, and prefixes that are run once -----------------------------------
 # Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
 # prefixes at the cost of their distinct tokens (--tree). Skip it without those flags, but for
 # `RowBatches`, which trains without a tree.
@@ -2793,7 +2792,7 @@ class ChunkBatches(TreeBatches):
 BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
-# 16. The trainer: policy, optimizer and generator ---------------------------------------------
+# 17. The trainer: policy, optimizer and generator ---------------------------------------------
 class Trainer:
     """Hold policy, optimizer and generator, and offer the few calls that a training loop needs.
 
@@ -3101,7 +3100,7 @@ class Trainer:
         return state
 
 
-# 17. Tasks from files -------------------------------------------------------------------------
+# 18. Tasks from files -------------------------------------------------------------------------
 # What a task must have, how a task of --task is made, and how its errors are told. If you only use
 # `guess`, skip this section.
 
@@ -3236,7 +3235,7 @@ def make_task(config) -> Task:
     return task
 
 
-# 18. The run: models, and what is refused -----------------------------------------------------
+# 19. The run: models, and what is refused -----------------------------------------------------
 # What a run is made of: the shapes and models that its settings ask for, and what is refused before
 # a directory is touched. If you only want the algorithm, skip this section.
 
@@ -3387,7 +3386,7 @@ def require_room(config, task, positions):
             )
 
 
-# 19. The run: resume, save, log ---------------------------------------------------------------
+# 20. The run: resume, save, log ---------------------------------------------------------------
 # What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
 
@@ -3422,7 +3421,8 @@ def run(config, task, trainer, out) -> int:
                 source = Demonstrations(config, task, trainer, first_step)
                 checkpointer = Checkpointer(config, trainer, source, out, stop)
                 log = DemoLog(config, trainer, source, out)
-                train(dataclasses.replace(config, steps=0), source, trainer, log, checkpointer)
+                logs = Logs(log, checkpointer)
+                train(dataclasses.replace(config, steps=0), source, trainer, logs)
                 log.bar.close()  # the table and its bar stay on the screen
 
                 # The loop begins with its own reference and optimizer. The second moments of a
@@ -3439,8 +3439,8 @@ def run(config, task, trainer, out) -> int:
             rollouts = RolloutLog(config, task, queue, out)
             samples = SampleLog(task, queue, out)
             checkpointer = Checkpointer(config, trainer, queue, out, stop)
-            logs = rollouts, samples, log, IdleWarning(config), checkpointer
-            solved = train(config, queue, trainer, *logs)
+            logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
+            solved = train(config, queue, trainer, logs)
         except Interrupted as interrupted:
             return 128 + interrupted.args[0]
 
@@ -3509,6 +3509,17 @@ def restore(config, trainer, out):
     if not config.demos:
         write_reference(out, trainer)
     return -config.demos, origin, {}
+
+
+class Logs:
+    """Tell several objects of each step, in their order. The loop has one log."""
+
+    def __init__(self, *logs):
+        self.logs = logs
+
+    def step(self, *done):
+        for log in self.logs:
+            log.step(*done)
 
 
 class Checkpointer:
@@ -3967,7 +3978,7 @@ def cut_lines(path, step):
     partial.replace(path)
 
 
-# 20. Curves -----------------------------------------------------------------------------------
+# 21. Curves -----------------------------------------------------------------------------------
 # `train_grpo.py plot`: a picture of what runs wrote to metrics.jsonl. If you draw by other means,
 # skip this section.
 
@@ -4003,7 +4014,7 @@ def plot(argv) -> int:
     return 0
 
 
-# 21. A run, read by one process ---------------------------------------------------------------
+# 22. A run, read by one process ---------------------------------------------------------------
 # What `audit` and the commands of text.py need to read a run. If you only train, skip it.
 
 
@@ -4045,7 +4056,7 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# 22. Commands: the run's directory, main ------------------------------------------------------
+# 23. Commands: the run's directory, main ------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. If you only run
 # the file, skip this section.
 
