@@ -317,9 +317,10 @@ import numpy as np  # noqa: E402
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, TaskError, Trainer,
-    Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task, one_process,
-    pending_batches, play, read_reference, resumed_config, rollout_line, uniforms, whole_lines,
+    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, Sampler, TaskError,
+    Trainer, Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task,
+    one_process, pending_batches, play, read_reference, resumed_config, rollout_line, uniforms,
+    whole_lines,
 )  # fmt: skip
 
 
@@ -1318,7 +1319,7 @@ def solve(config, task, hand, name, dtype, first):
         prompts = range(config.eval_prompts)
         starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
         greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-        hand.plays[name] = [t for (t,) in play(greedy, task, model, starts, key=())]
+        hand.plays[name] = [t for (t,) in play(greedy, task, Sampler(model), starts, key=())]
     plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a

@@ -1959,13 +1959,19 @@ class ForkingEpisode(Episode):
     count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
     """
 
-    def __init__(self, key, group, number, state, prompt, limit, *, count=1, forks_left=0):
+    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
         super().__init__(key, group, number, state, prompt, limit)
         self.count = count
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+
+    def origin(self) -> tuple:
+        """Return what makes this episode, before its first token: its identity; the rest."""
+        limit = len(self.draws)
+        identity = self.key, self.group, self.number
+        return identity, (self.tokens, limit, self.count, self.forks_left)
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
@@ -2004,72 +2010,40 @@ class ForkingEpisode(Episode):
         return [Trajectory(*made) for _ in range(self.count)]
 
 
-class Replies:
-    """Ask the task for its replies to all turns that a decoding step has ended, together.
+REPLY_THREADS = 16
 
-    A tool may take seconds, so THREADS threads ask for the episodes. The replies are put in the
-    order of the episodes, so threads change no result. A task that must not be asked by several
-    threads has the attribute `threads = False`.
 
-    Ranks that decode the same episodes ask each question once: the rank that has drawn the prompt
-    asks, and tells the others. A task may be random, or answer by the clock: two ranks that asked
-    by themselves might decode different tokens, and wait for each other for good.
+def asker_of(task):
+    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+
+    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
+    the episodes, so threads change no result. A task that must not be asked by several threads has
+    the attribute `threads = False`.
     """
 
-    ELSEWHERE = "another rank has the task's state of this episode"
-
-    THREADS = 16
-
-    def __init__(self, task, model=None):
-        """Take a task, and the model that decodes: its plan says which ranks share episodes."""
-        self.task = task
-        # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-        safe = getattr(task, "threads", True) and type(task) is not Guess
-        self.map = ThreadPoolExecutor(self.THREADS).map if safe else map
-        plan = Plan() if model is None else parallel.plan_of(model)
-        self.shared_by = model if plan.world > plan.dp else None
-
-    def ask(self, episodes) -> None:
-        """Fill in `heard` of episodes whose turn has ended. Collective where they are shared."""
-        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
-        answers = {}
-        problem = ""  # raised after the other ranks have heard of it
-        try:
-            answers = dict(zip(own, self.map(self._ask_one, [episodes[n] for n in own])))
-        except Exception as error:
-            problem = error
-
-        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
-        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
-        parts = []
-        if self.shared_by is not None:
-            told = {n: answer[1:] for n, answer in answers.items()}
-            parts, _ = gather_replica(self.shared_by, [(told, f"{problem}")])
-        if problem:
-            raise problem
-        for told, text in parts:
-            if text:
-                raise ValueError(f"on a rank that decodes the same episodes: {text}")
-            for n, answer in told.items():
-                answers.setdefault(n, (self.ELSEWHERE, *answer))
-        for n, answer in answers.items():
-            episodes[n].heard = answer
-
-    def _ask_one(self, episode):
-        """Return the task's new state, reply and reward; ValueError if they cannot be used."""
+    def ask_one(episode):
         answer = episode.tokens[episode.turn :]
-        with asking(self.task):
-            state, reply, reward = self.task.reply(episode.state, answer)
-        name = type(self.task).__name__
+        with asking(task):
+            state, reply, reward = task.reply(episode.state, answer)
+        name = type(task).__name__
         where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
             raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
-                             f"{self.task.show(answer)!r}: rewards must be finite")  # fmt: skip
+                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
-        size = self.task.vocab_size
-        if reply is not None and not all(0 <= token < size for token in reply):
-            raise ValueError(f"{name} replied {reply} {where}: ids end at {size - 1}")
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
         return state, reply, float(reward)
+
+    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+    safe = getattr(task, "threads", True) and type(task) is not Guess
+    ask_all = ThreadPoolExecutor(REPLY_THREADS).map if safe else map
+
+    def ask(episodes):
+        for episode, heard in zip(episodes, list(ask_all(ask_one, episodes))):
+            episode.heard = heard
+
+    return ask
 
 
 def is_finite_number(x) -> bool:
@@ -2080,36 +2054,104 @@ def is_finite_number(x) -> bool:
         return False
 
 
-def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
-    replies=None, slots=None,
-):  # fmt: skip
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
+
+    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
+    of it. To sample by another program, write a class that has them.
+    """
+
+    ELSEWHERE = "another rank has the task's state of this episode"
+
+    def __init__(self, model):
+        self.model = model
+
+    def push(self, model, optimizer, version):
+        """Take a policy's weights, one tensor at a time, in this model's dtype. Collective.
+
+        version: the number of optimizer steps that have made them.
+        """
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        copy_weights(model, self.model, optimizer)
+
+    def generate(self, rows, /, *, ending=None, **how) -> list:
+        """Decode this rank's rows as `models.generate` does, whose keywords these are.
+
+        rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
+        """
+        plan = parallel.plan_of(self.model)
+        if plan.world == plan.dp:
+            ended = generate(self.model, rows, ending=ending, **how)
+            parallel.end_together(self.model)
+            return ended
+
+        # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
+        # and the logits are the same on all of these ranks, so they sample the same tokens.
+        # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
+        # follows is computed identically. Pinned by
+        # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        together[first : first + len(rows)] = rows
+        asking_once = functools.partial(self._ask_once, ending)
+        ended = generate(self.model, together, ending=asking_once, **how)
+        parallel.end_together(self.model)
+
+        # What has been decoded together is distributed again.
+        return [row for row in ended if row.state is not self.ELSEWHERE]
+
+    def _ask_once(self, ask, episodes):
+        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        # A task may be random, or answer by the clock: two ranks that asked by themselves might
+        # decode different tokens, and wait for each other for good.
+        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        problem = ""  # raised after the other ranks have heard of it
+        try:
+            ask([episodes[n] for n in own])
+        except Exception as error:
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        told = {} if problem else {n: episodes[n].heard[1:] for n in own}
+        parts, _ = gather_replica(self.model, [(told, f"{problem}")])
+        if problem:
+            raise problem
+        for told, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+            for n in told.keys() - {*own}:
+                episodes[n].heard = (self.ELSEWHERE, *told[n])
+
+
+def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
-    starts: list of (group number, state, prompt tokens).
-    max_new_tokens: of a trajectory after its prompt, the task's replies included.
+    starts: list of (group number, state, prompt tokens), of this rank.
+    sampler: a Sampler, or an object with its methods.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
-    forks: children of a trajectory at each of its first fork_turns turn boundaries.
-    replies: a `Replies`, which asks the task. Default: one without threads.
-    slots: rollouts that are decoded at a time. When one ends, the next one takes its slot.
+
+    Collective under a plan.
     """
     # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
-    share = forks**fork_turns
-    how = dict(count=share, forks_left=fork_turns)
+    share = config.forks**config.fork_turns
+    limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
     episodes = [
-        ForkingEpisode(key, number, first, state, prompt, max_new_tokens, **how)
-        for number, state, prompt in starts for first in range(0, group, share)
+        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        for number, state, prompt in starts for first in range(0, config.group, share)
     ]  # fmt: skip
-    replies = replies or Replies(task)
 
     # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
     # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
-    ended = generate(
-        model, episodes, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        ending=replies.ask, after=lambda e: e.fork(forks) if e.hear(*e.heard) else [], slots=slots,
-        branches=lambda e: e.count,
+    def after(episode):
+        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+
+    ended = sampler.generate(
+        episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+        ending=asker_of(task), after=after, slots=config.batch_rows,
+        branches=lambda episode: episode.count,
     )  # fmt: skip
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
@@ -2148,42 +2190,17 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
-def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, in `batch_rows` slots. Collective under a plan."""
-    # Ranks that decode together play the prompts of all of them. The draws are the episodes' own,
-    # and the logits are the same on all of these ranks, so they sample the same tokens.
-    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
-    # is computed identically. Pinned by
-    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
-    own = starts
-    first = 0
-    replies = Replies(task, generator)
-    if replies.shared_by is not None:
-        prompts, first = gather_replica(generator, [(number, prompt) for number, _, prompt in own])
-        starts = [(number, Replies.ELSEWHERE, prompt) for number, prompt in prompts]
-        starts[first : first + len(own)] = own
-    groups = rollout(
-        generator, task, starts, group=config.group, key=key, forks=config.forks,
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-        fork_turns=config.fork_turns, replies=replies, slots=config.batch_rows,
-    )  # fmt: skip
-    parallel.end_together(generator)
-
-    # What has been played together is distributed again: each rank goes on with its own groups.
-    return groups[first : first + len(own)]
-
-
-def evaluate(config, task, generator):
+def evaluate(config, task, sampler):
     """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
     # One rollout of each prompt, and no random draw: the key is empty.
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-    groups = play(greedy, task, generator, starts, key=())
+    groups = play(greedy, task, sampler, starts, key=())
 
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
-    (solved,) = summed([solved_here], generator.head_weight.device)
+    (solved,) = summed([solved_here], own_device())
     return solved / config.eval_prompts, groups[0][0] if groups else None
 
 
@@ -2193,7 +2210,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
     """
     trajectories = []
-    replies = Replies(task)
+    ask = asker_of(task)
     for group, state, prompt in starts:
         rng = np.random.default_rng([*key, group])
         episode = ForkingEpisode(key, group, 0, state, prompt, 0)
@@ -2205,7 +2222,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
                 episode.append(token, 0.0)
 
             # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
-            replies.ask([episode])
+            ask([episode])
             going = episode.hear(*episode.heard)
             while episode.queue:
                 episode.append(None, 0.0)
@@ -2277,7 +2294,7 @@ def gather_groups(groups) -> list:
     return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
-def collect(config, task, generator, step):
+def collect(config, task, sampler, step):
     """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
     ranks that are trained on, in order, and metrics. Collective.
     """
@@ -2295,7 +2312,7 @@ def collect(config, task, generator, step):
         missing = config.prompts - len(kept)
         groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
-        played = play(config, task, generator, starts, key=(config.seed, step))
+        played = play(config, task, sampler, starts, key=(config.seed, step))
 
         # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over
         # ranks is the whole table on every rank, and all ranks drop the same groups.
@@ -2304,7 +2321,7 @@ def collect(config, task, generator, step):
             rollouts[group] = trajectories
             cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
             round_3PG[:, group - groups[0]] = np.array(cells).T
-        round_3PG = np.array(summed(round_3PG.tolist(), generator.head_weight.device))
+        round_3PG = np.array(summed(round_3PG.tolist(), own_device()))
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
@@ -2375,8 +2392,8 @@ class RolloutQueue:
         # Sampling has stood still since it or an evaluation last ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
-            generator = self.trainer.generator
-            rollouts, kept, metrics = collect(self.config, self.task, generator, number)
+            sampler = self.trainer.sampler
+            rollouts, kept, metrics = collect(self.config, self.task, sampler, number)
         self.idle_since = time.perf_counter()
 
         # All rollouts of a batch are by the same weights, so the mean age is the largest one.
@@ -2388,7 +2405,7 @@ class RolloutQueue:
     def evaluate(self, step):
         """`evaluate` the weights after a step: -1 are those with which the loop begins."""
         with timed(self.clock.seconds, "eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.generator)
+            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
         self.idle_since = time.perf_counter()
         return solved
 
@@ -2516,11 +2533,8 @@ def plans_of(config) -> Plans:
     return Plans(own, trainer)
 
 
-def device_of(model):
-    """Return where a model is, or where this rank will allocate a model on the meta device."""
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
+def own_device():
+    """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -2808,7 +2822,8 @@ class Trainer:
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer. It samples. Its weights come with the first push.
+        generator: Transformer, or an object with the methods of a Sampler. It samples. Its weights
+            come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """
@@ -2817,7 +2832,8 @@ class Trainer:
         self.where = "starting"  # how far the run is, in words
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = device_of(model)
+        first = next(model.parameters())
+        self.device = own_device() if first.is_meta else first.device
         self.shape = model.config
         self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
 
@@ -2836,10 +2852,12 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
-        # A generator that has memory stays as it is: a whole copy.
-        self.generator = generator
-        if generator is not None and next(generator.parameters()).is_meta:
-            shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+        # A model that has memory stays as it is: a whole copy.
+        self.sampler = generator
+        if isinstance(generator, Transformer):
+            self.sampler = Sampler(generator)
+            if next(generator.parameters()).is_meta:
+                shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
         self.reference = None if reference is None else self.shard_model(reference)
         self.teacher = teacher
         if teacher is not None:
@@ -3082,9 +3100,8 @@ class Trainer:
         return text
 
     def push_weights(self) -> int:
-        """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # What the two models hold in one memory needs no copy: see `shard_generator`.
-        copy_weights(self.model, self.generator, self.optimizer)
+        """Give the sampler the weights of now; return their version. Collective."""
+        self.sampler.push(self.model, self.optimizer, self.policy_version)
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:

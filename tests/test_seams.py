@@ -57,3 +57,20 @@ def test_a_metric_of_tokens(run, monkeypatch, capsys):
         train_grpo.main(["--help"])
     out = capsys.readouterr().out
     assert "ratio/square                squared log-ratio; mean of updates" in out
+
+
+def test_a_sampler(run, monkeypatch):
+    class Guesses:
+        def push(self, model, optimizer, version):
+            self.version = version
+
+        def generate(self, rows, *, end, ending, after, **how):
+            for row in rows:
+                row.append(self.version % 3, -1.0), row.append(end[0], -1.0)
+            ending(rows)
+            return [row for row in rows if not after(row)]
+
+    build = train_grpo.build
+    monkeypatch.setattr(train_grpo, "build", lambda *made: (build(*made)[0], Guesses(), None))
+    lines = run("--turns 1 --prompts 3")
+    assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]

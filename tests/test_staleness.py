@@ -22,7 +22,7 @@ import train_grpo
 from audit import audited
 from parallel import checkpoints, sealed
 from train_grpo import (
-    SampledBatch, Trainer, build, collect, do_step, make_task, parse_config,
+    SampledBatch, Sampler, Trainer, build, collect, do_step, make_task, parse_config,
 )  # fmt: skip
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
@@ -53,12 +53,12 @@ def by_the_definition(flags):
         copied = copy.deepcopy(generator, {id(generator.part): None})
         weights.append((trainer.policy_version, copied))
         version, sampler = weights[max(0, step - config.staleness)]
-        groups, kept, metrics = collect(config, task, sampler, step)
+        groups, kept, metrics = collect(config, task, Sampler(sampler), step)
         batch = SampledBatch(groups, kept, config.minibatches, version, metrics)
         source = SimpleNamespace(get=lambda step, batch=batch: batch)
         metrics = do_step(config, source, trainer, step)
         if step % 2 or step + 1 == config.steps:  # --eval-every 2
-            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, generator)
+            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, trainer.sampler)
         lines.append({"step": step} | metrics)
     return lines
 

@@ -57,7 +57,7 @@ def rollouts(config, device="cpu"):
     model, generator, _ = built(config, task, device)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
-    mine, kept, _ = collect(config, task, generator, 0)
+    mine, kept, _ = collect(config, task, trainer.sampler, 0)
     batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
     for t in batch:  # so that ratios and clips matter, and the critic has something to learn
         noise = 0.3 * rng.standard_normal((3, len(t.mask))) * t.mask
@@ -516,7 +516,7 @@ def peak(device, function, *args):
 def rolled_out(config, task, trainer, clock, step):
     """A step's trajectories, ready for the loss."""
     clock.time("push", trainer.push_weights)
-    mine, kept, _ = clock.time("rollout", collect, config, task, trainer.generator, step)
+    mine, kept, _ = clock.time("rollout", collect, config, task, trainer.sampler, step)
     batch = SampledBatch(mine, kept, 1, trainer.policy_version)
     rollouts = batch.trained()
     for t in (t for t in rollouts if isinstance(task, Work)):
