@@ -300,19 +300,19 @@ def _bytes(tensors):
 def _bytes_that_come():
     """A list of the bytes that this rank gets by each message of a push."""
     came = []
-    gather, broadcast = parallel.gather_pieces, dist.broadcast
+    gather, broadcast = parallel.Place.gather, dist.broadcast
 
-    def gathering(x, *how):
-        out = gather(x, *how)
+    def gathering(place, x, kept=0):
+        out = gather(place, x, kept)
         came.append(_bytes([out]) - _bytes([x]))
         return out
 
-    def broadcasting(x, src, group):
-        came.append(_bytes([x]) if dist.get_rank() != src else 0)
-        return broadcast(x, src=src, group=group)
+    def broadcasting(x, group, group_src):
+        came.append(_bytes([x]) if group.rank() != group_src else 0)
+        return broadcast(x, group=group, group_src=group_src)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "gather_pieces", gathering)
+        patch.setattr(parallel.Place, "gather", gathering)
         patch.setattr(dist, "broadcast", broadcasting)
         yield came
 
