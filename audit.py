@@ -2,8 +2,8 @@
 
 This file is for an auditor who does not trust the trainer. It reads a run's files and shares no
 arithmetic with the trainer: no batch, padding, packing, cache, tree, plan or sum over ranks. Above
-the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch and numpy
-alone. Below are settings that few runs use, the metrics, the comparison and the report.
+the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch alone. Below
+are settings that few runs use, the metrics, the comparison and the report.
 
     python audit.py runs/guess-0                   # the newest step that a checkpoint has sampled
     python audit.py runs/guess-0 --step 20 --html page.html
@@ -17,14 +17,13 @@ value, g the return that it should have predicted. c holds the run's settings.
     (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         or that of another objective
     (4)  l <- x l                         x = exp(old - smp), truncated or masked
     (5)  l <- l + kl_coef k(lp - ref) - entropy_coef H
-    (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
+    (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
     (7)  loss = sum over all sampled tokens of w l / Z
 """
 
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 
@@ -48,7 +47,7 @@ class Recorded:
     differs: int = 0  # wrong or missing tokens in what the task said
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
 
-    # The input of `definition`. lp, H and v are of the update that trained on the rollout.
+    # The input of `loss_definition`. lp, H and v are of the update that trained on the rollout.
     lp: list | None = None
     old: list | None = None
     ref: list | None = None
@@ -108,9 +107,9 @@ def group_advantages(c, group, R):
     # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. Scale `group` divides by
     # 0.5. `leave_one_out` divides by 3/4: the mean of the others is 0, so the first is 1 better.
     scale = 1.0
-    if c.normalization[1] == "group":
+    if c.advantage == "group_std":
         scale = 1 / (math.sqrt(math.fsum(x * x for x in centered) / (G - 1)) + 1e-4)
-    if c.normalization[0] == "leave_one_out":
+    if c.advantage == "leave_one_out":
         scale *= G / (G - 1)
     for s, x in zip(group, centered):
         s.A = [x * scale] * len(s.at)  # (1)
@@ -145,7 +144,7 @@ OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler
 IMPORTANCE = {("truncate", "token"): truncated_weights}
 
 
-def definition(sequences, Z, c):
+def loss_definition(sequences, Z, c):
     """Return the loss of a batch, (2) to (7), a 0-d tensor. Set the `terms` of each sequence.
 
     sequences: lp, H and v hold 0-d tensors, all other lists numbers. v and ref may be None.
@@ -154,9 +153,8 @@ def definition(sequences, Z, c):
     loss = torch.zeros(())
     for s in sequences:
         s.terms = []
-        objective = "gspo" if c.ratio == "sequence" else c.objective
         x = IMPORTANCE[c.importance, c.importance_of](c, s) if c.importance_cap else [1] * len(s.lp)
-        for t, (r, clips, l) in enumerate(OBJECTIVES[objective](c, s)):
+        for t, (r, clips, l) in enumerate(OBJECTIVES[c.objective](c, s)):
             l = x[t] * l  # (4)
             term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
@@ -166,8 +164,7 @@ def definition(sequences, Z, c):
                 l = l + c.kl_coef * term["k"]  # (5)
             l = l - c.entropy_coef * s.H[t]  # (5)
             if s.v is not None:
-                bound = c.value_clip or math.inf
-                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-bound, bound)
+                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-0.2, 0.2)
                 square = max((s.v[t] - s.g[t]) ** 2, (near - s.g[t]) ** 2)
                 term["value"] = c.value_coef * square / 2
                 l = l + term["value"]  # (6)
@@ -224,25 +221,27 @@ class State:
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
-        """Take one AdamW step with the gradients times `shrink`, in place."""
-        # Numbers are stored in the weights' precision, and computed in float32 at least.
+        """Take one AdamW step with the gradients times `shrink`, in place, in float32 at least."""
         for name, p in self.model.named_parameters():
             weight = self.weights[name]
             wide = torch.promote_types(weight.dtype, torch.float32)
-            steps, m, v = self.moments[name]
-            steps += 1
-
-            # Decaying means of the gradient and of its square. Both begin at 0, so they are divided
-            # by the share that they have seen. Weight decay does not go through the gradient.
-            g = shrink * p.grad.to(wide)
-            m = 0.9 * m.to(wide) + 0.1 * g
-            v = c.beta2 * v.to(wide) + (1 - c.beta2) * g * g
-            size = (v / (1 - c.beta2**steps)).sqrt() + 1e-8
-            kept = (1 - lr * c.weight_decay) * weight.to(wide)
-            weight.copy_(kept - lr * m / (1 - 0.9**steps) / size)
-            self.moments[name] = [steps, m.to(weight.dtype), v.to(weight.dtype)]
+            steps, *means = self.moments[name]
+            now = [x.to(wide) for x in (weight, *means)]
+            moved, *means = adamw_of(c, lr, steps + 1, *now, shrink * p.grad.to(wide))
+            weight.copy_(moved)
+            self.moments[name] = [steps + 1, *(x.to(weight.dtype) for x in means)]
             if weight is not p:
                 p.copy_(weight.to(getattr(torch, c.compute_dtype)))
+
+
+def adamw_of(c, lr, steps, weight, m, v, g):
+    """Return the weight, m and v after AdamW's step number `steps`, with the clipped gradient g."""
+    # The decaying means of g and g^2 begin at 0, so they are divided by the share that they have
+    # seen. Weight decay does not go through the gradient.
+    m = 0.9 * m + 0.1 * g
+    v = c.beta2 * v + (1 - c.beta2) * g * g
+    size = (v / (1 - c.beta2**steps)).sqrt() + 1e-8
+    return (1 - lr * c.weight_decay) * weight - lr * m / (1 - 0.9**steps) / size, m, v
 
 
 def step_by_hand(c, groups, state, lr) -> list:
@@ -274,27 +273,26 @@ def step_by_hand(c, groups, state, lr) -> list:
             continue
 
         # The gradient of a sum is the sum of gradients, so memory holds one graph at a time.
-        parameters = list(state.model.parameters())
-        for p in parameters:
+        for p in state.model.parameters():
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
         for s in trained(c, batch):
             s.lp, s.H, s.v = score_alone(state.model, s, c.temperature)
             if s.old is None:
                 s.old = numbers_of(s.lp)
-            definition([s], Z, c).backward()
+            loss_definition([s], Z, c).backward()
             s.lp, s.H, s.v = numbers_of(s.lp), numbers_of(s.H), numbers_of(s.v)
         routed = state.add_balance(c, batch)
 
         # Clip the whole gradient by its norm, then AdamW. If it is not finite, it is only counted.
-        gradient = torch.cat([p.grad.flatten().double() for p in parameters]).numpy()
-        norm = float(np.linalg.norm(gradient))
-        update = dict(batch=batch, gradient=gradient, norm=norm, routed=routed)
+        gradient = {name: p.grad.double() for name, p in state.model.named_parameters()}
+        norm = math.hypot(*(float(g.norm()) for g in gradient.values()))
+        shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
+        update = dict(batch=batch, gradient=gradient, norm=norm, shrink=shrink, routed=routed)
         updates.append(update | dict(version=state.version))
-        if not math.isfinite(norm):
-            state.skipped += 1
-            continue
-        state.adamw(c, lr, c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0)
-        state.version += 1
+        if math.isfinite(norm):
+            state.adamw(c, lr, shrink)
+        state.version += math.isfinite(norm)
+        state.skipped += not math.isfinite(norm)
     return updates
 
 
@@ -314,12 +312,15 @@ from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
+import numpy as np  # noqa: E402
+
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, RolloutQueue, TaskError, Trainer, Trajectory, asking,
-    build, build_teacher, do_step, draw_prompts, make_task, one_process, pending_batches, play,
-    read_reference, resumed_config, rollout_line, uniforms, whole_lines,
+    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, Sampler, TaskError,
+    Trainer, Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task,
+    one_process, pending_batches, play, read_reference, resumed_config, rollout_line, uniforms,
+    whole_lines,
 )  # fmt: skip
 
 
@@ -327,7 +328,7 @@ from train_grpo import (  # noqa: E402
 # What FullState adds to a step: KL in the reward, tree rollouts, a critic, experts. If the run has
 # none of them, skip this.
 #
-#     (1)  A = sum over n of (gamma gae_lambda)^n delta_(t+n), whitened               `gae`
+#     (1)  A = sum over n of gae_lambda^n delta_(t+n), whitened                       `gae`
 #     (1)  A = the mean reward of the rollouts that share a segment, minus the one    `per_branch`
 #              of the segment before
 #     (8)  balance = balance_coef * mean over sequences of E / (K N^2) sum_e counts_e sum_n p_ne
@@ -340,6 +341,7 @@ class FullState(State):
     """A State for all settings."""
 
     routed = ()  # of the update in progress, a Routed for each rollout
+    updates = ()  # what `step_by_hand` has returned
     teacher = None  # the model of --teacher
 
     def set_advantages(self, c, groups):
@@ -361,18 +363,18 @@ class FullState(State):
             group_advantages(c, group, R)
             if c.advantage == "per_branch":
                 branch_advantages(c, group, R)
-            if c.normalization[0] == "none":
+            if c.advantage in ("none", "none_batch"):
                 for s, reward in zip(group, R):
                     s.A = [reward] * len(s.at)  # (1)
 
         # The spread of all rewards of the step, or without a baseline of all its tokens.
-        if c.normalization == ("none", "batch"):
+        if c.advantage == "none_batch":
             whiten(everyone)
-        elif c.normalization[1] == "batch":
+        if c.advantage == "batch_std":
             spread = float(np.std(all_R, ddof=1)) + 1e-4
             for s in everyone:
                 s.A = [A / spread for A in s.A]  # (1)
-        if c.normalization[1] == "batch" and max(all_R) == min(all_R):
+        if c.advantage in ("none_batch", "batch_std") and max(all_R) == min(all_R):
             for s in everyone:
                 s.A = [0.0] * len(s.at)
 
@@ -385,9 +387,12 @@ class FullState(State):
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
-        """Also move the votes of each router by (11)."""
-        # An expert with too few tokens becomes likelier to be chosen.
+        """Also move the votes of each router."""
         super().adamw(c, lr, shrink)
+        self.vote(c)
+
+    def vote(self, c):
+        """Move the votes of each router by (11): experts with too few tokens become likelier."""
         if c.router_bias_rate:
             for layer, counts in sum_of_counts(self.routed).items():
                 votes = np.sign(counts.mean() - counts).astype(int)  # (11)
@@ -410,7 +415,7 @@ def cispo_terms(c, s):
     """CISPO: the ratio is a bounded number."""
     found = []
     for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp):
-        bounded = min(max(r.item(), c.cispo_low), c.cispo_bound)
+        bounded = min(r.item(), c.cispo_bound)
         found.append((r, bounded != r.item(), -bounded * A * lp))  # (3)
     return found
 
@@ -419,7 +424,7 @@ def sapo_terms(c, s):
     """SAPO: a sigmoid in place of the clip."""
     found = []
     for (r, _, _), A in zip(clip_terms(c, s), s.A):
-        tau = c.sapo_up if A > 0 else c.sapo_down
+        tau = 1.0 if A > 0 else 1.05
         found.append((r, False, -4 / tau * torch.sigmoid(tau * (r - 1)) * A))  # (3)
     return found
 
@@ -440,12 +445,7 @@ def gmpo_terms(c, s):
 def dppo_excess(c, lp, old, A) -> float:
     """Return how far a token's probability is past the bound on its move from exp(old)."""
     p, q = math.exp(lp), math.exp(old)
-    distance = abs(p - q)
-    if c.dppo_distance == "kl":
-        # Of the two outcomes "this token" and "another one". A certain token leaves one rounding.
-        tiny = 2**-52
-        distance = q * (old - lp) + (1 - q) * math.log(max(1 - q, tiny) / max(1 - p, tiny))
-    return distance - (c.clip_high if A > 0 else c.clip_low)
+    return abs(p - q) - (c.clip_high if A > 0 else c.clip_low)
 
 
 def dppo_terms(c, s):
@@ -453,7 +453,7 @@ def dppo_terms(c, s):
     found = []
     for (r, _, _), lp, old, A in zip(clip_terms(c, s), s.lp, s.old, s.A):
         clips = dppo_excess(c, lp.item(), old, A) > 0 and (lp.item() > old) == (A > 0)
-        weight = 0.0 if clips else min(r.item(), c.dppo_cap)
+        weight = 0.0 if clips else min(r.item(), 20.0)
         found.append((r, clips, -weight * A * lp))  # (3)
     return found
 
@@ -473,7 +473,7 @@ def clip_margins(c, s) -> list:
     of_tokens = [term["r"] for term in s.terms]
     bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
     if c.objective == "cispo":
-        bounds = [c.cispo_low, c.cispo_bound]
+        bounds = [c.cispo_bound]
     if c.objective == "gmpo":
         of_tokens = [lp - old for lp, old in zip(s.lp, s.old)]
         bounds = [-c.clip_low, c.clip_high]
@@ -492,15 +492,15 @@ def weights_of(c, s) -> list:
     if c.importance == "truncate":
         return truncated_weights(c, SimpleNamespace(old=log_x, smp=[0.0] * len(log_x)))
 
-    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5. `reject` makes 1.5 a 1.
+    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5.
     low, high = c.importance_low, c.importance_cap
     x = [math.exp(y) for y in log_x]
-    return [0.0 if not low <= y <= high else y if c.importance == "mask" else 1.0 for y in x]
+    return [y if low <= y <= high else 0.0 for y in x]
 
 
 IMPORTANCE = {
     (how, what): weights_of
-    for how in ("truncate", "mask", "reject") for what in ("token", "sequence", "geometric")
+    for how in ("truncate", "mask") for what in ("token", "sequence", "geometric")
 } | IMPORTANCE  # fmt: skip
 
 
@@ -546,7 +546,7 @@ def shares(c, s, at) -> list:
 def critic_advantages(c, model, sequences):
     """Set v_old, A and g of all sequences of a step by (1), `gae`."""
     # The definition sums over all tokens that follow; a trainer has a recursion.
-    decay = c.gamma * c.gae_lambda
+    decay = c.gae_lambda
     for s in sequences:
         with torch.no_grad():
             s.v_old = numbers_of(score_alone(model, s, c.temperature)[2])
@@ -558,7 +558,7 @@ def critic_advantages(c, model, sequences):
             u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
         u[-1] -= overlong_penalty(c, s)
         next_v = [*s.v_old[1:], 0.0]
-        deltas = [u[t] + c.gamma * next_v[t] - v for t, v in enumerate(s.v_old)]
+        deltas = [u[t] + next_v[t] - v for t, v in enumerate(s.v_old)]
         s.A = []
         for t in range(len(deltas)):
             s.A.append(math.fsum(decay**n * delta for n, delta in enumerate(deltas[t:])))  # (1)
@@ -623,7 +623,7 @@ def sum_of_counts(routed) -> dict:
 def rate_by_hand(config, step) -> float:
     """Return the learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
     # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
-    # --lr-first-step zero the warm-up is 0 .5; with --lr-min 0.2 the last one is .3.
+    # --lr-first-step zero the warm-up is 0 .5.
     # The warm-up is at most the whole run: the default 5 is 2 under --steps 2, .5 1 of --lr.
     warmup = min(config.lr_warmup, config.steps)
     if step < warmup:
@@ -631,7 +631,7 @@ def rate_by_hand(config, step) -> float:
         return config.lr * (step + begun) / warmup
     done = (step - warmup) / (config.steps - warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return config.lr * (config.lr_min + (1 - config.lr_min) * left[config.lr_decay])
+    return config.lr * left[config.lr_decay]
 
 
 # 6. The metrics of a step ---------------------------------------------------------------------
@@ -710,13 +710,13 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     """
     chosen = [group for group in groups.values() if teaches(config, group)]
     lr = rate_by_hand(config, step)
-    updates = step_by_hand(config, chosen, state, lr)
+    state.updates = updates = step_by_hand(config, chosen, state, lr)
 
     # Rewards and lengths are of all groups, dropped ones included. A critic compares the rewards of
     # the whole step. The age is of the sampler's weights, in steps.
     played = [s for group in groups.values() for s in group]
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
-    of_step = config.advantage == "gae" or config.normalization == ("none", "batch")
+    of_step = config.advantage in ("gae", "none_batch")
     compared = [played] if of_step else groups.values()
     lengths = [len(s.at) for s in played]
     sequences = trained(config, [s for group in chosen for s in group])
@@ -791,7 +791,8 @@ def update_metrics(c, updates, sampled_by) -> dict:
     # differ by rounding alone. The mean of the updates' norms is at most the root of the mean of
     # their squares, which is the length of the vector `gradient`.
     gaps = np.array([lp - x for s in batches[0] for lp, x in zip(s.lp, s.smp)])
-    gradient = np.concatenate([u["gradient"] for u in updates]) / math.sqrt(U)
+    gradient = [g.flatten().numpy() for u in updates for g in u["gradient"].values()]
+    gradient = np.concatenate(gradient) / math.sqrt(U)
     norm = math.fsum(u["norm"] for u in updates) / U
     found = {
         "loss/token_mean": mean_over_updates("part", per_token=False),
@@ -850,6 +851,7 @@ def update_metrics(c, updates, sampled_by) -> dict:
 # its rounding.
 TIMES = 8
 LATER = 10
+UNDECIDED = "rounding decides which updates are finite, so nothing is comparable"
 
 
 class Audited(NamedTuple):
@@ -888,7 +890,7 @@ class Rounding(NamedTuple):
         # The loss of a default run, say: 3000 terms of 1e-5 that mostly cancel. In float32 each is
         # about 1e-11 off, so 8 x 3000 x 1e-11 = 2e-7 is allowed, of a loss of 1e-2.
         if exact.terms.shape != rounded.terms.shape:
-            raise ValueError("rounding decides which updates are finite, so nothing is comparable")
+            raise ValueError(UNDECIDED)
         size = abs(exact.value) if math.isfinite(exact.value) else 0.0
         apart = 0.0
         if exact.terms.size:
@@ -922,6 +924,95 @@ class Rounding(NamedTuple):
         worst = float(np.max(differences, initial=0.0))
         pair = largest_of(exact)._replace(value=0.0), largest_of(rounded)
         return Audited(key, 0.0, worst, worst, self.allowed(*pair))
+
+
+class Displaced(FullState):
+    """The State of the second precision: it measures the rounding of gradients, and by it weights.
+
+    AdamW divides by the root of v. So where gradients nearly cancel, rounding decides in which
+    direction an entry moves by about lr, and where the gradient is large, rounding changes next to
+    nothing. How far rounding has moved some entries is therefore no measure of the others. What is
+    measured is the rounding of a tensor's gradient; `uncertain` says how far an entry may move by
+    it. For the next update the weights are those in float64, each displaced in a random direction
+    as far as usual rounding may move it. Its gradients then show the rounding of both updates.
+    """
+
+    def follow(self, config, lr, before, exact):
+        """Take a step that was done in float64: the State before it, and the one after it."""
+        self.before, self.lr = before, lr
+        self.exact = [u for u in exact.updates if math.isfinite(u["norm"])]
+        self.done = 0  # updates
+        self.rounding = {name: [] for name in self.weights}  # of its gradient, in each update
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    @torch.no_grad()
+    def adamw(self, c, lr, shrink):
+        """Measure the rounding of this update's gradients, and displace the weights by it."""
+        self.vote(c)
+        if self.done == len(self.exact):
+            raise ValueError(UNDECIDED)
+        update = self.exact[self.done]
+        self.done += 1
+        for name, p in self.model.named_parameters():
+            # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
+            exact = update["shrink"] * update["gradient"][name]
+            rounded = shrink * p.grad.double()
+            off = (exact - rounded).abs()
+            usual = off.square().mean().sqrt()
+            self.rounding[name].append(Gradient(off.max(), usual, (exact != 0) | (rounded != 0)))
+
+            # A distance is for one direction as good as for the other.
+            changes = [[one.usual * one.uncertain] for one in self.rounding[name]]
+            weight, distance = self.uncertain(c, name, changes, torch.finfo(p.dtype).eps)
+            sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
+            self.weights[name].copy_(weight + sign * distance)
+            p.copy_(self.weights[name])
+
+    def allowed(self, c, name, scale, unit):
+        """Return a weight after the step in float64, and how far a run's may be from it."""
+        if self.done < len(self.exact):
+            raise ValueError(UNDECIDED)
+        # TIMES the largest rounding. An entry may move further by less than by that much.
+        changes = [[scale * one.largest * one.uncertain * n for n in (1, TIMES)]
+                   for one in self.rounding[name]]  # fmt: skip
+        return self.uncertain(c, name, changes, unit)
+
+    def uncertain(self, c, name, changes, unit):
+        """Return a weight after the updates so far, in float64, and how far rounding may move it.
+
+        changes: for each update, of which sizes a change of its gradient may be.
+        unit: of the weights' precision, relative.
+        """
+        steps, m, v = self.before.moments[name]
+        begun = self.before.weights[name].detach()
+        gradients = [u["shrink"] * u["gradient"][name] for u in self.exact[: self.done]]
+
+        def moves(changed=None, by=0.0):
+            now, found = (begun, m, v), []
+            for n, g in enumerate(gradients):
+                then = adamw_of(c, self.lr, steps + 1 + n, *now, g + by if n == changed else g)
+                found.append(then[0] - now[0])
+                now = then
+            return torch.stack(found)
+
+        # An entry moves by its own gradients alone. It may go as far astray as it does if one of
+        # them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all moves
+        # are summed, so that none cancels another. Besides, each update rounds a weight twice, and
+        # the length of its step a few times.
+        plain = moves()
+        distance = self.done * unit * (begun.abs() + TIMES * self.lr)
+        for n, sizes in enumerate(changes):
+            found = [(moves(n, by) - plain).abs().sum(0) for x in sizes for by in (x, -x)]
+            distance += torch.stack(found).amax(0)
+        return begun + plain.sum(0), distance
+
+
+class Gradient(NamedTuple):
+    """The rounding of a weight's gradient, in one update."""
+
+    largest: torch.Tensor  # of all entries
+    usual: torch.Tensor  # the root of their mean square
+    uncertain: torch.Tensor  # for each entry, whether it is anything but 0
 
 
 # 8. A run's files -----------------------------------------------------------------------------
@@ -1114,7 +1205,7 @@ def state_before(files, task, step, say):
         pending = pending_batches(config, trainer, path, state)
         say(f"from {path.name}, the state before step {start}")
     else:
-        supervised = RolloutQueue(config, task, trainer, -config.demos)
+        supervised = Demonstrations(config, task, trainer, -config.demos)
         for n in range(-config.demos, 0):
             do_step(config, supervised, trainer, n)
         trainer.optimizer.state.clear()  # the loop begins with a new optimizer
@@ -1183,7 +1274,13 @@ def in_precision(files, task, before, lines, step, dtypes, first=None, spelled=N
         ends = widths.cumsum(-1)
         here = range(len(s.at)), [s.tokens[at + 1] for at in s.at]
         intervals.append(torch.stack([ends[here] - widths[here], ends[here]], -1).numpy())
-    hand = ByHand(groups, copy_of_state(trainer, dtype), {}, {}, np.concatenate(intervals))
+    state = copy_of_state(trainer, dtype)
+    if first is not None:
+        state = Displaced(*(getattr(state, field.name) for field in dataclasses.fields(state)))
+        state.teacher = trainer.teacher and copy_in(trainer.teacher, dtype)
+        before = copy_of_state(trainer, torch.float64)
+        state.follow(config, rate_by_hand(config, step), before, first.state)
+    hand = ByHand(groups, state, {}, {}, np.concatenate(intervals))
 
     # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two forwards,
     # of other shapes, which round apart. By hand they would be one number, and a ratio of exactly 1
@@ -1223,7 +1320,7 @@ def solve(config, task, hand, name, dtype, first):
         prompts = range(config.eval_prompts)
         starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
         greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-        hand.plays[name] = [t for (t,) in play(greedy, task, model, starts, key=())]
+        hand.plays[name] = [t for (t,) in play(greedy, task, Sampler(model), starts, key=())]
     plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a
@@ -1407,22 +1504,24 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
 
 def after_rows(files, step, trainer, exact, rounded, rounding):
     """Compare parameters and votes with the next checkpoint: return the rows, and a sentence."""
-    # Each tensor is held to its own rounding, and the tensor furthest from it is shown: AdamW makes
+    # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
     # steps of one length, so a fault in a small tensor is as large as in a big one.
-    # AdamW divides by the root of v. Where a gradient has nearly cancelled, its rounding becomes as
-    # long as a step, and the largest of many such entries scatters more than a sum does: 4 times.
     # Weights are stored in --dtype, whatever the products are in.
     path = files.checkpoints[step + 1]
     unit = torch.finfo(getattr(torch, files.config.dtype)).eps
-    wider = rounding._replace(times=4 * rounding.times, unit=unit)
+    later = rounding.times / TIMES
     trainer.load_checkpoint(path)
     stored = parallel.weights_to_store(trainer.model, trainer.optimizer)
     rows = {}
-    for name, p in exact.state.weights.items():
-        three = stored[name], p, rounded.state.weights[name]
-        vectors = [x.detach().double().flatten().numpy() for x in three]
-        differences = np.abs(vectors[0] - vectors[1])
-        rows[name] = wider.row_of_many("parameters", differences, *vectors[1:])
+    for name in exact.state.weights:
+        weight, allowed = rounded.state.allowed(files.config, name, rounding.scale, unit)
+        if later > 1:  # the steps on the way to this one have moved other entries by rounding
+            allowed = torch.full_like(allowed, later * allowed.max())
+        differences = (stored[name].double() - weight).abs().flatten()
+        allowed = allowed.flatten()
+        furthest = int((differences / allowed.clamp(min=1e-300)).argmax())
+        found = differences[furthest].item()
+        rows[name] = Audited("parameters", 0.0, found, found, allowed[furthest].item())
     worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
     text = f"parameters after the step: against {path.name}, the worst is {worst}"
     if not files.config.router_bias_rate:
@@ -1586,7 +1685,7 @@ def equations(report, s, row) -> list:
     c = report.config
     if row["part"] is None:
         return [f"{row['text']}: {row['why']}"]
-    is_mean = c.objective == "gspo" or c.ratio == "sequence"
+    is_mean = c.objective == "gspo"
     lines = [
         f"A = {row['A']:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
         f"now {row['lp']:.6f}",
@@ -1596,13 +1695,13 @@ def equations(report, s, row) -> list:
     # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
     bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
     clip = f"-min({bounded} A, clip(r, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A)"
-    tau = c.sapo_up if row["A"] > 0 else c.sapo_down
+    tau = 1.0 if row["A"] > 0 else 1.05
     text = {
         "reinforce": "-A now", "clip": clip, "gspo": clip,
-        "cispo": f"-clip(r, {c.cispo_low:g}, {c.cispo_bound:g}) A now",
+        "cispo": f"-min(r, {c.cispo_bound:g}) A now",
         "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
         "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
-        "dppo": f"-min(r, {c.dppo_cap:g}) A now, 0 where clipped",
+        "dppo": "-min(r, 20) A now, 0 where clipped",
     }.get(c.objective, c.objective)  # fmt: skip
     if c.importance_cap:
         text += f", times {row['x']:.6f} (4)"

@@ -117,6 +117,19 @@ def test_logprobs_never_hold_all_the_logits():
     assert 64 * 300 <= watch.largest < 2 * 64 * 300
 
 
+@pytest.mark.parametrize("vocab", [3, 7, 1000])
+def test_a_nearly_uniform_entropy(vocab):
+    """log p + entropy is nearly 0 for all tokens. Their gradient is within some units in the last
+    place of the logits, and not of log V: as the difference of these two it was off by 1e-4."""
+    *given, targets, _ = logprob_case(torch.float32, vocab=vocab)
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [(0.02 * x.detach()).to(dtype).requires_grad_() for x in given]
+        _, entropy = token_logprobs(*inputs, targets)
+        grads.append(torch.autograd.grad(entropy.sum(), inputs))
+    assert all(grad.any() for grad in grads[0]) and worst(grads[1], grads[0]) < 3e-6
+
+
 def test_bf16_logprobs_are_within_twice_plain_torch():
     *half, upstream = logprob_case(torch.bfloat16, n=4096, width=32, vocab=20)
     results = []
