@@ -284,7 +284,8 @@ def read_cases(text) -> dict:
 CASES = read_cases("""
     d2 dense, d2 dense empty, d4 dense hsdp, d2 tied fsdp, t2 dense, t2 dense alone, t2 tied,
     t2 bias, c2 dense, c2 tied ulysses, c4 dense, d2t2 tied, d2t2 tied fsdp, d2t2c2 dense,
-    d2t2c2 dense zero1, c2t2e2 moe, t2 moe op, d2e2 moe, t2 moe, d2t2e4 moe, etp moe, etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
+    d2t2c2 dense zero1, c2t2e2 moe, t2 moe op, d2e2 moe, t2 moe, d2t2e4 moe, etp moe,
+    etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
     etp moe fsdp, d2c2e4 moe, d2e2 starved, d2e2 starved fsdp, d2 tied zero1, d2 moe fsdp offload,
     d2t2e4 moe zero1, etp moe zero1, c2p2 tied zero1, d2 moe full, t2 tied op,
     d2t2e4 moe fsdp full, c2 dense op, p2 dense full, d2 dense compile,
