@@ -2,10 +2,7 @@
 
 import gc
 import json
-import os
 import pickle
-import pkgutil
-import random
 import re
 import time
 import weakref
@@ -27,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import models
 import parallel
-from parallel import TIED, Damaged, Grid, LocalOptimizer, Micro, Plan
+from parallel import TIED, Damaged, Grid, LocalOptimizer, Plan
 from parallel import clip_grad_norm, copy_weights, local, parallelize, persistent_buffers
 from parallel import read_checkpoint, read_newest, reduce_gradients, replica_difference, sealed
 from parallel import superseded, training_tensors, write_checkpoint
@@ -40,7 +37,9 @@ def equal_on_ranks(tmp_path, world, function, *args):
     return first
 
 
-# A checkpoint's table of contents and its state --------------------------------------------------
+# A checkpoint's files and its state --------------------------------------------------------------
+
+SHARDS = [f"shard-0000{n}-model-00001-of-00001.safetensors" for n in (1, 2)]
 
 
 def tensors():
@@ -65,147 +64,39 @@ def lay(path, files):
     for name, raw in files.items():
         (path / name).write_bytes(raw)
         if name != "state.json":
-            ends = [end for end, _ in state["files"][name] if end < len(raw)] + [len(raw)]
-            state["files"][name] = [[end, zlib.crc32(raw[:end])] for end in ends]
+            state["files"][name] = [len(raw), zlib.crc32(raw)]
     (path / "state.json").write_text(json.dumps(sealed(state)))
     return path
 
 
 def refuses(path, text, **options):
-    with pytest.raises(ValueError, match=f"checkpoint {path}: .*{text}"):
+    with pytest.raises(ValueError, match=f"checkpoint {path}.*{text}"):
         read_checkpoint(path, tensors(), **options)
 
 
-def _table(edit):
-    """A damage: the table as DCP writes it, but for what edit(table) has changed."""
-
-    def damage(raw):
-        table = pickle.loads(raw)
-        edit(table)
-        return pickle.dumps(table)
-
-    return damage
-
-
-def _places(**changes):
-    """The first place in the table gets other fields."""
-    return _table(lambda table: next(iter(table.storage_data.values())).__dict__.update(changes))
-
-
-def _entry(change):
-    return _table(lambda table: change(table.state_dict_metadata["first"]))
-
-
-def _swap(table):
-    """Two tensors of one shape have one place, and the other place is nobody's."""
-    first, second, *_ = table.storage_data.values()
-    second.offset = first.offset
-
-
-DEEP = b"\x80\x04}" + b")" + b"\x85" * 50_000 + b"Ns."  # a tuple in a tuple .. as a key
-LAUGHS = b"\x80\x04\x8c\x01a" + b"\x94h\x00h\x00\x86" * 60 + b"\x8c\x01b\x93."
-DOUBLED = b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(60))
-DOUBLED = b"\x80\x04})\x94" + DOUBLED + b"Ns."
-
-TABLES = {
-    "a path upwards": (_places(relative_path="../../x"), "names the file ../../x"),
-    "an absolute path": (_places(relative_path="/etc/hostname"), "names the file /etc/hostname"),
-    "no text as a path": (_places(relative_path=7), "names the file 7"),
-    "an unlisted file": (_places(relative_path="other.distcp"), "names the file other.distcp"),
-    "a place before the file": (_places(offset=-1), "end to end"),
-    "a place beyond the file": (_places(length=10**9), "end to end"),
-    "two tensors in one place": (_table(_swap), "end to end"),
-    "a compressed chunk": (_places(transform_descriptors=["zstd"]), "decoded"),
-    "no integers": (_entry(lambda e: setattr(e.chunks[0], "sizes", (3, 4))), "a tuple"),
-    "a chunk beyond": (
-        _entry(lambda e: setattr(e.chunks[0], "sizes", torch.Size([3, 5]))), "do not tile"),
-    "a chunk too small": (
-        _entry(lambda e: setattr(e.chunks[0], "sizes", torch.Size([3, 3]))), "do not tile"),
-    "no chunk": (_entry(lambda e: e.chunks.clear()), "do not tile"),
-    "overlapping chunks": (
-        _entry(lambda e: (e.chunks.append(e.chunks[0]), setattr(e, "size", torch.Size([6, 4])))),
-        "overlap"),
-    "another dtype": (_entry(lambda e: setattr(e.properties, "dtype", torch.complex64)), "allow"),
-    "another layout": (
-        _entry(lambda e: setattr(e.properties, "layout", torch.sparse_coo)), "not a strided"),
-    "a tensor more": (
-        _table(lambda t: t.state_dict_metadata.update(third=t.state_dict_metadata["first"])),
-        "not those that it stores"),
-    "a deep key": (lambda raw: DEEP, "a tuple that is neither"),
-    "a name that doubles": (lambda raw: LAUGHS, "a tuple that is neither"),
-    "tuples that double": (lambda raw: DOUBLED, "a tuple that is neither"),
-    "a bytearray of 1 TB": (lambda raw: b"\x80\x05\x96" + b"\0" * 5 + b"\1\0\0.", ""),
-    "a memo of 4 billion places": (lambda raw: b"\x80\x04Nr\xff\xff\xff\xff.", ""),
-    "a set": (lambda raw: b"\x80\x04\x8f.", ""),
-    "garbage": (lambda raw: b"garbage", "is damaged"),
-    "nothing": (lambda raw: b"", "is damaged"),
-    "half": (lambda raw: raw[: len(raw) // 2], "is damaged"),
-    "a list": (lambda raw: pickle.dumps([1, {}]), "is damaged"),
-}  # fmt: skip
+FOREIGN = {  # what is in the place of our tensors, with a checksum that agrees
+    "garbage": lambda raw: b"garbage",
+    "nothing": lambda raw: b"",
+    "half": lambda raw: raw[: len(raw) // 2],
+    "a header of 1 TB": lambda raw: (1 << 40).to_bytes(8, "little") + raw[8:],
+    "a header that is no JSON": lambda raw: raw[:8] + b"x" + raw[9:],
+    "a pickle": lambda raw: pickle.dumps([1, {}]),
+}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_that_is_not_ours_is_refused_by_name(whole, tmp_path, name):
-    damage, text = TABLES[name]
-    path = lay(tmp_path / "saved", whole | {".metadata": damage(whole[".metadata"])})
-    began = time.monotonic()
-    refuses(path, rf"\.metadata .*{text}")
-    assert time.monotonic() - began < 10
-
-
-def test_a_row_may_have_a_number_of_more_than_32_bits(whole, tmp_path):
-    size = torch.Size([2**33, 4])
-    damage = _entry(lambda e: (setattr(e, "size", size), setattr(e.chunks[0], "sizes", size)))
-    path = lay(tmp_path / "saved", whole | {".metadata": damage(whole[".metadata"])})
-    with pytest.raises(ValueError, match="another model: first is .8589934592, 4. there"):
-        read_checkpoint(path, tensors())
-
-
-DCP = "torch.distributed.checkpoint"
-NAMES = "Metadata MetadataIndex TensorStorageMetadata TensorProperties ChunkStorageMetadata"
-GLOBALS = [(f"{DCP}.metadata", name) for name in f"{NAMES} _MEM_FORMAT_ENCODING".split()]
-GLOBALS += [(f"{DCP}.filesystem", "_StorageInfo"), ("torch", "Size"), ("torch", "float32")]
-GLOBALS += [("torch.serialization", "_get_layout")]
-
-
-def _text(value):
-    return b"\x8c" + bytes([len(value)]) + value.encode()
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_is_not_ours_is_refused_by_name(whole, tmp_path, name):
+    path = lay(tmp_path / "saved", whole | {SHARDS[0]: FOREIGN[name](whole[SHARDS[0]])})
+    refuses(path, "cannot be read")
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("module, name", GLOBALS, ids=[name for _, name in GLOBALS])
-def test_a_table_cannot_change_what_it_names(whole, tmp_path, module, name):
-    """BUILD, with a state of each form, on an allowed global, which may be a class."""
-    attributes = ["evil", "__init__", "__setstate__", "__new__", "__code__", "__class__"]
-    named = b"\x80\x04" + _text(module) + _text(name) + b"\x93"
-    owners = [x for x in vars(parallel).values() if isinstance(x, type)]
-    owners += [pkgutil.resolve_name(f"{module}.{name}")]
-    before = [getattr(owner, x, None) for owner in owners for x in attributes]
-    for attribute in attributes:
-        changed = b"}" + _text(attribute) + b"K\x01s"  # {attribute: 1}
-        for state in (changed, b"N" + changed + b"\x86", b"}" + changed + b"\x86"):
-            path = lay(tmp_path / "saved", whole | {".metadata": named + state + b"b."})
-            refuses(path, r"\.metadata ")
-    assert [getattr(owner, x, None) for owner in owners for x in attributes] == before
-
-
-def test_a_flipped_byte_of_the_table_is_refused_or_harmless(whole, tmp_path):
-    draw, refused, true = random.Random(0), 0, tensors()
-    for _ in range(400):
-        damaged = bytearray(whole[".metadata"])
-        for _ in range(draw.randint(1, 3)):
-            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-        path = lay(tmp_path / "saved", whole | {".metadata": bytes(damaged)})
-        found = {name: torch.zeros_like(x) for name, x in true.items()}
-        try:
-            read_checkpoint(path, found)
-        except ValueError as error:
-            refused += 1
-            assert re.search(f"{path}.*metadata|of another", str(error))
-        else:
-            assert all(torch.equal(found[name], true[name]) for name in true)
-    assert 200 < refused < 400
+def test_a_model_of_another_shape_is_refused_by_the_name_of_a_tensor(whole, tmp_path):
+    path = lay(tmp_path / "saved", whole)
+    other = tensors() | {"first": torch.zeros(4, 4)}
+    with pytest.raises(ValueError, match=r"another model: first is \(3, 4\) there and \(4, 4\)"):
+        read_checkpoint(path, other)
 
 
 STATES = {  # what state.json begins with, which has the seal that fits
@@ -221,18 +112,13 @@ STATES = {  # what state.json begins with, which has the seal that fits
 
 
 FILES = {
-    "none": (lambda files: {}, "lists no .metadata"),
-    "a list": (lambda files: [".metadata"], "lists no .metadata"),
-    "no table": (lambda files: {k: files[k] for k in files if k != ".metadata"}, "lists no"),
-    "no data": (lambda files: {".metadata": files[".metadata"]}, "which state.json does not list"),
-    "a path": (lambda files: files | {"../../x": [[0, 0]]}, "not a file of the directory"),
-    "an absolute path": (
-        lambda files: files | {"/dev/null": [[0, 0]]}, "not a file of the directory"),
-    "a directory": (lambda files: files | {"..": [[0, 0]]}, "not a file of the directory"),
-    "no sizes": (lambda files: files | {"x": [[0.0, 0]]}, "no size and checksum of x"),
-    "a chunk that ends past the file": (
-        lambda files: files | {"__0_0.distcp": [[10**12, 0], *files["__0_0.distcp"]]}, "no size"),
-    "a pipe": (lambda files: files | {"pipe": [[0, 0]]}, "pipe is missing or not a file"),
+    "none": (lambda files: {}, "is damaged"),
+    "a list": (lambda files: SHARDS, "state.json is missing or damaged"),
+    "a path": (lambda files: files | {"../../x": [0, 0]}, "../../x is damaged"),
+    "an absolute path": (lambda files: files | {"/dev/null": [0, 0]}, "/dev/null is damaged"),
+    "no sizes": (lambda files: files | {SHARDS[0]: 3}, "state.json is missing or damaged"),
+    "a file too long": (lambda files: {SHARDS[0]: [10**12, 0]}, "is damaged"),
+    "a file too many": (lambda files: files, "other.safetensors is damaged"),
 }
 
 
@@ -247,8 +133,8 @@ def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
     else:
         edit, text = FILES[name]
         state["files"] = edit(state["files"])
-    if name == "a pipe":
-        os.mkfifo(path / "pipe")
+    if name == "a file too many":
+        (path / "other.safetensors").write_bytes(whole[SHARDS[0]])
     state.pop("seal", None)
     state["seal"] = zlib.crc32(json.dumps(state).encode())
     (path / "state.json").write_text(json.dumps(state))
@@ -302,16 +188,10 @@ def _damaged_on_two_ranks(rank, folder):
     assert read_checkpoint(folder / "good", found, counts=("step",))["step"] == 1
     assert all((local(x) == rank + 1).all() for x in found.values())
 
-    data = files["__1_0.distcp"]
-    damages = {
-        "table": {".metadata": b"garbage"},
-        "outside": {".metadata": _places(relative_path="../x")(files[".metadata"])},
-        "a-shard": {"__1_0.distcp": bytes(len(data))},
-        "the-archive": {"__1_0.distcp": data[:-30] + bytes(30)},
-    }
-    for name, changes in damages.items():
+    data = files[SHARDS[1]]
+    for name, raw in (("cut", data[:-30]), ("of-zeros", bytes(len(data))), ("gone", b"")):
         if rank == 0:
-            lay(folder / name, files | changes)
+            lay(folder / name, files | {SHARDS[1]: raw})
         dist.barrier()
         yield _fails(read_checkpoint, folder / name, _rows_of(rank, 0, 4))
 
@@ -323,10 +203,8 @@ def _listed(rank, function, *args):
 def test_what_one_rank_cannot_read_is_refused_by_all(tmp_path):
     folder = tmp_path / "saved"
     texts = equal_on_ranks(tmp_path, 2, _listed, _damaged_on_two_ranks, folder)
-    for text, name in zip(texts, ("table", "outside", "a-shard", "the-archive"), strict=True):
-        assert f"saved/{name}" in text and "\n" not in text, text
-        of_all = name in ("table", "outside")
-        assert (".metadata" if of_all else "cannot be read: rank 1: ") in text
+    for text, name in zip(texts, ("cut", "of-zeros", "gone"), strict=True):
+        assert f"saved/{name} cannot be read" in text and "\n" not in text, text
 
 
 def _slow(rank, folder):
@@ -375,11 +253,12 @@ def _resumed(rank, folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads Linux's /proc")
-def test_a_resume_reads_each_byte_once_on_the_rank_that_needs_it(tmp_path):
+def test_a_resume_hashes_each_byte_on_one_rank(tmp_path):
+    """What is loaded is mapped into memory, which /proc does not count."""
     (tmp_path / "run").mkdir()
     share = 3 * 4096 * 1024
     for sharded, whole in ranks(tmp_path, 2, _resumed, tmp_path / "run"):
-        assert share < sharded < 1.02 * share and 2 * share < whole < 2.02 * share
+        assert share < sharded < 1.02 * share and share < whole < 1.02 * share
 
 
 def _damaged_then_older(rank, folder):
@@ -387,7 +266,7 @@ def _damaged_then_older(rank, folder):
     for step in (1, 2):
         tensors = _rows_of(rank, 10 * step + rank, 4)
         write_checkpoint(folder / f"step-{step:08d}", tensors, {"step": step})
-    data = folder / "step-00000002" / "__1_0.distcp"
+    data = folder / "step-00000002" / SHARDS[1]
     if rank == 0:
         raw = bytearray(data.read_bytes())
         raw[len(raw) // 2] ^= 1
@@ -396,7 +275,7 @@ def _damaged_then_older(rank, folder):
     found = _rows_of(rank, 0, 4)
     path, state = read_newest(folder, lambda path: read_checkpoint(path, found))
     assert all((local(x) == 10 + rank).all() for x in found.values())
-    with pytest.raises(Damaged, match="step-00000002: __1_0.distcp is damaged"):
+    with pytest.raises(Damaged, match=f"step-00000002: {SHARDS[1]} is damaged"):
         read_checkpoint(folder / "step-00000002", found)
 
     # Another model is refused: an older checkpoint of the same run would not be another one.
@@ -459,7 +338,7 @@ def _carried(rank, folder):
         assert held.keys() == dict(read.model.named_buffers()).keys()
         copy = _biased(3)
         copy_weights(read.model, copy)
-        parallel.part_of(read.model).reshard()
+        parallel.reshard(read.model)
         assert torch.equal(copy.hidden(tokens), true.hidden(tokens)), (text, mode)
     other = dict(num_experts=4, num_hidden_layers=2, sparse_layers=(0, 1))
     copy = models.tiny_model("qwen3_moe", vocab_size=56, **other)
@@ -492,9 +371,7 @@ def _call(text, kind="dense", *, grid=None, length=LENGTH, rows=4, bad=1, **opti
     def call():
         mesh = Grid.make(Plan.parse(grid or text))
         parts.append(part := parallelize(model, plan, device_mesh=mesh, **options))
-        if plan.pp == 1:
-            part.hidden(tokens)
-        part.forward_backward([Micro(tokens, torch.arange(length)[None])] * rows, None)
+        part.hidden(tokens)
 
     said = _fails(call)
     if not parts:  # it is still the whole model that computes on one process
@@ -504,25 +381,23 @@ def _call(text, kind="dense", *, grid=None, length=LENGTH, rows=4, bad=1, **opti
 
 
 CALLS = [  # plan, kind of model, options of `_call`, what all ranks say
-    ("t2", "dense", dict(length=23), "23 tokens a sequence must divide by t = 2 .*pad to 24"),
+    ("t2", "dense", dict(length=23), "2 ranks cannot share 23 evenly: pad to a multiple"),
     ("d2", "dense", dict(mode="zero3"), "mode: expected one of ddp, fsdp, zero1, got 'zero3'"),
-    ("d2", "dense", dict(ac="some"), "ac: expected one of none, full, layers, op, got 'some'"),
+    ("d2", "dense", dict(ac="layers"), "ac: expected one of none, full, op, got 'layers'"),
     ("p2", "dense", dict(schedule="gpipe"), "schedule: expected one of 1f1b, interleaved1f1b"),
     ("d2", "dense", dict(offload=True), 'offload=True moves shards: it needs mode="fsdp"'),
-    ("c2", "dense", {}, "plan c2 splits sequences: give attention="),
+    ("c2", "dense", {}, "plan c2: c splits sequences: give attention="),
     ("d4", "dense", {}, r"plan d4: expected p \* d \* c \* t = 4 ranks, got 2"),
     ("d2e2", "dense", {}, "expected a model with experts, got a dense one"),
     ("t2", "moe", dict(sequence=False), "every tensor rank would send the same tokens"),
-    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), "zbv computes .* FSDP2 does not follow"),
-    ("p2", "deep", dict(schedule="zbv", ac="op"), "zbv runs backward twice .* allows one"),
-    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "d2e2 each expert is whole on one rank"),
-    ("p2", "dense", dict(rows=1), "p2: expected a micro-batch for each of 2 stages, got 1"),
+    ("p2", "deep", dict(schedule="zbv", mode="fsdp"), 'zbv has no mode="fsdp"'),
+    ("p2", "deep", dict(schedule="zbv", ac="op"), 'zbv has .* no ac="op"'),
+    ("d2e2", "moe", dict(mode="fsdp", ac="op"), "plan d2e2: each expert is whole on one rank"),
     ("p2", "dense", dict(schedule="zbv"), "zbv cuts 4 stages, but the model has 2 layers"),
     ("p2", "dense", dict(schedule="zbv", attention=print), "zbv cuts 4 stages, but the model"),
-    ("p2", "deep", dict(schedule="interleaved1f1b", rows=3), "3 microbatches must divide by"),
-    ("d2", "dense", dict(grid="t2"), "expected the grid of plan d2, got that of plan t2"),
-    ("t2", "dense", dict(grid="d2"), "expected the grid of plan t2, got that of plan d2"),
-    ("d2", "dense", dict(schedule="zbv"), "schedule='zbv' needs a pipeline, but plan d2 has no p"),
+    ("d2", "dense", dict(grid="t2"), "plan d2: expected its grid, got that of plan t2"),
+    ("t2", "dense", dict(grid="d2"), "plan t2: expected its grid, got that of plan d2"),
+    ("d2", "dense", dict(schedule="zbv"), "plan d2: schedule='zbv' needs a pipeline, p"),
 ]
 
 
@@ -557,19 +432,10 @@ def _refused(rank):
     splits = parallel.split_for_decoding, _model(), plan
     yield _fails(*splits, device_mesh=Grid.make(plan)), "expected a model with experts"
 
-    # A stage, a parameter with two names, and a parameter that is added later.
-    pipeline = _split(_model(), "p2")
-    (stage,) = pipeline.parts.values()
-    yield _fails(_split, stage, "d2"), "split or shard"
-    ragged = [Micro(torch.ones(1, n, dtype=torch.int64), torch.arange(n)[None]) for n in (4, 6)]
-    yield _fails(pipeline.forward_backward, ragged, None), "must have one shape; pad them"
-    tied = _model()
+    tied = _model()  # a parameter with two names
     tied.lm_head.weight = tied.model.embed_tokens.weight
     yield _fails(_split, tied, "t2"), "one parameter with two names"
     reduce_gradients(_split(tied, "d2"))
-    model = _split(_model(), "t2")
-    model.late = torch.nn.Parameter(torch.ones(1))
-    yield _fails(reduce_gradients, model), "that parallelize has seen, got late"
 
 
 def test_what_cannot_be_is_refused_alike_on_every_rank(tmp_path):
@@ -589,26 +455,6 @@ def _own_parameter(rank):
 
 def test_modules_with_parameters_of_their_own(tmp_path):
     assert ranks(tmp_path, 2, _own_parameter) == [[1.0] * 3] * 2
-
-
-def _odd(rank):
-    """What a rank says of 27 tokens that c shares out as 14 and 13, and t cannot share out."""
-    for mode in ("ddp", "fsdp"):
-        model = _split(_model(), "c2t2", attention=models.causal_attention, mode=mode)
-        context = parallel.part_of(model).grid.context
-        part = torch.arange(27).chunk(2)[dist.get_rank(context)][None]
-        yield _fails(model.hidden, part)
-        assert model.hidden(part[:, :12]).shape[1] == 12
-    pipeline = _split(_model(), "p2t2")
-    micros = [Micro(torch.arange(23)[None], torch.arange(23)[None])] * 2
-    yield _fails(pipeline.forward, micros)
-    yield _fails(pipeline.forward_backward, micros, None)
-
-
-def test_an_odd_share_of_a_sequence_is_refused_by_every_rank(tmp_path):
-    texts = equal_on_ranks(tmp_path, 4, _listed, _odd)
-    assert all("have 14, 13 tokens of it; each must divide by t = 2" in text for text in texts[:2])
-    assert all("23 tokens a sequence must divide by t = 2" in text for text in texts[2:])
 
 
 # Replicas --------------------------------------------------------------------------------------
@@ -699,9 +545,9 @@ def test_a_flipped_bit_is_named(tmp_path, world):
     for (text, _, options, flips), (clean, *found, model_only) in zip(cases, said, strict=True):
         assert clean is None and model_only is None, (text, options, clean)
         for (_, name, key, who), words in zip(flips, found, strict=True):
-            where = f"{name} ({key})" if key else name
-            expected = who and f"replicas differ in {where}: {who} hold"
-            assert words is None if who is None else expected in words, words
+            key = "" if key == "master" else key
+            pattern = rf"replicas differ in \S*{re.escape(name)}\S*{key}: {who} hold"
+            assert words is None if who is None else re.search(pattern, words), words
 
 
 def _after_three_steps(rank, cases):
@@ -725,21 +571,18 @@ def test_replicas_hold_the_same_bits_after_three_steps(tmp_path, cases):
 
 
 def _unequal_states(rank):
-    """What is said where rank 0 alone has made a step, and of a state that is not a tensor."""
+    """What is said where rank 0 alone has made a step."""
     model = _split(_model(), "d2")
     optimizer = LocalOptimizer(model, lambda x: torch.optim.AdamW(x, lr=0.0))
     if rank == 0:
         for p in optimizer.mine.values():
             p.grad = torch.zeros_like(p)
         optimizer.inner.step()
-    yield replica_difference(model, optimizer)
-    optimizer.state[next(iter(optimizer.mine.values()))]["calls"] = 3
-    yield replica_difference(model, optimizer)
+    return replica_difference(model, optimizer)
 
 
 def test_a_state_that_one_replica_lacks_is_named(tmp_path):
-    for text in equal_on_ranks(tmp_path, 2, _listed, _unequal_states):
-        assert f"(names of its states): {BOTH}" in text
+    assert f"step: {BOTH}" in equal_on_ranks(tmp_path, 2, _unequal_states)
 
 
 @pytest.mark.quick

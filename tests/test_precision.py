@@ -216,7 +216,7 @@ def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     if cast:
         policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parallel.fsdp_precision = lambda *given: policy
+        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **options: policy
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -276,7 +276,7 @@ def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
 
 
 def tensors_of(path, prefix):
-    reader = torch.distributed.checkpoint.FileSystemReader(path)
+    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(path))
     names = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -284,7 +284,7 @@ def tensors_of(path, prefix):
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is alone
-        torch.distributed.checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
