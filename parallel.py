@@ -1367,8 +1367,10 @@ def misfits(
     is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
     stages = plan.pp * SCHEDULES[schedule][1]
     layers = len(model.model.layers) if plan.pp > 1 else stages
+    names = dict(model.named_parameters(remove_duplicate=False))
     wide = next(model.parameters()).dtype
-    coarser = compute_dtype is None or torch.finfo(compute_dtype).eps > torch.finfo(wide).eps
+    coarser = compute_dtype is None or (
+        compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
         (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
          f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
@@ -1376,6 +1378,8 @@ def misfits(
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
          f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),
+        (plan.tp > 1 and len(names) > len({*map(id, names.values())}),
+         "one parameter with two names cannot be cut; set tie_word_embeddings"),
         (plan.pp == 1 and schedule != "1f1b", f"schedule={schedule!r} needs a pipeline, p"),
         (stages > layers, f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
         (grid.group["replicate"].size() > 1 and not is_fsdp,
@@ -2046,8 +2050,9 @@ def replica_difference(model, optimizer=None) -> str | None:
     # Nobody can say which of two replicas is right. The largest set comes first.
     name, ranks_of = next(iter(different.items()))
     sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = " / ".join("ranks " + " ".join(map(str, ranks)) for ranks in sets)
-    return f"replicas differ in {name}: {said} hold other bits; {len(different)} tensors differ"
+    said = [f"rank{'s'[: len(ranks) - 1]} {' '.join(map(str, ranks))}" for ranks in sets]
+    return (f"replicas differ in {name}: {' / '.join(said)} hold other bits; {len(different)} "
+            f"tensors differ")  # fmt: skip
 
 
 def lr_factor(
