@@ -241,8 +241,8 @@ DIFFER += ".*nothing is saved"
 FAULTS = {
     "a full disk, rank 0": ("", [(0, DCP, 2, full, SHARD)], [ROOM], [2]),
     "a full disk, rank 1": ("", [(1, DCP, 2, full, SHARDS[1])], [ROOM], [2]),
-    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
-    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
+    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
+    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
     "a full disk, state": ("", [(0, "json.dump", 2, full_below)], [ROOM], [2]),
     "a full disk, metrics": (
         "", [(0, "train_grpo.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),
