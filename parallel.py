@@ -1780,6 +1780,8 @@ def messages_of(gradients):
 
 def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
+    # COMM: an all-reduce for each message. All ranks of the group have the same gradients, in the
+    # same order. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
     for together in messages_of(gradients):
         if len(together) == 1 and together[0].is_contiguous():
             dist.all_reduce(together[0], group=group)
