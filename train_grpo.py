@@ -1527,57 +1527,54 @@ def gap_of(t):
     return (t.lp_N - t.smp_N).double()
 
 
+def masked_of(t):
+    """Return which tokens (4) leaves out, or None without (4)."""
+    return None if t.x_N is None else t.x_N == 0
+
+
 METRICS = {
     "reward/mean": Metric("reward of the step's rollouts"),
     "reward/solved": Metric("fraction of them with a reward of at least 1"),
     "reward/groups_none": Metric("fraction of groups in which no rollout is solved"),
     "reward/groups_all": Metric("fraction of groups in which every rollout is solved"),
     "reward/groups_equal": Metric(
-        "fraction of groups of equal rewards; where the whole step is compared, 1 if all are equal"
-    ),
+        "fraction of groups of equal rewards; gae, none_batch: 1 if all are equal"),
     "tokens/generated": Metric("sampled tokens"),
     "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
     "length/rollout_mean": Metric("sampled tokens of a rollout"),
     "length/max": Metric("the same of the longest"),
     "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
     "logprob_gap/max": Metric(
-        "|trainer - sampler| of log-probs, first update; with --staleness K of K steps",
-        "first", "max", lambda t: gap_of(t).abs()),
+        "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
+        lambda t: gap_of(t).abs()),
     "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: gap_of(t).abs()),
     "logprob_gap/identical": Metric(
-        "fraction of these tokens whose two log-probs are the same bits",
-        "first", "mean", lambda t: gap_of(t) == 0),
+        "fraction of them that are 0, to the bit", "first", "mean", lambda t: gap_of(t) == 0),
     "logprob_gap/kl": Metric(
-        "KL(sampler, trainer) per token, estimated by k3 on its tokens",
-        "first", "mean", lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
+        "KL(sampler, trainer) per token, by k3", "first", "mean",
+        lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
     "value/token_mean": Metric("with gae: v before the step"),
     "value/explained_variance": Metric("with gae: 1 - Var(g - v) / Var(g) over the step's tokens"),
     "advantage/token_mean": Metric("A of (1) over the sampled tokens that are trained on"),
     "advantage/token_std": Metric("its standard deviation"),
     "lr": Metric("the learning rate of the step"),
-    "policy_age/update_mean": Metric(
-        "optimizer steps between the sampler's weights and an update's"),
-    "policy/age_mean": Metric("steps of the loop between the sampler's weights and the batch's"),
+    "policy_age/update_mean": Metric("optimizer steps from the sampler's weights to an update"),
+    "policy/age_mean": Metric("steps of the loop from the sampler's weights to the batch"),
     "policy/age_max": Metric("the largest of these"),
     "ratio/token_mean": Metric("r of (2)", "mean", "mean", lambda t: t.ratio_N),
     "ratio/max": Metric("the largest r of all updates", "max", "max", lambda t: t.ratio_N),
     "ratio/clipped_fraction": Metric(
         "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
     "importance/masked_fraction": Metric(
-        "of sampled tokens, whose x of (4) is 0",
-        "mean", "mean", lambda t: None if t.x_N is None else t.x_N == 0),
+        "of sampled tokens, whose x of (4) is 0", "mean", "mean", masked_of),
     "entropy/token_mean": Metric("H at `temperature`", "mean", "mean", lambda t: t.entropy_N),
-    "kl/token_mean": Metric(
-        "k of (5), if there is a reference", "mean", "mean", lambda t: t.kl_N),
-    "value/loss": Metric(
-        "with gae: what (6) adds per sampled token", "mean", "mean", lambda t: t.critic_N),
+    "kl/token_mean": Metric("with a reference: k of (5)", "mean", "mean", lambda t: t.kl_N),
+    "value/loss": Metric("with gae: (6), per sampled token", "mean", "mean", lambda t: t.critic_N),
     "loss/policy_token_mean": Metric(
-        "loss/token_mean of (3) and (4) alone, without (5) and (6)",
-        "mean", "sum", lambda t: t.policy_part_N),
+        "loss/token_mean without (5) and (6)", "mean", "sum", lambda t: t.policy_part_N),
     "loss/token_mean": Metric(
         "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
-    "experts/load_max": Metric(
-        "an expert's tokens / their mean, at most: of layers and updates", "max"),
+    "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "policy_version": Metric("optimizer steps taken"),
@@ -1601,7 +1598,7 @@ def glossary() -> str:
              "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
     indent = dict(subsequent_indent=" " * 30, width=100)
     for name, metric in METRICS.items():
-        over = "; mean of updates" if metric.over_updates == "mean" else ""
+        over = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
         lines.append(textwrap.fill(f"  {name:<27} {metric.text}{over}", **indent))
     return "\n".join(lines)
 
@@ -2807,8 +2804,8 @@ BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
 # 17. The trainer: policy, optimizer and generator ---------------------------------------------
-class Trainer:
-    """Hold policy, optimizer and generator, and offer the few calls that a training loop needs.
+class Trainer(SimpleTrainer):
+    """The core's trainer, for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -2832,8 +2829,8 @@ class Trainer:
         self.where = "starting"  # how far the run is, in words
         self.skipped = 0
         self.skipped_in_a_row = 0
-        first = next(model.parameters())
-        self.device = own_device() if first.is_meta else first.device
+        is_empty = next(model.parameters()).is_meta
+        self.device = own_device() if is_empty else next(model.parameters()).device
         self.shape = model.config
         self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
 
@@ -2843,7 +2840,6 @@ class Trainer:
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
-        is_empty = next(model.parameters()).is_meta
         whole = copy.deepcopy(model) if is_empty else None
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
