@@ -716,7 +716,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
+    Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -849,7 +849,7 @@ class Config(SimpleConfig):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
@@ -2076,7 +2076,7 @@ class Sampler:
 
         rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
         """
-        plan = parallel.plan_of(self.model)
+        plan = part_of(self.model).plan
         if plan.world == plan.dp:
             ended = generate(self.model, rows, ending=ending, **how)
             parallel.end_together(self.model)
@@ -2555,11 +2555,10 @@ def first_weights(model, whole, directory, seed=0):
 
     whole: the whole model, on the meta device. The model may be a rank's part of it.
     """
-    for stage in part_of(model).stages:
-        if directory:
-            models.load_hf(directory, model=stage, whole=whole)
-        else:
-            models.draw_weights(stage, seed, whole)
+    if directory:
+        models.load_hf(directory, model=model, whole=whole)
+    else:
+        models.draw_weights(model, seed, whole)
 
 
 def build_optimizer(config, model):
@@ -2614,14 +2613,14 @@ class ExpertLoads:
         self.coef_of_one = 0.0
         self.parts = []
 
-    def begin(self, batch, sequences=None):
-        """Begin a forward_backward of this rank's batch. sequences: of the step, over all ranks."""
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
         # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
         self.parts = []
         if self.coef and self.layers:
-            if sequences is None:
-                (sequences,) = summed([len(batch)], self.device)
-            self.coef_of_one = self.coef / max(1, sequences)  # (8)
+            if num_sequences is None:
+                (num_sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
@@ -2658,10 +2657,9 @@ class ExpertLoads:
         """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
         if not self.rate:
             return
-        for stage in part_of(model).stages:
-            has = [module.layer for module in stage.modules() if hasattr(module, "votes")]
-            counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-            models.update_router_bias(stage, counts)
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        models.update_router_bias(model, counts)
 
 
 # 16. Trees: forked rollouts, and prefixes that are run once -----------------------------------
@@ -2712,13 +2710,13 @@ class TreeBatches(RowBatches):
             return batch
         cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
         sequences = [t.tokens for t in batch]
-        _, share = redistribute(sequences, batch, group=self.part.grid.data, cost=cost)
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
         return share
 
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_attention(*tree, group=group, **how)
+        return packed_tree_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -2898,13 +2896,13 @@ class Trainer(SimpleTrainer):
         how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
         return loss_denominator([t.mask for t in batch], **how)
 
-    def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None):
+    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
         batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
-        sequences: int. The number of trajectories of these calls, for (8). Default: this call's.
+        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
 
         ValueError for Z <= 0.
         """
@@ -2930,7 +2928,7 @@ class Trainer(SimpleTrainer):
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
-        self.experts.begin(batch, sequences)
+        self.experts.begin(batch, num_sequences)
         run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
@@ -3332,8 +3330,10 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config) -> int:
-    """Set up a run and do it. Return the exit code."""
+def start_run(config, progress=None) -> int:
+    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+    progress = progress or parallel.Progress()
+    progress.where = lambda: "setting up"
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3352,13 +3352,11 @@ def start_run(config) -> int:
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            model, generator, reference = build(config, task)
-            trainer = Trainer(
-                config, model, generator=generator, reference=reference, teacher=teacher)
-            # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out)
+        model, generator, reference = build(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        out = agree(lambda: prepare_out(config, stack))
+        return run(config, task, trainer, out, progress)
 
 
 def require_plans(config, shape):
@@ -3420,51 +3418,52 @@ class Interrupted(Exception):
     """A signal, its number, has ended the loop, after the step in which it was seen."""
 
 
-def run(config, task, trainer, out) -> int:
+def run(config, task, trainer, out, progress) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
     began = time.perf_counter()
     stop = Stop()
-    with parallel.naming_lost_ranks(lambda: trainer.where, advice_of(out)):
-        first_step, origin, pending = restore(config, trainer, out)
-        introduce(config, task, trainer, out, first_step, origin)
-        # A generator has no weights before the first push.
-        trainer.push_weights()
-        try:
-            if first_step < 0:
-                source = Demonstrations(config, task, trainer, first_step)
-                checkpointer = Checkpointer(config, trainer, source, out, stop)
-                log = DemoLog(config, trainer, source, out)
-                logs = Logs(log, checkpointer)
-                train(dataclasses.replace(config, steps=0), source, trainer, logs)
-                log.bar.close()  # the table and its bar stay on the screen
+    progress.where = lambda: trainer.where
+    progress.advice = advice_of(out)
+    first_step, origin, pending = restore(config, trainer, out)
+    introduce(config, task, trainer, out, first_step, origin)
+    # A generator has no weights before the first push.
+    trainer.push_weights()
+    try:
+        if first_step < 0:
+            source = Demonstrations(config, task, trainer, first_step)
+            checkpointer = Checkpointer(config, trainer, source, out, stop)
+            log = DemoLog(config, trainer, source, out)
+            logs = Logs(log, checkpointer)
+            train(dataclasses.replace(config, steps=0), source, trainer, logs)
+            log.bar.close()  # the table and its bar stay on the screen
 
-                # The loop begins with its own reference and optimizer. The second moments of a
-                # converged supervised fit are tiny: kept, they would make the first
-                # policy-gradient steps ten times too long.
-                trainer.optimizer.state.clear()
-                write_reference(out, trainer)
-                checkpointer.save(0)
+            # The loop begins with its own reference and optimizer. The second moments of a
+            # converged supervised fit are tiny: kept, they would make the first
+            # policy-gradient steps ten times too long.
+            trainer.optimizer.state.clear()
+            write_reference(out, trainer)
+            checkpointer.save(0)
 
-            queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
-            log = Log(config, trainer, queue, out)
-            if first_step <= 0:
-                log.before(queue.evaluate(-1))
-            rollouts = RolloutLog(config, task, queue, out)
-            samples = SampleLog(task, queue, out)
-            checkpointer = Checkpointer(config, trainer, queue, out, stop)
-            logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
-            solved = train(config, queue, trainer, logs)
-        except Interrupted as interrupted:
-            return 128 + interrupted.args[0]
+        queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
+        log = Log(config, trainer, queue, out)
+        if first_step <= 0:
+            log.before(queue.evaluate(-1))
+        rollouts = RolloutLog(config, task, queue, out)
+        samples = SampleLog(task, queue, out)
+        checkpointer = Checkpointer(config, trainer, queue, out, stop)
+        logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
+        solved = train(config, queue, trainer, logs)
+    except Interrupted as interrupted:
+        return 128 + interrupted.args[0]
 
-        if solved is None:  # resumed at its last step
-            solved = queue.evaluate(config.steps - 1)
-        log.bar.close()
-        export(config, task, out)
-        samples.end()
-        seconds = time.perf_counter() - began
-        say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
-        return 0
+    if solved is None:  # resumed at its last step
+        solved = queue.evaluate(config.steps - 1)
+    log.bar.close()
+    export(config, task, out)
+    samples.end()
+    seconds = time.perf_counter() - began
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+    return 0
 
 
 def advice_of(out) -> str:
@@ -3915,10 +3914,9 @@ def write_reference(out, trainer):
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
     # are sharded identically, so each rank copies its own part.
     if trainer.reference is not None:
-        part_of(trainer.model).reshard()
         reference = parallel.tensors_of(trainer.reference)
         for name, x in parallel.tensors_of(trainer.model).items():
-            local(reference[name]).copy_(local(x).detach())
+            local(reference[name]).copy_(local(x))
         write_checkpoint(f"{out}/reference", reference, {})
 
 
@@ -4197,9 +4195,12 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = start_run(config)
-        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        progress = parallel.Progress()
+        with parallel.naming_lost_ranks(progress):
+            connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = start_run(config, progress)
+            progress.where = lambda: "finished"
+            progress.advice = "what the run saved is whole"
             dist.barrier()
     except ERRORS as error:
         return report(error)

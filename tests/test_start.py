@@ -23,7 +23,7 @@ from test_run import TINY, _main, _task, at, begin, cli, end, good, killed, same
 import models
 import train_grpo
 from audit import RunFiles, audited, state_before
-from parallel import Grid, Plan, full, local, materialise, parallelize, part_of
+from parallel import Grid, Plan, full, local, materialise, parallelize
 from text import load_policy, settings_of_run
 from train_grpo import Config, DemoLog, IdleWarning, Log, make_task, parse_config
 
@@ -314,8 +314,9 @@ def _start(rank, name, directory):
 
     @torch.no_grad()
     def apart(model):
-        named = model.named_parameters()
-        return max((full(p) - truth.get_parameter(name)).abs().max().item() for name, p in named)
+        places = model.part.places
+        return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
+                   for name, p in model.named_parameters())  # fmt: skip
 
     grid = Grid.make(plan)
     with LiveBytes() as counted:
@@ -324,15 +325,13 @@ def _start(rank, name, directory):
             model = models.Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        for part in part_of(model).stages:
-            models.draw_weights(part, 3, whole)
+        models.draw_weights(model, 3, whole)
     found = [apart(model)]
 
     own = [local(p.detach()) for p in model.parameters()]
     for p in own:
         p.fill_(7.0)
-    for part in part_of(model).stages:
-        models.load_hf(directory, model=part, whole=whole)
+    models.load_hf(directory, model=model, whole=whole)
     largest = max(p.numel() * 8 for p in truth.parameters())
     return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
 
