@@ -2076,7 +2076,7 @@ class Sampler:
 
         rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
         """
-        plan = part_of(self.model).plan
+        plan = self.model.part.plan if hasattr(self.model, "part") else Plan()
         if plan.world == plan.dp:
             ended = generate(self.model, rows, ending=ending, **how)
             parallel.end_together(self.model)
@@ -3343,12 +3343,10 @@ def start_run(config, progress=None) -> int:
     # What only the task, a package or the model can tell is asked before anything is written, the
     # same on all ranks.
     shape = shape_of(config, task)
-    require_plans(config, shape)
     teacher = build_teacher(config, task)
-    if teacher is not None:
-        require_plans(config, teacher.config)
-        require_room(config, task, teacher.config.max_position_embeddings)
-    require_room(config, task, shape.max_position_embeddings)
+    for one in [shape] if teacher is None else [shape, teacher.config]:
+        require_plans(config, one)
+        require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
@@ -3432,7 +3430,7 @@ def run(config, task, trainer, out, progress) -> int:
         if first_step < 0:
             source = Demonstrations(config, task, trainer, first_step)
             checkpointer = Checkpointer(config, trainer, source, out, stop)
-            log = DemoLog(config, trainer, source, out)
+            log = Log(config, trainer, source, out)
             logs = Logs(log, checkpointer)
             train(dataclasses.replace(config, steps=0), source, trainer, logs)
             log.bar.close()  # the table and its bar stay on the screen
@@ -3449,9 +3447,8 @@ def run(config, task, trainer, out, progress) -> int:
         if first_step <= 0:
             log.before(queue.evaluate(-1))
         rollouts = RolloutLog(config, task, queue, out)
-        samples = SampleLog(task, queue, out)
         checkpointer = Checkpointer(config, trainer, queue, out, stop)
-        logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
+        logs = Logs(rollouts, log, IdleWarning(config), checkpointer)
         solved = train(config, queue, trainer, logs)
     except Interrupted as interrupted:
         return 128 + interrupted.args[0]
@@ -3460,7 +3457,8 @@ def run(config, task, trainer, out, progress) -> int:
         solved = queue.evaluate(config.steps - 1)
     log.bar.close()
     export(config, task, out)
-    samples.end()
+    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+        say(f"sample: {rollouts.text}")
     seconds = time.perf_counter() - began
     say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
     return 0
@@ -3488,14 +3486,12 @@ def introduce(config, task, trainer, out, first_step, origin):
         say(task.note)
 
     # Lines after the checkpoint belong to steps that are now done again.
-    files = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-    firsts = dict.fromkeys(files, max(0, first_step))
+    firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
     if c.demos:
         firsts["demos.jsonl"] = c.demos + min(0, first_step)
-    for name, step in firsts.items():
-        if dist.get_rank() == 0:
-            with writing(Path(out, name), advice_of(out)):
-                cut_lines(Path(out, name), step)
+    for name in firsts if dist.get_rank() == 0 else ():
+        with writing(Path(out, name), advice_of(out)):
+            cut_lines(Path(out, name), firsts[name])
 
 
 def restore(config, trainer, out):
@@ -3557,15 +3553,13 @@ class Checkpointer:
         c = self.config
         signalled = self.stop.agreed(self.trainer.device)
         kind = "demos" if step < 0 else "step"
-        done = step if step >= 0 else c.demos + step
+        done = step if step > 0 else c.demos + step
         is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        state = f"saved after {step} steps"
-        if step <= 0:
-            state = f"saved after {c.demos + step} supervised steps"
-        saved = self.write(kind, done)
+        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
+        saved = self.write(kind, 0 if step == 0 else done)
         if not saved:
             out = self.out
             newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
@@ -3612,6 +3606,10 @@ def step_metrics(trainer, batch, metrics, updates, step) -> dict:
         "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
         "updates/skipped": trainer.skipped,
     }  # fmt: skip
+    if step < 0 and updates:
+        return found
+    if step < 0:
+        raise ValueError(f"{trainer.where}: the demonstrations hold no token to learn")
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -3640,36 +3638,45 @@ def do_step(config, source, trainer, step) -> dict:
     return found
 
 
-class Log:
-    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0."""
+COLUMNS = dict(
+    reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
+    entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+)  # fmt: skip
+DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
 
-    FILE = "metrics.jsonl"
-    PREFIX = ""  # of TensorBoard's names
-    COLUMNS = dict(
-        reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
-        entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
-    )  # fmt: skip
+# A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
+# whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "lr", "entropy/token_mean", "loss/token_mean", "grad_norm", "policy_version",
+    "updates/skipped", "tokens/trained", "tokens/trained_flat", "seconds/total",
+)  # fmt: skip
+
+
+class Log:
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
+
+    The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
+    """
+
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
 
     def __init__(self, config, trainer, source, out):
-        self.config = config
         self.trainer = trainer
         self.source = source
         self.out = Path(out)
         self.on = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
+        self.demos = config.demos if source.first_step < 0 else 0
+        self.columns = DEMO_COLUMNS if self.demos else COLUMNS
         self.events = None
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(out)
-        say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
-        total, done = self.progress()
+        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
+        total = self.demos or config.steps
+        done = self.demos + source.first_step
         self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
-
-    def progress(self):
-        """Return the number of steps of the run, and of those that are done."""
-        return self.config.steps, self.source.first_step
 
     def before(self, solved):
         """Print the row before the loop: what the weights solve with which the loop begins."""
@@ -3684,82 +3691,31 @@ class Log:
             line["eval/solved_before"] = self.solved_before
         if solved is not None:
             line["eval/solved"] = solved
-        self.write(step, line, f"reward {line['reward/mean']:.3f}", solved is not None)
-
-    def write(self, step, line, progress, is_shown):
-        """Write a line, move the bar on, and print a row now and then. is_shown: this time too."""
         if not self.on:
             return
-        names = itertools.chain(*((f"{name}_first", name) for name in METRICS))
-        line = {"step": step} | {name: line[name] for name in names if name in line}
-        append_lines(self.out / self.FILE, [line])
-        self.bar.set_postfix_str(progress, refresh=False)
+
+        # Below 0 a line has the few metrics that demonstrations have.
+        every = [x for name in METRICS for x in (f"{name}_first", name)]
+        names = [x for x in (DEMO_METRICS if step < 0 else every) if x in line]
+        number = self.demos + step
+        line = {"step": number} | {name: line[name] for name in names}
+        append_lines(self.out / ("demos.jsonl" if step < 0 else "metrics.jsonl"), [line])
+        for name in names if self.events else ():
+            self.events.add_scalar(f"demos/{name}" if step < 0 else name, line[name], number)
+        shown, name = next(iter(self.columns.items()))
+        self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
         self.bar.update()
-        if self.events:
-            for name, value in line.items():
-                self.events.add_scalar(self.PREFIX + name, value, step)
-        if is_shown or step % self.EVERY == 0:
-            self.row(step, line)
+        if solved is not None or step == -1 or number % self.EVERY == 0:
+            self.row(number, line)
 
     def row(self, label, line):
         """Print a row of the table."""
-        shown = [line.get(name) for name in self.COLUMNS.values()]
+        shown = [line.get(name) for name in self.columns.values()]
         cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
         if "seconds/total" in line:
             tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
             cells.append(f"{tokens / line['seconds/total']:10.0f}")
         say(f"{label:>6}{''.join(cells)}".rstrip())
-
-
-class DemoLog(Log):
-    """The Log of the supervised steps: demos.jsonl, which counts them from 0."""
-
-    FILE = "demos.jsonl"
-    PREFIX = "demos/"
-    COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
-
-    # Here loss/token_mean is the mean negative log-likelihood of a token, whatever --aggregation
-    # says of the loop.
-    METRICS = (
-        "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
-        "tokens/trained_flat", "policy_version", "updates/skipped", "seconds/total",
-    )  # fmt: skip
-
-    def progress(self):
-        return self.config.demos, self.config.demos + self.source.first_step
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Write a step's line. Collective."""
-        if not updates:
-            raise ValueError(f"{self.trainer.where}: the demonstrations hold no token to learn")
-        found = updates[0] | {"updates/skipped": self.trainer.skipped} | self.source.clock.read()
-        line = {name: found[name] for name in self.METRICS}
-        number = self.config.demos + step
-        self.write(number, line, f"loss {line['loss/token_mean']:.3f}", is_shown=step == -1)
-
-
-class SampleLog:
-    """Write a rollout of each evaluation to samples.jsonl, and print the last one in the end."""
-
-    def __init__(self, task, source, out):
-        self.task = task
-        self.source = source
-        self.path = Path(out) / "samples.jsonl"
-        self.text = None
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Write the rollout that the evaluation after a step has left to read."""
-        shown = self.source.shown
-        if dist.get_rank() != 0 or solved is None or shown is None:
-            return
-        with asking(self.task):
-            self.text = self.task.show(shown.tokens)
-        append_lines(self.path, [{"step": step, "reward": shown.reward, "text": self.text}])
-
-    def end(self):
-        """Print the last one. A run that was resumed at its last step has none."""
-        if self.text is not None:
-            say(f"sample: {self.text}")
 
 
 class IdleWarning:
@@ -3790,25 +3746,31 @@ class IdleWarning:
 
 
 class RolloutLog:
-    """Write rollouts.jsonl for the steps that --log-rollouts says."""
+    """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
 
     def __init__(self, config, task, source, out):
         self.config = config
         self.task = task
         self.source = source
-        self.path = Path(out) / "rollouts.jsonl"
+        self.out = Path(out)
+        self.text = None  # of the latest sample
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write the rollouts of a step. Collective."""
+        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
         # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
         # group.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step == 0 or sampled_at == self.source.first_step
+        whole = step == 0 or sampled_at == self.source.first_step or c.log_rollouts == "all"
         if c.save_every and sampled_at >= 0:
             whole = whole or sampled_at % c.save_every == 0
-        whole = whole or c.log_rollouts == "all"
+        shown = self.source.shown
+        if solved is not None and shown and dist.get_rank() == 0:
+            with asking(self.task):
+                self.text = self.task.show(shown.tokens)
+            line = {"step": step, "reward": shown.reward, "text": self.text}
+            append_lines(self.out / "samples.jsonl", [line])
         if c.log_rollouts == "none" or not (whole or evaluates(c, step)):
             return
         one = batch.kept[0] if batch.kept else 0
@@ -3820,7 +3782,7 @@ class RolloutLog:
         # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
-            append_lines(self.path, lines)
+            append_lines(self.out / "rollouts.jsonl", lines)
 
 
 def rollout_line(task, step, number, t) -> dict:
