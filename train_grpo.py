@@ -1144,31 +1144,26 @@ def _help_texts():
     return found
 
 
-def _default_text(f):
-    """Return a field's default, as --help shows it."""
-    if f.name == "advantage":
-        return "'group_mean'; with --teacher 'teacher'"
-    if f.name not in Config.BY_START:
-        return f"{f.default!r}"
-    by_start = Config.BY_START[f.name]
-    return (f"{by_start['random']!r}; with --demos {by_start['demos']!r}; "
-            f"with --model {by_start['model']!r}")  # fmt: skip
-
-
 def add_flags(parser, fields):
     """Add fields of Config to a parser. A flag that is not typed is absent from the result."""
     for f in fields:
         _, text = _help_texts()[f.name]
-        text = text.replace("%", "%%")
-        # A bool is --FLAG or --no-FLAG, and off by default.
-        how = dict(help=f"{text} [{_default_text(f)}]")
+        how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
+        if choices := choices_of(f):
+            how = dict(choices=choices, metavar=_shown(choices, "|"))
+
+        # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
+        default = f"{f.default!r}"
+        if f.name in Config.BY_START:
+            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+                **Config.BY_START[f.name])
+        if f.name == "advantage":
+            default = "'group_mean'; with --teacher 'teacher'"
+        text = text.replace("%", "%%") + f" [{default}]"
         if f.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction, help=text)
-        elif choices := choices_of(f):
-            how |= dict(choices=choices, metavar=_shown(choices, "|"))
-        else:
-            how |= dict(type=f.type, metavar=f.type.__name__)
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+            how = dict(action=argparse.BooleanOptionalAction)
+            text = text.removesuffix(" [False]")
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
 def parse_config(argv) -> Config:
@@ -3344,7 +3339,8 @@ def start_run(config, progress=None) -> int:
     # same on all ranks.
     shape = shape_of(config, task)
     teacher = build_teacher(config, task)
-    for one in [shape] if teacher is None else [shape, teacher.config]:
+    shapes = [shape] if teacher is None else [shape, teacher.config]
+    for one in shapes:
         require_plans(config, one)
         require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
@@ -3489,9 +3485,10 @@ def introduce(config, task, trainer, out, first_step, origin):
     firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
     if c.demos:
         firsts["demos.jsonl"] = c.demos + min(0, first_step)
-    for name in firsts if dist.get_rank() == 0 else ():
-        with writing(Path(out, name), advice_of(out)):
-            cut_lines(Path(out, name), firsts[name])
+    for name, step in firsts.items():
+        if dist.get_rank() == 0:
+            with writing(Path(out, name), advice_of(out)):
+                cut_lines(Path(out, name), step)
 
 
 def restore(config, trainer, out):
@@ -3667,7 +3664,15 @@ class Log:
         self.on = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
         self.demos = config.demos if source.first_step < 0 else 0
-        self.columns = DEMO_COLUMNS if self.demos else COLUMNS
+        self.file = "metrics.jsonl"
+        self.prefix = ""  # of TensorBoard's names
+        self.columns = COLUMNS
+        self.names = [x for name in METRICS for x in (f"{name}_first", name)]
+        if self.demos:
+            self.file = "demos.jsonl"
+            self.prefix = "demos/"
+            self.columns = DEMO_COLUMNS
+            self.names = DEMO_METRICS
         self.events = None
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
@@ -3694,14 +3699,12 @@ class Log:
         if not self.on:
             return
 
-        # Below 0 a line has the few metrics that demonstrations have.
-        every = [x for name in METRICS for x in (f"{name}_first", name)]
-        names = [x for x in (DEMO_METRICS if step < 0 else every) if x in line]
         number = self.demos + step
-        line = {"step": number} | {name: line[name] for name in names}
-        append_lines(self.out / ("demos.jsonl" if step < 0 else "metrics.jsonl"), [line])
-        for name in names if self.events else ():
-            self.events.add_scalar(f"demos/{name}" if step < 0 else name, line[name], number)
+        line = {name: line[name] for name in self.names if name in line}
+        append_lines(self.out / self.file, [{"step": number} | line])
+        if self.events:
+            for name, value in line.items():
+                self.events.add_scalar(self.prefix + name, value, number)
         shown, name = next(iter(self.columns.items()))
         self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
         self.bar.update()
