@@ -25,7 +25,7 @@ import train_grpo
 from audit import RunFiles, audited, state_before
 from parallel import Grid, Plan, full, local, materialise, parallelize
 from text import load_policy, settings_of_run
-from train_grpo import Config, DemoLog, IdleWarning, Log, make_task, parse_config
+from train_grpo import DEMO_METRICS, Config, IdleWarning, Log, make_task, parse_config
 
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --kl-coef 0.1 --entropy-coef 0.02 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9"
@@ -83,7 +83,7 @@ def test_the_supervised_start_is_seen(straight):
     run, out = straight()
     lines = read_metrics(run, "demos.jsonl")
     assert [line["step"] for line in lines] == list(range(10))
-    assert all(line.keys() == {"step", *DemoLog.METRICS} - {"seconds/total"} for line in lines)
+    assert all(line.keys() == {"step", *DEMO_METRICS} - {"seconds/total"} for line in lines)
     losses = [line["loss/token_mean"] for line in lines]
     assert losses[-1] < losses[0] - 0.05 and 1.9 < losses[0] < 2
     assert {line["lr"] for line in lines} == {1e-3}  # --lr-warmup 0
@@ -106,7 +106,7 @@ def test_the_supervised_start_is_seen(straight):
 SUPERVISED = "train_grpo.Demonstrations.get"
 WRITE = "train_grpo.Checkpointer.write"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "train_grpo.Log.write", 3),
+    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "train_grpo.Log.step", 3),
     (1, "train_grpo.write_reference", 1), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
     (2, SUPERVISED, 6), (2, WRITE, 3),
 ]  # fmt: skip
@@ -240,7 +240,7 @@ def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_grou
     bar.write = print
     monkeypatch.setattr(train_grpo, "tqdm", bar)
     config = Config(demos=3, steps=5)
-    DemoLog(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
+    Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
     Log(config, None, SimpleNamespace(first_step=0), "run")
     assert bars == [(3, 1), (5, 0)]
 
