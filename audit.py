@@ -17,7 +17,7 @@ value, g the return that it should have predicted. c holds the run's settings.
     (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         or that of another objective
     (4)  l <- x l                         x = exp(old - smp), truncated or masked
     (5)  l <- l + kl_coef k(lp - ref) - entropy_coef H
-    (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
+    (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
     (7)  loss = sum over all sampled tokens of w l / Z
 """
 
@@ -107,9 +107,9 @@ def group_advantages(c, group, R):
     # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. Scale `group` divides by
     # 0.5. `leave_one_out` divides by 3/4: the mean of the others is 0, so the first is 1 better.
     scale = 1.0
-    if c.normalization[1] == "group":
+    if c.advantage == "group_std":
         scale = 1 / (math.sqrt(math.fsum(x * x for x in centered) / (G - 1)) + 1e-4)
-    if c.normalization[0] == "leave_one_out":
+    if c.advantage == "leave_one_out":
         scale *= G / (G - 1)
     for s, x in zip(group, centered):
         s.A = [x * scale] * len(s.at)  # (1)
@@ -153,9 +153,8 @@ def definition(sequences, Z, c):
     loss = torch.zeros(())
     for s in sequences:
         s.terms = []
-        objective = "gspo" if c.ratio == "sequence" else c.objective
         x = IMPORTANCE[c.importance, c.importance_of](c, s) if c.importance_cap else [1] * len(s.lp)
-        for t, (r, clips, l) in enumerate(OBJECTIVES[objective](c, s)):
+        for t, (r, clips, l) in enumerate(OBJECTIVES[c.objective](c, s)):
             l = x[t] * l  # (4)
             term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
@@ -165,8 +164,7 @@ def definition(sequences, Z, c):
                 l = l + c.kl_coef * term["k"]  # (5)
             l = l - c.entropy_coef * s.H[t]  # (5)
             if s.v is not None:
-                bound = c.value_clip or math.inf
-                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-bound, bound)
+                near = s.v_old[t] + (s.v[t] - s.v_old[t]).clamp(-0.2, 0.2)
                 square = max((s.v[t] - s.g[t]) ** 2, (near - s.g[t]) ** 2)
                 term["value"] = c.value_coef * square / 2
                 l = l + term["value"]  # (6)
@@ -329,7 +327,7 @@ from train_grpo import (  # noqa: E402
 # What FullState adds to a step: KL in the reward, tree rollouts, a critic, experts. If the run has
 # none of them, skip this.
 #
-#     (1)  A = sum over n of (gamma gae_lambda)^n delta_(t+n), whitened               `gae`
+#     (1)  A = sum over n of gae_lambda^n delta_(t+n), whitened                       `gae`
 #     (1)  A = the mean reward of the rollouts that share a segment, minus the one    `per_branch`
 #              of the segment before
 #     (8)  balance = balance_coef * mean over sequences of E / (K N^2) sum_e counts_e sum_n p_ne
@@ -364,18 +362,18 @@ class FullState(State):
             group_advantages(c, group, R)
             if c.advantage == "per_branch":
                 branch_advantages(c, group, R)
-            if c.normalization[0] == "none":
+            if c.advantage in ("none", "none_batch"):
                 for s, reward in zip(group, R):
                     s.A = [reward] * len(s.at)  # (1)
 
         # The spread of all rewards of the step, or without a baseline of all its tokens.
-        if c.normalization == ("none", "batch"):
+        if c.advantage == "none_batch":
             whiten(everyone)
-        elif c.normalization[1] == "batch":
+        if c.advantage == "batch_std":
             spread = float(np.std(all_R, ddof=1)) + 1e-4
             for s in everyone:
                 s.A = [A / spread for A in s.A]  # (1)
-        if c.normalization[1] == "batch" and max(all_R) == min(all_R):
+        if c.advantage in ("none_batch", "batch_std") and max(all_R) == min(all_R):
             for s in everyone:
                 s.A = [0.0] * len(s.at)
 
@@ -416,7 +414,7 @@ def cispo_terms(c, s):
     """CISPO: the ratio is a bounded number."""
     found = []
     for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp):
-        bounded = min(max(r.item(), c.cispo_low), c.cispo_bound)
+        bounded = min(r.item(), c.cispo_bound)
         found.append((r, bounded != r.item(), -bounded * A * lp))  # (3)
     return found
 
@@ -425,7 +423,7 @@ def sapo_terms(c, s):
     """SAPO: a sigmoid in place of the clip."""
     found = []
     for (r, _, _), A in zip(clip_terms(c, s), s.A):
-        tau = c.sapo_up if A > 0 else c.sapo_down
+        tau = 1.0 if A > 0 else 1.05
         found.append((r, False, -4 / tau * torch.sigmoid(tau * (r - 1)) * A))  # (3)
     return found
 
@@ -446,12 +444,7 @@ def gmpo_terms(c, s):
 def dppo_excess(c, lp, old, A) -> float:
     """Return how far a token's probability is past the bound on its move from exp(old)."""
     p, q = math.exp(lp), math.exp(old)
-    distance = abs(p - q)
-    if c.dppo_distance == "kl":
-        # Of the two outcomes "this token" and "another one". A certain token leaves one rounding.
-        tiny = 2**-52
-        distance = q * (old - lp) + (1 - q) * math.log(max(1 - q, tiny) / max(1 - p, tiny))
-    return distance - (c.clip_high if A > 0 else c.clip_low)
+    return abs(p - q) - (c.clip_high if A > 0 else c.clip_low)
 
 
 def dppo_terms(c, s):
@@ -459,7 +452,7 @@ def dppo_terms(c, s):
     found = []
     for (r, _, _), lp, old, A in zip(clip_terms(c, s), s.lp, s.old, s.A):
         clips = dppo_excess(c, lp.item(), old, A) > 0 and (lp.item() > old) == (A > 0)
-        weight = 0.0 if clips else min(r.item(), c.dppo_cap)
+        weight = 0.0 if clips else min(r.item(), 20.0)
         found.append((r, clips, -weight * A * lp))  # (3)
     return found
 
@@ -479,7 +472,7 @@ def clip_margins(c, s) -> list:
     of_tokens = [term["r"] for term in s.terms]
     bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
     if c.objective == "cispo":
-        bounds = [c.cispo_low, c.cispo_bound]
+        bounds = [c.cispo_bound]
     if c.objective == "gmpo":
         of_tokens = [lp - old for lp, old in zip(s.lp, s.old)]
         bounds = [-c.clip_low, c.clip_high]
@@ -498,15 +491,15 @@ def weights_of(c, s) -> list:
     if c.importance == "truncate":
         return truncated_weights(c, SimpleNamespace(old=log_x, smp=[0.0] * len(log_x)))
 
-    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5. `reject` makes 1.5 a 1.
+    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5.
     low, high = c.importance_low, c.importance_cap
     x = [math.exp(y) for y in log_x]
-    return [0.0 if not low <= y <= high else y if c.importance == "mask" else 1.0 for y in x]
+    return [y if low <= y <= high else 0.0 for y in x]
 
 
 IMPORTANCE = {
     (how, what): weights_of
-    for how in ("truncate", "mask", "reject") for what in ("token", "sequence", "geometric")
+    for how in ("truncate", "mask") for what in ("token", "sequence", "geometric")
 } | IMPORTANCE  # fmt: skip
 
 
@@ -552,7 +545,7 @@ def shares(c, s, at) -> list:
 def critic_advantages(c, model, sequences):
     """Set v_old, A and g of all sequences of a step by (1), `gae`."""
     # The definition sums over all tokens that follow; a trainer has a recursion.
-    decay = c.gamma * c.gae_lambda
+    decay = c.gae_lambda
     for s in sequences:
         with torch.no_grad():
             s.v_old = numbers_of(score_alone(model, s, c.temperature)[2])
@@ -564,7 +557,7 @@ def critic_advantages(c, model, sequences):
             u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
         u[-1] -= overlong_penalty(c, s)
         next_v = [*s.v_old[1:], 0.0]
-        deltas = [u[t] + c.gamma * next_v[t] - v for t, v in enumerate(s.v_old)]
+        deltas = [u[t] + next_v[t] - v for t, v in enumerate(s.v_old)]
         s.A = []
         for t in range(len(deltas)):
             s.A.append(math.fsum(decay**n * delta for n, delta in enumerate(deltas[t:])))  # (1)
@@ -629,7 +622,7 @@ def sum_of_counts(routed) -> dict:
 def rate_by_hand(config, step) -> float:
     """Return the learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
     # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
-    # --lr-first-step zero the warm-up is 0 .5; with --lr-min 0.2 the last one is .3.
+    # --lr-first-step zero the warm-up is 0 .5.
     # The warm-up is at most the whole run: the default 5 is 2 under --steps 2, .5 1 of --lr.
     warmup = min(config.lr_warmup, config.steps)
     if step < warmup:
@@ -637,7 +630,7 @@ def rate_by_hand(config, step) -> float:
         return config.lr * (step + begun) / warmup
     done = (step - warmup) / (config.steps - warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return config.lr * (config.lr_min + (1 - config.lr_min) * left[config.lr_decay])
+    return config.lr * left[config.lr_decay]
 
 
 # 6. The metrics of a step ---------------------------------------------------------------------
@@ -722,7 +715,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     # the whole step. The age is of the sampler's weights, in steps.
     played = [s for group in groups.values() for s in group]
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
-    of_step = config.advantage == "gae" or config.normalization == ("none", "batch")
+    of_step = config.advantage in ("gae", "none_batch")
     compared = [played] if of_step else groups.values()
     lengths = [len(s.at) for s in played]
     sequences = trained(config, [s for group in chosen for s in group])
@@ -1690,7 +1683,7 @@ def equations(report, s, row) -> list:
     c = report.config
     if row["part"] is None:
         return [f"{row['text']}: {row['why']}"]
-    is_mean = c.objective == "gspo" or c.ratio == "sequence"
+    is_mean = c.objective == "gspo"
     lines = [
         f"A = {row['A']:.6f}    log-probs: sampler {row['smp']:.6f}, old {row['old']:.6f}, "
         f"now {row['lp']:.6f}",
@@ -1700,13 +1693,13 @@ def equations(report, s, row) -> list:
     # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
     bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
     clip = f"-min({bounded} A, clip(r, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A)"
-    tau = c.sapo_up if row["A"] > 0 else c.sapo_down
+    tau = 1.0 if row["A"] > 0 else 1.05
     text = {
         "reinforce": "-A now", "clip": clip, "gspo": clip,
-        "cispo": f"-clip(r, {c.cispo_low:g}, {c.cispo_bound:g}) A now",
+        "cispo": f"-min(r, {c.cispo_bound:g}) A now",
         "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
         "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
-        "dppo": f"-min(r, {c.dppo_cap:g}) A now, 0 where clipped",
+        "dppo": "-min(r, 20) A now, 0 where clipped",
     }.get(c.objective, c.objective)  # fmt: skip
     if c.importance_cap:
         text += f", times {row['x']:.6f} (4)"

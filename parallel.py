@@ -804,7 +804,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """Read a plan from a string, or raise ValueError. `Allocation.parse` takes + and |."""
+        """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
         found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
         if found is None:
             raise ValueError(
@@ -989,38 +989,24 @@ class Plan:
         return f"{self.backend}{name}:{text}" if self.backend else text
 
 
-@dataclasses.dataclass(frozen=True)
-class Allocation:
-    """Assign plans to devices: a+b on separate ones, a|b on the same ones; | binds tighter.
+def plans_on_same_ranks(text) -> tuple[Plan, ...]:
+    """Read plans joined by |, each for the same ranks, or raise ValueError.
 
-    groups: one tuple of plans for each set of devices. sglang:d4t2+archon:d4p2t2 is
-    ((sglang:d4t2,), (archon:p2d4t2,)). All plans of one set have the same number of ranks.
+    "t4|d2t2" is the plans t4 and d2t2, both of 4 ranks.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"expected a plan such as d2t2 or d2|t2, got {text!r}")
+    if "+" in text:
+        raise ValueError(
+            f"expected a plan such as d2t2 or d2|t2, got {text!r}. Ranks of their own for "
+            f"generation, A+B, are not supported. A|B shares ranks")  # fmt: skip
 
-    groups: tuple[tuple[Plan, ...], ...]
-
-    @classmethod
-    def parse(cls, text: str) -> "Allocation":
-        """Read an allocation from a string, or raise ValueError."""
-        if not isinstance(text, str):
-            raise ValueError(f"expected a plan such as d2t2 or d2+d2, got {text!r}")
-        groups = []
-        for part in text.split("+"):
-            # The | before ffn: is inside one plan.
-            plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", part))
-            if len({plan.world for plan in plans}) > 1:
-                worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
-                raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")
-            groups.append(plans)
-        return cls(tuple(groups))
-
-    @property
-    def world(self) -> int:
-        """Return the number of devices of all sets together."""
-        return sum(plans[0].world for plans in self.groups)
-
-    def __str__(self):
-        return "+".join("|".join(map(str, plans)) for plans in self.groups)
+    # The | before ffn: is inside one plan.
+    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))
+    if len({plan.world for plan in plans}) > 1:
+        worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
+        raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")
+    return plans
 
 
 # 12. Communicators -------------------------------------------------------------------------------
@@ -3104,15 +3090,13 @@ def share_or_allocate(source, target, device) -> None:
 
     What an optimizer writes into a shared parameter of the source is in the target at once, and
     `copy_weights` leaves it out. Degrees decide what is shared, so it is the same on all ranks.
-    source: None where there is none on these ranks.
     """
     # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
     # which the other ranks of its pipeline need to be sent.
+    given = part_of(source)
     sources = {}
-    if source is not None:
-        given = part_of(source)
-        if not (given.is_fsdp or given.is_pipeline):
-            sources = dict(source.named_parameters())
+    if not (given.is_fsdp or given.is_pipeline):
+        sources = dict(source.named_parameters())
     part = part_of(target)
     for prefix, module in target.named_modules():
         for name, q in module.named_parameters(recurse=False):
@@ -3267,7 +3251,11 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         if "RANK" in os.environ:  # torchrun's ranks meet in its store
             store, rank, world = next(dist.rendezvous("env://", timeout=patience))
             store = store_of_this_attempt(store, rank, world, timeout)
-        make_default_group(device, store, rank, world, patience)
+        # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        where = dict(store=store, rank=rank, world_size=world)
+        dist.init_process_group(backend, **where, timeout=patience)
+        wait_for_all()
     return device
 
 
@@ -3283,15 +3271,6 @@ def own_device(device) -> str:
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     torch.cuda.set_device(device)
     return device
-
-
-def make_default_group(device, store, rank, world, patience) -> None:
-    """Initialize torch.distributed for ranks that meet in a store. Return when all have."""
-    # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    where = dict(store=store, rank=rank, world_size=world)
-    dist.init_process_group(backend, **where, timeout=patience)
-    wait_for_all()
 
 
 def wait_for_all(device="cpu") -> None:
@@ -3436,10 +3415,10 @@ def naming_lost_ranks(where, advice):
     try:
         yield
     except RuntimeError as error:
-        # A single rank has no other to lose. WORLD_SIZE counts both sides of a run `A+B`.
+        # A single rank has no other to lose.
         world = int(os.environ.get("WORLD_SIZE", 1))
         if dist.is_initialized():
-            world = max(world, dist.get_world_size())
+            world = dist.get_world_size()
         if world == 1 or not is_lost_rank(error):
             raise
         reason = str(error).splitlines()[0][:160]
@@ -3737,7 +3716,7 @@ def _newest(found, read):
         raise ValueError(
             f"no checkpoint in {found[0].parent} is whole "
             f"({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with --overwrite"
+            f"put a copy of one back, or begin again with another --out"
         )
     return None, None
 
@@ -3986,357 +3965,7 @@ class SafeReader(dcp.FileSystemReader):
         planner.commit_tensor(item, target)
 
 
-# 23. Two sides: ranks that generate, and ranks that train ----------------------------------------
-#
-# Signs of life, messages and weights between two sets of ranks that work at the same time.
-# Skip it if all your ranks do the same. The ranks of a run `d2+d1t2` are called:
-#
-#     rank of the run    0            1            2          3
-#     side               generator    generator    trainer    trainer
-#     rank of its side   0            1            0          1
-#
-# Each side has a default process group of its own, so code written for a world of ranks runs on a
-# side unchanged. The sides exchange everything through torchrun's key-value store, except for the
-# weights: trainer rank 0 broadcasts them to all generators.
-GENERATOR = "generator"
-TRAINER = "trainer"
-
-
-class Side:
-    """Hold this rank's place on one of the two sides, and its connection to all other ranks.
-
-    name: GENERATOR or TRAINER.
-    rank: int. The rank on this side.
-    sizes: {GENERATOR: ranks, TRAINER: ranks}.
-    store: of both sides.
-    timeout: seconds without a sign of life after which another rank is lost.
-
-    The other side may compute for longer than any timeout, so no rank waits for it in a collective.
-    A rank polls the store, and looks for signs of life while it waits, because torchrun ends
-    neither a frozen rank nor, at once, the ranks of another machine.
-    """
-
-    PAUSE = 0.004  # seconds between two looks into the store
-    PIECE = 4 << 20  # bytes of a value: the store refuses more than 8 MiB
-
-    def __init__(self, name, rank, sizes, store, timeout):
-        self.name = name
-        self.rank = rank
-        self.sizes = sizes
-        self.store = store
-        self.timeout = timeout
-        self.device = "cpu"
-        self.weights = None  # the process group of trainer rank 0 and all generators
-        self.where = lambda: "starting"  # how far this rank is, in words
-        self.advice = "look at its error"
-        self.stop = None  # a Stop, whose signal is told to all ranks
-
-        # Keys of the store use the rank of the run. A rank without any sign of life counts from the
-        # moment at which this rank began.
-        self.number = rank if name == GENERATOR else rank + sizes[GENERATOR]
-        self.others = [n for n in range(sum(sizes.values())) if n != self.number]
-        self.looked = time.monotonic()
-        self.seen = dict.fromkeys(self.others, (None, self.looked))
-        self.interval = min(1.0, timeout / 5)
-        self.leaving = threading.Event()
-        threading.Thread(target=self._show_life, daemon=True).start()
-
-    def _show_life(self):
-        # COMM: until it leaves, every rank counts up its own key for all others, passes on a signal
-        # that it has seen, and waits for nobody. The thread has a connection of its own, because a
-        # connection that waits blocks its other users.
-        # Pinned by tests/test_apart.py::test_losing_a_rank_ends_the_run_in_time_and_says_which.
-        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone: the run ends
-            store = self.store.clone()
-            for n in itertools.count():
-                store.set(f"alive/{self.number}", str(n))
-                if self.stop is not None and self.stop.number:
-                    store.set("signal", str(self.stop.number))
-                if self.leaving.wait(self.interval):
-                    return
-
-    def silent(self, seconds) -> list:
-        """Name the other ranks that have shown no sign of life for some seconds."""
-        # The time of a sign is the moment at which this rank saw a new count, because the clocks of
-        # two machines may differ.
-        now = time.monotonic()
-        found = []
-        for n, (last, since) in self.seen.items():
-            sign = self.store.get(f"alive/{n}") if self.store.check([f"alive/{n}"]) else None
-            if sign != last:
-                self.seen[n] = sign, now
-            elif now > since + seconds:
-                found.append(self.called(n))
-        return found
-
-    def called(self, number) -> str:
-        """Name a rank of the run."""
-        first = self.sizes[GENERATOR]
-        side, rank = (TRAINER, number - first) if number >= first else (GENERATOR, number)
-        return f"{side} rank {rank} (rank {number} of the run)"
-
-    def wait(self, ready):
-        """Return when ready() is true, or raise ConnectionError if another rank is lost first."""
-        # ready() is cheap and runs at each pause, a look at all other ranks once in an interval.
-        try:
-            while not ready():
-                if time.monotonic() > self.looked + self.interval:
-                    self.looked = time.monotonic()
-                    self.require_others()
-                time.sleep(self.PAUSE)
-        except dist.DistError as error:
-            where = "in torchrun, or in rank 0 of the run"
-            reason = str(error).splitlines()[0][:160]
-            raise self.lost(f"the store of all ranks, {where}, is gone ({reason})") from error
-
-    def wait_for(self, *keys):
-        """Return when the store has all the keys."""
-        self.wait(lambda: self.store.check(list(keys)))
-
-    def require_others(self):
-        """Raise ConnectionError if a rank has said why it ends, or shows no sign of life."""
-        if self.store.check(["failed"]):
-            raise ConnectionError(f"{self.where()}: {self.store.get('failed').decode()}")
-        names = " and ".join(self.silent(self.timeout))
-        if names:
-            raise self.lost(f"{names} is gone or silent for more than {self.timeout:g} seconds")
-
-    def lost(self, text) -> ConnectionError:
-        """Make the error that ends this rank."""
-        return ConnectionError(
-            f"{self.where()}: {text}; this rank leaves without saving; {self.advice}")
-
-    def signal(self) -> int:
-        """Return a signal that a rank of either side has seen, or 0."""
-        return int(self.store.get("signal")) if self.store.check(["signal"]) else 0
-
-    @contextlib.contextmanager
-    def leaving_word(self):
-        """Tell the other ranks of an error that ends this rank, so that they need not wait."""
-        try:
-            yield
-        except BaseException as error:
-            # COMM: the first rank that ends sets "failed", and the others read it in `wait`. What
-            # a later rank says is dropped, because it ends as a consequence.
-            # Pinned by tests/test_apart.py::test_an_error_of_one_side_is_the_error_of_both.
-            with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone too
-                if isinstance(error, ConnectionError) and not self.store.check(["failed"]):
-                    error = self._naming_silent_ranks(error)
-                word = f"{self.called(self.number)} has ended: {type(error).__name__}: {error}"
-                self.store.compare_set("failed", "", word[:2000])
-                self._leave(5 * self.interval)
-            raise error
-        finally:
-            self.leaving.set()
-
-    def _naming_silent_ranks(self, error):
-        """Return an error of the same text that names the ranks without a sign of life now."""
-        # If a rank is killed, a collective with it fails at once, but gloo does not say who it was.
-        self.silent(0)  # notes the newest signs
-        time.sleep(3 * self.interval)
-        names = [name for name in self.silent(2.5 * self.interval) if name not in str(error)]
-        return ConnectionError(f"{' and '.join(names)} is gone; {error}") if names else error
-
-    def finish(self):
-        """End a run without errors: return when no other rank needs the store any more."""
-        # COMM: after its last message every rank says "done", and then waits until all others have
-        # said it. A rank that left earlier would show no life, and count as lost.
-        # Pinned by tests/test_apart.py::test_the_rank_with_the_store_leaves_last.
-        self.store.set(f"done/{self.number}", "1")
-        self.wait_for(*(f"done/{n}" for n in self.others))
-        self._leave(self.timeout)
-
-    def _leave(self, seconds):
-        """Say that this rank leaves. Rank 0 of the run, which may have the store, leaves last."""
-        # COMM: the others say "left" and do not wait. Rank 0 waits for them, `seconds` at most.
-        # Pinned by tests/test_apart.py::test_the_rank_with_the_store_leaves_last.
-        self.store.set(f"left/{self.number}", "1")
-        until = time.monotonic() + seconds
-        while self.number == 0 and time.monotonic() < until:
-            if self.store.check([f"left/{n}" for n in self.others]):
-                return
-            time.sleep(self.PAUSE)
-
-    def post(self, name, value) -> None:
-        """Leave a JSON value in the store."""
-        # COMM: a value is posted without waiting. The number of its pieces comes last, so a rank
-        # that finds the number finds all pieces.
-        # Pinned by tests/test_apart.py::test_long_messages_go_in_pieces_and_leave_nothing.
-        text = json.dumps(value).encode()
-        firsts = range(0, len(text), self.PIECE)
-        for n, first in enumerate(firsts):
-            self.store.set(f"{name}/{n}", text[first : first + self.PIECE])
-        self.store.set(name, str(len(firsts)))
-
-    def read(self, name):
-        """Return a posted value, once it is in the store."""
-        self.wait_for(name)
-        count = int(self.store.get(name))
-        return json.loads(b"".join(self.store.get(f"{name}/{n}") for n in range(count)))
-
-    def delete(self, name) -> None:
-        """Remove a posted value, because the store lives as long as the run."""
-        if self.store.check([name]):
-            for n in range(int(self.store.get(name))):
-                self.store.delete_key(f"{name}/{n}")
-            self.store.delete_key(name)
-
-
-def connect_side(device, sizes, *, timeout=60, threads=1) -> Side:
-    """Join a run whose first ranks generate and whose other ranks train.
-
-    sizes: {GENERATOR: ranks, TRAINER: ranks}.
-    device, timeout, threads: as for `connect`.
-    """
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    total = sum(sizes.values())
-    if world != total:
-        raise ValueError(
-            f"expected {total} ranks, {sizes[GENERATOR]} to generate and {sizes[TRAINER]} to "
-            f"train, got {world}; start {total} by torchrun, or change --plan ('' for none)")
-    torch.set_num_threads(threads)
-    device = own_device(device)
-    patience = datetime.timedelta(seconds=timeout)
-    with naming_lost_ranks(lambda: "starting", "look at its error"):
-        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-        store = store_of_this_attempt(store, rank, world, timeout)
-        name = GENERATOR
-        if rank >= sizes[GENERATOR]:
-            name = TRAINER
-            rank -= sizes[GENERATOR]
-        make_default_group(device, dist.PrefixStore(name, store), rank, sizes[name], patience)
-
-        # The group of the weights: trainer rank 0 is its rank 0, and the generators follow.
-        side = Side(name, rank, sizes, store.clone(), timeout)
-        side.device = device
-        if name == GENERATOR or rank == 0:
-            place = rank + 1 if name == GENERATOR else 0
-            store = dist.PrefixStore("weights", store)
-            side.weights = dist.ProcessGroupGloo(store, place, sizes[GENERATOR] + 1, patience)
-            # COMM: a barrier of the weights' group, so that trainer rank 0 knows when the other
-            # side has joined. Then it tells its own side.
-            # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
-            side.weights.barrier().wait()
-        wait_for_all()
-    return side
-
-
-# Weights ---------------------------------------------------------------------------------------
-#
-# After each of its steps the trainer sends an order: the new weights, and what the generators do
-# with them. A thread of the generator receives the weights into a copy in host memory, so that the
-# trainer does not wait for the end of a batch:
-#
-#     trainer     step 0     send 1   step 1     send 2   step 2     ..
-#     thread                 recv 1              recv 2
-#     generator   sample with 0       sample with 1       sample with 2
-#
-# There is one copy, so a trainer that is two versions ahead waits in `send`.
-
-
-class WeightSender:
-    """Send orders and weights: the trainer's end. All trainer ranks call it together.
-
-    generator: model on the meta device. The messages have its names, shapes and dtypes.
-    optimizer: of the trainer. It may have master weights.
-    """
-
-    def __init__(self, side, model, optimizer, generator):
-        self.side = side
-        self.model = model
-        self.optimizer = optimizer
-        self.wanted = dict(sorted(tensors_of(generator).items()))
-        self.count = 0  # of orders sent
-
-    def send(self, order, weights=True) -> None:
-        """Send an order, a dict of JSON values, and with it the weights as they are now."""
-        # COMM: a generator sets "ready" when its copy is free, and then waits for the order. The
-        # trainer ranks wait for "ready" of all generators, so at the broadcast from trainer rank 0
-        # both ends are there. Every trainer rank waits, since they gather each tensor together.
-        # Pinned by tests/test_apart.py::test_two_sides_make_the_run_of_one_process.
-        side = self.side
-        generators = range(side.sizes[GENERATOR])
-        side.wait_for(*(f"ready/{self.count}/{rank}" for rank in generators))
-        if side.rank == 0:
-            # All ranks have read the messages of the order before this one.
-            side.delete(f"order/{self.count - 1}")
-            for rank in generators:
-                side.store.delete_key(f"ready/{self.count - 1}/{rank}")
-            side.post(f"order/{self.count}", order | {"weights": weights})
-        self.count += 1
-        if not weights:
-            return
-
-        dtype = next(q.dtype for q in self.wanted.values() if q.is_floating_point())
-        weights_now = Weights(self.model, self.optimizer, dtype)
-        for name, q in self.wanted.items():
-            whole = weights_now.gather(name, q.dtype, side.device)
-            if side.rank == 0:
-                side.weights.broadcast(whole.to("cpu", q.dtype).contiguous(), 0).wait()
-
-
-class WeightReceiver:
-    """Receive orders and weights: the generator's end. A thread does it while the rank samples."""
-
-    def __init__(self, side, generator):
-        # Both ends go through the tensors in the order of their names, because their models may be
-        # sharded differently.
-        self.side = side
-        self.tensors = {name: q.detach() for name, q in sorted(tensors_of(generator).items())}
-        places = part_of(generator).places
-        self.regions = {name: place.region for name, place in places.items()}
-        self.copy = {
-            name: torch.empty_like(local(q), device="cpu") for name, q in self.tensors.items()
-        }
-        self.orders = []  # filled by the thread
-        self.free = threading.Event()
-        self.free.set()
-        threading.Thread(target=self._take_orders, daemon=True).start()
-
-    def _take_orders(self):
-        try:
-            for count in itertools.count():
-                # COMM: the generator tells all trainer ranks that its copy is free. Then trainer
-                # rank 0 posts the order, and broadcasts the weights if the order has any. If the
-                # trainer is lost, `Side.wait` ends the wait for the order.
-                # Pinned by tests/test_apart.py::test_both_sides_work_at_the_same_time.
-                self.side.wait(self.free.is_set)
-                self.free.clear()
-                self.side.store.set(f"ready/{count}/{self.side.rank}", "1")
-                order = self.side.read(f"order/{count}")
-                if order["weights"]:
-                    self._receive_weights()
-                self.orders.append(order)
-                if not order["weights"]:
-                    return
-        except Exception as error:  # raised in the main thread, by `next`
-            self.orders.append(error)
-
-    @torch.no_grad()
-    def _receive_weights(self):
-        for name, q in self.tensors.items():
-            whole = torch.empty(q.shape, dtype=q.dtype)
-            # COMM: a broadcast from trainer rank 0 to all generators, one tensor after the other.
-            # Pinned by tests/test_apart.py::test_both_sides_work_at_the_same_time.
-            self.side.weights.broadcast(whole, 0).wait()
-            self.copy[name].copy_(whole[self.regions.get(name, ())])
-
-    @torch.no_grad()
-    def next(self) -> dict:
-        """Return the next order, with its weights copied into the generator."""
-        # An error of the thread is raised here, where it can end the run.
-        self.side.wait(lambda: self.orders)
-        order = self.orders.pop(0)
-        if isinstance(order, Exception):
-            raise order
-        if order["weights"]:
-            for name, q in self.tensors.items():
-                local(q).copy_(self.copy[name])
-            self.free.set()
-        return order
-
-
-# 24. check ---------------------------------------------------------------------------------------
+# 23. check ---------------------------------------------------------------------------------------
 #
 # The core's plans, the full version on the core's model, and every plan with models.py. Skip it.
 

@@ -170,13 +170,13 @@ def test_a_line_that_is_not_a_rollout_is_refused(copied, key, value):
         RunFiles(path.parent).rollouts(0, 4)
 
 
-CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0, cispo_low=0.1,
+CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0,
                cispo_bound=5)  # fmt: skip
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("changes, margins", [
-    ({}, [0.3, -0.2]), (dict(dual_clip=3), [0.3, -0.2, -1.9]), (dict(objective="cispo"), [1, -3.9]),
+    ({}, [0.3, -0.2]), (dict(dual_clip=3), [0.3, -0.2, -1.9]), (dict(objective="cispo"), [-3.9]),
     (dict(objective="gmpo"), [0.25, -0.25]), (dict(objective="sapo"), []),
 ])  # fmt: skip
 def test_a_margin_is_the_distance_from_each_bound(changes, margins):
@@ -203,7 +203,7 @@ SETTINGS = {
     "filter": "--overlong filter --aggregation constant --max-new-tokens 8 --minibatches 3",
     "bfloat16": "--dtype bfloat16",
     "entropy alone": "--advantage gae --aggregation sequence_mean",  # step 0 has no reward
-    "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --demo-lr 0.01 --kl-coef 0.1 "
+    "demonstrations": f"--task {LOOKUP} --size 2 --demos 3 --kl-coef 0.1 "
     "--entropy-coef 0.02",
 }  # fmt: skip
 QUICK = "critic, long warm-up", "forks", "proximal", "filter", "entropy alone"
@@ -457,7 +457,7 @@ CHANGES = {  # what is changed, and the first row that must be outside
     "--temperature": (in_config("temperature", 1.2), "sampling"),
     "--entropy-coef": (in_config("entropy_coef", 0.021), "loss/token_mean_first"),
     "--clip-high": (in_config("clip_high", 0.01), "ratio/clipped_fraction"),
-    "--kl": (in_config("kl", "k2"), "kl/token_mean_first"),
+    "--kl": (in_config("kl", "k1"), "kl/token_mean_first"),
     "--max-grad-norm": (in_config("max_grad_norm", 1e-3), "parameters"),
     "--beta2": (in_config("beta2", 0.98), "parameters"),
     "a weight": (in_tensor(2, "model.lm_head.weight", 1.001), "logprob_gap/max"),

@@ -22,7 +22,7 @@ from test_start import SHAPE, shape_of
 import models
 import parallel
 import train_grpo
-from parallel import Allocation, full, local, tensors_of
+from parallel import full, local, plans_on_same_ranks, tensors_of
 from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
 
 FAMILIES = {
@@ -329,7 +329,7 @@ def told_by_plan(name):
     compute = 4 if "compute_dtype" in more else 0
     size = dict(bfloat16=2, float64=8).get(more.get("generator_dtype"), compute or 8)
     step = Step(more.get("data_parallel", "ddp"), tokens=64, micros=4, size=8, compute=compute)
-    ((generator, trainer),) = Allocation.parse(text).groups
+    generator, trainer = plans_on_same_ranks(text)
     config = pushed_shape(family)
     sampler = Rank(generator, config, step)
     stages = [Rank(trainer, config, step, rank * trainer.pp // world) for rank in range(world)]

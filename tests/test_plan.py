@@ -17,8 +17,9 @@ from test_ranks import ranks
 import models
 import parallel
 import ring_attention as ring
-from parallel import KINDS, Allocation, Grid, LocalOptimizer, Plan
-from parallel import connect, local, lr_factor, parallelize, reduce_gradients
+from parallel import KINDS, Grid, LocalOptimizer, Plan
+from parallel import connect, local, lr_factor, parallelize, plans_on_same_ranks
+from parallel import reduce_gradients
 
 # The grammar -----------------------------------------------------------------------------------
 
@@ -102,16 +103,13 @@ def test_describe_is_a_line_of_degrees_and_the_grid():
 
 
 @pytest.mark.quick
-def test_allocations_join_plans_on_separate_and_on_the_same_devices():
-    both = Allocation.parse("sglang:d4t2+archon:d4p2t2")
-    rollout, trainer = Plan(dp=4, tp=2, backend="sglang"), Plan(dp=4, pp=2, tp=2, backend="archon")
-    assert both.groups == ((rollout,), (trainer,)) and both.world == 24
-    shared = Allocation.parse("sglang:d2|archon:t2+vllm:d3")  # | binds tighter
-    assert [len(plans) for plans in shared.groups] == [2, 1] and shared.world == 5
-    nested = Allocation.parse("sglang:d4|archon:(attn:d2t2|ffn:e2t2)")
-    assert nested.groups[0][1].etp == 2
-    for one in (both, shared, nested):
-        assert Allocation.parse(str(one)) == one
+def test_plans_joined_by_a_bar_have_the_same_ranks():
+    rollout, trainer = Plan(dp=4, tp=2, backend="sglang"), Plan(dp=4, pp=2, backend="archon")
+    assert plans_on_same_ranks("sglang:d4t2|archon:d4p2") == (rollout, trainer)
+    nested = plans_on_same_ranks("sglang:d4|archon:(attn:d2t2|ffn:e2t2)")
+    assert nested[1].etp == 2
+    for plans in ((rollout,), (rollout, trainer), nested):
+        assert plans_on_same_ranks("|".join(map(str, plans))) == plans
 
 
 # What is refused -------------------------------------------------------------------------------
@@ -138,11 +136,16 @@ PLANS += [
     ("(attn:d2t2|ffn:e4t2)", r"expected e to divide d \* c = 2, got 4"),
     ("torch:d2", "expected a backend of archon, .*, got 'torch'"),
 ]
-ALLOCATIONS = [
+JOINED = [
     (text, "expected a plan such as d2t2")
-    for text in ("", "d2+", "d2|", "|d2", "d2++d2", "attn:d2|d2", "d2|ffn:e2", 2)
+    for text in ("", "d2|", "|d2", "attn:d2|d2", "d2|ffn:e2", 2)
 ]
-ALLOCATIONS += [("sglang:d2|archon:t4", "got: sglang:d2 has 2 ranks, archon:t4 has 4")]
+JOINED += [("sglang:d2|archon:t4", "got: sglang:d2 has 2 ranks, archon:t4 has 4")]
+NOT_SHARED = "Ranks of their own for generation, A+B, are not supported. A|B shares ranks"
+JOINED += [
+    (text, re.escape(f"got {text!r}. {NOT_SHARED}"))
+    for text in ("d1+d1", "sglang:d4t2+archon:d4p2t2", "d1|d1+d1", "d2+", "(attn:d2|ffn:e2)+d2")
+]
 FIELDS = [
     (dict(cp=degree), "expected c to be an integer of 1 or more")
     for degree in (0, -2, 1.5, "2", None)
@@ -168,7 +171,7 @@ SCHEDULES = [
 CALLS = [
     (Plan.parse("d2").groups, [(["x"], "expected a kind of .*, got 'x'")]),
     (Plan.parse, [([text], message) for text, message in PLANS]),
-    (Allocation.parse, [([text], message) for text, message in ALLOCATIONS]),
+    (plans_on_same_ranks, [([text], message) for text, message in JOINED]),
     (lambda fields: Plan(**fields), [([fields], message) for fields, message in FIELDS]),
     (lambda text, given: Plan.parse(text).require_fits(**given),
      [([text, given], message) for text, given, message in FITS]),
@@ -373,7 +376,7 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
     assert parallel.main(command) == 0
     out = capsys.readouterr().out
     assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
-    assert parallel.main(["plan", "sglang:d2+(attn:d2t2|ffn:e2t2)"]) == 0
+    assert parallel.main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
     of_8b = ["--model", "qwen3-8b"]
     for argv, message in (
         ([], "usage: "),

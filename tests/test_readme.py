@@ -85,13 +85,10 @@ TABLE = {
     f"{RUN} plot DIR [DIR ...]": "run::plot_is_a_png_or_says_what_to_install",
     **dict.fromkeys((
         RUN, TRAIN, f"{TRAIN} --plan t2", f'{TRAIN} --plan "d2|t2"',
-        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp', f"{TRAIN} --plan d1+d1 --staleness 1",
+        f'{TRAIN} --plan "t2|d2" --data-parallel fsdp',
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --chunk-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
-    "python tests/bench/measure_apart.py trace": "apart::the_trace_shows_both_sides_at_work",
-    'python tests/bench/measure_apart.py race --rounds 5 --steps 22 --more "--batch-rows 64"':
-        "apart::the_race_is_run",
     **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"),
                     "gpu::the_list_names_each_command"),
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
@@ -99,7 +96,7 @@ TABLE = {
     "python ring_attention.py stress --model": "action::fifty_steps_in_bf16",
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
+    f"{EXAMPLE}:Lookup --size 5 --demos 40 --advantage group_std "
     "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
@@ -120,7 +117,7 @@ TABLE = {
     "python models.py bench --repeats 7": " --repeats 1",
     **dict.fromkeys(SEVERAL, "plan::the_training_commands_of_the_recipes_have_plans_that_fit"),
     **dict.fromkeys(PLAN, "plan::the_rows_of_the_results_are_what_plan_prints"),
-    **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume-or-start"),
+    **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume"),
                     RESTARTED),
     "python tests/test_flags.py --seed 0 --count 1000":
         "flags::random_flags_finish_or_are_refused_by_all_ranks_alike",
@@ -176,7 +173,7 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     if file == "train_grpo.py":
         codes, out, err = cli(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
         assert not any(codes), err
-        out = "".join(out)  # one rank prints, with generators apart the first that trains
+        out = "".join(out)  # one rank prints
         (run,) = (folder / "runs").iterdir()
         assert {"config.json", "metrics.jsonl", "samples.jsonl"} <= {x.name for x in run.iterdir()}
         assert (run / "hf" / "config.json").exists()
@@ -293,7 +290,8 @@ def test_the_task_of_the_readme_is_learned(tmp_path, flags):
     (tmp_path / "mine.py").write_text(EXAMPLES[0])
     words = "--task", "mine.py:Majority", *flags.split()
     code, out, err = as_script(ROOT / "train_grpo.py", *words, cwd=tmp_path)
-    assert code == 0 and (flags or "target 0.95 met" in out), out + err
+    assert code == 0, out + err
+    assert flags or float(re.search(r"eval/solved (\S+) after", out)[1]) >= 0.95
 
 
 # Names ---------------------------------------------------------------------------------------
@@ -334,7 +332,7 @@ def test_every_flag_is_one():
         if span.startswith("--") and " " in span:
             config = parse_config(span.split())
             # A text task needs its files too, which a page names with the flag in question only.
-            if not any(getattr(config, name) for name in ("template", "reward", "demo_data")):
+            if not any(getattr(config, name) for name in ("template", "reward")):
                 config.check()
 
 

@@ -102,7 +102,7 @@ PLANS = {
 def _resumed(rank, flags, out, more):
     for again in (flags, f"--resume {more}"):
         words = [*again.split(), "--out", str(out)]
-        train_grpo.start_run(parse_config(words).check(), "cpu")
+        train_grpo.start_run(parse_config(words).check())
 
 
 CASES = [("d2", 4), *slow(*((name, 20) for name in PLANS))]

@@ -69,10 +69,10 @@ def rollouts(config, device="cpu"):
 STEPS = {  # settings that between them reach every line of `definition` and `step_by_hand`
     "group_mean, 2 updates": dict(minibatches=2),
     "group_std, GSPO, KL": dict(
-        advantage="group_std", ratio="sequence", aggregation="sequence_mean", kl_coef=0.1,
+        advantage="group_std", objective="gspo", aggregation="sequence_mean", kl_coef=0.1,
         clip_low=3e-4, clip_high=4e-4, minibatches=2),
     "per_branch, CISPO, TIS": dict(
-        advantage="per_branch", objective="cispo", cispo_low=0.999, cispo_bound=1.001,
+        advantage="per_branch", objective="cispo", cispo_bound=1.001,
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
@@ -81,7 +81,7 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
         temperature=0.8, weight_decay=0.1, minibatches=2),
     "constant, filter": dict(
-        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1, kl="k2"),
+        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1),
     "balanced experts, filter": dict(
         balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
         minibatches=2),
@@ -89,23 +89,23 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
     "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
     "staleness 1, the sampler's old": dict(staleness=1),
-    "REINFORCE++, geometric rejection": dict(
-        objective="reinforce", baseline="none", scale="batch", staleness=1, minibatches=2,
-        proximal=True, importance="reject", importance_of="geometric", importance_low=0.99,
+    "REINFORCE++, geometric mask": dict(
+        objective="reinforce", advantage="none_batch", staleness=1, minibatches=2,
+        proximal=True, importance="mask", importance_of="geometric", importance_low=0.99,
         importance_cap=1.01),
     "GMPO, sequence mask": dict(
         objective="gmpo", clip_low=1e-3, clip_high=2e-3, aggregation="sequence_mean", staleness=1,
         minibatches=2, proximal=True, importance="mask", importance_of="sequence",
         importance_low=0.95, importance_cap=1.02),
     "SAPO, LitePPO, soft overlong, IcePop": dict(
-        objective="sapo", scale="batch", overlong_buffer=3, max_new_tokens=8, minibatches=2,
+        objective="sapo", advantage="batch_std", overlong_buffer=3, max_new_tokens=8, minibatches=2,
         staleness=1, proximal=True, importance="mask", importance_low=0.98, importance_cap=1.01),
     "DPPO by trees": dict(
         objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2, tree="sparse",
         micro_tokens=60),
-    "DPPO, KL": dict(
-        objective="dppo", dppo_distance="kl", clip_low=1e-7, clip_high=2e-7, minibatches=2,
-        baseline="leave_one_out"),
+    "DPPO, leave_one_out": dict(
+        objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
+        advantage="leave_one_out"),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 

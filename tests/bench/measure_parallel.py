@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import MODES, TIED, Allocation, Grid, LocalOptimizer, Micro, Pipeline, Plan
+from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Pipeline, Plan
 from parallel import clip_grad_norm, full, messages_of, parallelize, reduce_gradients
-from parallel import require_generator_plan, stage_part
+from parallel import plans_on_same_ranks, require_generator_plan, stage_part
 
 # check ------------------------------------------------------------------------------------------
 
@@ -587,18 +587,18 @@ class Rank:
 
 
 def plans_in(texts):
-    """(plans, generator, trainer) of each A|B and each B of the command line; B+C are two."""
+    """(plans, generator, trainer) of each A|B and each B of the command line."""
     for text in texts:
-        for plans in Allocation.parse(text).groups:
-            *generators, trainer = plans
-            if len(generators) > 1:
-                raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
-            for plan in generators:
-                require_generator_plan(plan)
-            # By default the trainer's t and e, and replicas of them.
-            degrees = dict(tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
-            default = Plan(dp=trainer.world // trainer.tp, **degrees)
-            yield plans, (*generators, default)[0], trainer
+        plans = plans_on_same_ranks(text)
+        *generators, trainer = plans
+        if len(generators) > 1:
+            raise ValueError(f"plan {text!r}: A|B has two plans, generator's and trainer's")
+        for plan in generators:
+            require_generator_plan(plan)
+        # By default the trainer's t and e, and replicas of them.
+        degrees = dict(tp=trainer.tp, ep=trainer.ep, etp=trainer.etp)
+        default = Plan(dp=trainer.world // trainer.tp, **degrees)
+        yield plans, (*generators, default)[0], trainer
 
 
 def stages_of(plan, config, step):
