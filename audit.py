@@ -324,10 +324,10 @@ from tqdm import tqdm  # noqa: E402
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    ERRORS, EVALUATION, METRICS, ONE_PROCESS, ROLLOUT, RolloutQueue, TaskError, Trainer, Trajectory,
-    asking, build, build_teacher, do_step, draw_prompts, keep_states_wide, make_task, one_process,
-    pending_batches, play, policy_in, read_reference, resumed_config, rollout_line, uniforms,
-    whole_lines,
+    ERRORS, EVALUATION, METRICS, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, Sampler,
+    TaskError, Trainer, Trajectory, asking, build, build_teacher, do_step, draw_prompts,
+    keep_states_wide, make_task, one_process, pending_batches, play, policy_in, read_reference,
+    resumed_config, rollout_line, uniforms, whole_lines,
 )  # fmt: skip
 
 
@@ -1282,9 +1282,9 @@ class Case:
     def supervise(self, trainer):
         """Do the steps of --demos, with which a run begins."""
         demos = self.config.demos
-        queue = RolloutQueue(self.config, self.task, trainer, -demos)
+        source = Demonstrations(self.config, self.task, trainer, -demos)
         for n in range(-demos, 0):
-            do_step(self.config, queue, trainer, n)
+            do_step(self.config, source, trainer, n)
         trainer.optimizer.state.clear()  # the loop begins with a new optimizer
         self.again += demos
 
@@ -1465,7 +1465,7 @@ def solve(case, hand, name, model, first):
         prompts = range(config.eval_prompts)
         starts = draw_prompts(config, case.task, EVALUATION, 0, prompts, held_out=True)
         greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-        hand.plays[name] = [t for (t,) in play(greedy, case.task, model, starts, key=())]
+        hand.plays[name] = [t for (t,) in play(greedy, case.task, Sampler(model), starts, key=())]
     plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a

@@ -38,7 +38,7 @@ import parallel
 import train_grpo
 from models import ModelConfig, Row, generate
 from train_grpo import (
-    EVALUATION, ONE_PROCESS, TASKS, Config, Task, TaskError, add_flags, asking, beside,
+    EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking, beside,
     draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
     naming_the_task, one_process, play, policy_in, read_json_lines, require_room, require_rows,
     resumed_config, uniforms, write_hf,
@@ -713,14 +713,15 @@ def evaluated(config, task, model, samples):
     """
     # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
     # the same figure, if seed, prompts and limits are the run's.
-    values = {"solved": evaluate(config, task, model)[0]}
+    sampler = Sampler(model)
+    values = {"solved": evaluate(config, task, sampler)[0]}
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
 
     # The samples have random numbers of their own: a key of one number more than a rollout's. They
     # do not fork, as rollouts of training do where --forks says so.
     several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
-    groups = play(several, task, model, starts, key=(config.seed, EVALUATION, 0))
+    groups = play(several, task, sampler, starts, key=(config.seed, EVALUATION, 0))
     counts = [sum(t.reward >= 1 for t in group) for group in groups]
     powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
     for k in sorted({*powers, samples}):

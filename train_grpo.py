@@ -1899,7 +1899,7 @@ def choices_of(f) -> tuple:
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
 
 
-# 11. Rollouts: episodes that fork, and who asks the task --------------------------------------
+# 13. Rollouts: episodes that fork, and who asks the task --------------------------------------
 # What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is the core's
 # `Episode` and nothing else: skip it.
 
@@ -1959,13 +1959,19 @@ class ForkingEpisode(Episode):
     count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
     """
 
-    def __init__(self, key, group, number, state, prompt, limit, *, count=1, forks_left=0):
+    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
         super().__init__(key, group, number, state, prompt, limit)
         self.count = count
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+
+    def origin(self) -> tuple:
+        """Return what makes this episode, before its first token: its identity; the rest."""
+        limit = len(self.draws)
+        identity = self.key, self.group, self.number
+        return identity, (self.tokens, limit, self.count, self.forks_left)
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
@@ -2004,72 +2010,40 @@ class ForkingEpisode(Episode):
         return [Trajectory(*made) for _ in range(self.count)]
 
 
-class Replies:
-    """Ask the task for its replies to all turns that a decoding step has ended, together.
+REPLY_THREADS = 16
 
-    A tool may take seconds, so THREADS threads ask for the episodes. The replies are put in the
-    order of the episodes, so threads change no result. A task that must not be asked by several
-    threads has the attribute `threads = False`.
 
-    Ranks that decode the same episodes ask each question once: the rank that has drawn the prompt
-    asks, and tells the others. A task may be random, or answer by the clock: two ranks that asked
-    by themselves might decode different tokens, and wait for each other for good.
+def asker_of(task):
+    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+
+    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
+    the episodes, so threads change no result. A task that must not be asked by several threads has
+    the attribute `threads = False`.
     """
 
-    ELSEWHERE = "another rank has the task's state of this episode"
-
-    THREADS = 16
-
-    def __init__(self, task, model=None):
-        """Take a task, and the model that decodes: its plan says which ranks share episodes."""
-        self.task = task
-        # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-        safe = getattr(task, "threads", True) and type(task) is not Guess
-        self.map = ThreadPoolExecutor(self.THREADS).map if safe else map
-        plan = Plan() if model is None else parallel.plan_of(model)
-        self.shared_by = model if plan.world > plan.dp else None
-
-    def ask(self, episodes) -> None:
-        """Fill in `heard` of episodes whose turn has ended. Collective where they are shared."""
-        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
-        answers = {}
-        problem = ""  # raised after the other ranks have heard of it
-        try:
-            answers = dict(zip(own, self.map(self._ask_one, [episodes[n] for n in own])))
-        except Exception as error:
-            problem = error
-
-        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
-        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
-        parts = []
-        if self.shared_by is not None:
-            told = {n: answer[1:] for n, answer in answers.items()}
-            parts, _ = gather_replica(self.shared_by, [(told, f"{problem}")])
-        if problem:
-            raise problem
-        for told, text in parts:
-            if text:
-                raise ValueError(f"on a rank that decodes the same episodes: {text}")
-            for n, answer in told.items():
-                answers.setdefault(n, (self.ELSEWHERE, *answer))
-        for n, answer in answers.items():
-            episodes[n].heard = answer
-
-    def _ask_one(self, episode):
-        """Return the task's new state, reply and reward; ValueError if they cannot be used."""
+    def ask_one(episode):
         answer = episode.tokens[episode.turn :]
-        with asking(self.task):
-            state, reply, reward = self.task.reply(episode.state, answer)
-        name = type(self.task).__name__
+        with asking(task):
+            state, reply, reward = task.reply(episode.state, answer)
+        name = type(task).__name__
         where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
             raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
-                             f"{self.task.show(answer)!r}: rewards must be finite")  # fmt: skip
+                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
-        size = self.task.vocab_size
-        if reply is not None and not all(0 <= token < size for token in reply):
-            raise ValueError(f"{name} replied {reply} {where}: ids end at {size - 1}")
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
         return state, reply, float(reward)
+
+    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+    safe = getattr(task, "threads", True) and type(task) is not Guess
+    ask_all = ThreadPoolExecutor(REPLY_THREADS).map if safe else map
+
+    def ask(episodes):
+        for episode, heard in zip(episodes, list(ask_all(ask_one, episodes))):
+            episode.heard = heard
+
+    return ask
 
 
 def is_finite_number(x) -> bool:
@@ -2080,36 +2054,104 @@ def is_finite_number(x) -> bool:
         return False
 
 
-def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
-    replies=None, slots=None,
-):  # fmt: skip
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
+
+    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
+    of it. To sample by another program, write a class that has them.
+    """
+
+    ELSEWHERE = "another rank has the task's state of this episode"
+
+    def __init__(self, model):
+        self.model = model
+
+    def push(self, model, optimizer, version):
+        """Take a policy's weights, one tensor at a time, in this model's dtype. Collective.
+
+        version: the number of optimizer steps that have made them.
+        """
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        copy_weights(model, self.model, optimizer)
+
+    def generate(self, rows, /, *, ending=None, **how) -> list:
+        """Decode this rank's rows as `models.generate` does, whose keywords these are.
+
+        rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
+        """
+        plan = parallel.plan_of(self.model)
+        if plan.world == plan.dp:
+            ended = generate(self.model, rows, ending=ending, **how)
+            parallel.end_together(self.model)
+            return ended
+
+        # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
+        # and the logits are the same on all of these ranks, so they sample the same tokens.
+        # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
+        # follows is computed identically. Pinned by
+        # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        together[first : first + len(rows)] = rows
+        asking_once = functools.partial(self._ask_once, ending)
+        ended = generate(self.model, together, ending=asking_once, **how)
+        parallel.end_together(self.model)
+
+        # What has been decoded together is distributed again.
+        return [row for row in ended if row.state is not self.ELSEWHERE]
+
+    def _ask_once(self, ask, episodes):
+        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        # A task may be random, or answer by the clock: two ranks that asked by themselves might
+        # decode different tokens, and wait for each other for good.
+        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        problem = ""  # raised after the other ranks have heard of it
+        try:
+            ask([episodes[n] for n in own])
+        except Exception as error:
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        told = {} if problem else {n: episodes[n].heard[1:] for n in own}
+        parts, _ = gather_replica(self.model, [(told, f"{problem}")])
+        if problem:
+            raise problem
+        for told, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+            for n in told.keys() - {*own}:
+                episodes[n].heard = (self.ELSEWHERE, *told[n])
+
+
+def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
-    starts: list of (group number, state, prompt tokens).
-    max_new_tokens: of a trajectory after its prompt, the task's replies included.
+    starts: list of (group number, state, prompt tokens), of this rank.
+    sampler: a Sampler, or an object with its methods.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
-    forks: children of a trajectory at each of its first fork_turns turn boundaries.
-    replies: a `Replies`, which asks the task. Default: one without threads.
-    slots: rollouts that are decoded at a time. When one ends, the next one takes its slot.
+
+    Collective under a plan.
     """
     # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
-    share = forks**fork_turns
-    how = dict(count=share, forks_left=fork_turns)
+    share = config.forks**config.fork_turns
+    limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
     episodes = [
-        ForkingEpisode(key, number, first, state, prompt, max_new_tokens, **how)
-        for number, state, prompt in starts for first in range(0, group, share)
+        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        for number, state, prompt in starts for first in range(0, config.group, share)
     ]  # fmt: skip
-    replies = replies or Replies(task)
 
     # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
     # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
-    ended = generate(
-        model, episodes, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        ending=replies.ask, after=lambda e: e.fork(forks) if e.hear(*e.heard) else [], slots=slots,
-        branches=lambda e: e.count,
+    def after(episode):
+        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+
+    ended = sampler.generate(
+        episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+        ending=asker_of(task), after=after, slots=config.batch_rows,
+        branches=lambda episode: episode.count,
     )  # fmt: skip
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
@@ -2148,42 +2190,17 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
-def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, in `batch_rows` slots. Collective under a plan."""
-    # Ranks that decode together play the prompts of all of them. The draws are the episodes' own,
-    # and the logits are the same on all of these ranks, so they sample the same tokens.
-    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
-    # is computed identically. Pinned by
-    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
-    own = starts
-    first = 0
-    replies = Replies(task, generator)
-    if replies.shared_by is not None:
-        prompts, first = gather_replica(generator, [(number, prompt) for number, _, prompt in own])
-        starts = [(number, Replies.ELSEWHERE, prompt) for number, prompt in prompts]
-        starts[first : first + len(own)] = own
-    groups = rollout(
-        generator, task, starts, group=config.group, key=key, forks=config.forks,
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-        fork_turns=config.fork_turns, replies=replies, slots=config.batch_rows,
-    )  # fmt: skip
-    parallel.end_together(generator)
-
-    # What has been played together is distributed again: each rank goes on with its own groups.
-    return groups[first : first + len(own)]
-
-
-def evaluate(config, task, generator):
+def evaluate(config, task, sampler):
     """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
     # One rollout of each prompt, and no random draw: the key is empty.
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-    groups = play(greedy, task, generator, starts, key=())
+    groups = play(greedy, task, sampler, starts, key=())
 
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
-    (solved,) = summed([solved_here], generator.head_weight.device)
+    (solved,) = summed([solved_here], own_device())
     return solved / config.eval_prompts, groups[0][0] if groups else None
 
 
@@ -2193,7 +2210,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
     """
     trajectories = []
-    replies = Replies(task)
+    ask = asker_of(task)
     for group, state, prompt in starts:
         rng = np.random.default_rng([*key, group])
         episode = ForkingEpisode(key, group, 0, state, prompt, 0)
@@ -2205,7 +2222,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
                 episode.append(token, 0.0)
 
             # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
-            replies.ask([episode])
+            ask([episode])
             going = episode.hear(*episode.heard)
             while episode.queue:
                 episode.append(None, 0.0)
@@ -2214,7 +2231,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     return trajectories
 
 
-# 12. Batches: what a step trains on -----------------------------------------------------------
+# 14. Batches: what a step trains on -----------------------------------------------------------
 # The full version of the core's batch source: dynamic sampling, --staleness, and demonstrations as
 # the batches of the steps below 0.
 
@@ -2277,7 +2294,7 @@ def gather_groups(groups) -> list:
     return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
-def collect(config, task, generator, step):
+def collect(config, task, sampler, step):
     """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
     ranks that are trained on, in order, and metrics. Collective.
     """
@@ -2295,7 +2312,7 @@ def collect(config, task, generator, step):
         missing = config.prompts - len(kept)
         groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
-        played = play(config, task, generator, starts, key=(config.seed, step))
+        played = play(config, task, sampler, starts, key=(config.seed, step))
 
         # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over
         # ranks is the whole table on every rank, and all ranks drop the same groups.
@@ -2304,7 +2321,7 @@ def collect(config, task, generator, step):
             rollouts[group] = trajectories
             cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
             round_3PG[:, group - groups[0]] = np.array(cells).T
-        round_3PG = np.array(summed(round_3PG.tolist(), generator.head_weight.device))
+        round_3PG = np.array(summed(round_3PG.tolist(), own_device()))
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
@@ -2342,7 +2359,7 @@ def collect(config, task, generator, step):
 class RolloutQueue:
     """Samples the batches of a run, each with the weights that the schedule says.
 
-    first_step: the first step that will be trained. Below 0 a step trains on demonstrations.
+    first_step: the first step that will be trained.
     pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
     last: the last batch that will be asked for. Default: the run has no end.
     """
@@ -2353,7 +2370,7 @@ class RolloutQueue:
         self.trainer = trainer
         self.first_step = first_step
         self.pending = dict(pending or {})
-        self.next = max(0, first_step) + len(self.pending)
+        self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)
         self.idle_since = time.perf_counter()
@@ -2361,19 +2378,13 @@ class RolloutQueue:
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
+        # First all batches are sampled that these weights sample.
         self.clock.start()
-        number = self.config.demos + step
-        self.trainer.where = f"step {step}" if step >= 0 else f"supervised step {number}"
-        if step < 0:
-            return self.imitate(number)
+        self.trainer.where = f"step {step}"
         with timed(self.clock.seconds, "wait_rollout"):
-            return self.wait_for(step)
-
-    def wait_for(self, step) -> SampledBatch:
-        """Return the batch of a step, after all batches that its weights sample."""
-        while self.next <= min(step + self.config.staleness, self.last):
-            self.pending[self.next] = self.sample(self.next)
-            self.next += 1
+            while self.next <= min(step + self.config.staleness, self.last):
+                self.pending[self.next] = self.sample(self.next)
+                self.next += 1
         return self.pending.pop(step)
 
     def sample(self, number) -> SampledBatch:
@@ -2381,8 +2392,8 @@ class RolloutQueue:
         # Sampling has stood still since it or an evaluation last ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
-            generator = self.trainer.generator
-            rollouts, kept, metrics = collect(self.config, self.task, generator, number)
+            sampler = self.trainer.sampler
+            rollouts, kept, metrics = collect(self.config, self.task, sampler, number)
         self.idle_since = time.perf_counter()
 
         # All rollouts of a batch are by the same weights, so the mean age is the largest one.
@@ -2391,24 +2402,10 @@ class RolloutQueue:
         version = self.trainer.policy_version
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
-    def imitate(self, number) -> SampledBatch:
-        """Return the demonstrations of a supervised step: one minibatch, as many as rollouts."""
-        # What they are depends on (seed, step, number) alone, like everything that is drawn.
-        c = self.config
-        groups = list(range(c.prompts * c.group))
-        first = number * len(groups)
-        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
-        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
-        return SampledBatch({t.group: [t] for t in played}, groups, 1)
-
     def evaluate(self, step):
-        """`evaluate` the weights after a step. Collective."""
-        # A curve needs a start, on the prompts of all later evaluations: the weights after step -1,
-        # with which the loop begins. Earlier ones are not evaluated.
-        if step < -1:
-            return None
+        """`evaluate` the weights after a step: -1 are those with which the loop begins."""
         with timed(self.clock.seconds, "eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.generator)
+            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
         self.idle_since = time.perf_counter()
         return solved
 
@@ -2417,12 +2414,45 @@ class RolloutQueue:
         return [{"batch": n} | self.pending[n].to_json() for n in sorted(self.pending)]
 
 
+class Demonstrations:
+    """The batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
+
+    first_step: the first of them that is to do.
+    """
+
+    def __init__(self, config, task, trainer, first_step):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.first_step = first_step
+        self.clock = StepClock(trainer.device)
+
+    def get(self, step) -> SampledBatch:
+        """Return demonstrations, one minibatch of as many as a step has rollouts. Collective."""
+        # What they are depends on (seed, step, number) alone, like everything that is drawn.
+        c = self.config
+        number = c.demos + step
+        self.clock.start()
+        self.trainer.where = f"supervised step {number}"
+        groups = list(range(c.prompts * c.group))
+        first = number * len(groups)
+        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
+        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
+        return SampledBatch({t.group: [t] for t in played}, groups, 1)
+
+    def evaluate(self, step):
+        """Return None: the weights with which the loop begins are the first to be evaluated."""
+
+    def stored(self) -> list:
+        return []
+
+
 def pending_batches(config, trainer, path, state) -> dict:
     """Return {number: SampledBatch} of a checkpoint's pending batches. state: its JSON values."""
     # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
     step = state["step"]
     expected = list(range(step, step + config.staleness)) if step else []
-    vocab_size = trainer.generator.config.vocab_size
+    vocab_size = trainer.shape.vocab_size
     try:
         # A checkpoint of another staleness, or one that somebody has edited, is named as such.
         stored = state.get("pending", [])
@@ -2478,7 +2508,7 @@ def timed(seconds, phase):
     seconds[f"seconds/{phase}"] = time.perf_counter() - start
 
 
-# 14. A batch on many ranks: precisions, plans, and attention of rows --------------------------
+# 15. A batch on many ranks: precisions, plans, and attention of rows --------------------------
 # What the Trainer is made of: which plan and which precision a model has, its first weights, its
 # optimizer, the loads of its experts. Skip it if you only want to know what a step computes.
 
@@ -2503,11 +2533,8 @@ def plans_of(config) -> Plans:
     return Plans(own, trainer)
 
 
-def device_of(model):
-    """Return where a model is, or where this rank will allocate a model on the meta device."""
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
+def own_device():
+    """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -2640,7 +2667,7 @@ class ExpertLoads:
             models.update_router_bias(stage, counts)
 
 
-# 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
+# 16. Trees: forked rollouts, and prefixes that are run once -----------------------------------
 # Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
 # prefixes at the cost of their distinct tokens (--tree). Skip it without those flags, but for
 # `RowBatches`, which trains without a tree.
@@ -2779,7 +2806,7 @@ class ChunkBatches(TreeBatches):
 BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
-# 16. The trainer: policy, optimizer and generator ---------------------------------------------
+# 17. The trainer: policy, optimizer and generator ---------------------------------------------
 class Trainer:
     """Hold policy, optimizer and generator, and offer the few calls that a training loop needs.
 
@@ -2795,7 +2822,8 @@ class Trainer:
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer. It samples. Its weights come with the first push.
+        generator: Transformer, or an object with the methods of a Sampler. It samples. Its weights
+            come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """
@@ -2804,7 +2832,10 @@ class Trainer:
         self.where = "starting"  # how far the run is, in words
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = device_of(model)
+        first = next(model.parameters())
+        self.device = own_device() if first.is_meta else first.device
+        self.shape = model.config
+        self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
@@ -2821,10 +2852,12 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
-        # A generator that has memory stays as it is: a whole copy.
-        self.generator = generator
-        if generator is not None and next(generator.parameters()).is_meta:
-            shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+        # A model that has memory stays as it is: a whole copy.
+        self.sampler = generator
+        if isinstance(generator, Transformer):
+            self.sampler = Sampler(generator)
+            if next(generator.parameters()).is_meta:
+                shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
         self.reference = None if reference is None else self.shard_model(reference)
         self.teacher = teacher
         if teacher is not None:
@@ -3067,9 +3100,8 @@ class Trainer:
         return text
 
     def push_weights(self) -> int:
-        """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # What the two models hold in one memory needs no copy: see `shard_generator`.
-        copy_weights(self.model, self.generator, self.optimizer)
+        """Give the sampler the weights of now; return their version. Collective."""
+        self.sampler.push(self.model, self.optimizer, self.policy_version)
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:
@@ -3085,7 +3117,7 @@ class Trainer:
         return state
 
 
-# 17. Tasks from files -------------------------------------------------------------------------
+# 18. Tasks from files -------------------------------------------------------------------------
 # What a task must have, how a task of --task is made, and how its errors are told. If you only use
 # `guess`, skip this section.
 
@@ -3220,7 +3252,7 @@ def make_task(config) -> Task:
     return task
 
 
-# 18. The run: models, and what is refused -----------------------------------------------------
+# 19. The run: models, and what is refused -----------------------------------------------------
 # What a run is made of: the shapes and models that its settings ask for, and what is refused before
 # a directory is touched. If you only want the algorithm, skip this section.
 
@@ -3371,9 +3403,212 @@ def require_room(config, task, positions):
             )
 
 
-# 19. The run: resume, save, log ---------------------------------------------------------------
+# 20. The run: resume, save, log ---------------------------------------------------------------
 # What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
+
+
+def warn(text):
+    """Print one line on standard error, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr)
+
+
+def say(text):
+    """Print one line above the bar, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        tqdm.write(text)
+
+
+class Interrupted(Exception):
+    """A signal, its number, has ended the loop, after the step in which it was seen."""
+
+
+def run(config, task, trainer, out) -> int:
+    """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
+    began = time.perf_counter()
+    stop = Stop()
+    with parallel.naming_lost_ranks(lambda: trainer.where, advice_of(out)):
+        first_step, origin, pending = restore(config, trainer, out)
+        introduce(config, task, trainer, out, first_step, origin)
+        # A generator has no weights before the first push.
+        trainer.push_weights()
+        try:
+            if first_step < 0:
+                source = Demonstrations(config, task, trainer, first_step)
+                checkpointer = Checkpointer(config, trainer, source, out, stop)
+                log = DemoLog(config, trainer, source, out)
+                logs = Logs(log, checkpointer)
+                train(dataclasses.replace(config, steps=0), source, trainer, logs)
+                log.bar.close()  # the table and its bar stay on the screen
+
+                # The loop begins with its own reference and optimizer. The second moments of a
+                # converged supervised fit are tiny: kept, they would make the first
+                # policy-gradient steps ten times too long.
+                trainer.optimizer.state.clear()
+                write_reference(out, trainer)
+                checkpointer.save(0)
+
+            queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
+            log = Log(config, trainer, queue, out)
+            if first_step <= 0:
+                log.before(queue.evaluate(-1))
+            rollouts = RolloutLog(config, task, queue, out)
+            samples = SampleLog(task, queue, out)
+            checkpointer = Checkpointer(config, trainer, queue, out, stop)
+            logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
+            solved = train(config, queue, trainer, logs)
+        except Interrupted as interrupted:
+            return 128 + interrupted.args[0]
+
+        if solved is None:  # resumed at its last step
+            solved = queue.evaluate(config.steps - 1)
+        log.bar.close()
+        export(config, task, out)
+        samples.end()
+        seconds = time.perf_counter() - began
+        say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+        return 0
+
+
+def advice_of(out) -> str:
+    """Return how to go on with a run, for errors and signals."""
+    return f"go on with --resume --out {out}"
+
+
+def introduce(config, task, trainer, out, first_step, origin):
+    """Say in three lines what is trained, how and where; cut files back to where it goes on."""
+    # All settings are in config.json.
+    c = config
+    world = dist.get_world_size()
+    if first_step < 0:
+        origin += f", first {-first_step} supervised steps"
+    dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
+    say(f"{c.task}: {trainer.size:,} parameters, {origin}")
+    say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+        f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
+        f"{trainer.device.type}, {dtype}")  # fmt: skip
+    say(f"out {out}: `plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes on")
+    if getattr(task, "note", ""):  # what a task has decided, such as a template
+        say(task.note)
+
+    # Lines after the checkpoint belong to steps that are now done again.
+    files = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
+    firsts = dict.fromkeys(files, max(0, first_step))
+    if c.demos:
+        firsts["demos.jsonl"] = c.demos + min(0, first_step)
+    for name, step in firsts.items():
+        if dist.get_rank() == 0:
+            with writing(Path(out, name), advice_of(out)):
+                cut_lines(Path(out, name), step)
+
+
+def restore(config, trainer, out):
+    """Bring a trainer to where its run goes on. Return the first step that is to do, where the
+    weights come from in words, and the pending batches. Collective.
+
+    Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
+    of their own, which count from 0. When they are done, step-00000000 takes the place of these.
+    """
+    # The newest checkpoint of the loop, then of the supervised steps, then the very beginning.
+    if config.resume:
+        path, state = read_newest(out, trainer.load_checkpoint)
+        if path:
+            pending = pending_batches(config, trainer, path, state)
+            read_reference(out, trainer)
+            return state["step"], f"the weights of {path}", pending
+        path, state = read_newest(out, trainer.load_checkpoint, "demos")
+        if path:
+            return state["step"] - config.demos, f"the weights of {path}", {}
+    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
+    if config.resume:
+        origin += f" (no checkpoint in {out} yet)"
+    if not config.demos:
+        write_reference(out, trainer)
+    return -config.demos, origin, {}
+
+
+class Logs:
+    """Tell several objects of each step, in their order. The loop has one log."""
+
+    def __init__(self, *logs):
+        self.logs = logs
+
+    def step(self, *done):
+        for log in self.logs:
+            log.step(*done)
+
+
+class Checkpointer:
+    """Save a run after each step in which that is due, and end it after a signal."""
+
+    def __init__(self, config, trainer, source, out, stop):
+        self.config = config
+        self.trainer = trainer
+        self.source = source
+        self.out = str(out)
+        self.stop = stop
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Save after a step if that is due. Collective."""
+        # After the last supervised step the run saves, once the optimizer begins anew.
+        if step != -1:
+            self.save(step + 1)
+
+    def save(self, step):
+        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
+        # A signal is looked at between two steps, by all ranks together: they save the same step.
+        # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
+        c = self.config
+        signalled = self.stop.agreed(self.trainer.device)
+        kind = "demos" if step < 0 else "step"
+        done = step if step >= 0 else c.demos + step
+        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+        if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
+            return
+
+        state = f"saved after {step} steps"
+        if step <= 0:
+            state = f"saved after {c.demos + step} supervised steps"
+        saved = self.write(kind, done)
+        if not saved:
+            out = self.out
+            newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
+            state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
+        if is_last and not saved:
+            raise FloatingPointError(
+                f"the run ends in steps that were skipped for a non-finite gradient, so its last "
+                f"state is not saved; {state}"
+            )
+        if signalled and step < c.steps:
+            say(f"{signal.Signals(signalled).name}: {state}; {advice_of(self.out)}")
+            raise Interrupted(signalled)
+
+    def write(self, kind, step) -> bool:
+        """Write a checkpoint and delete what it supersedes. False if nothing was written."""
+        # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
+        # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
+        # memory.
+        out = self.out
+        if self.trainer.skipped_in_a_row:
+            return False
+        difference = parallel.replica_difference(self.trainer.model, self.trainer.optimizer)
+        if difference:
+            raise FloatingPointError(
+                f"{difference}; nothing is saved: look at that rank's memory, and {advice_of(out)}"
+            )
+        pending = self.source.stored()
+        extra = {"pending": pending} if pending else {}
+        self.trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
+
+        # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
+        def outdated():
+            finished = parallel.checkpoints(out, "demos") if kind == "step" else []
+            return parallel.superseded(out, step, self.config.keep, kind) + finished
+
+        for old in agree(outdated):
+            shutil.rmtree(old, ignore_errors=True)
+        return True
 
 
 def step_metrics(trainer, batch, metrics, updates, step) -> dict:
@@ -3410,319 +3645,172 @@ def do_step(config, source, trainer, step) -> dict:
     return found
 
 
-def warn(text):
-    """Print one line on standard error, on rank 0 alone."""
-    if dist.get_rank() == 0:
-        print(text, file=sys.stderr)
-
-
-def say(text):
-    """Print one line above the bar, on rank 0 alone."""
-    if dist.get_rank() == 0:
-        tqdm.write(text)
-
-
-class Interrupted(Exception):
-    """A signal, its number, has ended the loop, after the step in which it was seen."""
-
-
-def run(config, task, trainer, out) -> int:
-    """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
-    log = Log(config, out, task)
-    stop = Stop()
-    with parallel.naming_lost_ranks(lambda: trainer.where, log.advice):
-        first_step, origin, pending = restore(config, trainer, out)
-        queue = RolloutQueue(config, task, trainer, first_step, pending)
-        log.begin(trainer, queue, stop, origin)
-        # A generator has no weights before the first push.
-        trainer.push_weights()
-        if first_step == 0:
-            log.before(queue.evaluate(-1))
-        try:
-            solved = train(config, queue, trainer, log)
-        except Interrupted as interrupted:
-            return 128 + interrupted.args[0]
-
-        if solved is None:  # resumed at its last step
-            solved = queue.evaluate(config.steps - 1)
-        if config.router_bias_rate:
-            say(f"{out}/hf is not written: its format has no --router-bias-rate")
-        else:
-            export(config, task, trainer.generator, out)
-        log.end(solved)
-        return 0
-
-
-def restore(config, trainer, out):
-    """Bring a trainer to where its run goes on. Return the first step that is to do, where the
-    weights come from in words, and the pending batches. Collective.
-
-    Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
-    of their own, which count from 0. When they are done, step-00000000 takes the place of these.
-    """
-    # The newest checkpoint of the loop, then of the supervised steps, then the very beginning.
-    if config.resume:
-        path, state = read_newest(out, trainer.load_checkpoint)
-        if path:
-            pending = pending_batches(config, trainer, path, state)
-            read_reference(out, trainer)
-            return state["step"], f"the weights of {path}", pending
-        path, state = read_newest(out, trainer.load_checkpoint, "demos")
-        if path:
-            return state["step"] - config.demos, f"the weights of {path}", {}
-    origin = f"the weights of {config.model}" if config.model else f"random of seed {config.seed}"
-    if config.resume:
-        origin += f" (no checkpoint in {out} yet)"
-    if not config.demos:
-        write_reference(out, trainer)
-    return -config.demos, origin, {}
-
-
-def save(config, trainer, out, step, kind="step", pending=()) -> bool:
-    """Write a step's checkpoint and delete what it supersedes. False if nothing was written."""
-    # A run whose last gradients were not finite is about to go wrong. Its checkpoints would push
-    # the good ones out. Nothing but this comparison sees a bit that flipped in one rank's memory.
-    if trainer.skipped_in_a_row:
-        return False
-    difference = parallel.replica_difference(trainer.model, trainer.optimizer)
-    if difference:
-        raise FloatingPointError(
-            f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
-            f"--out {out}"
-        )
-    extra = {"pending": pending} if pending else {}
-    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
-
-    # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
-    def outdated():
-        finished = parallel.checkpoints(out, "demos") if kind == "step" else []
-        return parallel.superseded(out, step, config.keep, kind) + finished
-
-    for old in agree(outdated):
-        shutil.rmtree(old, ignore_errors=True)
-    return True
-
-
 class Log:
-    """Prints and writes what a step has done, on rank 0; saves the run, on all ranks."""
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0."""
 
+    FILE = "metrics.jsonl"
+    PREFIX = ""  # of TensorBoard's names
     COLUMNS = dict(
         reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
         entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
     )  # fmt: skip
-    DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+    EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
 
-    # A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
-    # whatever --aggregation says of the loop.
-    DEMO_METRICS = (
-        "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
-        "tokens/trained_flat", "policy_version", "updates/skipped", "seconds/total",
-    )  # fmt: skip
-    EVERY = 5  # steps between lines of the table
-    IDLE = 3  # steps in a row with nothing to learn from, after which the run warns
-
-    def __init__(self, config, out, task):
+    def __init__(self, config, trainer, source, out):
         self.config = config
+        self.trainer = trainer
+        self.source = source
         self.out = Path(out)
-        self.task = task
         self.on = dist.get_rank() == 0
-        self.started = time.perf_counter()
         self.solved_before = None  # known in the process that does step 0
-        self.idle = 0  # steps in a row with nothing to learn from, up to now
         self.events = None
-        self.text = None
-        self.bar = None
-        self.advice = f"go on with --resume --out {out}"
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(out)
+        say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
+        total, done = self.progress()
+        self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
 
-    def begin(self, trainer, queue, stop, origin):
-        """Say in three lines what is trained, how and where; cut files back to where it goes on."""
-        self.trainer = trainer
-        self.queue = queue
-        self.stop = stop
-        if not self.on:
-            return
-        # All settings are in config.json.
-        c = self.config
-        first = queue.first_step
-        if first < 0:
-            origin += f", first {-first} supervised steps"
-        count = sum(p.numel() for p in trainer.generator.parameters())
-        world = dist.get_world_size()
-        plan = c.plan or f"d{world}"
-        dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
-        say(f"{c.task}: {count:,} parameters, {origin}")
-        say(f"from step {max(0, first)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
-            f"{world} rank(s), plan {plan}, {c.data_parallel}, {trainer.device.type}, {dtype}")
-        say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out {self.out} "
-            f"goes on")
-        if getattr(self.task, "note", ""):  # what a task has decided, such as a template
-            say(self.task.note)
-
-        # Lines after the checkpoint belong to steps that are now done again.
-        firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first))
-        if c.demos:
-            firsts["demos.jsonl"] = c.demos + min(0, first)
-        for name, step in firsts.items():
-            with writing(self.out / name, self.advice):
-                cut_lines(self.out / name, step)
-        self.begin_table(first)
-
-    def begin_table(self, step):
-        """Print the head of the table of supervised steps, or of the loop, and begin its bar."""
-        if self.bar:  # the table of the supervised steps and its bar stay on the screen
-            self.bar.close()
-        demos = self.config.demos if step < 0 else 0
-        self.columns = self.DEMO_COLUMNS if step < 0 else self.COLUMNS
-        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
-        total = demos or self.config.steps
-        self.bar = tqdm(total=total, initial=demos + step, disable=None, unit="step")
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Write a step's lines, and its checkpoint if due. Raise Interrupted after a signal."""
-        seconds = self.queue.clock.read()
-        if step < 0:
-            if not updates:
-                raise ValueError(f"{self.trainer.where}: the demonstrations hold no token to learn")
-            # The evaluation before step 0 belongs to no supervised step.
-            seconds["seconds/total"] -= seconds.get("seconds/eval", 0.0)
-            metrics = updates[0] | {"updates/skipped": self.trainer.skipped} | seconds
-            metrics = {name: metrics[name] for name in self.DEMO_METRICS}
-            progress = f"loss {metrics['loss/token_mean']:.3f}"
-            if self.on:
-                number = self.config.demos + step
-                self.advance("demos.jsonl", number, metrics, progress, is_shown=step == -1)
-        else:
-            self.rollouts(step, batch)
-            metrics = step_metrics(self.trainer, batch, metrics, updates, step)
-            if evaluates(self.config, step):
-                metrics["eval/solved"] = solved
-            self.line(step, metrics | seconds)
-
-        # A signal is looked at between two steps, by all ranks together: they save the same step.
-        # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
-        self.save(step + 1, self.stop.agreed(self.trainer.device))
-        if step == -1:
-            if self.on:
-                self.begin_table(0)
-            self.before(solved)
+    def progress(self):
+        """Return the number of steps of the run, and of those that are done."""
+        return self.config.steps, self.source.first_step
 
     def before(self, solved):
         """Print the row before the loop: what the weights solve with which the loop begins."""
         self.solved_before = solved
-        if self.on:
-            self.row("before", {"eval/solved": solved})
+        self.row("before", {"eval/solved": solved})
 
-    def save(self, step, signalled):
-        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
-        c = self.config
-        kind = "demos" if step < 0 else "step"
-        done = step if step >= 0 else c.demos + step
-        is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the line of a step. Collective."""
+        seconds = self.source.clock.read()
+        line = step_metrics(self.trainer, batch, metrics, updates, step) | seconds
         if step == 0:
-            # The second moments of a converged supervised fit are tiny: kept, they would make the
-            # first policy-gradient steps ten times too long. The reference is written before the
-            # checkpoint that a resume needs it for.
-            self.trainer.optimizer.state.clear()
-            write_reference(self.out, self.trainer)
-        if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
-            return
+            line["eval/solved_before"] = self.solved_before
+        if solved is not None:
+            line["eval/solved"] = solved
+        self.write(step, line, f"reward {line['reward/mean']:.3f}", solved is not None)
 
-        out = str(self.out)
-        state = f"saved after {done if step > 0 else c.demos + step} steps"
-        if step <= 0:
-            state = state.replace("steps", "supervised steps")
-        saved = save(c, self.trainer, out, done, kind, self.queue.stored())
-        if not saved:
-            newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
-            state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
-        if is_last and not saved:
-            raise FloatingPointError(
-                f"the run ends in steps that were skipped for a non-finite gradient, so its last "
-                f"state is not saved; {state}"
-            )
-        if signalled and step < c.steps:
-            say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
-            raise Interrupted(signalled)
-
-    def row(self, label, metrics):
-        """Print a line of the table. It has one now and then, and the files one for each step."""
-        shown = [metrics.get(name) for name in self.columns.values()]
-        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
-        if "seconds/total" in metrics:
-            tokens = metrics.get("tokens/generated", 0) + metrics["tokens/trained_flat"]
-            cells.append(f"{tokens / metrics['seconds/total']:10.0f}")
-        say(f"{label:>6}{''.join(cells)}".rstrip())
-
-    def advance(self, name, step, metrics, progress, is_shown):
-        """Write a step's line to the file `name`, and move the bar on. is_shown: in the table."""
-        self.write(name, {"step": step} | metrics)
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
-        # TensorBoard has both tables in one run, under names of their own.
-        prefix = "demos/" if name == "demos.jsonl" else ""
-        if self.events:
-            for key, value in metrics.items():
-                self.events.add_scalar(prefix + key, value, step)
-        if is_shown or step % self.EVERY == 0:
-            self.row(step, metrics)
-
-    def line(self, step, metrics):
-        """Write a step's line, and after an evaluation one of its rollouts."""
+    def write(self, step, line, progress, is_shown):
+        """Write a line, move the bar on, and print a row now and then. is_shown: this time too."""
         if not self.on:
             return
-        # An evaluation leaves a rollout to read. Its text is printed again at the end of the run.
-        is_evaluated = "eval/solved" in metrics
-        shown = self.queue.shown
-        if is_evaluated and shown:
-            with asking(self.task):
-                self.text = self.task.show(shown.tokens)
-            sample = {"step": step, "reward": shown.reward, "text": self.text}
-            self.write("samples.jsonl", sample)
-        if step == 0:
-            metrics = {"eval/solved_before": self.solved_before} | metrics
-        progress = f"reward {metrics['reward/mean']:.3f}"
-        self.advance("metrics.jsonl", step, metrics, progress, is_evaluated)
-        self.warn_if_idle(step, metrics)
+        names = itertools.chain(*((f"{name}_first", name) for name in METRICS))
+        line = {"step": step} | {name: line[name] for name in names if name in line}
+        append_lines(self.out / self.FILE, [line])
+        self.bar.set_postfix_str(progress, refresh=False)
+        self.bar.update()
+        if self.events:
+            for name, value in line.items():
+                self.events.add_scalar(self.PREFIX + name, value, step)
+        if is_shown or step % self.EVERY == 0:
+            self.row(step, line)
 
-    def warn_if_idle(self, step, metrics):
-        """Say it once if some steps in a row had no two rewards to compare."""
-        learns = self.config.advantage in ("teacher", "none")
-        is_idle = metrics["reward/groups_equal"] == 1 and not learns
+    def row(self, label, line):
+        """Print a row of the table."""
+        shown = [line.get(name) for name in self.COLUMNS.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in line:
+            tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
+            cells.append(f"{tokens / line['seconds/total']:10.0f}")
+        say(f"{label:>6}{''.join(cells)}".rstrip())
+
+
+class DemoLog(Log):
+    """The Log of the supervised steps: demos.jsonl, which counts them from 0."""
+
+    FILE = "demos.jsonl"
+    PREFIX = "demos/"
+    COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+
+    # Here loss/token_mean is the mean negative log-likelihood of a token, whatever --aggregation
+    # says of the loop.
+    METRICS = (
+        "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
+        "tokens/trained_flat", "policy_version", "updates/skipped", "seconds/total",
+    )  # fmt: skip
+
+    def progress(self):
+        return self.config.demos, self.config.demos + self.source.first_step
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write a step's line. Collective."""
+        if not updates:
+            raise ValueError(f"{self.trainer.where}: the demonstrations hold no token to learn")
+        found = updates[0] | {"updates/skipped": self.trainer.skipped} | self.source.clock.read()
+        line = {name: found[name] for name in self.METRICS}
+        number = self.config.demos + step
+        self.write(number, line, f"loss {line['loss/token_mean']:.3f}", is_shown=step == -1)
+
+
+class SampleLog:
+    """Write a rollout of each evaluation to samples.jsonl, and print the last one in the end."""
+
+    def __init__(self, task, source, out):
+        self.task = task
+        self.source = source
+        self.path = Path(out) / "samples.jsonl"
+        self.text = None
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the rollout that the evaluation after a step has left to read."""
+        shown = self.source.shown
+        if dist.get_rank() != 0 or solved is None or shown is None:
+            return
+        with asking(self.task):
+            self.text = self.task.show(shown.tokens)
+        append_lines(self.path, [{"step": step, "reward": shown.reward, "text": self.text}])
+
+    def end(self):
+        """Print the last one. A run that was resumed at its last step has none."""
+        if self.text is not None:
+            say(f"sample: {self.text}")
+
+
+class IdleWarning:
+    """Say it once if some steps in a row had no two rewards to compare."""
+
+    STEPS = 3
+
+    def __init__(self, config):
+        self.learns = config.advantage in ("teacher", "none")  # from equal rewards too
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Count the steps without two rewards to compare."""
+        is_idle = batch.metrics["reward/groups_equal"] == 1 and not self.learns
         self.idle = self.idle + 1 if is_idle else 0
-        if self.idle != self.IDLE:
+        if self.idle != self.STEPS:
             return
         # What helps depends on which reward it is that all of them have.
         text = "in each group all rewards are equal, so nothing is learned: raise --group"
-        if metrics["reward/groups_none"] == 1:
+        if batch.metrics["reward/groups_none"] == 1:
             text = ("no rollout is solved and no reward is better than another in its group, so "
                     "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
                     "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
-        if metrics["reward/groups_all"] == 1:
+        if batch.metrics["reward/groups_all"] == 1:
             text = ("every rollout is solved, so nothing more is learned: stop here, or give "
                     "harder prompts")  # fmt: skip
-        warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
+        warn(f"warning: steps {step - self.STEPS + 1} to {step}: {text}")
 
-    def write(self, name, *lines):
-        """Append lines of JSON to a file of the run."""
-        with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
-            for line in lines:
-                for key, value in line.items():
-                    if isinstance(value, float) and not math.isfinite(value):
-                        line = line | {key: None}  # JSON has no NaN
-                file.write(json.dumps(line) + "\n")
 
-    def rollouts(self, step, batch):
-        """Write rollouts.jsonl for the steps that `--log-rollouts` says. Collective."""
+class RolloutLog:
+    """Write rollouts.jsonl for the steps that --log-rollouts says."""
+
+    def __init__(self, config, task, source, out):
+        self.config = config
+        self.task = task
+        self.source = source
+        self.path = Path(out) / "rollouts.jsonl"
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the rollouts of a step. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
         # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
         # group.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step == 0 or sampled_at == max(0, self.queue.first_step)
+        whole = step == 0 or sampled_at == self.source.first_step
         if c.save_every and sampled_at >= 0:
             whole = whole or sampled_at % c.save_every == 0
         whole = whole or c.log_rollouts == "all"
@@ -3737,17 +3825,7 @@ class Log:
         # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
-            self.write("rollouts.jsonl", *lines)
-
-    def end(self, solved):
-        """Say how the run ended. solved: in its last evaluation."""
-        if not self.on:
-            return
-        self.bar.close()
-        if self.text is not None:  # a run that was resumed at its last step has played nothing
-            say(f"sample: {self.text}")
-        seconds = time.perf_counter() - self.started
-        say(f"eval/solved {solved:.3f} after {self.config.steps} steps, {seconds:.0f} s")
+            append_lines(self.path, lines)
 
 
 def rollout_line(task, step, number, t) -> dict:
@@ -3761,34 +3839,34 @@ def rollout_line(task, step, number, t) -> dict:
     return line
 
 
-def export(config, task, generator, out):
-    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective.
+def append_lines(path, lines):
+    """Append lines of JSON to a file of a run. JSON has no NaN: such a number becomes null."""
+    with writing(path, advice_of(path.parent)), path.open("a") as file:
+        for line in lines:
+            for key, value in line.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    line = line | {key: None}
+            file.write(json.dumps(line) + "\n")
 
-    The weights are the generator's, in its own dtype; in mixed precision the masters.
-    """
+
+def export(config, task, out):
+    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective."""
     # Only this needs the package, and the run is over: its checkpoint holds the weights.
     directory = f"{out}/hf"
-    advice = f"go on with --resume --out {out}"
+    if config.router_bias_rate:
+        say(f"{directory} is not written: its format has no --router-bias-rate")
+        return
     if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
         say(f"{directory} not written: pip install safetensors, and then "
             f"python train_grpo.py export {out} {directory}")  # fmt: skip
         return
 
-    # Every rank gives its parts of a split generator, one tensor at a time, and rank 0 writes them.
-    # Rank 0 does the rest. The masters, which are finer than the generator, are in the last
-    # checkpoint.
-    split = any(place.cuts for place in part_of(generator).places.values())
-    if split and not config.is_mixed:
-        agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
-        with writing(directory, advice):
-            models.save_hf(generator, beside(directory))
-        generator = None
-
+    # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
+    # masters, which are finer.
     def write():
-        model = generator
-        if config.is_mixed:
-            model = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
-        with writing(directory, advice):
+        dtype = config.dtype if config.is_mixed else config.rollout_dtype
+        model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
+        with writing(directory, advice_of(out)):
             write_hf(model, directory, config.model)
 
     agree(write)
@@ -3797,14 +3875,12 @@ def export(config, task, generator, out):
 def write_hf(model, directory, source):
     """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
 
-    model: None if weights and config are `beside` the directory already.
     source: the --model directory whose text files are copied, or "".
     """
     partial = beside(directory)
     try:
-        if model is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-            models.save_hf(model, partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        models.save_hf(model, partial)
         if source and not Path(source).is_dir():
             raise FileNotFoundError(f"the text files of --model {source} are gone")
         if source:
@@ -3919,7 +3995,7 @@ def cut_lines(path, step):
     partial.replace(path)
 
 
-# 20. Curves -----------------------------------------------------------------------------------
+# 21. Curves -----------------------------------------------------------------------------------
 # `train_grpo.py plot`: a picture of what runs wrote to metrics.jsonl. If you draw by other means,
 # skip this section.
 
@@ -3955,7 +4031,7 @@ def plot(argv) -> int:
     return 0
 
 
-# 21. A run, read by one process ---------------------------------------------------------------
+# 22. A run, read by one process ---------------------------------------------------------------
 # What `audit` and the commands of text.py need to read a run. If you only train, skip it.
 
 
@@ -3997,7 +4073,7 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# 22. Commands: the run's directory, main ------------------------------------------------------
+# 23. Commands: the run's directory, main ------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. If you only run
 # the file, skip this section.
 

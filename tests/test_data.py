@@ -211,8 +211,9 @@ def test_a_conversation_is_played_in_the_template_and_rewarded_at_its_end(
     script = [*first, *[5] * (last - len(first)), *row[last:]]  # what it says meanwhile is lost
 
     start = [(0, (line, ()), line.prompt)]
-    options = dict(group=1, max_new_tokens=60, temperature=0, key=(0, 0))
-    [[t]] = train_grpo.rollout(Script(script, vocab=task.vocab_size), task, start, **options)
+    config = Config(group=1, max_new_tokens=60, temperature=0)
+    sampler = train_grpo.Sampler(Script(script, vocab=task.vocab_size))
+    [[t]] = train_grpo.play(config, task, sampler, start, key=(0, 0))
     sampled = [*range(len(prompt), len(first)), *range(last, len(row))]
     assert (t.tokens, t.truncated) == (row, False)
     assert t.turn_rewards == [(len(first) - 2, 0.0), (len(row) - 2, 1.0)]

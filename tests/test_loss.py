@@ -452,7 +452,7 @@ def test_a_push_copies_in_the_generators_dtype_or_shares_memory(process_group, d
     put_gradients(trainer)
     trainer.optim_step()
     assert trainer.push_weights() == 1
-    for p, q in zip(trainer.model.parameters(), trainer.generator.parameters(), strict=True):
+    for p, q in zip(trainer.model.parameters(), trainer.sampler.model.parameters(), strict=True):
         assert q.dtype == getattr(torch, dtype) and q.equal(p.to(q.dtype)) and q.any()
         assert p.is_set_to(q) == (dtype == "float64")
 
@@ -462,7 +462,7 @@ def test_a_generator_that_has_memory_stays_a_copy(process_group):
     model, generator, _ = build(config, make_task(config))
     own = generator.to_empty(device="cpu").head_weight
     trainer = Trainer(config, model, generator=generator)
-    assert trainer.generator.head_weight is own and not own.is_set_to(trainer.model.head_weight)
+    assert trainer.sampler.model.head_weight is own and not own.is_set_to(trainer.model.head_weight)
 
 
 @pytest.mark.parametrize("decay", CHOICES["lr_decay"])
@@ -517,7 +517,7 @@ def critic(**changes):
     trainer = Trainer(config, model, generator=generator)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(1))
     trainer.push_weights()
-    mine, kept, _ = collect(config, task, generator, 0)
+    mine, kept, _ = collect(config, task, trainer.sampler, 0)
     rng = np.random.default_rng(0)
     for t in (t for group in mine.values() for t in group):  # a random policy earns next to nothing
         turns = np.flatnonzero(t.mask)[::2] if not t.truncated else []

@@ -335,7 +335,7 @@ def _pushed(rank, more, generator_dtype):
     trainer = train_grpo.Trainer(config, model, generator=generator)
     weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
     trainer.push_weights()
-    pushed = dict(trainer.generator.named_parameters())
+    pushed = dict(trainer.sampler.model.named_parameters())
     dtype = getattr(torch, generator_dtype)
     # Both are gathered, one tensor after the other on all ranks.
     equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]

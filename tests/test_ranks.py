@@ -30,7 +30,7 @@ from conftest import LOOKUP, ROOT, batch_of, shortened
 import parallel
 import train_grpo
 from parallel import full
-from train_grpo import Trainer, build, make_task, parse_config, rollout
+from train_grpo import Trainer, build, make_task, parse_config, play
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
@@ -270,8 +270,7 @@ def _trainer(flags, seed=0):
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
-    play = dict(group=config.group, max_new_tokens=16, temperature=1.0, key=(seed, 0))
-    groups = rollout(generator, task, starts, **play)
+    groups = play(config, task, trainer.sampler, starts, key=(seed, 0))
     for n, trajectory in enumerate(t for group in groups for t in group):
         trajectory.reward = n % 7 / 7
     trainer.prepare(batch_of(groups))

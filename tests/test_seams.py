@@ -26,10 +26,10 @@ def run(tmp_path, monkeypatch, capsys):
 
 def test_an_objective_with_a_constant_of_its_own(run, monkeypatch):
     def halved(c, d_N, A_N, lp_N, mean_of_sequence, share=0.5):
-        return -share * A_N * lp_N, d_N > c.clip_high
+        return -share * lp_N, d_N > c.clip_high
 
     monkeypatch.setitem(train_grpo.OBJECTIVES, "halved", halved)
-    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1 --advantage gae")
+    (first, _) = run("--objective halved --clip-high 0.01 --minibatches 1")
     assert first["loss/policy_token_mean"] != 0 and first["ratio/clipped_fraction"] == 0
 
 
@@ -57,3 +57,20 @@ def test_a_metric_of_tokens(run, monkeypatch, capsys):
         train_grpo.main(["--help"])
     out = capsys.readouterr().out
     assert "ratio/square                squared log-ratio; mean of updates" in out
+
+
+def test_a_sampler(run, monkeypatch):
+    class Guesses:
+        def push(self, model, optimizer, version):
+            self.version = version
+
+        def generate(self, rows, *, end, ending, after, **how):
+            for row in rows:
+                row.append(self.version % 3, -1.0), row.append(end[0], -1.0)
+            ending(rows)
+            return [row for row in rows if not after(row)]
+
+    build = train_grpo.build
+    monkeypatch.setattr(train_grpo, "build", lambda *made: (build(*made)[0], Guesses(), None))
+    lines = run("--turns 1 --prompts 3")
+    assert [line["reward/solved"] for line in lines] == [1 / 3, 1 / 3]
