@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import LOOKUP, ROOT, shortened
+from oracles import LiveBytes
 from test_ranks import as_script
 from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
 from test_run import GET, _main, begin, contents, end, flip_a_bit, good, killed
@@ -330,6 +331,49 @@ def test_the_page_stands_alone(honest, tmp_path, audit_of):
     assert sum("shared" in kinds for kinds, *_ in shown) > 7
     assert text.count("clipped</div>") + text.count("clipped\n") == sum(
         "clips" in kinds for kinds, *_ in shown)  # fmt: skip
+
+
+def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
+    run = copied()
+    assert main(["audit", str(run), "--step", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^(\d+) of \1 numbers are within what rounding explains; nearest", out, re.M)
+    assert not rows_of(out) and "rollout 0" not in out and out.endswith("audit of step 2: ok\n")
+    said = r"32 rollouts of \d+ tokens, .*: about 0.\d minutes and 0.4 GB of memory\n"
+    assert re.fullmatch(said, err)
+    edit_line(run, 2, "grad_norm", digit)
+    assert main(["audit", str(run), "--step", "2"]) == 1
+    out, _ = capsys.readouterr()
+    assert list(rows_of(out)) == ["grad_norm"] and "audit of step 2: grad_norm is outside" in out
+
+
+@pytest.mark.parametrize("name", ["", "--kl-coef 0.05 --compute-dtype bfloat16"])
+def test_memory_is_at_most_six_times_the_weights(honest, process_group, name):
+    """In float64: weights, gradient, two moments, and room. Mixed precision has masters besides."""
+    run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 --minibatches 2 {name}")
+    files = RunFiles(run)
+    model = train_grpo.build(files.config, make_task(files.config))[0]
+    weights = 8 * sum(p.numel() for p in model.parameters())
+    del model
+    with LiveBytes() as live:
+        assert audited(run, 1).wrong is None
+    assert 4 * weights < live.peak < 6 * weights, live.peak / weights
+
+
+def test_what_the_audit_does_not_know_is_said_in_one_line(
+    process_group, copied, monkeypatch, capsys
+):
+    run = copied()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines[2]["new/metric"] = 1.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = audited(run, 2)
+    assert report.wrong is None and report.intro[-1] == (
+        "audit.py does not know new/metric: add the definition to `metrics_by_hand` in audit.py")
+    monkeypatch.delitem(audit.OBJECTIVES, "clip")
+    assert main(["audit", str(run), "--step", "2"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "audit.py does not know 'clip': add it to OBJECTIVES in audit.py" in last
 
 
 PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "
