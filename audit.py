@@ -187,8 +187,7 @@ def weigh(c, batch) -> float:
                   constant=len(batch) * c.max_new_tokens)  # fmt: skip
     Z = entry(counts, c.aggregation, "`weigh`")
     for s in sequences:
-        s.w = 1 / len(s.at) if c.aggregation == "sequence_mean" else 1.0
-        s.Z = Z
+        s.w, s.Z = 1 / len(s.at) if c.aggregation == "sequence_mean" else 1.0, Z
     return Z
 
 
@@ -228,7 +227,7 @@ class State:
             wide = torch.promote_types(weight.dtype, torch.float32)
             self.moments[name][0] += 1
             steps, *means = self.moments[name]
-            tensors = (weight.detach(), *means, p.grad)
+            tensors = weight.detach(), *means, p.grad
             for piece in zip(*(x.view(-1).split(2**20) for x in tensors)):  # some are large
                 *now, g = [x.to(wide) for x in piece]
                 for x, new in zip(piece, adamw_of(c, lr, steps, *now, shrink * g)):
