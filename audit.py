@@ -1015,26 +1015,28 @@ class Displaced(FullState):
         """Displace the weights by the rounding of the updates so far."""
         self.vote(c)
         self.done.append(len(self.kept) - 1)
-        for name, p in self.model.named_parameters():
+        for name, *stored in self.case.stored(self.model):
             # A distance is as good in one direction as in the other.
+            p = self.model.get_parameter(name)
             changes = [[self.kept[n].of[name].usual] for n in self.done]
-            weight, distance = self.uncertain(name, changes, torch.finfo(p.dtype).eps)
+            weight, distance = self.uncertain(name, stored, changes, torch.finfo(p.dtype).eps)
             sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
             self.weights[name].copy_(weight + sign * distance)
             p.copy_(self.weights[name])
 
-    def allowed(self, name, scale, unit):
+    def allowed(self, name, stored, scale, unit):
         """Return a weight after the step in float64, and how far a run's may be from it."""
         largest = [scale * self.kept[n].of[name].largest for n in self.done]
-        return self.uncertain(name, [[x, TIMES * x] for x in largest], unit)
+        return self.uncertain(name, stored, [[x, TIMES * x] for x in largest], unit)
 
-    def uncertain(self, name, changes, unit):
+    def uncertain(self, name, stored, changes, unit):
         """Return a weight after the updates so far, in float64, and how far rounding may move it.
 
+        stored: the weight before the step, and AdamW's steps, m and v.
         changes: for each update, of which sizes a change of its gradient may be.
         unit: of the weights' precision, relative.
         """
-        begun, steps, *means = self.case.stored(name, self.model.get_parameter(name).shape)
+        begun, steps, *means = stored
         weight, distance = (torch.empty(begun.shape, dtype=torch.float64) for _ in range(2))
         tensors = [begun, *means, weight, distance]
         for n in self.done:
@@ -1229,9 +1231,10 @@ class Case:
             gc.collect()  # the trainer is gone, and its memory is needed
 
         # A damaged checkpoint is named now, and not after an hour.
-        for name, p in build(self.config, self.task)[0].named_parameters():
-            for path in {self.before, stored.get(self.step + 1, self.before)}:
-                self.stored(name, p.shape, path)
+        model = build(self.config, self.task)[0]
+        for path in {self.before, stored.get(self.step + 1, self.before)}:
+            for _ in self.stored(model, path):
+                pass
 
     def walk(self, sampled_at, say):
         """Do the steps from the last checkpoint that is early enough, and store what is needed."""
@@ -1301,16 +1304,33 @@ class Case:
     # What the checkpoints hold. Memory never holds the trainer's tensors and those of the step by
     # hand: each is read when it is needed.
 
-    def stored(self, name, shape, path=None):
-        """Return a weight of a checkpoint, and AdamW's steps, m and v."""
+    def stored(self, model, path=None):
+        """Yield of each weight of a model (name, weight, AdamW's steps, m, v), of a checkpoint."""
+        # Each call reads the whole table of contents, so small tensors are read together.
+        names, numbers = [], 0
+        for name, p in model.named_parameters():
+            if numbers + p.numel() > 2**24 and names:
+                yield from self._stored(model, names, path or self.before)
+                names, numbers = [], 0
+            names.append(name)
+            numbers += p.numel()
+        yield from self._stored(model, names, path or self.before)
+
+    def _stored(self, model, names, path):
         dtype = getattr(torch, self.config.dtype)
-        names = [f"model.{name}", *(f"optimizer.{name}.{key}" for key in ("exp_avg", "exp_avg_sq"))]
-        tensors = {name: torch.empty(shape, dtype=dtype) for name in names}
-        steps = torch.empty(())
-        tensors[f"optimizer.{name}.step"] = steps
-        parallel.read_checkpoint(path or self.before, tensors, only=tuple(tensors))
-        weight, m, v, _ = tensors.values()
-        return weight, int(steps), m, v
+        tensors = {}
+        for name in names:
+            shape = model.get_parameter(name).shape
+            tensors[f"model.{name}"] = torch.empty(shape, dtype=dtype)
+            for key, size in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
+                kind = dtype if size else torch.float32
+                tensors[f"optimizer.{name}.{key}"] = torch.empty(size, dtype=kind)
+        parallel.read_checkpoint(path, tensors, only=tuple(tensors))
+        for name in names:
+            weight = tensors.pop(f"model.{name}")
+            steps, *means = [tensors.pop(f"optimizer.{name}.{key}")
+                             for key in ("step", "exp_avg", "exp_avg_sq")]  # fmt: skip
+            yield name, weight, int(steps), *means
 
     def sampling_model(self, path, dtype):
         """Return the model of a checkpoint as the sampler has it, to compute in `dtype`."""
@@ -1344,14 +1364,14 @@ class Case:
         if config.is_mixed:
             wide = torch.promote_types(dtype, getattr(torch, config.dtype))
             weights = {name: p.detach().to(wide, copy=True) for name, p in weights.items()}
-        moments = {}
         for name, p in model.named_parameters():
             p.grad_dtype = wide
             if config.is_mixed:
                 p.data.copy_(weights[name].to(getattr(torch, config.compute_dtype)))
-            if kind is Exact:
-                _, *moments[name] = self.stored(name, p.shape)
-                moments[name][1:] = [x.to(wide) for x in moments[name][1:]]
+        moments = {}
+        if kind is Exact:
+            for name, _, steps, m, v in self.stored(model):
+                moments[name] = [steps, m.to(wide), v.to(wide)]
         counts = parallel.read_checkpoint(self.before, {}, only=("no tensor",))
         counts = counts["policy_version"], counts["skipped"]
         state = kind(model, weights, moments, self.reference(dtype), *counts)
@@ -1722,9 +1742,8 @@ def after_rows(case, exact, rounded, rounding, say) -> list:
     later = rounding.times / TIMES
     model = rounded.state.model
     rows = {}
-    for name, p in model.named_parameters():
-        weight, allowed = rounded.state.allowed(name, rounding.scale, unit)
-        stored, *_ = case.stored(name, p.shape, path)
+    for (name, *before), (_, stored, *_) in zip(case.stored(model), case.stored(model, path)):
+        weight, allowed = rounded.state.allowed(name, before, rounding.scale, unit)
         if later > 1:  # the steps on the way to this one have moved other entries by rounding
             allowed.fill_(later * allowed.max())
         differences = weight.sub_(stored).abs_().flatten()
