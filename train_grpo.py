@@ -2072,7 +2072,7 @@ class Sampler:
 
         rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
         """
-        plan = self.model.part.plan if hasattr(self.model, "part") else Plan()
+        plan = part_of(self.model).plan
         if plan.world == plan.dp:
             ended = generate(self.model, rows, ending=ending, **how)
             parallel.end_together(self.model)
