@@ -799,7 +799,7 @@ def letters_table() -> str:
         lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
             text = f"{field + ':':11}{getattr(letter, field)}"
-            lines.append(textwrap.fill(text, 98, initial_indent=" " * 11, subsequent_indent=" " * 22))
+            lines.append(textwrap.indent(textwrap.fill(text, 87, subsequent_indent=" " * 11), " " * 11))
     return "\n".join(lines)
 
 
