@@ -1081,7 +1081,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
     device ends the process at some later call, because otherwise each forward would wait for it.
     """
-    outside = (tokens < 0) | (tokens >= vocab_size)
+    outside = (tokens < 0) | (tokens >= vocab_size)  # looked at on the CPU only, where it is cheap
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(~outside.any(), f"a {what} id is outside of 0..{vocab_size - 1}")
         return
@@ -1364,7 +1364,7 @@ class TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden_NM, weight_vM, targets_N, options):
         # A chunk's logits z become five numbers a token: the largest, m; the target's; the sums
         # total = sum e^(z - m) and weighted = sum (z - m) e^(z - m); and how many ranks own the
-        # target. Both results come from these, and the backward needs only lse and entropy.
+        # target. Both results come from these, and the backward needs only lse and the mean of z.
         dtype = torch.promote_types(hidden_NM.dtype, torch.float32)
         sums_4N = torch.zeros(4, len(targets_N), dtype=dtype, device=hidden_NM.device)
         largest_N = torch.empty(len(targets_N), dtype=dtype, device=hidden_NM.device)
@@ -1399,15 +1399,16 @@ class TokenLogprobs(torch.autograd.Function):
         target_N, total_N, weighted_N, owners_N = sums_4N
         lse_N = largest_N + total_N.log()
         logprobs_N = (target_N - lse_N).masked_fill(owners_N == 0, -math.inf)  # (8)
-        entropy_N = total_N.log() - weighted_N / total_N  # (9)
-        ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, entropy_N)
+        shift_N = weighted_N / total_N
+        entropy_N = total_N.log() - shift_N  # (9)
+        ctx.save_for_backward(hidden_NM, weight_vM, targets_N, lse_N, largest_N + shift_N)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(ctx, dlogprobs_N, dentropy_N):
-        hidden_NM, weight_vM, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        hidden_NM, weight_vM, targets_N, lse_N, mean_N = ctx.saved_tensors
         options = ctx.options
         # z was divided by the temperature, so its gradient is divided too.
         dlogprobs_N = torch.zeros_like(lse_N) if dlogprobs_N is None else dlogprobs_N
@@ -1429,13 +1430,15 @@ class TokenLogprobs(torch.autograd.Function):
                 z_nv = scaled_logits(hidden_NM[rows], weight_vM, options)
                 if options.softcap is not None:  # c tanh(z / c) has the slope 1 - tanh^2
                     slope_nv = 1 - (z_nv * options.temperature / options.softcap).square()
-                logp_nv = z_nv.sub_(lse_N[rows, None])
                 factor = -dlogprobs_N[rows, None]
                 if dentropy_N is not None:
+                    # NUMERICS: log p + entropy is z less its mean. Where p is nearly uniform, the
+                    # former is a difference of numbers near log V, with the same rounding for all
+                    # of them. Pinned by tests/test_models.py::test_a_nearly_uniform_entropy.
                     dentropy_n1 = dentropy_N[rows, None] / options.temperature
-                    factor = factor - dentropy_n1 * entropy_N[rows, None]
-                    factor = torch.addcmul(factor, logp_nv, dentropy_n1, value=-1)
-                dz_nv = logp_nv.exp_().mul_(factor)
+                    factor = factor + dentropy_n1 * mean_N[rows, None]
+                    factor = torch.addcmul(factor, z_nv, dentropy_n1, value=-1)
+                dz_nv = z_nv.sub_(lse_N[rows, None]).exp_().mul_(factor)
 
             # onehot(t) adds the log-prob's gradient at the target, on the rank that has it.
             local_n1, owned_n1 = local_targets(targets_N[rows], len(weight_vM), options)

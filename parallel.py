@@ -732,7 +732,6 @@ def core_main(argv):
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import hashlib  # noqa: E402
-import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
@@ -3187,7 +3186,7 @@ def _newest(found, read):
         raise ValueError(
             f"no checkpoint in {found[0].parent} is whole "
             f"({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with --overwrite")  # fmt: skip
+            f"put a copy of one back, or begin again with another --out")  # fmt: skip
     return None, None
 
 

@@ -15,18 +15,17 @@ are left to do, because a policy is trained on the very tokens that it sampled:
   which encodes as one token. So a row is never rendered again. Only the text after the sampled
   answer is encoded, and appended to the row (`Text.next_turn`).
 - The end of a turn. A policy stops at the mark that the template itself writes after an answer,
-  such as <|im_end|>. No file names this mark, so the template is asked (`Text._template_mark`).
+  such as <|im_end|>. No file names this mark, so the template is asked (`Text._find_ends`).
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 import json
 import math
 import re
-import reprlib
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +38,10 @@ import parallel
 import train_grpo
 from models import ModelConfig, Row, generate
 from train_grpo import (
-    EVALUATION, ONE_PROCESS, TASKS, Config, Task, TaskError, add_flags, asking, beside, deal,
-    draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task,
-    names_code, naming_the_task, one_process, play, policy_in, read_json_lines,
-    require_room, require_rows, resumed_config, uniforms, write_hf,
+    EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking, beside,
+    draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
+    naming_the_task, one_process, play, policy_in, read_json_lines, require_room, require_rows,
+    resumed_config, uniforms, write_hf,
 )  # fmt: skip
 
 
@@ -85,13 +84,9 @@ class Text:
 
         bos: begin with BOS, if the checkpoint wants one and the text does not begin with it.
         """
-        # Python passes bytes that are not UTF-8 on as lone surrogates. They can come from a pipe or
-        # from the command line, and the tokenizer would fail without naming them.
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            near = text[max(0, error.start - 20) : error.end]
-            raise ValueError(f"expected text in UTF-8, got {near!r}") from error
+        # A pipe and the command line may bring bytes that are not UTF-8. Python passes them on as
+        # lone surrogates, and the tokenizer would fail without naming them. This names them.
+        text.encode("utf-8")
 
         # Here "special tokens" are the tokens that the tokenizer would put around the text. Marks
         # inside the text are recognized in either case.
@@ -102,9 +97,8 @@ class Text:
 
     def decode(self, tokens, *, special=False) -> str:
         """Decode tokens to text. special: keep the marks, such as <|im_end|>."""
-        return self.tokenizer.decode(
-            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
+        how = dict(skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(list(tokens), **how)
 
     def render(self, messages, *, add_generation_prompt=True) -> str:
         """Write a conversation as the checkpoint's chat template writes it.
@@ -115,22 +109,11 @@ class Text:
         if self.template is None:
             raise ValueError(f"{self.directory} has no chat template, neither chat_template.jinja "
                              f"nor chat_template in tokenizer_config.json")  # fmt: skip
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            got = reprlib.repr(messages)
-            raise ValueError(f"messages must be objects, at least one, got {got}")
-
-        # A template is a program, written by somebody else: any error may come out of it.
-        try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except ImportError:  # of jinja2, and not the template's fault
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"the chat template of {self.directory} fails: {type(error).__name__}: "
-                f"{in_one_line(error)}"
-            ) from error
+        # A template is a program, written by somebody else: any error may come out of it. That
+        # jinja2 is not installed is not its fault.
+        how = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
+        with named(f"the chat template of {self.directory} fails"):
+            return self.tokenizer.apply_chat_template(messages, **how)
 
     def prompt(self, messages) -> list[int]:
         """Encode a conversation up to the place where the assistant answers.
@@ -154,14 +137,10 @@ class Text:
         template rewrites history. Qwen3's template leaves the thoughts of earlier turns out, and
         Gemma's trims the spaces around an answer. In a row the thoughts and the spaces stay.
         """
-        if len(messages) < 2 or messages[-2].get("role") != "assistant":
-            raise ValueError("next_turn needs an answer of the assistant and what is said to it")
-        tokens = self.encode(self._text_after(messages, -2, add_generation_prompt=True))
         # The mark after the answer is encoded with the rest, since some marks absorb the spaces
         # that follow. The policy has sampled this mark, unless it ended its turn in another way.
-        if tokens[:1] == [end_token]:
-            tokens = tokens[1:]
-        return tokens
+        tokens = self.encode(self._text_after(messages, -2, add_generation_prompt=True))
+        return tokens[1:] if tokens[:1] == [end_token] else tokens
 
     def _text_after(self, messages, turn, *, add_generation_prompt) -> str:
         """Return what the template writes after the content of messages[turn], to the end."""
@@ -182,44 +161,43 @@ class Text:
             )
         return text.partition(marker)[2]
 
-    def _template_mark(self):
-        """Return the id of the mark that the template writes after an answer, or None."""
-        if self.template is None:
-            return None
-        conversation = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"}]
-        try:
-            after = self._text_after(conversation, -1, add_generation_prompt=False)
-        except ValueError:
-            return None  # the template wants other conversations, or is wrong: `render` will say so
-
-        # It is a mark if it is a token of its own. Gemma has such tokens for line breaks too.
-        tokens = self.encode(after)
-        added = self.tokenizer.added_tokens_decoder
-        if not tokens or tokens[0] not in added or added[tokens[0]].content.isspace():
-            return None
-        return tokens[0]
-
-    def _find_ends(self):
+    def _find_ends(self) -> tuple:
         """Return the ids that end a turn, each once."""
-        mark = self._template_mark()
-        ends = [] if mark is None else [mark]
+        # What does the template write after an answer? It is a mark if it is a token of its own;
+        # Gemma has such tokens for line breaks too. A template that wants other conversations has
+        # none, and of one that is wrong `render` will say so.
+        ends = []
+        conversation = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant"}]
+        with contextlib.suppress(ValueError):
+            after = self.encode(self._text_after(conversation, -1, add_generation_prompt=False))
+            added = self.tokenizer.added_tokens_decoder
+            ends += [x for x in after[:1] if x in added and not added[x].content.isspace()]
 
         # A chat model's config.json often names one end alone, of a turn or of a document;
         # generation_config.json has both.
         path = self.directory / "generation_config.json"
-        if path.exists():
-            said = models.read_json(path).get("eos_token_id") or []
-            said = said if isinstance(said, list) else [said]
-            if any(type(token) is not int for token in said):
-                raise ValueError(f"{path}: eos_token_id: expected ids, got {reprlib.repr(said)}")
-            ends += said
-        ends += self.config.eos_token_id
-
+        said = (models.read_json(path) if path.exists() else {}).get("eos_token_id") or []
+        said = said if isinstance(said, list) else [said]
+        if any(type(token) is not int for token in said):
+            raise ValueError(f"{path}: eos_token_id: expected ids, got {said}")
+        ends += said + list(self.config.eos_token_id)
         if not ends:
             raise ValueError(f"{self.directory}: nothing ends a turn. Neither generation_config."
                              f"json nor config.json has an eos_token_id, and no chat template "
                              f"writes a mark after an answer")  # fmt: skip
         return tuple(dict.fromkeys(ends))
+
+
+@contextlib.contextmanager
+def named(what):
+    """Turn any error of a library into a ValueError of one line, `what` first."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        said = " ".join(f"{error}".split())
+        raise ValueError(f"{what}: {type(error).__name__}: {said}") from error
 
 
 def load_tokenizer(directory):
@@ -230,30 +208,21 @@ def load_tokenizer(directory):
         raise ImportError("text needs transformers: pip install transformers") from error
 
     # transformers would look a name up on the network, and make up a tokenizer of five tokens for a
-    # directory that has none.
+    # directory that has none. It does not say which file is damaged, so JSON is read here first.
     if not directory.is_dir():
         raise ValueError(f"expected the local directory of a checkpoint, got {directory}")
     if not (directory / "tokenizer.json").exists():
         raise ValueError(f"{directory} has no tokenizer.json")
-
-    # transformers does not say which file is damaged, so the JSON files are read here first.
     for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):
         if (directory / name).exists():
             models.read_json(directory / name)
+
     # DEVIATES: from transformers' AutoTokenizer. Version 5 takes the vocabulary alone out of
     # tokenizer.json where it has a class for the model's family, and cuts text into words as this
     # class does. The class here takes the file as its authors wrote it.
     # Pinned by tests/test_text.py::test_a_tokenizer_is_the_one_of_its_file.
-    try:
+    with named(f"{directory / 'tokenizer.json'} cannot be read"):
         return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # the library raises nothing narrower
-        said = f"{type(error).__name__}: {in_one_line(error)}"
-        raise ValueError(f"{directory / 'tokenizer.json'} cannot be read: {said}") from error
-
-
-def in_one_line(error) -> str:
-    """Return the message of an error without its line breaks."""
-    return " ".join(f"{error}".split())
 
 
 # 2. The task `jsonl` -----------------------------------------------------------------------------
@@ -262,7 +231,7 @@ def in_one_line(error) -> str:
 
 
 class Line(NamedTuple):
-    """A line of --data or --demo-data, as `Jsonl` plays it."""
+    """A line of --data, as `Jsonl` plays it."""
 
     where: str  # FILE.jsonl line N, for errors
     row: dict  # the JSON object, for the reward
@@ -270,8 +239,7 @@ class Line(NamedTuple):
     messages: list  # the prompt's messages
     prompt: list  # the prompt's tokens
     later: list  # the user's messages after the policy's first, second, .. answer
-    demo: list  # texts of the policy's answers, to be learned; empty without a demonstration
-    rewarded: bool  # False for a line of --demo-data: it is learned, and never scored
+    demo: str | None  # an answer of the policy, to be learned
 
 
 class Jsonl(Task):
@@ -306,28 +274,33 @@ class Jsonl(Task):
         self.end = self.text.end
         self.vocab_size = self.text.vocab_size
         self.template = template_of(config, self.text)
-        notes = []
+        self.note = ""
         if not config.template and self.template == "raw":
-            notes.append(
+            self.note = (
                 f"{config.model} has no chat template: prompts are plain text (--template raw), "
                 f"the question, --instruction on the next line, and a newline"
             )
         if config.reward:
-            if not names_code(config.reward):
-                raise ValueError(f"expected --reward FILE.py:function, got {config.reward!r}")
-            self.reward_file, self.reward = from_file(config.reward, "function")
-            require_two_arguments(self.reward, config.reward)
+            self.reward_file, self.reward = reward_of(config.reward)
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
         self.threads = bool(config.reward) and getattr(self.reward, "threads", True)
 
         # Every line is encoded and checked now, so that a bad one is named before the run starts.
+        lines = []
+        for number, row in read_json_lines(config.data):
+            where = f"{config.data} line {number}"
+            try:
+                lines.append(self._line(where, row))
+            except ValueError as error:  # of the chat template too, which may refuse a role
+                raise ValueError(f"{where}: {error}") from error
         self.rows = {False: [], True: []}  # by held out
-        lines = self._read(config.data)
         for line in lines:
             self.rows[is_held_out(line.shown.encode())].append(line)
         if all_lines:  # for an evaluation, which trains on none
             every = self.rows[True] + self.rows[False]
             self.rows = {False: every, True: every}
+
+        # What the file as a whole must be.
         if not all(self.rows.values()):
             raise ValueError(
                 f"{config.data} is too small to hold every tenth prompt out: by a hash of what it "
@@ -337,12 +310,11 @@ class Jsonl(Task):
         has_question = any("question" in line.row for line in lines)
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
-
-        self.demos = self._lines_to_learn(notes)
-        if config.demos:
-            for line in self.demos:
-                self._require_demonstration(line)
-        self.note = "; ".join(notes)
+        for line in self.rows[False] if config.demos else ():
+            count = len(self.demo((line, ()), None))
+            if count > config.max_new_tokens:  # its end would be cut off, and not be learned
+                raise ValueError(f"{line.where}: a demonstration of {count} tokens is over "
+                                 f"--max-new-tokens {config.max_new_tokens}")  # fmt: skip
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
@@ -355,67 +327,66 @@ class Jsonl(Task):
         text = self.text.decode(answer[:-1])
         answers = (*answers, text)
         if len(answers) <= len(line.later):
-            return (line, answers), self._say_next(line, answers, answer), 0.0
+            said = self.text.next_turn(conversation(line, answers), answer[-1])
+            return (line, answers), said, 0.0
         return (line, answers), None, self._reward(line, text)
 
-    def demo_prompt(self, rng, index):
-        # The training lines are drawn, as in a rollout. The lines of --demo-data are dealt, so that
-        # each is learned equally often.
-        if not self.config.demo_data:
-            return self.prompt(rng, index, False)
-        line = self.demos[deal(self.config.seed, index, len(self.demos))]
-        return (line, ()), line.prompt
-
     def demo(self, state, rng):
+        """Encode a line's demonstration, its end included, as the policy should say it."""
         # A line may have no demonstration. The task begins without it, and only --demos needs it.
-        line, answers = state
-        if not line.demo:
+        line, _ = state
+        if line.demo is None:
             raise ValueError(
                 f"{line.where}: it holds no demonstration, neither an answer to its question nor "
-                f"an assistant's message that is the policy's only one; --demo-data can bring some"
+                f"an assistant's message that is the policy's only one"
             )
+        tokens = self.text.encode(line.demo)
         try:
-            return self._answer_tokens(conversation(line, answers), line.demo[len(answers)])
+            self._require_known(tokens)
         except ValueError as error:
             raise ValueError(f"{line.where}: {error}") from error
+        if any(token in self.end for token in tokens):
+            raise ValueError(
+                f"{line.where}: the demonstration {line.demo!r} holds a mark that would end it")
+
+        # The chat template may write an answer in another form: Gemma's strips blanks around it,
+        # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
+        # end is not the policy's. A template that asks for answers in one form and writes them in
+        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt; then the
+        # answer is taken as it stands.
+        if self.template == "chat":
+            before = self.text.render(line.messages)
+            answered = [*line.messages, {"role": "assistant", "content": line.demo}]
+            whole = self.text.render(answered, add_generation_prompt=False)
+            if whole.startswith(before):
+                tokens = self.text.encode(whole[len(before) :])
+        ends = [n for n, token in enumerate(tokens) if token in self.end]
+        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
 
     def show(self, tokens):
         return self.text.decode(tokens, special=True)
 
     # How a row of a file becomes a Line.
 
-    def _read(self, file, learned=False):
-        """Return the Lines of a file. learned: it is --demo-data. ValueError names a bad line."""
-        lines = []
-        for number, row in read_json_lines(file):
-            where = f"{file} line {number}"
-            try:
-                lines.append(self._line(where, row, learned))
-            except ValueError as error:  # of the chat template too, which may refuse a role
-                raise ValueError(f"{where}: {error}") from error
-        return lines
-
-    def _line(self, where, row, learned):
+    def _line(self, where, row) -> Line:
         """Make a Line of a row. ValueError says what is wrong with the row."""
-        # A reward function may do without an answer. Without one, the row's answer says what is
-        # right. A question that is learned needs its answer too.
-        scored = not (learned or self.config.reward)
-        messages = self._messages(row, needs_answer=learned or scored)
-        if scored:
-            require_gold(row.get("answer"))
+        messages = self._messages(row)
 
-        # An assistant's message at the end is not shown. In --demo-data every answer after the
-        # user's first message is learned. In --data only the answer at the end is, and all
-        # messages before it are shown.
-        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        # Without a reward function, which may do without an answer, the row's says what is right.
+        # Only `####` could equal an empty one.
+        if not self.config.reward and not isinstance(row.get("answer"), str):
+            raise ValueError("it holds no answer, a string, and without --reward nothing else says "
+                             "what is right")  # fmt: skip
+        if not self.config.reward and not gold_of(row["answer"]):
+            raise ValueError("its answer is empty, so nothing says what is right")
+
+        # An assistant's message at the end is a demonstration, and is not shown. It is none if the
+        # policy would have to give other answers before it.
+        asked, demo = messages, None
+        if messages[-1]["role"] == "assistant":
+            asked, demo = messages[:-1], messages[-1]["content"]
         shown = json.dumps(asked, sort_keys=True) if "messages" in row else row["question"]
-        if learned:
-            first, later, demo = learned_turns(messages)
-        else:
-            first, later = played_turns(asked)
-            demo = []
-            if asked is not messages and not later:  # otherwise earlier answers are missing
-                demo = [messages[-1]["content"]]
+        first, later = played_turns(asked)
 
         # The chat template writes the marks of turns, and BOS if it should be there. Plain text
         # begins with BOS if this checkpoint's texts do.
@@ -425,14 +396,12 @@ class Jsonl(Task):
             prompt = self.text.prompt(first)
         else:
             prompt = self.text.encode(plain_prompt(self.config, shown), bos=True)
-        line = Line(where, row, shown, first, prompt, later, demo, rewarded=not learned)
+        line = Line(where, row, shown, first, prompt, later, None if later else demo)
         self._require_room(line)
         return line
 
-    def _messages(self, row, needs_answer) -> list:
+    def _messages(self, row) -> list:
         """Return a row's messages. A question is the user's, and its answer a demonstration."""
-        question = row.get("question")
-        answer = row.get("answer")
         if "messages" in row:
             if "question" in row:
                 raise ValueError("it holds both a question and messages: one would be dropped")
@@ -440,71 +409,21 @@ class Jsonl(Task):
             if self.template != "chat":
                 raise ValueError("it holds messages, which only --template chat can say")
             return row["messages"]
-        if not isinstance(question, str) or (needs_answer and not isinstance(answer, str)):
-            strings = "question and answer, two strings" if needs_answer else "question, a string"
-            got = {name: type(value).__name__ for name, value in row.items()}
-            raise ValueError(f"it holds no {strings}, and no messages; it has {got}")
+        if not isinstance(row.get("question"), str):
+            raise ValueError(f"it holds no question, a string, and no messages; it has {[*row]}")
 
         # With --template raw the messages are never rendered.
-        messages = [{"role": "user", "content": with_instruction(self.config, question)}]
-        if isinstance(answer, str):
-            messages.append({"role": "assistant", "content": answer})
+        messages = [{"role": "user", "content": with_instruction(self.config, row["question"])}]
+        if isinstance(row.get("answer"), str):
+            messages.append({"role": "assistant", "content": row["answer"]})
         return messages
-
-    def _lines_to_learn(self, notes):
-        """Return the training lines, or the lines of --demo-data without those that are held out.
-        A sentence about the latter is appended to notes."""
-        file = self.config.demo_data
-        if not file:
-            return self.rows[False]
-        # The two files may ask the same. What is held out for evaluation must not be learned.
-        held_out = {asked for line in self.rows[True] for asked in what_is_asked(line)}
-        found = self._read(file, learned=True)
-        demos = [line for line in found if held_out.isdisjoint(what_is_asked(line))]
-        if not demos:
-            raise ValueError(f"{file} holds no line that is not held out")
-        if len(demos) < len(found):
-            notes.append(
-                f"{len(found) - len(demos)} of {len(found)} lines of {file} are held out for "
-                f"evaluation, and not learned"
-            )
-        return demos
-
-    # What is said, as tokens, and the room that it needs.
-
-    def _say_next(self, line, answers, answer) -> list:
-        """Encode the user's message after the policy's last answer, of tokens `answer`."""
-        return self.text.next_turn(conversation(line, answers), answer[-1])
 
     def _require_known(self, tokens):
         """Raise a ValueError if the model has no row for one of the tokens."""
-        for token in tokens:
-            if token >= self.vocab_size:
-                raise ValueError(
-                    f"it holds token {token}, {self.show([token])!r}; the model's last token is "
-                    f"{self.vocab_size - 1}"
-                )
-
-    def _answer_tokens(self, messages, answer) -> list:
-        """Encode an answer, its end included, as the policy should say it after messages."""
-        tokens = self.text.encode(answer)
-        self._require_known(tokens)
-        if any(token in self.end for token in tokens):
-            raise ValueError(f"the demonstration {answer!r} holds a mark that would end it")
-
-        # The chat template may write an answer in another form: Gemma's strips blanks around it,
-        # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
-        # end is not the policy's. A template that asks for answers in one form and writes them in
-        # another (DeepSeek-R1's, with its thoughts) gives no text that follows the prompt; then the
-        # answer is taken as it stands.
-        if self.template == "chat":
-            before = self.text.render(messages)
-            answered = [*messages, {"role": "assistant", "content": answer}]
-            whole = self.text.render(answered, add_generation_prompt=False)
-            if whole.startswith(before):
-                tokens = self.text.encode(whole[len(before) :])
-        ends = [n for n, token in enumerate(tokens) if token in self.end]
-        return tokens[: ends[0] + 1] if ends else [*tokens, self.end[0]]
+        token = max(tokens, default=0)
+        if token >= self.vocab_size:
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
 
     def _require_room(self, line):
         """Raise a ValueError if the model has too few positions for a prompt and an answer."""
@@ -512,16 +431,14 @@ class Jsonl(Task):
         room = self.text.config.max_position_embeddings - limit
         self._require_known(line.prompt)
         if len(line.prompt) > room:
-            raise ValueError(
-                f"a prompt of {len(line.prompt)} tokens; the model's positions less "
-                f"--max-new-tokens leave {room}"
-            )
+            raise ValueError(f"a prompt of {len(line.prompt)} tokens; the model's positions less "
+                             f"--max-new-tokens leave {room}")  # fmt: skip
 
         # The user's later messages count among the new tokens, and so does each answer's end. What
         # an answer says changes none of these messages.
         said = 0
         for n in range(len(line.later)):
-            tokens = self._say_next(line, [""] * (n + 1), self.end[:1])
+            tokens = self.text.next_turn(conversation(line, [""] * (n + 1)), self.end[0])
             self._require_known(tokens)
             said += len(tokens)
         if said + len(line.later) + 1 > limit:
@@ -530,41 +447,21 @@ class Jsonl(Task):
                 f"the answers in --max-new-tokens {limit}"
             )
 
-    def _require_demonstration(self, line):
-        """Raise a ValueError if a line has nothing to learn, or more than --max-new-tokens."""
-        # If the limit cut a demonstration, its end would not be learned.
-        answer = self.demo((line, []), None)
-        count = len(answer)
-        for n in range(1, len(line.later) + 1):
-            count += len(self._say_next(line, line.demo[:n], answer))
-            answer = self.demo((line, line.demo[:n]), None)
-            count += len(answer)
-        if count > self.config.max_new_tokens:
-            raise ValueError(
-                f"{line.where}: a demonstration of {count} tokens is over --max-new-tokens "
-                f"{self.config.max_new_tokens}"
-            )
-
     def _reward(self, line, text) -> float:
         """Score a last answer. ValueError that names the line if the score is not a number."""
-        if not line.rewarded:
-            return 0.0
         if not self.config.reward:
-            gold = line.row["answer"]
-            return float(same_answer(final_answer(text), final_answer(gold) or gold))
+            return float(same_answer(final_answer(text), gold_of(line.row["answer"])))
 
         # The function gets a copy: a change to the row itself would reach the next answer's reward.
+        where = f"for the answer {text[:200]!r} to {line.where}"
         try:
             with naming_the_task(self.reward_file):
                 reward = self.reward(text, copy.deepcopy(line.row))
         except TaskError as error:
-            where = f"for the answer {text[:200]!r} to {line.where}"
             raise TaskError(f"{error}, {where}") from error.__cause__
         if not is_finite_number(reward):
-            raise ValueError(
-                f"--reward {self.config.reward} gave {reward!r} for the answer {text[:200]!r} to "
-                f"{line.where}: rewards must be finite numbers"
-            )
+            raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
+                             f"be finite numbers")  # fmt: skip
         return float(reward)
 
 
@@ -606,18 +503,6 @@ def conversation(line, answers) -> list:
     return messages
 
 
-def what_is_asked(line) -> set:
-    """Return the keys of what a line asks. Two lines with a key in common ask the same.
-
-    The keys are the question, and all that the user says, message by message.
-    """
-    # --demo-data may have as messages what --data has as a question, with or without --instruction.
-    # Where --data has the user's messages alone, --demo-data has answers between them.
-    said = [*line.messages, *line.later]
-    users = tuple(message["content"] for message in said if message["role"] == "user")
-    return {(line.shown,), users}
-
-
 def require_messages(messages):
     """Raise a ValueError unless messages are a conversation of a user and an assistant."""
     # Templates write any role down, "asistant" too, so an unknown role is refused here.
@@ -652,38 +537,23 @@ def played_turns(messages):
     return messages[:cut], messages[cut:]
 
 
-def learned_turns(messages):
-    """Split a demonstration into the prompt's messages, the user's later ones, and the answers."""
-    # Every answer after the user's first message is learned.
-    #
-    #     user | assistant | user | assistant      the prompt, an answer, a later message, an answer
-    roles = [message["role"] for message in messages]
-    if "user" not in roles or roles[-1] != "assistant":
-        raise ValueError("a demonstration needs a user's message, and an assistant's at its end")
-    first = roles.index("user") + 1
-    answers = messages[first::2]
-    later = messages[first + 1 :: 2]
-    wanted = ["assistant", "user"] * len(roles)
-    for n, role in enumerate(roles[first:]):
-        if role != wanted[n]:
-            raise ValueError(f"message {first + n + 1} is the {role}'s; a demonstration needs the "
-                             f"{wanted[n]}'s there")  # fmt: skip
-    return messages[:first], later, [message["content"] for message in answers]
-
-
 # Rewards: the answer after the last `####`, compared as a number or as text.
 
 
-def require_two_arguments(function, spec):
-    """Raise a ValueError for a --reward that cannot be called as function(text, row)."""
-    # The check is made at the start. Answers that are cut off are never shown to the function, so a
-    # run which only has such answers would not notice.
+def reward_of(spec):
+    """Import FILE.py:function of --reward. Return the file and the function."""
+    if not names_code(spec):
+        raise ValueError(f"expected --reward FILE.py:function, got {spec!r}")
+    file, function = from_file(spec, "function")
+
+    # Its arguments are checked now: answers that are cut off are never shown to the function, so a
+    # run that has only such answers would not notice. Some built-in functions tell no arguments.
     try:
-        inspect.signature(function).bind("text", {})
+        with contextlib.suppress(ValueError):
+            inspect.signature(function).bind("text", {})
     except TypeError as error:
         raise ValueError(f"--reward {spec} cannot be called with (text, row): {error}") from error
-    except ValueError:
-        pass  # some built-in functions do not tell their arguments
+    return file, function
 
 
 def final_answer(text):
@@ -692,14 +562,10 @@ def final_answer(text):
     return rest.split("\n")[0].strip() if mark else None
 
 
-def require_gold(answer):
-    """Raise a ValueError for an answer that is missing or empty: only `####` could equal it."""
-    if not isinstance(answer, str):
-        raise ValueError("it holds no answer, a string, and without --reward nothing else says "
-                         "what is right")  # fmt: skip
+def gold_of(answer) -> str:
+    """Return what a line's answer says is right: what follows `####`, or without it all of it."""
     final = final_answer(answer)
-    if not (answer if final is None else final).strip():
-        raise ValueError("its answer is empty, so nothing says what is right")
+    return answer.strip() if final is None else final
 
 
 def same_answer(a, b):
@@ -715,19 +581,16 @@ def same_answer(a, b):
 
     if a is None or b is None:
         return False
-    x = number(a)
-    y = number(b)
-    if x is None or y is None:
-        return a.strip() == b.strip()
-    return x == y
+    x, y = number(a), number(b)
+    return a.strip() == b.strip() if x is None or y is None else x == y
 
 
 # 3. A policy to evaluate, talk to or export ------------------------------------------------------
 # How the three commands below read a run or a Hugging Face directory. Skip it if you only train.
 
 
-# Flags that may name a file of Python, which is code: see `resumed_config`.
-CODE = "task", "reward"
+CODE = "task", "reward"  # flags that may name a file of Python: see `resumed_config`
+
 
 def is_run(directory) -> bool:
     """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
@@ -765,22 +628,19 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
 
     # Which checkpoint. Steps are checked before anything large is read.
     config = settings_of_run(source)
-    found = parallel.checkpoints(source)
-    if not found and step is None and parallel.checkpoints(source, "demos"):
+    steps = {int(path.name[5:]): path for path in parallel.checkpoints(source)}
+    if not steps and step is None and parallel.checkpoints(source, "demos"):
         raise ValueError(f"{source} is still in its supervised start: its first checkpoint of the "
                          f"loop, step-00000000, comes at the end of that")  # fmt: skip
-    steps = {int(path.name[5:]): path for path in found}
-    if not found or (step is not None and step not in steps):
+    if not steps or step not in (None, *steps):
         held = ", ".join(map(str, steps)) or "none"
         raise ValueError(f"{source} holds no such checkpoint; those that it holds are of: {held}")
 
     # A checkpoint does not hold the model's shape. --model or the flags say it, and
     # `read_checkpoint` refuses tensors of another shape by name.
     if config.model and not Path(config.model).is_dir():
-        raise ValueError(
-            f"this run's model has its shape and text from --model {config.model}, "
-            f"which is gone: put it back"
-        )
+        raise ValueError(f"this run's model has its shape and text from --model {config.model}, "
+                         f"which is gone: put it back")  # fmt: skip
 
     def read(path):
         return policy_in(path, config, task, dtype or config.rollout_dtype)
@@ -788,19 +648,20 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
     if step is None:
         path, model = parallel.read_newest(source, read)
     else:
-        path = steps[step]
-        model = read(path)
+        path, model = steps[step], read(steps[step])
     return model.to(device), f"{source}, {Path(path).name}"
 
 
-def add_source(parser):
-    """Add the flags by which `eval` and `chat` choose a model."""
+def command_parser(name):
+    """Return a parser with the flags by which `eval` and `chat` choose a model."""
+    parser = argparse.ArgumentParser(f"train_grpo.py {name}", allow_abbrev=False)
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16"), default="",
         help="of the model's weights [of a run: its generator's; of a directory: as stored]",
     )  # fmt: skip
+    return parser
 
 
 # 4. eval -----------------------------------------------------------------------------------------
@@ -841,57 +702,51 @@ def wilson(mean, count):
     half = math.sqrt(mean * (1 - mean) * z2 + z2 * z2 / 4) / (1 + z2)
 
     # Rounding may leave an end just beyond 0 or 1, or the mean of 1 just outside.
-    low = max(0.0, center - half)
-    high = min(1.0, center + half)
-    return min(low, mean), max(high, mean)
+    return min(max(0.0, center - half), mean), max(min(1.0, center + half), mean)
 
 
-class Evaluation(NamedTuple):
-    """The result of an evaluation."""
+def evaluated(config, task, model, samples):
+    """Play each held-out prompt greedily and `samples` times at the temperature. Collective.
 
-    figures: dict  # name -> (value, low, high)
-    prompts: int  # different ones
-    shown: list  # (prompt, answer, reward) of some samples, as text
-
-
-def evaluated(config, task, model, samples) -> Evaluation:
-    """Play each held-out prompt greedily and `samples` times at the temperature. Collective."""
+    Returns figures, name -> (value, low, high); the number of different prompts; and as texts
+    (prompt, answer, reward) of some samples.
+    """
     # A run plays greedily every `eval_every` steps, by the same call: for the same weights it gives
     # the same figure, if seed, prompts and limits are the run's.
-    solved, _ = evaluate(config, task, model)
+    sampler = Sampler(model)
+    values = {"solved": evaluate(config, task, sampler)[0]}
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
 
     # The samples have random numbers of their own: a key of one number more than a rollout's. They
     # do not fork, as rollouts of training do where --forks says so.
     several = dataclasses.replace(config, group=samples, forks=1, fork_turns=0)
-    groups = play(several, task, model, starts, key=(config.seed, EVALUATION, 0))
+    groups = play(several, task, sampler, starts, key=(config.seed, EVALUATION, 0))
     counts = [sum(t.reward >= 1 for t in group) for group in groups]
-
-    # A prompt that is drawn twice is not a second prompt: `guess` has 7, and draws each 10 times.
-    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
-    values = {"solved": solved}
     powers = [2**n for n in range(samples.bit_length())]  # 1 2 4 of 6 samples, and 6 itself
     for k in sorted({*powers, samples}):
         values[f"pass@{k}"] = float(np.mean([pass_at_k(c, samples, k) for c in counts]))
+
+    # A prompt that is drawn twice is not a second prompt: `guess` has 7, and draws each 10 times.
+    different = len({(repr(state), tuple(prompt)) for _, state, prompt in starts})
     figures = {name: (value, *wilson(value, different)) for name, value in values.items()}
 
     # The first sample of the first prompts, so that a reader sees what the figures are about.
     shown = []
-    for (_, _, prompt), group in zip(starts[:3], groups):
-        tokens = group[0].tokens
+    for (_, _, prompt), (t, *_) in zip(starts[:3], groups):
         with asking(task):
-            texts = task.show(tokens[: len(prompt)]), task.show(tokens[len(prompt) :])
-        shown.append((*texts, group[0].reward))
-    return Evaluation(figures, different, shown)
+            texts = task.show(t.tokens[: len(prompt)]), task.show(t.tokens[len(prompt) :])
+        shown.append((*texts, t.reward))
+    return figures, different, shown
 
 
 def settings_of_evaluation(source, given) -> Config:
     """Return the run's own settings, or the defaults for a directory, and what was given."""
-    # A run's device and its demonstrations may be gone, and its plan needs other processes.
+    # A run's device may be gone, its demonstrations are not learned, and its plan needs other
+    # processes.
     if is_run(source):
         config = settings_of_run(source, imported=[name for name in CODE if name not in given])
-        elsewhere = ONE_PROCESS | {"device": "", "demos": 0, "demo_data": "", "demo_lr": None}
+        elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
         return dataclasses.replace(config, **elsewhere | given).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
@@ -901,15 +756,14 @@ def settings_of_evaluation(source, given) -> Config:
 
 def evaluation(argv) -> int:
     """`eval`: print how many held-out prompts a policy solves, greedily and in several samples."""
-    parser = argparse.ArgumentParser("train_grpo.py eval", allow_abbrev=False)
-    add_source(parser)
+    parser = command_parser("eval")
     parser.add_argument("--samples", type=int, default=8, metavar="K", help="of each prompt [8]")
     parser.add_argument(
         "--all-lines", action="store_true", help="jsonl: every line of --data, a file of its own, "
         "in place of the tenth that is held out")  # fmt: skip
     fields = [f for f in dataclasses.fields(Config) if f.name in EVAL_FLAGS]
-    flags = parser.add_argument_group("flags", "default: the run's own; of a directory [these]")
-    add_flags(flags, fields)
+    add_flags(parser.add_argument_group("flags", "default: the run's own; of a directory [these]"),
+              fields)  # fmt: skip
     options = parser.parse_args(argv)
     if options.samples < 1:
         raise ValueError(f"--samples must be positive, got {options.samples}")
@@ -921,32 +775,29 @@ def evaluation(argv) -> int:
     if options.all_lines and config.task != "jsonl":
         raise ValueError(f"--all-lines is for --task jsonl, not {config.task}")
     with one_process("an evaluation", config.device, config.threads) as device:
+        task = Jsonl(config, all_lines=True) if options.all_lines else make_task(config)
         if options.all_lines:
-            task = Jsonl(config, all_lines=True)
             config = dataclasses.replace(config, eval_prompts=len(task.rows[True]))
-        else:
-            task = make_task(config)
         which = dict(step=options.step, dtype=options.dtype, device=device)
         model, name = load_policy(options.source, task, **which)
         require_rows(task, model.config, options.source)
         require_room(config, task, model.config.max_position_embeddings)
-        found = evaluated(config, task, model, options.samples)
+        figures, different, shown = evaluated(config, task, model, options.samples)
 
     # First what the task has decided by itself, such as a template. Then a table and samples for a
     # reader, and one line of JSON for a program.
     if getattr(task, "note", ""):
         print(task.note)
     which = "prompts" if options.all_lines else "held-out prompts"
-    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {found.prompts} "
-          f"different; {options.samples} samples each at temperature {config.temperature:g}, "
-          f"seed {config.seed}")  # fmt: skip
-    print(f"{'':16}{'':>8}   95 % interval over prompts")
-    for name, (value, low, high) in found.figures.items():
+    print(f"{name}: {config.task}, {config.eval_prompts} {which}, {different} different; "
+          f"{options.samples} samples each at temperature {config.temperature:g}, "
+          f"seed {config.seed}\n{'':24}   95 % interval over prompts")  # fmt: skip
+    for name, (value, low, high) in figures.items():
         label = f"{name} (greedy)" if name == "solved" else name
         print(f"{label:16}{value:8.3f}   {low:.3f} - {high:.3f}")
-    for prompt, answer, reward in found.shown:
+    for prompt, answer, reward in shown:
         print(f"\nprompt: {prompt}\nanswer: {answer}\nreward: {reward:g}")
-    print(f"\n{json.dumps(found.figures)}")
+    print(f"\n{json.dumps(figures)}")
     return 0
 
 
@@ -986,30 +837,24 @@ def converse(model, text, options, plain):
     plain: makes a prompt of a line where no chat template is used. None: the chat template is.
     """
     # What was said, as messages for the chat template and as the row that the model sees.
-    messages = []
-    if options.system:
-        messages.append({"role": "system", "content": options.system})
-    row = []
-    turn = 0
-    for said in lines_said():
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    row, turn = [], 0
+    for line in lines_said():
         # Only what is new is encoded: tokens of answers stay as they were sampled. At a terminal a
         # line that cannot be encoded may be typed again. In a pipe nobody would see that it was
         # skipped.
-        said = {"role": "user", "content": said}
+        said = [*messages, {"role": "user", "content": line}]
         try:
             if plain is not None:
-                new = text.encode(plain(said["content"]), bos=turn == 0)
-            elif turn == 0:
-                new = text.prompt([*messages, said])
+                new = text.encode(plain(line), bos=turn == 0)
             else:
-                new = text.next_turn([*messages, said], row[-1])
+                new = text.next_turn(said, row[-1]) if turn else text.prompt(said)
         except ValueError as error:
             if not sys.stdin.isatty():
                 raise
             print(error, file=sys.stderr)
             continue
         row = row + new
-
         positions = model.config.max_position_embeddings
         room = min(options.max_new_tokens, positions - len(row))
         if room < 1:
@@ -1017,16 +862,17 @@ def converse(model, text, options, plain):
                 f"the conversation has {len(row)} tokens, and the model has {positions} positions, "
                 f"so it cannot go on: begin another"
             )
+
         # The random numbers are a function of the seed and the turn, so that a conversation from a
         # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
         answer = Answer(row, uniforms((options.seed, turn), room), text)
-        generate(
-            model, [answer], max_new_tokens=room, temperature=options.temperature, end=text.end)
+        how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
+        generate(model, [answer], **how)
         answer.print_whole(ended=True)
         print(flush=True)
         if answer.truncated:
             print(f"(cut off after {room} tokens)", file=sys.stderr)
-        messages += [said, {"role": "assistant", "content": answer.printed}]
+        messages = [*said, {"role": "assistant", "content": answer.printed}]
         row = answer.tokens
         turn += 1
 
@@ -1045,29 +891,11 @@ def lines_said():
             return
 
 
-def how_to_talk(config, text):
-    """Return what makes a prompt of a line, None for the chat template, and a sentence about it.
-
-    config: the Config of a run, which is spoken to as it was trained; None for a directory.
-    """
-    # The run's own decision holds: without --template, a checkpoint that has no chat template was
-    # trained on --template raw, and plain lines would be other prompts than those.
-    if config is not None and config.task == "jsonl":
-        template = template_of(config, text)
-        if template != "chat":
-            plain = functools.partial(plain_prompt, config)
-            return plain, f"each line is put into the run's prompt, --template {template!r}"
-    if text.template is None:
-        return str, "no chat template, so each line is plain text that the model goes on with"
-    return None, "its own chat template"
-
-
 def chat(argv) -> int:
     """`chat`: talk to a policy until the input ends or somebody presses Ctrl-C."""
     # Answers are drawn from the policy's own distribution at the temperature, as rollouts are: no
     # top-k, top-p or penalty of generation_config.json, so one sees what was trained.
-    parser = argparse.ArgumentParser("train_grpo.py chat", allow_abbrev=False)
-    add_source(parser)
+    parser = command_parser("chat")
     parser.add_argument("--system", help="the system's message, in a chat template [the run's]")
     parser.add_argument("--temperature", type=float, default=0.7, help="0 is greedy [0.7]")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="of an answer [512]")
@@ -1078,25 +906,30 @@ def chat(argv) -> int:
         raise ValueError(f"--max-new-tokens must be positive, got {options.max_new_tokens}")
 
     # A directory in Hugging Face's format has no settings.
-    config = None
-    directory = options.source
-    if is_run(options.source):
-        config = settings_of_run(options.source)
-        directory = config.model
-        if not directory:
-            raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
-        if options.system is None:
-            options.system = config.system
-
+    is_of_run = is_run(options.source)
+    config = settings_of_run(options.source) if is_of_run else Config(model=options.source)
+    if not config.model:
+        raise ValueError(f"{options.source} has no tokenizer, because it began without --model")
     try:
         with one_process("a chat", options.device, torch.get_num_threads()) as device:
-            text = Text(directory)
-            plain, how = how_to_talk(config, text)
+            # A run on text is spoken to as it was trained, also where it decided by itself.
+            text = Text(config.model)
+            how, plain = "its own chat template", None
+            template = template_of(config, text) if config.task == "jsonl" else "chat"
+            if template != "chat":
+                how = f"each line is put into the run's prompt, --template {template!r}"
+                plain = lambda line: plain_prompt(config, line)  # noqa: E731
+            elif text.template is None:
+                how = "no chat template, so each line is plain text that the model goes on with"
+                plain = str
+            if options.system is None:
+                options.system = config.system
             if options.system and plain is not None:
                 raise ValueError(f"--system needs a chat template, and {options.source} has none")
+
+            # Only answers go to the standard output, for a program that reads a pipe.
             which = dict(step=options.step, dtype=options.dtype, device=device)
             model, name = load_policy(options.source, **which)
-            # Only answers go to the standard output, for a program that reads a pipe.
             print(f"{name}: {how}", file=sys.stderr)
             converse(model, text, options, plain)
     except KeyboardInterrupt:
@@ -1134,11 +967,10 @@ def export(argv) -> int:
         raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
     task = None
     if not config.model:
-        if options.task:
-            config = dataclasses.replace(config, task=options.task)
-        else:
-            settings_of_run(options.run, imported=("task",))
-        task = make_task(config)
+        imported = () if options.task else ("task",)
+        given = {"task": options.task} if options.task else {}
+        known = settings_of_run(options.run, imported=imported)
+        task = make_task(dataclasses.replace(known, **given))
     with one_process("an export"):
         dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
         model, name = load_policy(options.run, task, step=options.step, dtype=dtype)

@@ -640,28 +640,32 @@ def core_main(argv):
 # softmax(logits / temperature): lp of the policy now, old of the policy before this step's first
 # update, ref of the frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
 #
-#   (1)  A_i = (R_i - b) / scale        b, `baseline`:  mean R of the group, or of the others in it
-#            scale: `none` 1   `group` std R of the group + 1e-4   `batch` std R of the step + 1e-4,
-#            or without a baseline: (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
-#            = V(segment) - V(its parent)         `per_branch`: V = mean reward of rollouts below
-#        A_t = sum_n (gamma lambda)^n (u_(t+n) + gamma v_(t+n+1) - v_(t+n))      `gae` (PPO)
-#            then (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards,
-#            v the critic's values; t + 1 is the next sampled token, whatever stands in between
-#            = tch_t - smp_t                      `teacher`: tch is its log-prob (distillation)
+#   (1)  A_i = R_i - mean R of the group    `group_mean` (Dr.GRPO), and of that
+#            / (std R of the group + 1e-4)  `group_std` (GRPO)
+#            / (std R of the step + 1e-4)   `batch_std` (LitePPO)
+#            * G / (G - 1)                  `leave_one_out` (RLOO)
+#        A_i = R_i                          `none` (REINFORCE), or `none_batch` (REINFORCE++):
+#              (R_i - mean R) / (std R + 1e-8) over the step's sampled tokens
+#        A_t = V(segment) - V(its parent)   `per_branch`: V = mean reward of rollouts below
+#        A_t = sum_n lambda^n (u_(t+n) + v_(t+n+1) - v_(t+n))    `gae` (PPO), then
+#              (A_t - mean A) / (std A + 1e-8) over the step's sampled tokens; u the rewards, v the
+#              critic's values; t + 1 is the next sampled token, whatever stands in between
+#        A_t = tch_t - smp_t                `teacher`: tch is its log-prob (distillation)
 #        with kl_in `reward`, sampled token t first takes kl_coef k(smp_t - ref_t) off the reward
 #   (2)  d_t = lp_t - old_t   r_t = exp(d_t)   s = exp(mean of d_t over the sequence)
-#   (3)  l_t has the gradient of -sg(w_t) A_t lp_t for every `objective`; its value, if it has one:
-#            reinforce  w = 1
-#            clip       w = r where not clipped, else 0    -min(min(r, c) A, clip(r, 1 -+ ..) A)
-#            gspo       w = s where not clipped, else 0    the same of s
-#            cispo      w = clip(r, cispo_low, cispo_bound)
-#            sapo       w = 4 f (1 - f) r                  -4 f A / tau   f = sigmoid(tau (r - 1))
-#            gmpo       w = s of clipped d, 0 if clipped   -s A
-#            dppo       w = min(r, c) where the token's probability has moved little, else 0
+#   (3)  l_t, an `objective`:
+#            reinforce  -A lp
+#            clip       -min(min(r, dual_clip) A, clip(r, 1 - low, 1 + high) A)
+#            gspo       the same of s
+#            cispo      -sg(min(r, cispo_bound)) A lp
+#            sapo       -4 f A / tau            f = sigmoid(tau (r - 1)), tau 1 if A > 0, else 1.05
+#            gmpo       -s A                    s of d that is clipped on the side that A asks for
+#            dppo       -sg(w) A lp             w = min(r, 20) where the token's probability has
+#                                               moved little, else 0
 #   (4)  l_t <- sg(x_t) l_t      x = exp(old - smp) of the token or sequence, truncated or masked
 #   (5)  l_t <- l_t + kl_coef k(d) - entropy_coef H_t               d = lp_t - ref_t
-#            k1: d (its gradient has mean 0: for the reward)  k2: d^2 / 2  k3: exp(-d) + d - 1
-#   (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- value_clip) - g)^2) / 2
+#            k1: d (its gradient has mean 0: for the reward)   k3: exp(-d) + d - 1
+#   (6)  l_t <- l_t + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
 #            with `gae`: v a head on the policy's states, g_t = v_old_t + A_t before whitening
 #   (7)  loss = sum_i sum_t w_i l_it / Z          over all ranks and micro-batches of the step
 #            token_mean     w_i = 1               Z = sampled tokens
@@ -674,47 +678,14 @@ def core_main(argv):
 # so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums;
 # S packed tokens, M the model's width. Small letters are one rank's share.
 #
-# Metrics (metrics.jsonl, one line a step; every denominator is global). loss, kl, entropy, ratio,
-# value/loss, balance and grad_norm are plain means over a step's updates:
-#
-#   reward/mean, reward/solved   over the step's rollouts; solved: reward of at least 1
-#   reward/groups_none, _all     fraction of groups in which no, every rollout is solved
-#   reward/groups_equal          fraction of groups of equal rewards; gae, and --baseline none with
-#                                --scale batch: 1 if all the step's are equal, else 0
-#   eval/solved                  greedy, held-out prompts; at evaluation steps and in the last line
-#   eval/solved_before           the same before the first step, after any --demos; in line 0
-#   length/rollout_mean, length/max   sampled tokens of a rollout
-#   advantage/token_mean, _std   A of (1) over the sampled tokens that are trained on
-#   loss/token_mean              (7) under any `--aggregation`, so over its Z; mean of updates
-#   loss/policy_token_mean       the same of (3) and (4) alone: without (5) and (6)
-#   kl/token_mean, entropy/token_mean   k of (5), if there is a reference; H at `temperature`
-#   value/token_mean, value/loss   with gae: v before the step; what (6) adds per sampled token
-#   value/explained_variance     with gae: 1 - Var(g - v) / Var(g) over the step's sampled tokens
-#   ratio/clipped_fraction       of sampled tokens; mean of updates, as is the next
-#   ratio/token_mean, ratio/max  r of (2); max: the largest of all updates
-#   logprob_gap/max, /mean       |trainer - sampler|, first minibatch; with --staleness K of K steps
-#   logprob_gap/identical        fraction of its tokens whose two log-probs are the same bits
-#   logprob_gap/kl               KL(sampler, trainer) per token, estimated by k3 on its tokens
-#   importance/masked_fraction   of sampled tokens whose x of (4) is 0; mean of updates
-#   balance/loss, experts/load_max   (8); an expert's tokens / their mean, at most: layers, updates
-#   grad_norm                    before clipping, global, mean of updates; lr  that the step used
-#   policy_version, updates/skipped   optimizer steps taken; steps skipped for a non-finite gradient
-#   policy_age/update_mean       optimizer steps between the sampler's weights and an update's
-#   policy/age_mean, _max        steps of the loop between the sampler's weights and the batch's
-#   tokens/generated, tokens/truncated_fraction   sampled; of rollouts that met max_new_tokens
-#   tokens/trained, tokens/trained_flat   with gradients: of a tree its own tokens; without a tree
-#   NAME_first                   of a mean over updates, the first update's, if there are several
-#   memory/peak, seconds/rollout, /train, /eval, /total   megabytes, see `StepClock`; seconds
-#   seconds/wait_rollout, /wait_train   training stood still for the batch; sampling for weights
-#
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the current
 # policy itself if a step has one update and its weights sampled, so that rounding cannot clip; the
 # log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a
 # truncated trajectory ends with value 0. Not in this file: top-p, which biases every ratio. Pinned
 # by tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for
 # all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks
-# stays in Z (verl's rejection takes it out); `batch` without a baseline has a biased variance
-# (verl: unbiased). Pinned by tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# stays in Z (verl's rejection takes it out); `none_batch` has a biased variance (verl: unbiased).
+# Pinned by tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 import bisect  # noqa: E402
 import contextlib  # noqa: E402
@@ -726,8 +697,10 @@ import math  # noqa: E402
 import re  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
+import textwrap  # noqa: E402
 import traceback  # noqa: E402
 import zlib  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from dataclasses import field  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -743,7 +716,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
+    Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -755,41 +728,37 @@ from tree_attention import (  # noqa: E402
 PAPERS = """\
 Papers and their settings. The rest stays at its default, and each paper has its own learning rates.
 
-  GRPO         2402.03300  --scale group --aggregation sequence_mean --clip-high 0.2
+  GRPO         2402.03300  --advantage group_std --aggregation sequence_mean --clip-high 0.2
                            --kl-coef 0.04 --entropy-coef 0
   Dr.GRPO      2503.20783  --aggregation constant --clip-high 0.2 --entropy-coef 0
-  RLOO         2402.14740  --baseline leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
+  RLOO         2402.14740  --advantage leave_one_out --kl-coef 0.05 --kl k1 --kl-in reward
                            --minibatches 1 --entropy-coef 0
-  REINFORCE++  2501.03262  --baseline none --scale batch --kl-coef 0.01 --kl k1 --kl-in reward
+  REINFORCE++  2501.03262  --advantage none_batch --kl-coef 0.01 --kl k1 --kl-in reward
                            --clip-high 0.2 --entropy-coef 0
-  LitePPO      2508.08221  --scale batch --clip-high 0.2 --entropy-coef 0
+  LitePPO      2508.08221  --advantage batch_std --clip-high 0.2 --entropy-coef 0
   PPO          1707.06347  --advantage gae --clip-high 0.2 --entropy-coef 0
   dual clip    1912.09729  --dual-clip 3
-  DAPO         2503.14476  --scale group --dynamic-sampling --max-rounds 3 --overlong filter
-                           --overlong-buffer 4 --entropy-coef 0
-  CISPO        2506.13585  --objective cispo --scale group --entropy-coef 0
-  GSPO         2507.18071  --objective gspo --scale group --aggregation sequence_mean
+  DAPO         2503.14476  --advantage group_std --dynamic-sampling --max-rounds 3
+                           --overlong filter --overlong-buffer 4 --entropy-coef 0
+  CISPO        2506.13585  --objective cispo --advantage group_std --entropy-coef 0
+  GSPO         2507.18071  --objective gspo --advantage group_std --aggregation sequence_mean
                            --clip-low 3e-4 --clip-high 4e-4 --entropy-coef 0
-  GMPO         2507.20673  --objective gmpo --scale group --aggregation sequence_mean
+  GMPO         2507.20673  --objective gmpo --advantage group_std --aggregation sequence_mean
                            --clip-low 0.4 --clip-high 0.4 --entropy-coef 0
-  SAPO         2511.20347  --objective sapo --scale group --aggregation sequence_mean
+  SAPO         2511.20347  --objective sapo --advantage group_std --aggregation sequence_mean
                            --entropy-coef 0
-  DPPO         2602.04879  --objective dppo --clip-low 0.15 --clip-high 0.15 --scale group
-                           --entropy-coef 0; with --dppo-distance kl the bounds are 0.05
+  DPPO         2602.04879  --objective dppo --clip-low 0.15 --clip-high 0.15
+                           --advantage group_std --entropy-coef 0
   decoupled PPO  2110.00641  --proximal --importance-cap 2: truncated importance sampling
   IcePop         2510.18855  --proximal --importance mask --importance-low 0.5 --importance-cap 5
   sequence mask  TRL         --proximal --importance mask --importance-of sequence
                              --importance-cap 3
-  geometric rejection  verl  --proximal --importance reject --importance-of geometric
-                             --importance-low 0.999 --importance-cap 1.001
   tree rollouts  2506.11902  --forks 2 --fork-turns 2 --advantage per_branch
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
 # Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
-Objective = Literal["reinforce", "clip", "cispo", "gspo", "sapo", "gmpo", "dppo"]
-Advantage = Literal["group_std", "group_mean", "leave_one_out", "per_branch", "gae"]
 Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
 
@@ -827,20 +796,14 @@ class Config(SimpleConfig):
     # the run
     task: str = "guess"  # guess | jsonl | FILE.py:Class
     out: str = ""  # directory of the run; empty: the first free runs/TASK-N
-    resume: bool = False  # go on from the newest complete checkpoint in --out
-    resume_or_start: bool = False  # --resume if --out holds a run, else begin one
-    overwrite: bool = False  # delete the run that --out holds
-    target: float = 0.95  # eval/solved that the run says it met or missed
+    resume: bool = False  # go on from the newest checkpoint of the run in --out; no run: begin one
     # the task
     data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
     template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
     instruction: str = "End with '#### ' and the answer."  # jsonl: a line after each question
     system: str = ""  # jsonl: the system's message, in a chat template
     reward: str = ""  # jsonl: FILE.py:function of (text, row); empty: what follows ####
-    reply_threads: int = 16  # threads that ask a task for its replies; 1: one after the other
     demos: int = 0  # supervised steps on the task's demonstrations before the loop (demos.jsonl)
-    demo_data: str = ""  # jsonl: file of demonstrations, lines as of --data; empty: --data's own
-    demo_lr: float = None  # AdamW, in the supervised steps; after --lr-warmup it stays constant
     # the model
     model: str = ""  # Hugging Face checkpoint directory; empty: random weights of the shape below
     dtype: Dtype = "float32"  # of the trainer's weights
@@ -857,42 +820,30 @@ class Config(SimpleConfig):
     overlong: Literal["keep", "filter"] = "keep"  # truncated trajectories; filter: not in the loss
     overlong_buffer: int = 0  # last tokens of max_new_tokens, over which the reward falls by 1
     # the loss
-    advantage: Advantage = "group_mean"  # (1) of the equations; gae is PPO's, with a critic
-    baseline: Literal["", "group", "leave_one_out", "none"] = ""  # empty: from --advantage
-    scale: Literal["", "none", "group", "batch"] = ""  # divides an advantage; empty: as above
+    advantage: str = None  # (1) of the equations; gae is PPO's, with a critic
     teacher: str = ""  # checkpoint directory: each token's advantage is its log-prob's gain there
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"  # w and Z of (7)
-    objective: Objective = "clip"  # (3) of the equations
-    ratio: Literal["token", "sequence"] = "token"  # of each token, or of a sequence (as gspo)
-    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative; 0: none
-    cispo_low: float = 0.0  # cispo: the smallest weight
+    aggregation: str = "token_mean"  # w and Z of (7)
+    objective: str = "clip"  # (3) of the equations
+    dual_clip: float = 0.0  # clip, gspo: bound of the ratio where A is negative; 0: none
     cispo_bound: float = 5.0  # cispo: the largest weight
-    sapo_up: float = 1.0  # sapo: tau where the advantage is positive
-    sapo_down: float = 1.05  # sapo: tau elsewhere
-    dppo_distance: Literal["tv", "kl"] = "tv"  # dppo: of probabilities; bounds: --clip-low, -high
-    dppo_cap: float = 20.0  # dppo: the largest weight
-    kl: Literal["k1", "k2", "k3"] = "k3"  # estimator of the KL, (5) of the equations
+    kl: Literal["k1", "k3"] = "k3"  # estimator of the KL, (5) of the equations
     kl_coef: float = 0.0  # weight of the KL to the frozen reference; 0: no reference is kept
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
     entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
-    importance: Literal["truncate", "mask", "reject"] = "truncate"  # (4); reject: 1 inside, else 0
+    importance: Literal["truncate", "mask"] = "truncate"  # (4): what becomes of one out of bounds
     importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
     importance_low: float = 0.0  # its lower bound
     importance_cap: float = 0.0  # its upper bound; 0: no (4)
-    gamma: float = 1.0  # gae: discount of a sampled token
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
-    value_clip: float = 0.2  # gae: how far a value may go from its old one; 0: any
     balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
     router_bias_rate: float = 0.0  # experts: step of the routers' bias after an update; 0: no bias
     # the optimizer
     lr: float = None  # AdamW
     lr_first_step: Literal["nonzero", "zero"] = "nonzero"  # a warm-up of 5 begins with 1/5, or 0
     lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
-    lr_min: float = 0.0  # share of lr that the decay ends at
     weight_decay: float = 0.0  # AdamW, decoupled
-    max_skipped: int = 3  # stop after this number of non-finite gradients in a row
     micro_tokens: int = 16384  # tokens a forward, of a tree's with sparse; a longer sequence alone
     data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
@@ -909,7 +860,6 @@ class Config(SimpleConfig):
     # output
     save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
-    log_every: int = 5  # steps between lines of the table
     log_rollouts: Literal["all", "some", "none"] = "some"  # to rollouts.jsonl; `audit` needs some
     tensorboard: bool = False  # also write TensorBoard events (needs tensorboard)
     timeout: int = 60  # seconds that a rank waits for another before the run ends
@@ -922,22 +872,20 @@ class Config(SimpleConfig):
     BY_START = dict(
         lr=dict(random=1e-3, demos=1e-4, model=1e-6),
         entropy_coef=dict(random=0.02, demos=0.0, model=0.0),
-        demo_lr=dict(random=1e-3, demos=1e-3, model=1e-5),
     )
 
     # What a resumed run may change: none of it enters the steps that follow, beyond rounding.
     FREE = (
-        "out", "resume", "resume_or_start", "overwrite", "steps", "eval_every", "save_every",
-        "keep", "log_every", "log_rollouts", "reply_threads",
-        "target", "tensorboard", "timeout", "threads", "micro_tokens", "batch_rows", "device",
-        "plan", "data_parallel", "cp_method", "debug", "pp_schedule", "tree",
-        "chunk_tokens", "recompute", "ac", "shard_ranks", "offload", "compile",
+        "out", "resume", "steps", "eval_every", "save_every", "keep", "log_rollouts", "tensorboard",
+        "timeout", "threads", "micro_tokens", "batch_rows", "device", "plan", "data_parallel",
+        "cp_method", "debug", "pp_schedule", "tree", "chunk_tokens", "recompute", "ac",
+        "shard_ranks", "offload", "compile",
     )  # fmt: skip
 
     # Numbers meet float32 tensors and int64 tensors, which cannot hold anything larger.
     LARGEST = {int: 2**63 - 1, float: torch.finfo(torch.float32).max / 2}
     YEAR = 365 * 24 * 3600  # in seconds: --timeout goes to a clock in C++ that overflows later
-    ZERO = "target", "lr_warmup", "gae_lambda", "value_clip", "save_every"  # may be 0
+    ZERO = "lr_warmup", "gae_lambda", "save_every"  # may be 0
 
     def __post_init__(self):
         # A checkpoint that demonstrations have taught more is still a checkpoint. From here on the
@@ -948,6 +896,8 @@ class Config(SimpleConfig):
         for name, defaults in self.BY_START.items():
             if getattr(self, name) is None:
                 setattr(self, name, defaults[start])
+        if self.advantage is None:
+            self.advantage = "teacher" if self.teacher else "group_mean"
 
     # What several fields decide together, said once. None of these is a flag.
 
@@ -955,6 +905,16 @@ class Config(SimpleConfig):
     def plans(self) -> Plans:
         """Return the generator's and the trainer's Plan; ValueError for a --plan that is wrong."""
         return parse_plans(self.plan)
+
+    @property
+    def reads_text(self) -> bool:
+        """Return whether the task may read TEXT_FLAGS: `jsonl` does, and one from a file may."""
+        return self.task == "jsonl" or self.task not in TASKS
+
+    @property
+    def has_whole_template(self) -> bool:
+        """Return whether --template is the text of a whole prompt."""
+        return self.template not in ("", "chat", "raw")
 
     @property
     def compute(self) -> str:
@@ -971,17 +931,13 @@ class Config(SimpleConfig):
         """Return the name of the dtype of the generator's weights, to which a push rounds."""
         return self.generator_dtype or self.compute
 
-    @property
-    def normalization(self) -> tuple:
-        """Return baseline and scale of (1), by their names."""
-        baseline, scale = SPELLINGS.get(self.advantage, ("group", "none"))
-        return self.baseline or baseline, self.scale or scale
-
     def check(self) -> "Config":
         """Raise ValueError for settings that cannot run, before anything is built or written."""
-        # Values first: the table of combinations computes with them.
+        # Values first: the combinations compute with them.
         wrong = self._wrong_values()
-        wrong = wrong or [text for is_wrong, text in self._wrong_combinations() if is_wrong]
+        if not wrong:
+            wrong = [*self._ignored_flags(), *self._wrong_plans()]
+            wrong += [text for is_wrong, text in self._wrong_combinations() if is_wrong]
         if wrong:
             raise ValueError("; ".join(wrong))
         return self
@@ -995,11 +951,11 @@ class Config(SimpleConfig):
         # One error a field: the type first, since the comparisons need numbers. An int given for a
         # float is stored as a float.
         wrong = []
-        at_most = dict(gamma=1, gae_lambda=1, lr_min=1, timeout=self.YEAR, staleness=MOST_UNDER_WAY)
+        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MOST_UNDER_WAY)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
-            choices = get_args(f.type)
+            choices = choices_of(f)
             if f.type is float and type(value) is int:
                 setattr(self, f.name, float(value))
             elif choices and value not in choices:
@@ -1014,82 +970,88 @@ class Config(SimpleConfig):
                 wrong.append(f"{flag} must be at most {at_most[f.name]}, got {value}")
         return wrong
 
-    def _wrong_combinations(self) -> list[tuple]:
-        """Return (is it wrong?, the error) for all that flags can be together."""
+    def _ignored_flags(self) -> list[str]:
+        """Return an error for each flag that was given and that this run would not read."""
         plan = self.plans.trainer or Plan()
-        gae = self.advantage == "gae"
         dta = self.tree == "dta"
         fsdp = self.data_parallel == "fsdp"
-        reads_text = self.task == "jsonl" or self.task not in TASKS  # a task from a file may
-        whole = self.template not in ("", "chat", "raw")  # --template is the whole prompt
-        leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
-        has_warm_up = self.lr_warmup and self.steps > 1
         old_is_own = self.proximal or (self.minibatches == 1 and not self.staleness)
-        baseline, scale = self.normalization
-        compares_group = not (gae or self.teacher or baseline == "none")
 
         # What is needed -> (is it there?, the flags that would be ignored without it).
         needs = {
             "--dynamic-sampling": (self.dynamic_sampling, "max_rounds"),
             "--fork-turns": (self.fork_turns, "forks"),
             "--forks 2 or more": (self.forks > 1, "fork_turns"),
-            "--objective clip": (self.objective == "clip", "ratio"),
-            "--objective clip or gspo": (self.objective in ("clip", "gspo"), "dual_clip"),
-            "--objective cispo": (self.objective == "cispo", "cispo_low", "cispo_bound"),
-            "--objective sapo": (self.objective == "sapo", "sapo_up", "sapo_down"),
-            "--objective dppo": (self.objective == "dppo", "dppo_distance", "dppo_cap"),
-            "--objective clip, gspo, gmpo or dppo":
-                (self.objective in ("clip", "gspo", "gmpo", "dppo"), "clip_low", "clip_high"),
             "--importance-cap":
                 (self.importance_cap, "importance", "importance_of", "importance_low"),
-            "an --advantage of whole groups":
-                (self.advantage in SPELLINGS and not self.teacher, "baseline", "scale"),
-            "no --teacher, which replaces it": (not self.teacher, "advantage", "overlong_buffer"),
+            "--advantage teacher": (self.advantage == "teacher", "teacher"),
+            "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
-            "--lr-warmup and --steps 2 or more": (has_warm_up, "lr_first_step"),
+            "--lr-warmup and --steps 2 or more":
+                (self.lr_warmup and self.steps > 1, "lr_first_step"),
             "a --plan with c": (plan.cp > 1, "cp_method", "debug"),
             "a --plan with p": (plan.pp > 1, "pp_schedule"),
             "--tree dta": (dta, "chunk_tokens", "recompute"),
             "--data-parallel fsdp": (fsdp, "shard_ranks", "offload"),
-            "--demos N, supervised steps": (self.demos, "demo_lr", "demo_data"),
-            "--task jsonl": (reads_text, *TEXT_FLAGS),
+            "--task jsonl": (self.reads_text, *TEXT_FLAGS),
             "--template chat": (self.template in ("", "chat"), "system"),
-            "a --template without {question}": (not (whole and self.instruction), "instruction"),
-            "--out DIR": (self.out, "resume", "resume_or_start"),
+            "a --template without {question}":
+                (not (self.has_whole_template and self.instruction), "instruction"),
+            "--out DIR": (self.out, "resume"),
         }  # fmt: skip
-        rows = [
-            (not is_there and getattr(self, name) not in self._defaults(name),
-             f"{_flag(name)} needs {what}")
-            for what, (is_there, *names) in needs.items() for name in names
+
+        # What an objective reads, its function says.
+        for name in ("clip_low", "clip_high", "dual_clip", "cispo_bound"):
+            if getattr(self, name) != getattr(Config, name):
+                readers = [x for x in OBJECTIVES if name in flags_of(x)]
+                needs[f"--objective {' or '.join(readers)}"] = self.objective in readers, name
+        return [
+            f"{_flag(name)} needs {what}" for what, (is_there, *names) in needs.items()
+            for name in names
+            if not is_there and getattr(self, name) not in self._defaults(name)
         ]  # fmt: skip
 
+    def _wrong_plans(self) -> list[str]:
+        """Return an error for each way to share the work that does not go with the others."""
         # --tree dta runs chunks forward and backward in an order of its own. A pipeline's schedule
         # has another order, FSDP2 gathers once a step and not once a chunk, a chunk's keys come
         # from the stack of one rank, --recompute takes the place of --ac, and each chunk would be
         # compiled for a shape of its own.
-        unfit = {"p": plan.pp > 1, "c": plan.cp > 1, "fsdp": fsdp, "--ac": self.ac != "none"}
-        unfit["--compile"] = self.compile
-        rows += [(dta and unfit[x], f"--tree dta has no {x}; use --tree sparse") for x in unfit]
+        plan = self.plans.trainer or Plan()
+        unfit = {
+            "p": plan.pp > 1, "c": plan.cp > 1, "fsdp": self.data_parallel == "fsdp",
+            "--ac": self.ac != "none", "--compile": self.compile,
+        }  # fmt: skip
+        wrong = []
+        if self.tree == "dta":
+            wrong += [f"--tree dta has no {x}; use --tree sparse" for x in unfit if unfit[x]]
+            if not self.chunk_tokens:
+                wrong.append("--tree dta needs --chunk-tokens, the size of a chunk")
 
         # A plan may name an engine. archon is AReaL's engine in plain torch, and it is accepted
         # because this project is in plain torch too. Other names promise engines that do not run.
         engines = {one.backend for one in self.plans if one} - {None, "archon"}
+        if engines:
+            wrong.append(
+                f"--plan {self.plan}: only the engine archon runs here, got "
+                f"{', '.join(sorted(engines))}; leave the name out (fsdp is --data-parallel fsdp)"
+            )
+        return wrong
 
-        # What would train something else, hang, or fail late.
-        return rows + [
-            (engines, f"--plan {self.plan}: only the engine archon runs here, got "
-             f"{', '.join(sorted(engines))}; leave the name out (fsdp is --data-parallel fsdp)"),
+    def _wrong_combinations(self) -> list[tuple]:
+        """Return (is it wrong?, the error) for what would train something else, or fail late."""
+        leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
+        compares_group = self.advantage not in NO_GROUP_BASELINE
+        return [
+            (self.advantage == "teacher" and not self.teacher,
+             "--advantage teacher needs --teacher DIR"),
             (self.group == 1 and compares_group,
              "--group 1 has no baseline, so advantages are 0: use 2 or more, or --advantage gae"),
             (self.dynamic_sampling and not compares_group, "--dynamic-sampling drops groups of "
-             "equal rewards, from which gae, --baseline none and --teacher learn"),
-            (baseline == "none" and scale == "group",
-             "--scale group would divide by the spread of equal rewards: it needs a --baseline"),
+             f"equal rewards, from which --advantage {self.advantage} learns"),
             (self.importance_low > self.importance_cap > 0,
              f"--importance-low {self.importance_low} is over --importance-cap"),
-            (self.cispo_low > self.cispo_bound,
-             f"--cispo-low {self.cispo_low} is over --cispo-bound {self.cispo_bound}"),
             (self.overlong_buffer >= self.max_new_tokens,
              f"--overlong-buffer {self.overlong_buffer} must be less than --max-new-tokens"),
             (self.teacher and self.kl_in == "reward", "--teacher has no reward: --kl-in loss"),
@@ -1103,35 +1065,48 @@ class Config(SimpleConfig):
              f"--dual-clip must be over 1 + clip_high (papers: 3), got {self.dual_clip}"),
             (self.minibatches > self.prompts,
              f"--minibatches {self.minibatches} is over --prompts {self.prompts}; one is empty"),
-            (dta and not self.chunk_tokens, "--tree dta needs --chunk-tokens, the size of a chunk"),
             (self.balance_coef and self.tree != "disabled",
              "--tree has no --balance-coef, a loss of each sequence by itself; use "
              "--router-bias-rate, or leave --tree out"),
             (has_smaller_eps(self.compute, self.dtype),
              f"--compute-dtype {self.compute} is finer than --dtype {self.dtype} of the weights"),
-            (self.overwrite and (self.resume or self.resume_or_start),
-             "--overwrite deletes the run that --resume and --resume-or-start go on with"),
             (not self.model and self.hidden % (2 * self.heads),
              f"--hidden {self.hidden} must divide by --heads {self.heads} into an even head_dim"),
             (not self.model and self.heads % 2 and self.heads > 1,
              f"--heads must be 1 or even, got {self.heads}"),
             (self.task == "jsonl" and not (self.data and self.model),
              "--task jsonl needs --data FILE.jsonl and --model DIR with a tokenizer.json"),
-            (whole and "{question}" not in self.template,
+            (self.has_whole_template and "{question}" not in self.template,
              f"--template must be chat, raw or a text with {{question}}, got {self.template!r}"),
         ]  # fmt: skip
 
 
+# The learning rate of supervised steps, which is constant after --lr-warmup.
+DEMO_LR = dict(random=1e-3, model=1e-5)
+
 # The keyword arguments of `grpo_loss` that are flags.
 LOSS_SETTINGS = (
-    "aggregation", "objective", "ratio", "clip_low", "clip_high", "dual_clip", "cispo_low",
-    "cispo_bound", "sapo_up", "sapo_down", "dppo_distance", "dppo_cap", "importance",
+    "aggregation", "objective", "clip_low", "clip_high", "dual_clip", "cispo_bound", "importance",
     "importance_of", "importance_low", "importance_cap", "kl", "kl_coef", "kl_in", "entropy_coef",
-    "value_coef", "value_clip",
+    "value_coef",
 )  # fmt: skip
 
 # The flags that only `Jsonl` reads.
-TEXT_FLAGS = "data", "template", "instruction", "system", "reward", "demo_data"
+TEXT_FLAGS = "data", "template", "instruction", "system", "reward"
+
+
+def flags_of(objective) -> set:
+    """Return the settings that an objective reads, found by calling it with one token."""
+    read = set()
+
+    class Watched:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(Config, name)
+
+    one_N = torch.ones(1)
+    OBJECTIVES[objective](Watched(), one_N, one_N, one_N, lambda x_N: x_N)
+    return read
 
 
 def has_smaller_eps(a, b) -> bool:
@@ -1169,36 +1144,33 @@ def _help_texts():
     return found
 
 
-def _default_text(f):
-    """Return a field's default, as --help shows it."""
-    if f.name not in Config.BY_START:
-        return f"{f.default!r}"
-    by_start = Config.BY_START[f.name]
-    return (f"{by_start['random']!r}; with --demos {by_start['demos']!r}; "
-            f"with --model {by_start['model']!r}")  # fmt: skip
-
-
 def add_flags(parser, fields):
     """Add fields of Config to a parser. A flag that is not typed is absent from the result."""
     for f in fields:
         _, text = _help_texts()[f.name]
-        text = text.replace("%", "%%")
-        # A bool is --FLAG or --no-FLAG, and off by default.
-        how = dict(help=f"{text} [{_default_text(f)}]")
+        how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
+        if choices := choices_of(f):
+            how = dict(choices=choices, metavar=_shown(choices, "|"))
+
+        # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
+        default = f"{f.default!r}"
+        if f.name in Config.BY_START:
+            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+                **Config.BY_START[f.name])
+        if f.name == "advantage":
+            default = "'group_mean'; with --teacher 'teacher'"
+        text = text.replace("%", "%%") + f" [{default}]"
         if f.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction, help=text)
-        elif choices := get_args(f.type):
-            how |= dict(choices=choices, metavar=_shown(choices, "|"))
-        else:
-            how |= dict(type=f.type, metavar=f.type.__name__)
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+            how = dict(action=argparse.BooleanOptionalAction)
+            text = text.removesuffix(" [False]")
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog=f"{PAPERS}\nThe letters of --plan\n\n{parallel.letters_table()}",
+        epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{parallel.letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
         " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
@@ -1215,8 +1187,6 @@ def parse_config(argv) -> Config:
     # Flags that were not typed are absent from `given`: a resumed run has its own values for them.
     given = vars(parser.parse_args(argv))
     path = Path(given.get("out", "")) / "config.json"
-    if given.get("resume_or_start") and given.get("out"):
-        given["resume"] = path.exists()
     if not (given.get("resume") and given.get("out") and path.exists()):
         return Config(**given)
     return resumed_config(path, given)
@@ -1262,95 +1232,120 @@ def resumed_config(path, given) -> Config:
 
 
 # 10. The loss: equations (2) to (7), in this order --------------------------------------------
-#
-# Pure functions of tensors (B, T), a row for each sequence and a column for each target, or of (T,)
-# for one sequence. mask says which targets the policy sampled. The other targets were shown to it
-# (prompts and replies of the task) or are padding: their log-probs may be anything, even NaN.
+# Pure functions. An objective, an aggregation and a metric are each one entry of a table. Arrays of
+# N hold one number for each sampled token of a micro-batch, sequence after sequence.
 
 
-def divergence(d, /, kind):
-    """Return k of (5), an estimate of KL(p, reference) from d = log p - log reference.
-
-    d is taken at tokens drawn from p. All three kinds have the KL as their mean, or for k2 nearly
-    so (Schulman 2020).
-    """
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return d.square() / 2
-    if kind == "k3":
-        return torch.exp(-d) + d - 1  # never negative, with less noise than k1
-    raise ValueError(f"unknown kl {kind!r}")
+def ratio_of(d_N):
+    """Return r of (2) for log-ratios d."""
+    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Beyond, the
+    # ratio is a constant, and has no gradient. Pinned by
+    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
+    return d_N.clamp(-10, 10).exp()  # (2)
 
 
-def loss_weight(mask_BT, aggregation):
-    """Return w of (7), float64, (B, 1) for a mask (B, T). It depends on each sequence alone."""
-    # Two sequences, of one sampled token with loss a and of three with losses b, c, d, sum to
-    #
-    #     token_mean     (a + b + c + d) / 4
-    #     sequence_mean  (a + (b + c + d) / 3) / 2             a token of a long answer weighs less
-    #     constant       (a + b + c + d) / (2 max_new_tokens)  Z does not depend on what was sampled
-    #
-    # A sequence without a sampled token has only zeros to weigh; 1 keeps its weight finite.
-    count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1).double()
-    if aggregation == "sequence_mean":
-        return 1.0 / count_B1
-    return torch.ones_like(count_B1)
+# Each objective is equation (3): it returns l of each token, with a graph, and which tokens have
+# lost their gradient. c: the flags of the loss. d_N: log-ratios, lp - old. A_N: advantages. lp_N:
+# log-probs now. mean_of_sequence(x_N): gives each token the mean of x over its sequence. A paper's
+# constants are defaults at the function.
 
 
-# What --advantage means in --baseline and --scale.
-SPELLINGS = {
-    "group_mean": ("group", "none"), "group_std": ("group", "group"),
-    "leave_one_out": ("leave_one_out", "none"),
+def reinforce(c, d_N, A_N, lp_N, mean_of_sequence):
+    """Return the policy gradient's l, which knows no ratio."""
+    return -A_N * lp_N, torch.zeros_like(lp_N, dtype=torch.bool)  # (3)
+
+
+def clip(c, d_N, A_N, lp_N, mean_of_sequence):
+    """Return PPO's l: the worse of the gain r A and the gain at the clipped ratio."""
+    # For A < 0 the minimum has no lower end: a large ratio gives a huge loss. Dual clip bounds the
+    # ratio there. For A > 0 the second gain is the smaller one anyway.
+    r_N = ratio_of(d_N)
+    bounded_N = r_N.clamp(max=c.dual_clip or math.inf)
+    gain_N = bounded_N * A_N
+    clipped_gain_N = r_N.clamp(1 - c.clip_low, 1 + c.clip_high) * A_N
+    clipped_N = (clipped_gain_N < gain_N) | (r_N > bounded_N) | (d_N.abs() > 10)
+    return -torch.minimum(gain_N, clipped_gain_N), clipped_N  # (3)
+
+
+def gspo(c, d_N, A_N, lp_N, mean_of_sequence):
+    """Return GSPO's l: PPO's, of one ratio for a whole sequence."""
+    # The geometric mean of the tokens' ratios. A reward is for a sequence, and a product over
+    # hundreds of tokens would be too noisy to use.
+    return clip(c, mean_of_sequence(d_N), A_N, lp_N, mean_of_sequence)  # (3)
+
+
+def cispo(c, d_N, A_N, lp_N, mean_of_sequence, low=0.0):
+    """Return CISPO's l: a token past the bound still learns, where PPO drops its gradient."""
+    r_N = ratio_of(d_N.detach())
+    weight_N = r_N.clamp(low, c.cispo_bound)
+    return -weight_N * A_N * lp_N, weight_N != r_N  # (3)
+
+
+def sapo(c, d_N, A_N, lp_N, mean_of_sequence, up=1.0, down=1.05):
+    """Return SAPO's l: a soft clip, with tau `up` where A > 0 and `down` elsewhere."""
+    # The weight of a token is 1 at r = 1, and falls smoothly on both sides.
+    tau_N = torch.where(A_N > 0, lp_N.new_tensor(up), down)
+    gate_N = torch.sigmoid(tau_N * (ratio_of(d_N) - 1))
+    return -4 / tau_N * gate_N * A_N, torch.zeros_like(lp_N, dtype=torch.bool)  # (3)
+
+
+def gmpo(c, d_N, A_N, lp_N, mean_of_sequence):
+    """Return GMPO's l: GSPO's mean, of log-ratios that are each clipped first."""
+    # Only the side to which A leads a log-ratio is clipped. A clipped one is a constant.
+    near_N = torch.where(A_N > 0, d_N.clamp(max=c.clip_high), d_N.clamp(min=-c.clip_low))
+    return -ratio_of(mean_of_sequence(near_N)) * A_N, near_N != d_N  # (3)
+
+
+def dppo(c, d_N, A_N, lp_N, mean_of_sequence, cap=20.0):
+    """Return DPPO's l: a token learns until its probability has moved too far towards A."""
+    # A ratio of 2 is much at p = .4, and nothing at p = 1e-6: so the trust region is one of
+    # probabilities. Only a move in the direction of A ends a token's learning.
+    d_N = d_N.detach()
+    now_N = lp_N.detach()
+    moved_N = now_N.exp() - (now_N - d_N).exp()
+    bound_N = torch.where(A_N > 0, lp_N.new_tensor(c.clip_high), c.clip_low)
+    clipped_N = (moved_N.abs() > bound_N) & ((moved_N > 0) == (A_N > 0))
+    weight_N = ratio_of(d_N).clamp(max=cap) * ~clipped_N
+    return -weight_N * A_N * lp_N, clipped_N  # (3)
+
+
+# To add an objective, write its function and its name here.
+OBJECTIVES = {
+    "reinforce": reinforce, "clip": clip, "cispo": cispo, "gspo": gspo, "sapo": sapo, "gmpo": gmpo,
+    "dppo": dppo,
 }  # fmt: skip
 
 
-def advantages(rewards_PG, /, kind="group_mean", *, baseline="", scale="", tokens_PG=None):
-    """Return A of (1) for float64 rewards (G,) of one group, or (P, G) of the P groups of a step.
+# Aggregations are w and Z of (7). Of sequences with count_B sampled tokens, each returns the weight
+# of a token of each sequence, and each sequence's term of Z. Two sequences, one of one token with
+# loss a and one of three with losses b, c, d, sum to
+#
+#     token_mean     (a + b + c + d) / 4
+#     sequence_mean  (a + (b + c + d) / 3) / 2             a token of a long answer weighs less
+#     constant       (a + b + c + d) / (2 max_new_tokens)  Z does not depend on what was sampled
 
-    kind: "group_mean", "group_std" or "leave_one_out": the defaults of the other two.
-    baseline: what a reward is compared with: "group", "leave_one_out" or "none".
-    scale: the spread that divides it: "none", "group" or "batch", which is of all P G rewards.
-    tokens_PG: sampled tokens of each rollout, for "batch" without a baseline. None: equally many.
-    """
-    # Rewards 1 0 0 1 and 0 0 0 1 of two groups:
-    #
-    #     group          none      .5 -.5 -.5 .5    -.25 -.25 -.25 .75     Dr.GRPO
-    #     group          group     divided by .577  divided by .5          GRPO
-    #     group          batch     both divided by .518                    LitePPO
-    #     leave_one_out  none      times 4/3        times 4/3              RLOO
-    #     none           batch     R - 3/8, divided by .484                REINFORCE++
-    if kind not in SPELLINGS:
-        raise ValueError(f"expected group_mean, group_std or leave_one_out, got {kind!r}")
-    own_baseline, own_scale = SPELLINGS[kind]
-    baseline = baseline or own_baseline
-    scale = scale or own_scale
 
-    # Equal rewards of a group say nothing, and a group's baseline gives them exact zeros.
-    G = rewards_PG.shape[-1]
-    out_PG = rewards_PG
-    if baseline != "none":
-        out_PG = np.apply_along_axis(simple_advantages, -1, rewards_PG)
-    if baseline == "leave_one_out":
-        # The same as subtracting from each reward the mean of the other G - 1 rewards.
-        out_PG = out_PG * G / max(1, G - 1)  # (1)
+def token_mean(count_B, max_new_tokens):
+    return torch.ones_like(count_B), count_B
 
-    # Hard and easy prompts count the same if each group is scaled to a spread of one. The spread of
-    # a few rollouts is noisy. A whole step's is less so, and keeps the groups' proportions.
-    if scale == "group" and G > 1:
-        out_PG = out_PG / (rewards_PG.std(-1, ddof=1, keepdims=True) + 1e-4)  # (1)
-    if scale == "batch" and np.ptp(rewards_PG) == 0:
-        return np.zeros_like(rewards_PG)
-    if scale == "batch" and baseline != "none":
-        return out_PG / (rewards_PG.std(ddof=1) + 1e-4)  # (1)
 
-    # Without a baseline the mean of the step takes its place. As in PPO, mean and spread are of
-    # tokens, so a long rollout counts more.
-    if scale == "batch":
-        share_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG / tokens_PG.mean()
-        out_PG = rewards_PG - (share_PG * rewards_PG).mean()
-        out_PG = out_PG / (np.sqrt((share_PG * out_PG**2).mean()) + 1e-8)  # (1)
-    return out_PG
+def sequence_mean(count_B, max_new_tokens):
+    # A sequence without a sampled token has no token to weigh; 1 keeps its weight finite.
+    return 1 / count_B.clamp(min=1), (count_B > 0).to(count_B)
+
+
+def constant(count_B, max_new_tokens):
+    return torch.ones_like(count_B), torch.full_like(count_B, max_new_tokens)
+
+
+AGGREGATIONS = {"token_mean": token_mean, "sequence_mean": sequence_mean, "constant": constant}
+
+
+def entry_of(table, name, what):
+    """Return table[name], or raise ValueError with the names that there are."""
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}: expected one of {', '.join(table)}")
+    return table[name]
 
 
 def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
@@ -1359,301 +1354,545 @@ def loss_denominator(masks, /, *, aggregation, max_new_tokens) -> float:
     The sum over all ranks is Z, the trainer's num_global_valid_tokens. A sequence without a sampled
     token, such as a filtered one, counts under `constant` only.
     """
-    sampled = [int(mask.sum()) for mask in masks]
-    if aggregation == "token_mean":
-        return float(sum(sampled))
-    if aggregation == "constant":
-        return float(len(sampled) * max_new_tokens)
-    return float(len([count for count in sampled if count > 0]))
+    count_B = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.float64)
+    _, term_B = entry_of(AGGREGATIONS, aggregation, "aggregation")(count_B, max_new_tokens)
+    return term_B.sum().item()
 
 
-def sampler_weights(
-    old_BT, sampler_BT, mask_BT, /, *, importance, importance_of, importance_low, importance_cap
-):
-    """Compute (4): x = p_old / p_sampler of each token within its bounds, (B, T), 0 without mask.
+def divergence(d, /, kind):
+    """Return k of (5), an estimate of KL(p, reference) from d = log p - log reference.
 
-    importance           truncate | mask | reject: what happens to an x outside its bounds. Inside,
-                         reject makes it 1.
-    importance_of        token | sequence | geometric: x of a token, of all tokens, or their mean
-    importance_low/cap   the bounds
+    d is taken at tokens drawn from p. The KL is the mean of both kinds (Schulman 2020). k3 is never
+    negative, and has less noise than k1.
+    """
+    return d if kind == "k1" else torch.exp(-d) + d - 1
+
+
+class SampledTokens:
+    """The sampled tokens of padded rows, in order: token n is of sequence row_N[n]."""
+
+    def __init__(self, mask_BT, dtype):
+        # NUMERICS: in float32 at least, since gspo sums over a sequence. Pinned by
+        # tests/test_conformance.py::test_a_right_loss_passes_all.
+        self.mask_BT = torch.atleast_2d(mask_BT)
+        self.row_N = self.mask_BT.nonzero()[:, 0]
+        self.count_B = self.mask_BT.sum(-1).double()
+        self.dtype = torch.promote_types(dtype, torch.float32)
+
+    def pick(self, x_BT, default=None):
+        """Return x (N,) for anything that broadcasts to the rows; `default` for None."""
+        if x_BT is None:
+            return default
+        return x_BT.expand(self.mask_BT.shape)[self.mask_BT].to(self.dtype)
+
+    def sum_of_sequence(self, x_N):
+        """Return for each token the sum of x over its sequence."""
+        return x_N.new_zeros(len(self.mask_BT)).index_add(0, self.row_N, x_N)[self.row_N]
+
+    def mean_of_sequence(self, x_N):
+        """Return for each token the mean of x over its sequence."""
+        return self.sum_of_sequence(x_N) / self.count_B[self.row_N].to(x_N)
+
+
+def sampler_weights(c, log_x_N, tokens):
+    """Return x of (4) for each token: p_old / p_sampler within its bounds. log_x_N: old - sampler.
+
+    c.importance says what happens to an x outside importance_low .. importance_cap: `truncate`
+    moves it to the bound, and `mask` makes it 0. Bounds 0.5 and 2 make of a 3 a 2, or a 0.
+    c.importance_of says whose x it is: the token's, or one of its sequence: the product of its
+    tokens' (`sequence`), or their geometric mean.
     """
     # The sampler drew the tokens, but (2) measures from `old`, the same policy by the trainer's
     # program and dtype: x corrects for tokens drawn more or less often than `old` says. Under the
     # sampler its mean is 1, but its tail is long, hence the bounds.
-    zero = old_BT.new_zeros(())
-    log_x_BT = torch.where(mask_BT, old_BT - sampler_BT, zero)
-    if importance_of != "token":
-        sum_B1 = log_x_BT.sum(-1, keepdim=True)
-        if importance_of == "geometric":
-            sum_B1 = sum_B1 / mask_BT.sum(-1, keepdim=True).clamp(min=1)
-        log_x_BT = torch.where(mask_BT, sum_B1, zero)
-    x_BT = log_x_BT.exp()
-
-    # Bounds 0.5 and 2 truncate 3 to 2. `mask` makes it 0, and keeps 1.5; `reject` makes 1.5 a 1.
-    if importance == "truncate":
-        x_BT = x_BT.clamp(importance_low, importance_cap)
-    else:
-        is_inside_BT = (importance_low <= x_BT) & (x_BT <= importance_cap)
-        x_BT = torch.where(is_inside_BT, x_BT if importance == "mask" else zero + 1, zero)
-    return torch.where(mask_BT, x_BT, zero)
+    if c.importance_of == "sequence":
+        log_x_N = tokens.sum_of_sequence(log_x_N)
+    if c.importance_of == "geometric":
+        log_x_N = tokens.mean_of_sequence(log_x_N)
+    x_N = log_x_N.exp()
+    near_N = x_N.clamp(c.importance_low, c.importance_cap)
+    return near_N if c.importance == "truncate" else torch.where(near_N == x_N, x_N, 0.0)
 
 
-def policy_loss(
-    lp_BT, old_BT, advantage_BT, mask_BT, /, *, x_BT=None, objective="clip", ratio="token",
-    clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_low=0.0, cispo_bound=5.0, sapo_up=1.0,
-    sapo_down=1.05, dppo_distance="tv", dppo_cap=20.0,
-):  # fmt: skip
-    """Compute (2) to (4): l of each token, (B, T), and a dict of what is measured of each token.
+VALUE_CLIP = 0.2  # of (6), PPO's: a value that has moved this far to its return learns no more
 
-    lp_BT .. mask_BT   as in `grpo_loss`, none of them None
-    x_BT               factors of (4), from `sampler_weights`; None: none
-    objective          reinforce | clip | cispo | gspo | sapo | gmpo | dppo, the table of (3)
-    ratio              clip: token, or sequence, which is gspo
-    clip_low/high      clip, gspo: the ratio stays in 1 - low .. 1 + high. gmpo: d in -low .. high.
-                       dppo: how far a probability may move down and up
-    dual_clip          clip, gspo: c of (3), over 1 + high; 0: none
-    cispo_low/bound    cispo: the smallest and the largest weight
-    sapo_up/down       sapo: tau where A > 0, and elsewhere
-    dppo_distance      tv: |p - p_old|; kl: the divergence of "this token or another one"
-    dppo_cap           dppo: the largest weight
 
-    A branch of (3) sets weight_BT, w; and, if there are any, value_BT, the value of l, and
-    clipped_BT, which tokens have lost their gradient. None of them has a graph: see the last lines.
-    """
-    # All that a weight is made of has no graph, and is 0 at tokens that were not sampled.
-    # NUMERICS: masked entries may be anything, -inf too: selected away before exp, not multiplied.
-    # Pinned by tests/test_loss.py::test_masked_tokens_may_hold_anything.
-    zero = lp_BT.new_zeros(())
-    lp_BT = torch.where(mask_BT, lp_BT, zero)
-    now_BT = lp_BT.detach()
-    old_BT = torch.where(mask_BT, old_BT, zero)
-    A_BT = advantage_BT
-    count_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
-    d_BT = now_BT - old_BT
-
-    def mean(x_BT):
-        sum_B1 = torch.where(mask_BT, x_BT, zero).sum(-1, keepdim=True)
-        return (sum_B1 / count_B1).expand_as(lp_BT)
-
-    # GSPO: one ratio for a whole sequence, the geometric mean of its tokens' ratios. A reward is
-    # for a sequence, and a product over hundreds of tokens would be too noisy to use.
-    of_sequence = objective == "gmpo"
-    if objective == "gspo" or ratio == "sequence":
-        objective = "clip"
-        of_sequence = True
-        d_BT = mean(d_BT)
-
-    # NUMERICS: +-10 keeps a ratio finite where a policy has moved far from a stale one. Beyond, the
-    # ratio is a constant, and has no gradient. Pinned by
-    # tests/test_loss.py::test_a_log_ratio_is_clamped_to_ten_before_exp.
-    ratio_BT = d_BT.clamp(-10, 10).exp()  # (2)
-    is_far_BT = d_BT.abs() > 10
-    clipped_BT = torch.zeros_like(mask_BT)
-
-    # (3): a weight for each token, and the objective's own value if it has one.
-    value_BT = None
-    if objective == "reinforce":
-        weight_BT = torch.ones_like(now_BT)
-    elif objective == "clip":
-        # For A < 0 the minimum has no lower end: a large ratio gives a huge loss. Dual clip bounds
-        # the ratio there; for A > 0 the second gain is the smaller one anyway.
-        bounded_BT = ratio_BT.clamp(max=dual_clip or math.inf)
-        gain_BT = bounded_BT * A_BT
-        clipped_gain_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * A_BT
-        clipped_BT = (clipped_gain_BT < gain_BT) | (ratio_BT > bounded_BT) | is_far_BT
-        weight_BT = ratio_BT * ~clipped_BT
-        value_BT = -torch.minimum(gain_BT, clipped_gain_BT)
-    elif objective == "cispo":
-        # A token beyond the bound still learns: PPO's clip would drop it from the gradient.
-        weight_BT = ratio_BT.clamp(cispo_low, cispo_bound)
-        clipped_BT = weight_BT != ratio_BT
-    elif objective == "sapo":
-        # A soft clip: the weight is 1 at r = 1, and falls smoothly on both sides.
-        tau_BT = torch.where(A_BT > 0, zero + sapo_up, zero + sapo_down)
-        gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
-        weight_BT = 4 * gate_BT * (1 - gate_BT) * ratio_BT * ~is_far_BT
-        value_BT = -4 / tau_BT * gate_BT * A_BT
-    elif objective == "gmpo":
-        # GSPO's mean, of log-ratios that are each clipped first, on the side where A leads them.
-        bounded_BT = torch.where(A_BT > 0, d_BT.clamp(max=clip_high), d_BT.clamp(min=-clip_low))
-        clipped_BT = bounded_BT != d_BT
-        weight_BT = mean(bounded_BT).clamp(-10, 10).exp()
-        value_BT = -weight_BT * A_BT
-    elif objective == "dppo":
-        # A ratio of 2 is much at p = .4, and nothing at p = 1e-6: so the trust region is one of
-        # probabilities. Only a move in the direction of A ends a token's learning.
-        moved_BT = now_BT.exp() - old_BT.exp()
-        distance_BT = moved_BT.abs()
-        if dppo_distance == "kl":
-            # p of this token and 1 - p of all others. 1 - p is at least one rounding of p.
-            eps = torch.finfo(now_BT.dtype).eps
-            other_BT = -torch.expm1(now_BT).clamp(max=-eps)
-            old_other_BT = -torch.expm1(old_BT).clamp(max=-eps)
-            distance_BT = old_other_BT * (old_other_BT / other_BT).log() - old_BT.exp() * d_BT
-        bound_BT = torch.where(A_BT > 0, zero + clip_high, zero + clip_low)
-        clipped_BT = (distance_BT > bound_BT) & ((moved_BT > 0) == (A_BT > 0))
-        weight_BT = ratio_BT.clamp(max=dppo_cap) * ~clipped_BT
-    else:
-        raise ValueError(f"unknown objective {objective!r}")
-    if value_BT is None:
-        value_BT = -weight_BT * A_BT * now_BT
-
-    if x_BT is not None:
-        weight_BT = weight_BT * x_BT  # (4)
-        value_BT = value_BT * x_BT
-
-    # A ratio of a sequence moves with each of its tokens. All have one gradient, or none where gmpo
-    # has clipped a token.
-    gain_BT = weight_BT * A_BT
-    if of_sequence:
-        gain_BT = mean(gain_BT)
-    if objective == "gmpo":
-        gain_BT = gain_BT * ~clipped_BT
-
-    # The last factor is 0, and has the gradient of lp. There is no other gradient.
-    l_BT = value_BT.detach() - gain_BT.detach() * (lp_BT - now_BT)
-    measured = {"ratio": ratio_BT, "clipped": clipped_BT.to(lp_BT.dtype), "policy": l_BT.detach()}
-    return l_BT, measured
+def value_loss(value_N, old_N, return_N):
+    """Return the maximum in (6), halved, for each token."""
+    near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
+    return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
 
 
 def grpo_loss(
     lp_BT, old_BT, advantage_BT, mask_BT, /, *, Z=None, aggregation="token_mean", max_new_tokens=16,
-    sampler_BT=None, importance="truncate", importance_of="token", importance_low=0.0,
-    importance_cap=0.0, ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None,
-    entropy_coef=0.0, value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
-    value_clip=0.2, **policy,
+    objective="clip", clip_low=0.2, clip_high=0.28, dual_clip=0.0, cispo_bound=5.0, sampler_BT=None,
+    importance="truncate", importance_of="token", importance_low=0.0, importance_cap=0.0,
+    ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None, entropy_coef=0.0,
+    value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
 ):  # fmt: skip
     """Compute the whole loss, (2)-(7): a scalar, and a dict of detached sums over sampled tokens.
 
     lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1
     advantage_BT     A of (1), of any shape that broadcasts
-    mask_BT          bool: which tokens the policy sampled
+    mask_BT          bool: which tokens the policy sampled. Others may hold anything, even NaN
     Z                of (7), summed over everything that one optimizer step sees; None: of these
-    aggregation      token_mean | sequence_mean | constant: w and Z of (7)
-    max_new_tokens   the most tokens that a sequence may have; for the Z of `constant`
+    aggregation      of AGGREGATIONS: w and Z of (7). max_new_tokens: for the Z of `constant`
+    objective        of OBJECTIVES, which read clip_low, clip_high, dual_clip and cispo_bound
     sampler_BT       log-probs of the program that drew the tokens; None: old
-    importance       with importance_of, importance_low and importance_cap: (4), as in
-                     `sampler_weights`; cap 0: no (4)
+    importance       with _of, _low and _cap: (4), see `sampler_weights`; cap 0: no (4)
     ref_BT           log-probs of the frozen reference; None: no KL
     kl, kl_coef      which k of (5), and its weight; kl_in "reward" measures it and adds nothing
     entropy_BT       H of (5), with the weight entropy_coef
     value_BT         the critic's values now; None: no critic. With old_value_BT and return_BT, the
-                     values before the step and g, and value_coef and value_clip: (6)
-    policy           objective and its bounds: the keywords of `policy_loss`
+                     values before the step and g, and value_coef: (6)
 
-    `loss_metrics` makes a step's metrics from the sums; tests compare both with TRL's numbers.
+    The sums have the names of METRICS. `loss_metrics` makes a step's metrics of them.
     """
-    if old_BT is None:
-        old_BT = lp_BT.detach()
-    if sampler_BT is None:
-        sampler_BT = old_BT
-    x_BT = None
+    # t has what is known of each token. The loss and the metrics are made of it.
+    tokens = SampledTokens(mask_BT, lp_BT.dtype)
+    c = SimpleNamespace(
+        clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip, cispo_bound=cispo_bound,
+        importance=importance, importance_of=importance_of, importance_low=importance_low,
+        importance_cap=importance_cap,
+    )  # fmt: skip
+    t = SimpleNamespace(lp_N=tokens.pick(lp_BT), A_N=tokens.pick(advantage_BT), x_N=None)
+    t.old_N = tokens.pick(old_BT, t.lp_N.detach())
+    t.smp_N = tokens.pick(sampler_BT, t.old_N)
+    t.ref_N, t.entropy_N = tokens.pick(ref_BT), tokens.pick(entropy_BT)
+    t.kl_N = None if ref_BT is None else divergence(t.lp_N - t.ref_N, kl)
+    t.critic_N = None
+
+    # The policy's term.
+    d_N = t.lp_N - t.old_N
+    mean = tokens.mean_of_sequence
+    t.ratio_N = ratio_of(mean(d_N) if objective == "gspo" else d_N)  # (2)
+    l_of = entry_of(OBJECTIVES, objective, "objective")
+    l_N, t.clipped_N = l_of(c, d_N, t.A_N, t.lp_N, mean)  # (3)
     if importance_cap:
-        x_BT = sampler_weights(
-            old_BT, sampler_BT, mask_BT, importance=importance, importance_of=importance_of,
-            importance_low=importance_low, importance_cap=importance_cap,
-        )  # fmt: skip
-    l_BT, stats = policy_loss(lp_BT, old_BT, advantage_BT, mask_BT, x_BT=x_BT, **policy)
-    if x_BT is not None:
-        stats["masked"] = (x_BT == 0).to(lp_BT.dtype)
+        t.x_N = sampler_weights(c, t.old_N - t.smp_N, tokens)
+        l_N = l_N * t.x_N  # (4)
+    t.policy_N = l_N
 
     # Closeness to the reference and randomness are wanted for their own sake, whatever the reward.
-    zero = lp_BT.new_zeros(())
-    stats = {name: torch.where(mask_BT, x_BT, zero) for name, x_BT in stats.items()}
-    if ref_BT is not None:
-        kl_BT = divergence(torch.where(mask_BT, lp_BT - ref_BT, zero), kl)
-        stats["kl"] = kl_BT.detach()
-        if kl_in == "loss":  # else the rewards were lowered by it, before (1)
-            l_BT = l_BT + kl_coef * kl_BT  # (5)
-    if entropy_BT is not None:
-        stats["entropy"] = torch.where(mask_BT, entropy_BT.detach(), zero)
-        if entropy_coef:
-            l_BT = l_BT - entropy_coef * entropy_BT  # (5)
-    l_BT = torch.where(mask_BT, l_BT, zero)
-
+    # With kl_in `reward` the rewards were lowered by the KL, before (1).
+    if ref_BT is not None and kl_in == "loss":
+        l_N = l_N + kl_coef * t.kl_N  # (5)
+    if entropy_BT is not None and entropy_coef:
+        l_N = l_N - entropy_coef * t.entropy_N  # (5)
     # A critic is one more head on the same states, so its error is one more term of the same sum.
     if value_BT is not None:
-        critic_BT = value_coef * value_loss(value_BT, old_value_BT, return_BT, mask_BT, value_clip)
-        l_BT = l_BT + critic_BT  # (6)
-        stats["value"] = critic_BT.detach()
+        t.critic_N = value_coef * value_loss(*map(tokens.pick, (value_BT, old_value_BT, return_BT)))
+        l_N = l_N + t.critic_N  # (6)
 
     # Z is the whole step's, never the count of this micro-batch or this rank. A mean of micro-batch
     # means weighs a token more where its micro-batch is small; a sum over one Z does not.
-    if Z is None:
-        masks = torch.atleast_2d(mask_BT)
-        Z = loss_denominator(masks, aggregation=aggregation, max_new_tokens=max_new_tokens)
-    return weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, aggregation=aggregation, Z=Z)
+    w_B, term_B = entry_of(AGGREGATIONS, aggregation, "aggregation")(tokens.count_B, max_new_tokens)
+    w_N = w_B[tokens.row_N].to(l_N)
+    Z = term_B.sum().item() if Z is None else Z
+    t.part_N, t.policy_part_N = w_N * l_N / Z, w_N * t.policy_N / Z
+    return (w_N * l_N).sum() / Z, measured(t)  # (7)
 
 
-def weighted_sum(l_BT, lp_BT, mask_BT, sampler_BT, stats, /, *, aggregation, Z):
-    """Compute (7) of these tokens: the loss, and the dict of sums that `loss_metrics` reads.
+# 11. Metrics: what each is, and how it is reduced ---------------------------------------------
+# The one list of the numbers in a line of metrics.jsonl. The glossary of --help, the log, the merge
+# over updates and the order of an audit's rows come from it. Causes stand before their effects.
 
-    l_BT     loss of each token, 0 where mask is off
-    stats    what is measured of each token, by name: (B, T), detached, 0 where mask is off
 
-    The other parameters are as in `grpo_loss`.
+class Metric(NamedTuple):
+    """What a metric is, and how it is reduced to one number of a step."""
+
+    text: str  # its definition, for --help
+    over_updates: str = ""  # of an optimizer step: mean | max | sum | first; "": once a step
+    over_tokens: str = ""  # of a sampled token: mean | sum | max
+    of: Callable | None = None  # of(t): its value (N,) at the tokens of `grpo_loss`, or None
+
+    def reduce(self, found):
+        """Return one number for the numbers of a step's updates."""
+        if self.over_updates == "first":
+            return found[0]
+        reduce = {"mean": lambda found: float(np.mean(found)), "max": max, "sum": sum}
+        return reduce[self.over_updates](found)
+
+
+def gap_of(t):
+    """Return log p of the trainer minus log p of the sampler: rounding, if the weights are equal.
+
+    It is the first thing to look at when a run does not learn.
     """
-    weight_B1 = loss_weight(mask_BT, aggregation).to(lp_BT.dtype)
-    loss = (weight_B1 * l_BT).sum() / Z  # (7)
-
-    # How far trainer and sampler are apart on the same tokens: with one set of weights it should be
-    # rounding, and it is the first thing to look at when a run does not learn.
-    d_N = (lp_BT.detach() - sampler_BT)[mask_BT].double()
-    gap_N = d_N.abs()
-    zero = gap_N.new_zeros(())
-    sums = {
-        "loss": loss.detach(), "tokens": mask_BT.sum(), "gap": gap_N.sum(),
-        "identical": (gap_N == 0).sum(), "gap_max": torch.cat([gap_N, zero[None]]).max(),
-        "gap_kl": (torch.expm1(d_N) - d_N).sum(),  # k3, tokens drawn by the sampler
-    }  # fmt: skip
-    for name in ("ratio", "clipped", "masked", "entropy", "kl", "value"):
-        sums[name] = stats[name].sum() if name in stats else zero
-    sums["policy"] = (weight_B1 * stats.get("policy", zero)).sum() / Z
-    ratio_N = stats.get("ratio", zero).double().flatten()
-    sums["ratio_max"] = torch.cat([ratio_N, zero[None]]).max()
-    return loss, sums
+    return (t.lp_N - t.smp_N).double()
 
 
-# name: (key of the sums of `weighted_sum`, how over sampled tokens, how over a step's updates). A
-# name without a key is measured elsewhere. "mean" over updates keeps the first update's too.
+def masked_of(t):
+    """Return which tokens (4) leaves out, or None without (4)."""
+    return None if t.x_N is None else t.x_N == 0
+
+
 METRICS = {
-    "loss/token_mean": ("loss", "sum", "mean"),  # divided by Z already
-    "loss/policy_token_mean": ("policy", "sum", "mean"),
-    "entropy/token_mean": ("entropy", "mean", "mean"),
-    "ratio/token_mean": ("ratio", "mean", "mean"),
-    "ratio/max": ("ratio_max", "max", "max"),
-    "ratio/clipped_fraction": ("clipped", "mean", "mean"),
-    "logprob_gap/max": ("gap_max", "max", "first"),
-    "logprob_gap/mean": ("gap", "mean", "first"),
-    "logprob_gap/identical": ("identical", "mean", "first"),
-    "logprob_gap/kl": ("gap_kl", "mean", "first"),
-    "importance/masked_fraction": ("masked", "mean", "mean"),
-    "kl/token_mean": ("kl", "mean", "mean"),
-    "value/loss": ("value", "mean", "mean"),
-    "experts/load_max": ("", "", "max"),
-    "balance/loss": ("", "", "mean"),
-    "grad_norm": ("", "", "mean"),
-    "policy_age/update_mean": ("", "", "mean alone"),
-}
+    "reward/mean": Metric("reward of the step's rollouts"),
+    "reward/solved": Metric("fraction of them with a reward of at least 1"),
+    "reward/groups_none": Metric("fraction of groups in which no rollout is solved"),
+    "reward/groups_all": Metric("fraction of groups in which every rollout is solved"),
+    "reward/groups_equal": Metric(
+        "fraction of groups of equal rewards; gae, none_batch: 1 if all are equal"),
+    "tokens/generated": Metric("sampled tokens"),
+    "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
+    "length/rollout_mean": Metric("sampled tokens of a rollout"),
+    "length/max": Metric("the same of the longest"),
+    "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
+    "logprob_gap/max": Metric(
+        "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
+        lambda t: gap_of(t).abs()),
+    "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: gap_of(t).abs()),
+    "logprob_gap/identical": Metric(
+        "fraction of them that are 0, to the bit", "first", "mean", lambda t: gap_of(t) == 0),
+    "logprob_gap/kl": Metric(
+        "KL(sampler, trainer) per token, by k3", "first", "mean",
+        lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
+    "value/token_mean": Metric("with gae: v before the step"),
+    "value/explained_variance": Metric("with gae: 1 - Var(g - v) / Var(g) over the step's tokens"),
+    "advantage/token_mean": Metric("A of (1) over the sampled tokens that are trained on"),
+    "advantage/token_std": Metric("its standard deviation"),
+    "lr": Metric("the learning rate of the step"),
+    "policy_age/update_mean": Metric("optimizer steps from the sampler's weights to an update"),
+    "policy/age_mean": Metric("steps of the loop from the sampler's weights to the batch"),
+    "policy/age_max": Metric("the largest of these"),
+    "ratio/token_mean": Metric("r of (2)", "mean", "mean", lambda t: t.ratio_N),
+    "ratio/max": Metric("the largest r of all updates", "max", "max", lambda t: t.ratio_N),
+    "ratio/clipped_fraction": Metric(
+        "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
+    "importance/masked_fraction": Metric(
+        "of sampled tokens, whose x of (4) is 0", "mean", "mean", masked_of),
+    "entropy/token_mean": Metric("H at `temperature`", "mean", "mean", lambda t: t.entropy_N),
+    "kl/token_mean": Metric("with a reference: k of (5)", "mean", "mean", lambda t: t.kl_N),
+    "value/loss": Metric("with gae: (6), per sampled token", "mean", "mean", lambda t: t.critic_N),
+    "loss/policy_token_mean": Metric(
+        "loss/token_mean without (5) and (6)", "mean", "sum", lambda t: t.policy_part_N),
+    "loss/token_mean": Metric(
+        "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
+    "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
+    "balance/loss": Metric("(8)", "mean"),
+    "grad_norm": Metric("global, before clipping", "mean"),
+    "policy_version": Metric("optimizer steps taken"),
+    "updates/skipped": Metric("optimizer steps skipped for a non-finite gradient"),
+    "tokens/trained": Metric("tokens run with gradients; of a tree its own tokens", "sum"),
+    "tokens/trained_flat": Metric("the same without a tree", "sum"),
+    "eval/solved": Metric("greedy, on held-out prompts; at evaluation steps and in the last line"),
+    "memory/peak": Metric("megabytes at most: of tensors on CUDA, of the process on a CPU"),
+    "seconds/rollout": Metric("sampling the batch"),
+    "seconds/wait_rollout": Metric("training stood still for the batch"),
+    "seconds/wait_train": Metric("sampling stood still for weights"),
+    "seconds/train": Metric("what was neither sampling nor evaluation"),
+    "seconds/eval": Metric("evaluating"),
+    "seconds/total": Metric("the step"),
+}  # fmt: skip
+
+
+def glossary() -> str:
+    """Return the metrics and their definitions, for --help."""
+    lines = ["Metrics, one line of metrics.jsonl for each step. Every denominator is global.",
+             "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
+    indent = dict(subsequent_indent=" " * 30, width=100)
+    for name, metric in METRICS.items():
+        over = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
+        lines.append(textwrap.fill(f"  {name:<27} {metric.text}{over}", **indent))
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def measured(t) -> dict:
+    """Return the sum, or the largest, of each metric over tokens, and the number of tokens."""
+    sums = {"tokens": t.lp_N.new_tensor(len(t.lp_N), dtype=torch.float64)}
+    for name, metric in METRICS.items():
+        x_N = metric.of(t) if metric.of else None
+        if x_N is not None:
+            x_N = x_N.double()
+            largest = metric.over_tokens == "max"
+            sums[name] = torch.cat([x_N, x_N.new_zeros(1)]).max() if largest else x_N.sum()
+    return sums
 
 
 def loss_metrics(totals) -> dict:
-    """Return metrics by their names, from the sums and maxima of a whole batch, all numbers.
+    """Return metrics of a whole batch from its sums and maxima, all numbers.
 
     What has no sum has no metric: a run without a reference has no KL.
     """
     # Means are over sampled tokens, not over sequences, micro-batches or ranks, whatever the
     # aggregation; the loss keeps its name in all of them.
     count = max(totals["tokens"], 1.0)
-    metrics = {}
-    for name, (key, over_tokens, _) in METRICS.items():
-        if key in totals:
-            metrics[name] = totals[key] / count if over_tokens == "mean" else totals[key]
-    return metrics
+    return {
+        name: totals[name] / count if METRICS[name].over_tokens == "mean" else totals[name]
+        for name in METRICS if name in totals
+    }  # fmt: skip
 
 
-# 11. Rollouts: episodes that fork, and who asks the task --------------------------------------
+def mean_metrics(updates) -> dict:
+    """Merge the metrics of a step's updates by METRICS."""
+    # The gap to the sampler is the first update's: only the first update sees the weights that
+    # sampled, so only there is the gap rounding and not learning. What the first update measured is
+    # also written alone: an audit can then tell a wrong loss from what it did to the weights.
+    out = {}
+    for name, metric in METRICS.items():
+        found = [update[name] for update in updates if metric.over_updates and name in update]
+        if found:
+            out[name] = metric.reduce(found)
+        if len(found) > 1 and metric.over_updates in ("mean", "max"):
+            out[f"{name}_first"] = found[0]
+    return out
+
+
+# 12. Advantages: equation (1) -----------------------------------------------------------------
+# How much better than others a rollout was, or with a critic, a tree or a teacher, a token of it.
+# If you know GRPO's advantage, read the tables and skip the rest.
+
+# Each of these takes the float64 rewards (P, G) of the P groups of a step, and the number of
+# sampled tokens of each rollout. Rewards 1 0 0 1 and 0 0 0 1 of two groups:
+#
+#     group_mean     .5 -.5 -.5 .5    -.25 -.25 -.25 .75     Dr.GRPO
+#     group_std      divided by .577  divided by .5          GRPO
+#     batch_std      both divided by .518                    LitePPO
+#     leave_one_out  times 4/3        times 4/3              RLOO
+#     none           the rewards                             REINFORCE
+#     none_batch     R - 3/8, divided by .484                REINFORCE++
+
+
+def group_mean(rewards_PG, tokens_PG):
+    # Equal rewards of a group say nothing, and have exact zeros.
+    return np.apply_along_axis(simple_advantages, -1, rewards_PG)  # (1)
+
+
+def group_std(rewards_PG, tokens_PG):
+    # Hard and easy prompts count the same if each group is scaled to a spread of one.
+    spread_PG = rewards_PG.std(-1, ddof=1, keepdims=True)
+    return group_mean(rewards_PG, tokens_PG) / (spread_PG + 1e-4)  # (1)
+
+
+def batch_std(rewards_PG, tokens_PG):
+    # The spread of a few rollouts is noisy. A whole step's is less so, and keeps the groups'
+    # proportions.
+    return group_mean(rewards_PG, tokens_PG) / (rewards_PG.std(ddof=1) + 1e-4)  # (1)
+
+
+def leave_one_out(rewards_PG, tokens_PG):
+    # The same as subtracting from each reward the mean of the other G - 1 rewards.
+    G = rewards_PG.shape[-1]
+    return group_mean(rewards_PG, tokens_PG) * G / (G - 1)  # (1)
+
+
+def none(rewards_PG, tokens_PG):
+    return rewards_PG  # (1)
+
+
+def none_batch(rewards_PG, tokens_PG):
+    # Without a baseline the mean of the step takes its place. As in PPO, mean and spread are of
+    # tokens, so a long rollout counts more.
+    if np.ptp(rewards_PG) == 0:
+        return np.zeros_like(rewards_PG)
+    share_PG = tokens_PG / tokens_PG.mean()
+    A_PG = rewards_PG - (share_PG * rewards_PG).mean()
+    return A_PG / (np.sqrt((share_PG * A_PG**2).mean()) + 1e-8)  # (1)
+
+
+# To add an advantage, write its function and its name here, or below if it is a token's own.
+ADVANTAGES = {
+    "group_mean": group_mean, "group_std": group_std, "batch_std": batch_std,
+    "leave_one_out": leave_one_out, "none": none, "none_batch": none_batch,
+}  # fmt: skip
+
+
+def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
+    """Return A of (1) for float64 rewards (G,) of one group, or (P, G) of the P groups of a step.
+
+    kind: of ADVANTAGES.
+    tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
+    """
+    tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
+    return entry_of(ADVANTAGES, kind, "advantage")(rewards_PG, tokens_PG)
+
+
+def kl_penalties(config, trajectory):
+    """Return the KL that is subtracted from the reward at each sampled token: (L - 1,)."""
+    if not config.kl_coef or config.kl_in != "reward":
+        return np.zeros(len(trajectory.mask))
+    d = trajectory.sampler_logprobs - trajectory.ref_logprobs
+    d = torch.from_numpy(np.where(trajectory.sampled, d, 0.0))
+    return config.kl_coef * divergence(d, config.kl).numpy()
+
+
+def overlong_penalty(config, t) -> float:
+    """Return DAPO's soft punishment (eq. 13): 0, or up to 1 in the last `overlong_buffer` tokens.
+
+    Of 16 new tokens with a buffer of 4: 0 for up to 12, 1/4 for 13, 1 for 16.
+    """
+    if not config.overlong_buffer:
+        return 0.0
+    prompt_tokens, _, _ = t.path[0]
+    free = config.max_new_tokens - config.overlong_buffer
+    return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
+
+
+def tables_of_step(trainer, batch):
+    """Return rewards, less what they pay, and sampled tokens of all ranks' kept groups: (2, P, G).
+
+    Collective.
+    """
+    # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over ranks
+    # has the same bits on each of them.
+    config = trainer.config
+    table_2PG = np.zeros((2, len(batch.kept), config.group))
+    for row, number in enumerate(batch.kept):
+        for n, t in enumerate(batch.groups.get(number, [])):
+            reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
+            table_2PG[:, row, n] = reward, t.sampled.sum()
+    return np.array(summed(table_2PG.tolist(), trainer.device))
+
+
+def reward_advantages(trainer, batch) -> dict:
+    """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
+    if not batch.kept:
+        return {}
+    rewards_PG, tokens_PG = tables_of_step(trainer, batch)
+    A_PG = advantages(rewards_PG, trainer.config.advantage, tokens_PG=tokens_PG)
+    for A_G, number in zip(A_PG, batch.kept):
+        for A, t in zip(A_G, batch.groups.get(number, [])):
+            t.advantages = np.full(len(t.mask), A)
+    return {}
+
+
+def branch_advantages(rewards_G, paths, /):
+    """Compute (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
+
+    paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
+    (its first token's index, its first rollout, how many consecutive rollouts share it).
+    """
+    # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
+    # what it is worth beyond its parent. Four rollouts with rewards 1, 0, 1/4, 1/4, of which 0 and
+    # 1 share everything up to token 5, as 2 and 3 do (each rollout's last segment is its own):
+    #
+    #     rollout 0:   whole group   tokens 5..7 (0, 1)   from token 8 (0 alone)
+    #     value        3/8           1/2                  1
+    #     advantage                  +1/8                 +1/2       they sum to R_0 - mean R
+    marked = []
+    for path in paths:
+        values = [rewards_G[first : first + count].mean() for _, first, count in path]
+        parents = [rewards_G.mean(), *values]
+        # Token `start` is target `start - 1`, for targets are tokens[1:].
+        worth = zip(path, values, parents)
+        marked.append([(start - 1, v - parent) for (start, *_), v, parent in worth])  # (1)
+    return marked
+
+
+def per_branch(trainer, batch) -> dict:
+    """Give the trajectories of a step the advantages of the segments of their trees."""
+    if not batch.kept:
+        return {}
+    rewards_PG, _ = tables_of_step(trainer, batch)
+    for rewards_G, number in zip(rewards_PG, batch.kept):
+        group = batch.groups.get(number, [])
+        for t, marks in zip(group, branch_advantages(rewards_G, [t.path for t in group])):
+            # A mark says from which target on an advantage holds; the next one overwrites the rest.
+            #
+            #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
+            t.advantages = np.zeros(len(t.mask))
+            for start, advantage in marks:
+                t.advantages[start:] = advantage
+    return {}
+
+
+def teacher_advantages(trainer, batch) -> dict:
+    """Give each token its log-prob's gain in the teacher: on-policy distillation."""
+    # A token that the teacher gives a higher log-prob than the sampler did should become likelier.
+    # The mean of A is -KL(sampler, teacher).
+    everyone = batch.trained()
+    for t, teacher in zip(everyone, trainer.forward_only(everyone, trainer.teacher)):
+        t.advantages = np.where(t.sampled, teacher - t.sampler_logprobs, 0.0)  # (1)
+    return {}
+
+
+def gae(rewards, values, mask, /, lam):
+    """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
+
+    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
+    other; the task's replies are part of the environment.
+    """
+    # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
+    #
+    #     target     0    1    2    3    4        lam = 1 and all values 0
+    #     sampled    yes  yes  -    -    yes
+    #     reward     0    0    0    2    1        the 2 counts for target 1
+    #     advantage  3    3    0    0    1
+    advantages, returns = np.zeros((2, len(mask)))
+
+    # From the last token to the first: (1) needs the next sampled token's value and advantage.
+    next_value = 0.0
+    next_advantage = 0.0
+    pending = 0.0  # rewards that no sampled token has taken yet
+    for t in reversed(range(len(mask))):
+        pending += rewards[t]
+        if mask[t]:
+            # delta is the surprise of this one action. The sum over n in (1) is a recursion.
+            delta = pending + next_value - values[t]
+            advantages[t] = delta + lam * next_advantage  # (1)
+            returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
+            next_value = values[t]
+            next_advantage = advantages[t]
+            pending = 0.0
+    return advantages, returns
+
+
+def critic_advantages(trainer, batch) -> dict:
+    """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
+    config = trainer.config
+    everyone = batch.trained()
+    sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
+    for t, t.values in zip(everyone, trainer.compute_values(everyone)):
+        rewards = -kl_penalties(config, t)
+        for at, reward in t.turn_rewards:
+            rewards[at] += reward
+        rewards[-1] -= overlong_penalty(config, t)
+        t.advantages, t.returns = gae(rewards, t.values, t.mask, config.gae_lambda)
+        A = t.advantages[t.mask]
+        g = t.returns[t.mask]
+        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
+
+    count, *totals = summed(sums.tolist(), trainer.device)
+    A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
+    spread = math.sqrt(max(0.0, AA - A * A))
+    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
+    # 1e-8 only keeps a step without any spread finite. Pinned by
+    # tests/test_loss.py::test_advantages_are_whitened_over_the_step.
+    for t in everyone:
+        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
+
+    # g - v is A before whitening, so the variance that is left is spread^2.
+    variance = gg - g * g
+    explained = 1 - spread**2 / variance if variance > 1e-12 else 0.0
+    return {"value/token_mean": v, "value/explained_variance": explained}
+
+
+# Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
+# trajectories' advantages and returns metrics. It is collective.
+TOKEN_ADVANTAGES = {
+    "gae": critic_advantages, "per_branch": per_branch, "teacher": teacher_advantages,
+}  # fmt: skip
+
+# Those that compare nothing within a group, and learn from groups of equal rewards too.
+NO_GROUP_BASELINE = "none", "none_batch", "gae", "teacher"
+
+# The flags whose values are the names of a table.
+TABLES = {
+    "objective": (OBJECTIVES,), "aggregation": (AGGREGATIONS,),
+    "advantage": (ADVANTAGES, TOKEN_ADVANTAGES),
+}  # fmt: skip
+
+
+def choices_of(f) -> tuple:
+    """Return the values that a field of Config may have; () for any."""
+    tables = TABLES.get(f.name)
+    return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
+
+
+# 13. Rollouts: episodes that fork, and who asks the task --------------------------------------
 # What a step samples. Without tree rollouts, plans of several ranks and slow tasks it is the core's
 # `Episode` and nothing else: skip it.
 
@@ -1713,13 +1952,19 @@ class ForkingEpisode(Episode):
     count, forks_left: 1, 0 without tree rollouts. It forks at its next forks_left turn boundaries.
     """
 
-    def __init__(self, key, group, number, state, prompt, limit, *, count=1, forks_left=0):
+    def __init__(self, key, group, number, state, prompt, limit, count=1, forks_left=0):
         super().__init__(key, group, number, state, prompt, limit)
         self.count = count
         self.forks_left = forks_left
         self.path = [(self.turn, number, count)]
         self.turn_rewards = []
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
+
+    def origin(self) -> tuple:
+        """Return what makes this episode, before its first token: its identity; the rest."""
+        limit = len(self.draws)
+        identity = self.key, self.group, self.number
+        return identity, (self.tokens, limit, self.count, self.forks_left)
 
     def hear(self, state, reply, reward):
         """Take the task's answer to the turn. Return whether the episode goes on."""
@@ -1758,70 +2003,40 @@ class ForkingEpisode(Episode):
         return [Trajectory(*made) for _ in range(self.count)]
 
 
-class Replies:
-    """Ask the task for its replies to all turns that a decoding step has ended, together.
+REPLY_THREADS = 16
 
-    A tool may take seconds, so `threads` threads ask for the episodes. The replies are put in the
-    order of the episodes, so threads change no result. A task that must not be asked by several
-    threads has the attribute `threads = False`.
 
-    Ranks that decode the same episodes ask each question once: the rank that has drawn the prompt
-    asks, and tells the others. A task may be random, or answer by the clock: two ranks that asked
-    by themselves might decode different tokens, and wait for each other for good.
+def asker_of(task):
+    """Return a function that fills in `heard` of episodes whose turn has ended, by asking a task.
+
+    A tool may take seconds, so threads ask for the episodes. The replies are put in the order of
+    the episodes, so threads change no result. A task that must not be asked by several threads has
+    the attribute `threads = False`.
     """
 
-    ELSEWHERE = "another rank has the task's state of this episode"
-
-    def __init__(self, task, threads=1, model=None):
-        """Take a task, and the model that decodes: its plan says which ranks share episodes."""
-        self.task = task
-        # The replies of `guess` are arithmetic: a thread would cost more than the reply.
-        safe = getattr(task, "threads", True) and type(task) is not Guess
-        self.map = ThreadPoolExecutor(threads).map if safe and threads > 1 else map
-        plan = model.part.plan if hasattr(model, "part") else Plan()
-        self.shared_by = model if plan.world > plan.dp else None
-
-    def ask(self, episodes) -> None:
-        """Fill in `heard` of episodes whose turn has ended. Collective where they are shared."""
-        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
-        answers = {}
-        problem = ""  # raised after the other ranks have heard of it
-        try:
-            answers = dict(zip(own, self.map(self._ask_one, [episodes[n] for n in own])))
-        except Exception as error:
-            problem = error
-
-        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
-        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
-        parts = []
-        if self.shared_by is not None:
-            told = {n: answer[1:] for n, answer in answers.items()}
-            parts, _ = gather_replica(self.shared_by, [(told, f"{problem}")])
-        if problem:
-            raise problem
-        for told, text in parts:
-            if text:
-                raise ValueError(f"on a rank that decodes the same episodes: {text}")
-            for n, answer in told.items():
-                answers.setdefault(n, (self.ELSEWHERE, *answer))
-        for n, answer in answers.items():
-            episodes[n].heard = answer
-
-    def _ask_one(self, episode):
-        """Return the task's new state, reply and reward; ValueError if they cannot be used."""
+    def ask_one(episode):
         answer = episode.tokens[episode.turn :]
-        with asking(self.task):
-            state, reply, reward = self.task.reply(episode.state, answer)
-        name = type(self.task).__name__
+        with asking(task):
+            state, reply, reward = task.reply(episode.state, answer)
+        name = type(task).__name__
         where = f"in group {episode.group}, rollout {episode.number}"
         if not is_finite_number(reward):
             raise ValueError(f"{name} gave reward {reward} {where}, for the answer "
-                             f"{self.task.show(answer)!r}: rewards must be finite")  # fmt: skip
+                             f"{task.show(answer)!r}: rewards must be finite")  # fmt: skip
         # A token outside the vocabulary would be read from whatever lies past the embedding.
-        size = self.task.vocab_size
-        if reply is not None and not all(0 <= token < size for token in reply):
-            raise ValueError(f"{name} replied {reply} {where}: ids end at {size - 1}")
+        if reply is not None and not all(0 <= token < task.vocab_size for token in reply):
+            raise ValueError(f"{name} replied {reply} {where}: ids end at {task.vocab_size - 1}")
         return state, reply, float(reward)
+
+    # The replies of `guess` are arithmetic: a thread would cost more than the reply.
+    safe = getattr(task, "threads", True) and type(task) is not Guess
+    ask_all = ThreadPoolExecutor(REPLY_THREADS).map if safe else map
+
+    def ask(episodes):
+        for episode, heard in zip(episodes, list(ask_all(ask_one, episodes))):
+            episode.heard = heard
+
+    return ask
 
 
 def is_finite_number(x) -> bool:
@@ -1832,36 +2047,104 @@ def is_finite_number(x) -> bool:
         return False
 
 
-def rollout(
-    model, task, starts, /, *, group, max_new_tokens, temperature, key, forks=1, fork_turns=0,
-    replies=None, slots=None,
-):  # fmt: skip
+class Sampler:
+    """Sample with a model of this process, or of the ranks that its plan splits it over.
+
+    Rollouts, evaluation, tasks and the loop know these two methods of a sampler, and nothing else
+    of it. To sample by another program, write a class that has them.
+    """
+
+    ELSEWHERE = "another rank has the task's state of this episode"
+
+    def __init__(self, model):
+        self.model = model
+
+    def push(self, model, optimizer, version):
+        """Take a policy's weights, one tensor at a time, in this model's dtype. Collective.
+
+        version: the number of optimizer steps that have made them.
+        """
+        # What the two models hold in one memory needs no copy: see `shard_generator`.
+        copy_weights(model, self.model, optimizer)
+
+    def generate(self, rows, /, *, ending=None, **how) -> list:
+        """Decode this rank's rows as `models.generate` does, whose keywords these are.
+
+        rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
+        """
+        plan = part_of(self.model).plan
+        if plan.world == plan.dp:
+            ended = generate(self.model, rows, ending=ending, **how)
+            parallel.end_together(self.model)
+            return ended
+
+        # Ranks that decode together decode the rows of all of them. The draws are the rows' own,
+        # and the logits are the same on all of these ranks, so they sample the same tokens.
+        # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that
+        # follows is computed identically. Pinned by
+        # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
+        origins, first = gather_replica(self.model, [row.origin() for row in rows])
+        together = [ForkingEpisode(*of, self.ELSEWHERE, *rest) for of, rest in origins]
+        together[first : first + len(rows)] = rows
+        asking_once = functools.partial(self._ask_once, ending)
+        ended = generate(self.model, together, ending=asking_once, **how)
+        parallel.end_together(self.model)
+
+        # What has been decoded together is distributed again.
+        return [row for row in ended if row.state is not self.ELSEWHERE]
+
+    def _ask_once(self, ask, episodes):
+        """Let each rank ask its task about its own episodes, and tell the others. Collective."""
+        # A task may be random, or answer by the clock: two ranks that asked by themselves might
+        # decode different tokens, and wait for each other for good.
+        own = [n for n, e in enumerate(episodes) if e.state is not self.ELSEWHERE]
+        problem = ""  # raised after the other ranks have heard of it
+        try:
+            ask([episodes[n] for n in own])
+        except Exception as error:
+            problem = error
+
+        # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
+        # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
+        told = {} if problem else {n: episodes[n].heard[1:] for n in own}
+        parts, _ = gather_replica(self.model, [(told, f"{problem}")])
+        if problem:
+            raise problem
+        for told, text in parts:
+            if text:
+                raise ValueError(f"on a rank that decodes the same episodes: {text}")
+            for n in told.keys() - {*own}:
+                episodes[n].heard = (self.ELSEWHERE, *told[n])
+
+
+def play(config, task, sampler, starts, key) -> list:
     """Play every start `group` times. Return lists of trajectories, by group, in rollout order.
 
-    starts: list of (group number, state, prompt tokens).
-    max_new_tokens: of a trajectory after its prompt, the task's replies included.
+    starts: list of (group number, state, prompt tokens), of this rank.
+    sampler: a Sampler, or an object with its methods.
     key: (seed, step). Draw t of rollout r of group g is uniforms((seed, step, g, r))[t].
-    forks: children of a trajectory at each of its first fork_turns turn boundaries.
-    replies: a `Replies`, which asks the task. Default: one without threads.
-    slots: rollouts that are decoded at a time. When one ends, the next one takes its slot.
+
+    Collective under a plan.
     """
     # Without forks one episode for each rollout. With them each begins as `share` rollouts: group
     # 4, forks 2, fork_turns 1 begins with episodes 0 and 2, which represent rollouts 0 1 and 2 3.
-    share = forks**fork_turns
-    how = dict(count=share, forks_left=fork_turns)
+    share = config.forks**config.fork_turns
+    limit = config.max_new_tokens  # of a trajectory after its prompt, the task's replies included
     episodes = [
-        ForkingEpisode(key, number, first, state, prompt, max_new_tokens, **how)
-        for number, state, prompt in starts for first in range(0, group, share)
+        ForkingEpisode(key, number, first, state, prompt, limit, share, config.fork_turns)
+        for number, state, prompt in starts for first in range(0, config.group, share)
     ]  # fmt: skip
-    replies = replies or Replies(task)
 
     # `generate` computes equal prompts once, lets a waiting episode enter where one has ended, and
     # calls `ending` with all whose turn has ended, then `after` with each. An episode that will
     # fork reserves a slot for each rollout, so that a fork finds its parent's keys in the cache.
-    ended = generate(
-        model, episodes, max_new_tokens=max_new_tokens, temperature=temperature, end=task.end,
-        ending=replies.ask, after=lambda e: e.fork(forks) if e.hear(*e.heard) else [], slots=slots,
-        branches=lambda e: e.count,
+    def after(episode):
+        return episode.fork(config.forks) if episode.hear(*episode.heard) else []
+
+    ended = sampler.generate(
+        episodes, max_new_tokens=limit, temperature=config.temperature, end=task.end,
+        ending=asker_of(task), after=after, slots=config.batch_rows,
+        branches=lambda episode: episode.count,
     )  # fmt: skip
 
     # Episodes end in any order; a group's rollouts are put back into theirs.
@@ -1900,42 +2183,17 @@ def draw_prompts(config, task, stream, step, groups, first=0, held_out=False):
     return starts
 
 
-def play(config, task, generator, starts, key):
-    """`rollout` by the configuration, in `batch_rows` slots. Collective under a plan."""
-    # Ranks that decode together play the prompts of all of them. The draws are the episodes' own,
-    # and the logits are the same on all of these ranks, so they sample the same tokens.
-    # NUMERICS: an all-reduce and an all-gather give every rank the same bits, and all that follows
-    # is computed identically. Pinned by
-    # tests/test_generator_plan.py::test_every_generator_plan_samples_the_tokens_of_one_process.
-    own = starts
-    first = 0
-    replies = Replies(task, config.reply_threads, generator)
-    if replies.shared_by is not None:
-        prompts, first = gather_replica(generator, [(number, prompt) for number, _, prompt in own])
-        starts = [(number, Replies.ELSEWHERE, prompt) for number, prompt in prompts]
-        starts[first : first + len(own)] = own
-    groups = rollout(
-        generator, task, starts, group=config.group, key=key, forks=config.forks,
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature,
-        fork_turns=config.fork_turns, replies=replies, slots=config.batch_rows,
-    )  # fmt: skip
-    parallel.end_together(generator)
-
-    # What has been played together is distributed again: each rank goes on with its own groups.
-    return groups[first : first + len(own)]
-
-
-def evaluate(config, task, generator):
+def evaluate(config, task, sampler):
     """Return the fraction of held-out prompts solved greedily, and a trajectory to show."""
     # One rollout of each prompt, and no random draw: the key is empty.
     prompts = range(config.eval_prompts)
     starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
     greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-    groups = play(greedy, task, generator, starts, key=())
+    groups = play(greedy, task, sampler, starts, key=())
 
     # Each rank has played its own prompts; the sum over ranks is of all.
     solved_here = len([group for group in groups if group[0].reward >= 1])
-    (solved,) = summed([solved_here], generator.head_weight.device)
+    (solved,) = summed([solved_here], own_device())
     return solved / config.eval_prompts, groups[0][0] if groups else None
 
 
@@ -1945,7 +2203,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
     """
     trajectories = []
-    replies = Replies(task)
+    ask = asker_of(task)
     for group, state, prompt in starts:
         rng = np.random.default_rng([*key, group])
         episode = ForkingEpisode(key, group, 0, state, prompt, 0)
@@ -1957,7 +2215,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
                 episode.append(token, 0.0)
 
             # The reply is queued, as in a rollout; here nobody decodes, so it is taken at once.
-            replies.ask([episode])
+            ask([episode])
             going = episode.hear(*episode.heard)
             while episode.queue:
                 episode.append(None, 0.0)
@@ -1966,7 +2224,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
     return trajectories
 
 
-# 12. Batches: what a step trains on -----------------------------------------------------------
+# 14. Batches: what a step trains on -----------------------------------------------------------
 # The full version of the core's batch source: dynamic sampling, --staleness, and demonstrations as
 # the batches of the steps below 0.
 
@@ -1992,8 +2250,9 @@ class SampledBatch(Batch):
     metrics: dict = field(default_factory=dict)
 
     def trained(self) -> list:
-        """Return the groups of this rank that are trained on."""
-        return [self.groups[number] for number in self.kept if number in self.groups]
+        """Return the trajectories of this rank that are trained on."""
+        groups = [self.groups[number] for number in self.kept if number in self.groups]
+        return list(itertools.chain(*groups))
 
     def to_json(self) -> dict:
         """Return the batch of all ranks as JSON values, on rank 0. Collective."""
@@ -2028,7 +2287,7 @@ def gather_groups(groups) -> list:
     return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
-def collect(config, task, generator, step):
+def collect(config, task, sampler, step):
     """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
     ranks that are trained on, in order, and metrics. Collective.
     """
@@ -2046,7 +2305,7 @@ def collect(config, task, generator, step):
         missing = config.prompts - len(kept)
         groups = range(table_3PG.shape[1], table_3PG.shape[1] + missing)
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
-        played = play(config, task, generator, starts, key=(config.seed, step))
+        played = play(config, task, sampler, starts, key=(config.seed, step))
 
         # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over
         # ranks is the whole table on every rank, and all ranks drop the same groups.
@@ -2055,7 +2314,7 @@ def collect(config, task, generator, step):
             rollouts[group] = trajectories
             cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
             round_3PG[:, group - groups[0]] = np.array(cells).T
-        round_3PG = np.array(summed(round_3PG.tolist(), generator.head_weight.device))
+        round_3PG = np.array(summed(round_3PG.tolist(), own_device()))
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
@@ -2077,7 +2336,7 @@ def collect(config, task, generator, step):
     # Metrics include dropped groups, so that they measure the policy and not the filter. A critic
     # compares the rewards of the whole step.
     solved_PG = rewards_PG >= 1
-    over_groups = config.advantage == "gae" or config.normalization == ("none", "batch")
+    over_groups = config.advantage in ("gae", "none_batch")
     compared = rewards_PG.reshape(1, -1) if over_groups else rewards_PG
     return rollouts, kept, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
@@ -2093,7 +2352,7 @@ def collect(config, task, generator, step):
 class RolloutQueue:
     """Samples the batches of a run, each with the weights that the schedule says.
 
-    first_step: the first step that will be trained. Below 0 a step trains on demonstrations.
+    first_step: the first step that will be trained.
     pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
     last: the last batch that will be asked for. Default: the run has no end.
     """
@@ -2104,7 +2363,7 @@ class RolloutQueue:
         self.trainer = trainer
         self.first_step = first_step
         self.pending = dict(pending or {})
-        self.next = max(0, first_step) + len(self.pending)
+        self.next = first_step + len(self.pending)
         self.last = last
         self.clock = StepClock(trainer.device)
         self.idle_since = time.perf_counter()
@@ -2112,19 +2371,13 @@ class RolloutQueue:
 
     def get(self, step) -> SampledBatch:
         """Return the batch of a step, which begins now. Collective."""
+        # First all batches are sampled that these weights sample.
         self.clock.start()
-        number = self.config.demos + step
-        self.trainer.where = f"step {step}" if step >= 0 else f"supervised step {number}"
-        if step < 0:
-            return self.imitate(number)
+        self.trainer.where = f"step {step}"
         with timed(self.clock.seconds, "wait_rollout"):
-            return self.wait_for(step)
-
-    def wait_for(self, step) -> SampledBatch:
-        """Return the batch of a step, after all batches that its weights sample."""
-        while self.next <= min(step + self.config.staleness, self.last):
-            self.pending[self.next] = self.sample(self.next)
-            self.next += 1
+            while self.next <= min(step + self.config.staleness, self.last):
+                self.pending[self.next] = self.sample(self.next)
+                self.next += 1
         return self.pending.pop(step)
 
     def sample(self, number) -> SampledBatch:
@@ -2132,8 +2385,8 @@ class RolloutQueue:
         # Sampling has stood still since it or an evaluation last ended.
         seconds = {"seconds/wait_train": time.perf_counter() - self.idle_since}
         with timed(seconds, "rollout"):
-            generator = self.trainer.generator
-            rollouts, kept, metrics = collect(self.config, self.task, generator, number)
+            sampler = self.trainer.sampler
+            rollouts, kept, metrics = collect(self.config, self.task, sampler, number)
         self.idle_since = time.perf_counter()
 
         # All rollouts of a batch are by the same weights, so the mean age is the largest one.
@@ -2142,24 +2395,10 @@ class RolloutQueue:
         version = self.trainer.policy_version
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
-    def imitate(self, number) -> SampledBatch:
-        """Return the demonstrations of a supervised step: one minibatch, as many as rollouts."""
-        # What they are depends on (seed, step, number) alone, like everything that is drawn.
-        c = self.config
-        groups = list(range(c.prompts * c.group))
-        first = number * len(groups)
-        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
-        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
-        return SampledBatch({t.group: [t] for t in played}, groups, 1)
-
     def evaluate(self, step):
-        """`evaluate` the weights after a step. Collective."""
-        # A curve needs a start, on the prompts of all later evaluations: the weights after step -1,
-        # with which the loop begins. Earlier ones are not evaluated.
-        if step < -1:
-            return None
+        """`evaluate` the weights after a step: -1 are those with which the loop begins."""
         with timed(self.clock.seconds, "eval"):
-            solved, self.shown = evaluate(self.config, self.task, self.trainer.generator)
+            solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
         self.idle_since = time.perf_counter()
         return solved
 
@@ -2168,12 +2407,45 @@ class RolloutQueue:
         return [{"batch": n} | self.pending[n].to_json() for n in sorted(self.pending)]
 
 
+class Demonstrations:
+    """The batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
+
+    first_step: the first of them that is to do.
+    """
+
+    def __init__(self, config, task, trainer, first_step):
+        self.config = config
+        self.task = task
+        self.trainer = trainer
+        self.first_step = first_step
+        self.clock = StepClock(trainer.device)
+
+    def get(self, step) -> SampledBatch:
+        """Return demonstrations, one minibatch of as many as a step has rollouts. Collective."""
+        # What they are depends on (seed, step, number) alone, like everything that is drawn.
+        c = self.config
+        number = c.demos + step
+        self.clock.start()
+        self.trainer.where = f"supervised step {number}"
+        groups = list(range(c.prompts * c.group))
+        first = number * len(groups)
+        starts = draw_prompts(c, self.task, DEMO_PROMPT, number, groups, first)
+        played = demonstrations(self.task, starts, (c.seed, DEMO_PLAY, number), c.max_new_tokens)
+        return SampledBatch({t.group: [t] for t in played}, groups, 1)
+
+    def evaluate(self, step):
+        """Return None: the weights with which the loop begins are the first to be evaluated."""
+
+    def stored(self) -> list:
+        return []
+
+
 def pending_batches(config, trainer, path, state) -> dict:
     """Return {number: SampledBatch} of a checkpoint's pending batches. state: its JSON values."""
     # After step s > 0 the batches s .. s + K - 1 are pending, whatever --steps was.
     step = state["step"]
     expected = list(range(step, step + config.staleness)) if step else []
-    vocab_size = trainer.generator.config.vocab_size
+    vocab_size = trainer.shape.vocab_size
     try:
         # A checkpoint of another staleness, or one that somebody has edited, is named as such.
         stored = state.get("pending", [])
@@ -2229,105 +2501,7 @@ def timed(seconds, phase):
     seconds[f"seconds/{phase}"] = time.perf_counter() - start
 
 
-def likelihood_loss(micro, mask_BT, lp_BT, entropy_BT, Z):
-    """Return (7) with l_t = -lp_t, maximum likelihood, and the sums that `grpo_loss` returns.
-
-    micro                         the trajectories
-    mask_BT, lp_BT, entropy_BT    of their tokens, as `PackedBatches` gives them
-    Z                             tokens of all ranks' demonstrations: the loss is their mean
-    """
-    sampler_BT = padded([t.sampler_logprobs for t in micro], lp_BT)
-    stats = {"entropy": entropy_BT.detach()}
-    how = dict(aggregation="token_mean", Z=Z)
-    return weighted_sum(-lp_BT, lp_BT, mask_BT, sampler_BT, stats, **how)
-
-
-# 13. PPO's critic, and the KL in the reward ---------------------------------------------------
-# Advantages of single tokens, from a value head on the policy's states, and rewards from which the
-# distance to the reference is subtracted. For --advantage gae and --kl-in reward: GRPO has neither.
-
-
-def kl_penalties(config, trajectory):
-    """Return the KL that is subtracted from the reward at each sampled token: (L - 1,)."""
-    if not config.kl_coef or config.kl_in != "reward":
-        return np.zeros(len(trajectory.mask))
-    d = np.where(trajectory.mask, trajectory.sampler_logprobs - trajectory.ref_logprobs, 0.0)
-    return config.kl_coef * divergence(torch.from_numpy(d), config.kl).numpy()
-
-
-def gae(rewards, values, mask, /, gamma, lam):
-    """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
-
-    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
-    other; the task's replies are part of the environment.
-    """
-    # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
-    #
-    #     target     0    1    2    3    4        gamma = lam = 1 and all values 0
-    #     sampled    yes  yes  -    -    yes
-    #     reward     0    0    0    2    1        the 2 counts for target 1
-    #     advantage  3    3    0    0    1
-    advantages, returns = np.zeros((2, len(mask)))
-
-    # From the last token to the first: (1) needs the next sampled token's value and advantage.
-    next_value = 0.0
-    next_advantage = 0.0
-    pending = 0.0  # rewards that no sampled token has taken yet
-    for t in reversed(range(len(mask))):
-        pending += rewards[t]
-        if mask[t]:
-            # delta is the surprise of this one action. The sum over n in (1) is a recursion.
-            delta = pending + gamma * next_value - values[t]
-            advantages[t] = delta + gamma * lam * next_advantage  # (1)
-            returns[t] = advantages[t] + values[t]  # g of (6): what the critic should have said
-            next_value = values[t]
-            next_advantage = advantages[t]
-            pending = 0.0
-    return advantages, returns
-
-
-def value_loss(value_BT, old_BT, return_BT, mask_BT, /, bound):
-    """Return the maximum in (6), halved, per token. bound: a value's largest move; 0: any."""
-    # Selected before the square, so that a NaN off the mask reaches neither loss nor gradient.
-    square_BT = torch.where(mask_BT, value_BT - return_BT, 0.0).square()
-    if not bound:
-        return square_BT / 2
-
-    # As for the policy: a value that has moved `bound` towards its return gets no more gradient.
-    near_BT = old_BT + (value_BT - old_BT).clamp(-bound, bound)
-    near_square_BT = torch.where(mask_BT, near_BT - return_BT, 0.0).square()
-    return torch.maximum(square_BT, near_square_BT) / 2
-
-
-def critic_advantages(config, trainer, batch) -> dict:
-    """Give all ranks' trajectories whitened advantages (1) `gae` and returns g. Return metrics."""
-    sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, t.values in zip(batch, trainer.compute_values(batch)):
-        rewards = -kl_penalties(config, t)
-        for at, reward in t.turn_rewards:
-            rewards[at] += reward
-        rewards[-1] -= overlong_penalty(config, t)
-        t.advantages, t.returns = gae(rewards, t.values, t.mask, config.gamma, config.gae_lambda)
-        A = t.advantages[t.mask]
-        g = t.returns[t.mask]
-        sums += len(A), A.sum(), (A**2).sum(), g.sum(), (g**2).sum(), t.values[t.mask].sum()
-
-    count, *totals = summed(sums.tolist(), trainer.device)
-    A, AA, g, gg, v = (total / max(1.0, count) for total in totals)
-    spread = math.sqrt(max(0.0, AA - A * A))
-    # NUMERICS: the mean and spread are of all ranks' tokens, so that no cut of the batch enters;
-    # 1e-8 only keeps a step without any spread finite. Pinned by
-    # tests/test_loss.py::test_advantages_are_whitened_over_the_step.
-    for t in batch:
-        t.advantages = np.where(t.mask, (t.advantages - A) / (spread + 1e-8), 0.0)  # (1)
-
-    # g - v is A before whitening, so the variance that is left is spread^2.
-    variance = gg - g * g
-    explained = 1 - spread**2 / variance if variance > 1e-12 else 0.0
-    return {"value/token_mean": v, "value/explained_variance": explained}
-
-
-# 14. A batch on many ranks: precisions, plans, and attention of rows --------------------------
+# 15. A batch on many ranks: precisions, plans, and attention of rows --------------------------
 # What the Trainer is made of: which plan and which precision a model has, its first weights, its
 # optimizer, the loads of its experts. Skip it if you only want to know what a step computes.
 
@@ -2352,11 +2526,8 @@ def plans_of(config) -> Plans:
     return Plans(own, trainer)
 
 
-def device_of(model):
-    """Return where a model is, or where this rank will allocate a model on the meta device."""
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
+def own_device():
+    """Return where this rank computes, and where sums over ranks are made."""
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -2438,14 +2609,14 @@ class ExpertLoads:
         self.coef_of_one = 0.0
         self.parts = []
 
-    def begin(self, batch, sequences=None):
-        """Begin a forward_backward of this rank's batch. sequences: of the step, over all ranks."""
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
         # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
         self.parts = []
         if self.coef and self.layers:
-            if sequences is None:
-                (sequences,) = summed([len(batch)], self.device)
-            self.coef_of_one = self.coef / max(1, sequences)  # (8)
+            if num_sequences is None:
+                (num_sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
@@ -2487,85 +2658,10 @@ class ExpertLoads:
         models.update_router_bias(model, counts)
 
 
-# 15. Trees: forked rollouts, and prefixes that are run once -----------------------------------
+# 16. Trees: forked rollouts, and prefixes that are run once -----------------------------------
 # Two uses of one shape: rollouts that fork at turn boundaries (--forks), and training on shared
 # prefixes at the cost of their distinct tokens (--tree). Skip it without those flags, but for
 # `RowBatches`, which trains without a tree.
-
-
-def reward_of(config, t) -> float:
-    """Return what a trajectory is compared by: its reward, less what it pays."""
-    return t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
-
-
-def overlong_penalty(config, t) -> float:
-    """Return DAPO's soft punishment (eq. 13): 0, or up to 1 in the last `overlong_buffer` tokens.
-
-    Of 16 new tokens with a buffer of 4: 0 for up to 12, 1/4 for 13, 1 for 16.
-    """
-    if not config.overlong_buffer:
-        return 0.0
-    prompt_tokens, _, _ = t.path[0]
-    free = config.max_new_tokens - config.overlong_buffer
-    return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
-
-
-def group_advantages(config, batch, device):
-    """Give this rank's trajectories of a step their advantages (1). Collective."""
-    # A row for each of this rank's groups. The spread of the whole step needs a row for each of all
-    # ranks' groups: the sum over ranks, where each fills in its own, has the same bits on each.
-    baseline, scale = config.normalization
-    numbers = [n for n in batch.kept if n in batch.groups or scale == "batch"]
-    if not numbers:
-        return
-    own = [(row, number) for row, number in enumerate(numbers) if number in batch.groups]
-    table_2PG = np.zeros((2, len(numbers), config.group))
-    for row, number in own:
-        table_2PG[0, row] = [reward_of(config, t) for t in batch.groups[number]]
-        table_2PG[1, row] = [t.mask.sum() for t in batch.groups[number]]
-    if scale == "batch":
-        table_2PG = np.array(summed(table_2PG.tolist(), device))
-    rewards_PG, tokens_PG = table_2PG
-    found_PG = None
-    if config.advantage != "per_branch":
-        found_PG = advantages(rewards_PG, baseline=baseline, scale=scale, tokens_PG=tokens_PG)
-
-    # A mark says from which target on an advantage holds; the next mark overwrites the rest.
-    #
-    #     marks [(1, 0.1), (3, 0.5)] of five targets   ->   0  0.1  0.1  0.5  0.5
-    for row, number in own:
-        group = batch.groups[number]
-        if config.advantage == "per_branch":
-            marked = branch_advantages(rewards_PG[row], [t.path for t in group])
-        else:
-            marked = [[(0, advantage)] for advantage in found_PG[row]]
-        for t, marks in zip(group, marked):
-            t.advantages = np.zeros(len(t.mask))
-            for start, advantage in marks:
-                t.advantages[start:] = advantage
-
-
-def branch_advantages(rewards_G, paths, /):
-    """Compute (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
-
-    paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
-    (its first token's index, its first rollout, how many consecutive rollouts share it).
-    """
-    # A segment is worth the mean reward of the rollouts that pass through it, and its advantage is
-    # what it is worth beyond its parent. Four rollouts with rewards 1, 0, 1/4, 1/4, of which 0 and
-    # 1 share everything up to token 5, as 2 and 3 do (each rollout's last segment is its own):
-    #
-    #     rollout 0:   whole group   tokens 5..7 (0, 1)   from token 8 (0 alone)
-    #     value        3/8           1/2                  1
-    #     advantage                  +1/8                 +1/2       they sum to R_0 - mean R
-    marked = []
-    for path in paths:
-        values = [rewards_G[first : first + count].mean() for _, first, count in path]
-        parents = [rewards_G.mean(), *values]
-        # Token `start` is target `start - 1`, for targets are tokens[1:].
-        worth = zip(path, values, parents)
-        marked.append([(start - 1, v - parent) for (start, *_), v, parent in worth])  # (1)
-    return marked
 
 
 class RowBatches(PackedBatches):
@@ -2616,7 +2712,7 @@ class TreeBatches(RowBatches):
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_attention(*tree, group=group, **how)
+        return packed_tree_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -2701,9 +2797,9 @@ class ChunkBatches(TreeBatches):
 BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
-# 16. The trainer: policy, optimizer and generator ---------------------------------------------
-class Trainer:
-    """Hold policy, optimizer and generator, and offer the few calls that a training loop needs.
+# 17. The trainer: policy, optimizer and generator ---------------------------------------------
+class Trainer(SimpleTrainer):
+    """The core's trainer, for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -2711,12 +2807,14 @@ class Trainer:
     """
 
     COUNTS = "policy_version", "skipped", "skipped_in_a_row"
+    MOST_SKIPPED = 3  # non-finite gradients in a row that end a run
 
     def __init__(self, config, model, *, generator=None, reference=None, teacher=None):
         """Shard the models by the settings' plans, and allocate those on the meta device.
 
         model: Transformer. It is trained. From the meta device it gets its first weights here.
-        generator: Transformer. It samples. Its weights come with the first push.
+        generator: Transformer, or an object with the methods of a Sampler. It samples. Its weights
+            come with the first push.
         reference: Transformer. The KL is measured against it; `write_reference` fills it.
         teacher: Transformer. --teacher's, filled here: its log-probs give the advantages.
         """
@@ -2725,7 +2823,10 @@ class Trainer:
         self.where = "starting"  # how far the run is, in words
         self.skipped = 0
         self.skipped_in_a_row = 0
-        self.device = device_of(model)
+        is_empty = next(model.parameters()).is_meta
+        self.device = own_device() if is_empty else next(model.parameters()).device
+        self.shape = model.config
+        self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
@@ -2733,7 +2834,6 @@ class Trainer:
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
-        is_empty = next(model.parameters()).is_meta
         whole = copy.deepcopy(model) if is_empty else None
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
@@ -2742,10 +2842,12 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.model)
         self.experts = ExpertLoads(config, self.model, self.device)
 
-        # A generator that has memory stays as it is: a whole copy.
-        self.generator = generator
-        if generator is not None and next(generator.parameters()).is_meta:
-            shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
+        # A model that has memory stays as it is: a whole copy.
+        self.sampler = generator
+        if isinstance(generator, Transformer):
+            self.sampler = Sampler(generator)
+            if next(generator.parameters()).is_meta:
+                shard_generator(config, generator, self.device, policy=self.model, grid=self.grid)
         self.reference = None if reference is None else self.shard_model(reference)
         self.teacher = teacher
         if teacher is not None:
@@ -2753,12 +2855,14 @@ class Trainer:
             self.teacher = self.shard_model(teacher)
             first_weights(self.teacher, whole, config.teacher)
 
-        # A metric that this run does not have is left out of its lines, not written as 0.
-        absent = {"kl": reference is None, "value": config.advantage != "gae", "": True}
-        absent["masked"] = not config.importance_cap
-        measured = {key: how for key, how, _ in METRICS.values() if not absent.get(key)}
-        self.sums = ["tokens", *(key for key, how in measured.items() if how != "max")]
-        self.maxima = [key for key, how in measured.items() if how == "max"]
+        # Which metrics of tokens this run has. A loss of no token says it, the same on all ranks.
+        none_BT = torch.zeros(1, 0)
+        given = dict(entropy_BT=none_BT, ref_BT=None if reference is None else none_BT)
+        if config.advantage == "gae":
+            given |= dict(value_BT=none_BT, old_value_BT=none_BT, return_BT=none_BT)
+        _, sums = grpo_loss(none_BT, None, none_BT, none_BT.bool(), **self.settings(), Z=1, **given)
+        self.maxima = [x for x in sums if x in METRICS and METRICS[x].over_tokens == "max"]
+        self.sums = [x for x in sums if x not in self.maxima]
 
     def shard_model(self, model, compute_dtype=None):
         """Return this rank's part of a whole model; a model on the meta device gets memory."""
@@ -2788,13 +2892,13 @@ class Trainer:
         how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
         return loss_denominator([t.mask for t in batch], **how)
 
-    def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None):
+    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
         batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
-        sequences: int. The number of trajectories of these calls, for (8). Default: this call's.
+        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
 
         ValueError for Z <= 0.
         """
@@ -2813,32 +2917,36 @@ class Trainer:
 
         def loss_of(indices, mask_BT, *scores):
             # The term of (7) of one micro-batch, whose sequences are known by their index.
-            micro = [together[i] for i in indices]
-            if micro and micro[0].supervised:
-                loss, sums = likelihood_loss(micro, mask_BT, *scores[:2], Z)
-            else:
-                loss, sums = self.loss(micro, mask_BT, *scores, Z=Z)
+            loss, sums = self.loss([together[i] for i in indices], mask_BT, *scores, Z=Z)
             measured.append(sums)
             return loss
 
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
-        self.experts.begin(batch, sequences)
+        self.experts.begin(batch, num_sequences)
         run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
+    def settings(self) -> dict:
+        """Return the keywords of `grpo_loss` that are flags."""
+        return {name: getattr(self.config, name) for name in LOSS_SETTINGS}
+
     def loss(self, micro, mask_BT, lp_BT, entropy_BT, value_BT=None, *, Z):
         """Return `grpo_loss` of a micro-batch: its trajectories, and the model's scores of them."""
+        # Of demonstrations l_t is -lp_t, maximum likelihood: REINFORCE with advantages of 1.
+        if micro and micro[0].supervised:
+            one_BT = torch.ones_like(lp_BT)
+            how = dict(objective="reinforce", entropy_BT=entropy_BT, Z=Z)
+            return grpo_loss(lp_BT, None, one_BT, mask_BT, **how)
 
         def column(name):
             # `prepare` gives a column to all trajectories of a step or to none.
             vectors = [getattr(t, name) for t in micro]
             return None if vectors[0] is None else padded(vectors, lp_BT)
 
-        settings = {name: getattr(self.config, name) for name in LOSS_SETTINGS}
         return grpo_loss(
-            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **settings,
+            lp_BT, column("old_logprobs"), column("advantages"), mask_BT, Z=Z, **self.settings(),
             sampler_BT=column("sampler_logprobs"), ref_BT=column("ref_logprobs"),
             entropy_BT=entropy_BT, value_BT=value_BT, old_value_BT=column("values"),
             return_BT=column("returns"),
@@ -2852,9 +2960,11 @@ class Trainer:
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
         totals_K = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
         maxima_K = totals_K.new_zeros(len(self.maxima))
+        absent = totals_K.new_zeros(())  # demonstrations have no reference and no critic
         for sums in measured:
-            totals_K += torch.stack([sums[name].double() for name in self.sums])
-            maxima_K = torch.maximum(maxima_K, torch.stack([sums[name] for name in self.maxima]))
+            totals_K += torch.stack([sums.get(name, absent) for name in self.sums])
+            largest = [sums.get(name, absent) for name in self.maxima]
+            maxima_K = torch.maximum(maxima_K, torch.stack(largest))
 
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them adds its sums.
@@ -2877,8 +2987,7 @@ class Trainer:
         config = self.config
         if batch.sampled_by is None:
             return {}
-        groups = batch.trained()
-        everyone = [t for group in groups for t in group]
+        everyone = batch.trained()
 
         # The frozen reference scores what the policy has sampled: a KL compares them on one token.
         if self.reference is not None:
@@ -2897,20 +3006,13 @@ class Trainer:
             for t in everyone:
                 t.old_logprobs = t.sampler_logprobs
 
-        # A group's advantages count its truncated rollouts, which have rewards; the filter comes
-        # after and takes them out of the loss only. The critic's are whitened over what is left.
-        if self.teacher is not None:
-            # On-policy distillation: a token that the teacher gives a higher log-prob than the
-            # sampler did should become likelier. The mean of A is -KL(sampler, teacher).
-            for t, teacher in zip(everyone, self.forward_only(everyone, self.teacher)):
-                t.advantages = np.where(t.mask, teacher - t.sampler_logprobs, 0.0)
-        elif config.advantage != "gae":
-            group_advantages(config, batch, self.device)
+        # A group's advantages count its truncated rollouts, which have rewards: the filter takes
+        # them out of the loss only. The critic's are whitened over what is left.
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
-        critic = critic_advantages(config, self, everyone) if config.advantage == "gae" else {}
-        return critic | advantage_metrics(self, everyone)
+        metrics = TOKEN_ADVANTAGES.get(config.advantage, reward_advantages)(self, batch)
+        return metrics | advantage_metrics(self, everyone)
 
     def total(self, number) -> float:
         """Return the sum of a number over all ranks. Collective."""
@@ -2923,9 +3025,9 @@ class Trainer:
         total = c.steps if step >= 0 else c.demos
         how = dict(warmup=min(c.lr_warmup, total), total=total)
         if step < 0:
-            return c.demo_lr * lr_factor(c.demos + step, decay="constant", **how)
-        how |= dict(decay=c.lr_decay, min_ratio=c.lr_min, first_step=c.lr_first_step)
-        return c.lr * lr_factor(step, **how)
+            lr = DEMO_LR["model" if c.model else "random"]
+            return lr * lr_factor(c.demos + step, decay="constant", **how)
+        return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
 
     def forward_only(self, batch, model=None) -> list:
         """Return log-probs of the sampled tokens: (L - 1,) for each trajectory, else 0."""
@@ -2941,14 +3043,14 @@ class Trainer:
         # trajectories begin at `first`.
         together, first = gather_replica(model, batch)
         run = self.batches(model)
-        scores = run.forward([t.tokens for t in together], [t.mask for t in together])
+        scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
         own = scores[first : first + len(batch)]
         return [columns[column].double().numpy() for columns in own]
 
     def optim_step(self, lr: float | None = None) -> dict:
         """Reduce, clip by the global norm, step, zero the gradients, version + 1.
 
-        A non-finite norm skips the step on all ranks. max_skipped in a row end the run.
+        A non-finite norm skips the step on all ranks. MOST_SKIPPED in a row end the run.
         """
         # Only here do ranks add up their gradients, once a step, however many micro-batches it had.
         # The sum needs no division: Z was global. The norm is of the sum, never of a rank's part.
@@ -2978,7 +3080,7 @@ class Trainer:
         text = parallel.name_suspects(self.model, suspect)
 
         # Several in a row are not an accident: the weights or the data are broken.
-        if self.skipped_in_a_row >= self.config.max_skipped:
+        if self.skipped_in_a_row >= self.MOST_SKIPPED:
             raise FloatingPointError(
                 f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite gradient, "
                 f"first in {text}; lower --lr or look at that tensor's inputs"
@@ -2988,9 +3090,8 @@ class Trainer:
         return text
 
     def push_weights(self) -> int:
-        """Copy the weights into the generator, one tensor at a time, in its dtype; the version."""
-        # What the two models hold in one memory needs no copy: see `shard_generator`.
-        copy_weights(self.model, self.generator, self.optimizer)
+        """Give the sampler the weights of now; return their version. Collective."""
+        self.sampler.push(self.model, self.optimizer, self.policy_version)
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:
@@ -3006,7 +3107,7 @@ class Trainer:
         return state
 
 
-# 17. Tasks from files -------------------------------------------------------------------------
+# 18. Tasks from files -------------------------------------------------------------------------
 # What a task must have, how a task of --task is made, and how its errors are told. If you only use
 # `guess`, skip this section.
 
@@ -3141,30 +3242,9 @@ def make_task(config) -> Task:
     return task
 
 
-# 18. The run: models, and what is refused -----------------------------------------------------
+# 19. The run: models, and what is refused -----------------------------------------------------
 # What a run is made of: the shapes and models that its settings ask for, and what is refused before
 # a directory is touched. If you only want the algorithm, skip this section.
-
-
-def mean_metrics(updates, step) -> dict:
-    """Merge the metrics of a step's updates by METRICS; warn if there was no update."""
-    if not updates:
-        text = "no update, since nothing was left to train on: every group was dropped, or every"
-        warn(f"step {step}: {text} rollout was truncated and filtered")
-        return {}
-
-    # The gap to the sampler is the first update's: only the first update sees the weights that
-    # sampled, so only there is the gap rounding and not learning. What the first update measured is
-    # also written alone: an audit can then tell a wrong loss from what it did to the weights.
-    out = {}
-    for name, (_, _, how) in METRICS.items():
-        if name in updates[0]:
-            of_updates = [metrics[name] for metrics in updates]
-            if how in ("mean", "max") and len(updates) > 1:
-                out[f"{name}_first"] = of_updates[0]
-            found = {"first": of_updates[0], "max": max(of_updates)}
-            out[name] = found[how] if how in found else float(np.mean(of_updates))
-    return out
 
 
 def advantage_metrics(trainer, batch) -> dict:
@@ -3259,12 +3339,11 @@ def start_run(config, progress=None) -> int:
     # What only the task, a package or the model can tell is asked before anything is written, the
     # same on all ranks.
     shape = shape_of(config, task)
-    require_plans(config, shape)
     teacher = build_teacher(config, task)
-    if teacher is not None:
-        require_plans(config, teacher.config)
-        require_room(config, task, teacher.config.max_position_embeddings)
-    require_room(config, task, shape.max_position_embeddings)
+    shapes = [shape] if teacher is None else [shape, teacher.config]
+    for one in shapes:
+        require_plans(config, one)
+        require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
@@ -3313,38 +3392,9 @@ def require_room(config, task, positions):
             )
 
 
-# 19. The run: resume, save, log ---------------------------------------------------------------
+# 20. The run: resume, save, log ---------------------------------------------------------------
 # What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
-
-
-def step_metrics(trainer, batch, metrics, updates, step) -> dict:
-    """Merge all metrics of a step except seconds and the evaluation."""
-    # The age of the sampler's weights when each update began.
-    version = trainer.policy_version
-    for update in reversed(updates):
-        if "nonfinite" not in update:  # it was not skipped, and so counted as a version
-            version -= 1
-        update["policy_age/update_mean"] = version - batch.sampled_by
-    return batch.metrics | metrics | mean_metrics(updates, step) | {
-        "tokens/trained": sum(update["tokens/trained"] for update in updates),
-        "tokens/trained_flat": sum(update["tokens/trained_flat"] for update in updates),
-        "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
-        "updates/skipped": trainer.skipped,
-    }  # fmt: skip
-
-
-def do_step(config, source, trainer, step) -> dict:
-    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
-    found = {}
-
-    def keep(step, batch, metrics, updates, solved):
-        if step >= 0:
-            found.update(step_metrics(trainer, batch, metrics, updates, step))
-
-    one = SimpleNamespace(first_step=step, get=source.get, evaluate=lambda step: None)
-    train(dataclasses.replace(config, steps=step + 1), one, trainer, SimpleNamespace(step=keep))
-    return found
 
 
 def warn(text):
@@ -3365,30 +3415,81 @@ class Interrupted(Exception):
 
 def run(config, task, trainer, out, progress) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
-    log = Log(config, out, task)
+    began = time.perf_counter()
     stop = Stop()
     progress.where = lambda: trainer.where
-    progress.advice = log.advice
+    progress.advice = advice_of(out)
     first_step, origin, pending = restore(config, trainer, out)
-    queue = RolloutQueue(config, task, trainer, first_step, pending)
-    log.begin(trainer, queue, stop, origin)
+    introduce(config, task, trainer, out, first_step, origin)
     # A generator has no weights before the first push.
     trainer.push_weights()
-    if first_step == 0:
-        log.before(queue.evaluate(-1))
     try:
-        solved = train(config, queue, trainer, log)
+        if first_step < 0:
+            source = Demonstrations(config, task, trainer, first_step)
+            checkpointer = Checkpointer(config, trainer, source, out, stop)
+            log = Log(config, trainer, source, out)
+            logs = Logs(log, checkpointer)
+            train(dataclasses.replace(config, steps=0), source, trainer, logs)
+            log.bar.close()  # the table and its bar stay on the screen
+
+            # The loop begins with its own reference and optimizer. The second moments of a
+            # converged supervised fit are tiny: kept, they would make the first
+            # policy-gradient steps ten times too long.
+            trainer.optimizer.state.clear()
+            write_reference(out, trainer)
+            checkpointer.save(0)
+
+        queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
+        log = Log(config, trainer, queue, out)
+        if first_step <= 0:
+            log.before(queue.evaluate(-1))
+        rollouts = RolloutLog(config, task, queue, out)
+        checkpointer = Checkpointer(config, trainer, queue, out, stop)
+        logs = Logs(rollouts, log, IdleWarning(config), checkpointer)
+        solved = train(config, queue, trainer, logs)
     except Interrupted as interrupted:
         return 128 + interrupted.args[0]
 
     if solved is None:  # resumed at its last step
         solved = queue.evaluate(config.steps - 1)
-    if config.router_bias_rate:
-        say(f"{out}/hf is not written: its format has no --router-bias-rate")
-    else:
-        export(config, task, trainer.generator, out)
-    log.end(solved)
+    log.bar.close()
+    export(config, task, out)
+    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+        say(f"sample: {rollouts.text}")
+    seconds = time.perf_counter() - began
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
     return 0
+
+
+def advice_of(out) -> str:
+    """Return how to go on with a run, for errors and signals."""
+    return f"go on with --resume --out {out}"
+
+
+def introduce(config, task, trainer, out, first_step, origin):
+    """Say in three lines what is trained, how and where; cut files back to where it goes on."""
+    # All settings are in config.json.
+    c = config
+    world = dist.get_world_size()
+    if first_step < 0:
+        origin += f", first {-first_step} supervised steps"
+    dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
+    say(f"{c.task}: {trainer.size:,} parameters, {origin}")
+    say(f"from step {max(0, first_step)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
+        f"{world} rank(s), plan {c.plan or f'd{world}'}, {c.data_parallel}, "
+        f"{trainer.device.type}, {dtype}")  # fmt: skip
+    say(f"out {out}: `plot {out}` draws it; Ctrl-C saves, --resume --out {out} goes on")
+    if getattr(task, "note", ""):  # what a task has decided, such as a template
+        say(task.note)
+
+    # Lines after the checkpoint belong to steps that are now done again.
+    firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
+    if c.demos:
+        firsts["demos.jsonl"] = c.demos + min(0, first_step)
+    for name, step in firsts.items():
+        if dist.get_rank() == 0:
+            with writing(Path(out, name), advice_of(out)):
+                cut_lines(Path(out, name), step)
 
 
 def restore(config, trainer, out):
@@ -3416,164 +3517,49 @@ def restore(config, trainer, out):
     return -config.demos, origin, {}
 
 
-def save(config, trainer, out, step, kind="step", pending=()) -> bool:
-    """Write a step's checkpoint and delete what it supersedes. False if nothing was written."""
-    # A run whose last gradients were not finite is about to go wrong. Its checkpoints would push
-    # the good ones out. Nothing but this comparison sees a bit that flipped in one rank's memory.
-    if trainer.skipped_in_a_row:
-        return False
-    difference = parallel.replica_difference(trainer.model, trainer.optimizer)
-    if difference:
-        raise FloatingPointError(
-            f"{difference}; nothing is saved: look at that rank's memory, and go on with --resume "
-            f"--out {out}"
-        )
-    extra = {"pending": pending} if pending else {}
-    trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
+class Logs:
+    """Tell several objects of each step, in their order. The loop has one log."""
 
-    # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
-    def outdated():
-        finished = parallel.checkpoints(out, "demos") if kind == "step" else []
-        return parallel.superseded(out, step, config.keep, kind) + finished
+    def __init__(self, *logs):
+        self.logs = logs
 
-    for old in agree(outdated):
-        shutil.rmtree(old, ignore_errors=True)
-    return True
+    def step(self, *done):
+        for log in self.logs:
+            log.step(*done)
 
 
-class Log:
-    """Prints and writes what a step has done, on rank 0; saves the run, on all ranks."""
+class Checkpointer:
+    """Save a run after each step in which that is due, and end it after a signal."""
 
-    COLUMNS = dict(
-        reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
-        entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
-    )  # fmt: skip
-    DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
-
-    # A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
-    # whatever --aggregation says of the loop.
-    DEMO_METRICS = (
-        "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
-        "tokens/trained_flat", "policy_version", "updates/skipped", "seconds/total",
-    )  # fmt: skip
-    IDLE = 3  # steps in a row with nothing to learn from, after which the run warns
-
-    def __init__(self, config, out, task):
+    def __init__(self, config, trainer, source, out, stop):
         self.config = config
-        self.out = Path(out)
-        self.task = task
-        self.on = dist.get_rank() == 0
-        self.started = time.perf_counter()
-        self.solved_before = None  # known in the process that does step 0
-        self.idle = 0  # steps in a row with nothing to learn from, up to now
-        self.events = None
-        self.text = None
-        self.bar = None
-        self.advice = f"go on with --resume --out {out}"
-        if config.tensorboard and self.on:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.events = SummaryWriter(out)
-
-    def begin(self, trainer, queue, stop, origin):
-        """Say in three lines what is trained, how and where; cut files back to where it goes on."""
         self.trainer = trainer
-        self.queue = queue
+        self.source = source
+        self.out = str(out)
         self.stop = stop
-        if not self.on:
-            return
-        # All settings are in config.json.
-        c = self.config
-        first = queue.first_step
-        if first < 0:
-            origin += f", first {-first} supervised steps"
-        count = sum(p.numel() for p in trainer.generator.parameters())
-        world = dist.get_world_size()
-        plan = c.plan or f"d{world}"
-        dtype = f"{c.dtype}, computes in {c.compute}" if c.is_mixed else c.dtype
-        say(f"{c.task}: {count:,} parameters, {origin}")
-        say(f"from step {max(0, first)} of {c.steps}: {c.prompts} groups of {c.group} a step, "
-            f"{world} rank(s), plan {plan}, {c.data_parallel}, {trainer.device.type}, {dtype}")
-        say(f"out {self.out}: `plot {self.out}` draws it; Ctrl-C saves, --resume --out {self.out} "
-            f"goes on")
-        if getattr(self.task, "note", ""):  # what a task has decided, such as a template
-            say(self.task.note)
-
-        # Lines after the checkpoint belong to steps that are now done again.
-        firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first))
-        if c.demos:
-            firsts["demos.jsonl"] = c.demos + min(0, first)
-        for name, step in firsts.items():
-            with writing(self.out / name, self.advice):
-                cut_lines(self.out / name, step)
-        self.begin_table(first)
-
-    def begin_table(self, step):
-        """Print the head of the table of supervised steps, or of the loop, and begin its bar."""
-        if self.bar:  # the table of the supervised steps and its bar stay on the screen
-            self.bar.close()
-        demos = self.config.demos if step < 0 else 0
-        self.columns = self.DEMO_COLUMNS if step < 0 else self.COLUMNS
-        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
-        total = demos or self.config.steps
-        self.bar = tqdm(total=total, initial=demos + step, disable=None, unit="step")
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write a step's lines, and its checkpoint if due. Raise Interrupted after a signal."""
-        seconds = self.queue.clock.read()
-        if step < 0:
-            if not updates:
-                raise ValueError(f"{self.trainer.where}: the demonstrations hold no token to learn")
-            # The evaluation before step 0 belongs to no supervised step.
-            seconds["seconds/total"] -= seconds.get("seconds/eval", 0.0)
-            metrics = updates[0] | {"updates/skipped": self.trainer.skipped} | seconds
-            metrics = {name: metrics[name] for name in self.DEMO_METRICS}
-            progress = f"loss {metrics['loss/token_mean']:.3f}"
-            if self.on:
-                number = self.config.demos + step
-                self.advance("demos.jsonl", number, metrics, progress, is_shown=step == -1)
-        else:
-            self.rollouts(step, batch)
-            metrics = step_metrics(self.trainer, batch, metrics, updates, step)
-            if evaluates(self.config, step):
-                metrics["eval/solved"] = solved
-            self.line(step, metrics | seconds)
+        """Save after a step if that is due. Collective."""
+        # After the last supervised step the run saves, once the optimizer begins anew.
+        if step != -1:
+            self.save(step + 1)
 
+    def save(self, step):
+        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
         # A signal is looked at between two steps, by all ranks together: they save the same step.
         # A resumed run cuts its files after the checkpoint: by now each line up to it is there.
-        self.save(step + 1, self.stop.agreed(self.trainer.device))
-        if step == -1:
-            if self.on:
-                self.begin_table(0)
-            self.before(solved)
-
-    def before(self, solved):
-        """Print the row before the loop: what the weights solve with which the loop begins."""
-        self.solved_before = solved
-        if self.on:
-            self.row("before", {"eval/solved": solved})
-
-    def save(self, step, signalled):
-        """Save the run before `step` if that is due; raise Interrupted if a signal was seen."""
         c = self.config
+        signalled = self.stop.agreed(self.trainer.device)
         kind = "demos" if step < 0 else "step"
-        done = step if step >= 0 else c.demos + step
+        done = step if step > 0 else c.demos + step
         is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
-        if step == 0:
-            # The second moments of a converged supervised fit are tiny: kept, they would make the
-            # first policy-gradient steps ten times too long. The reference is written before the
-            # checkpoint that a resume needs it for.
-            self.trainer.optimizer.state.clear()
-            write_reference(self.out, self.trainer)
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        out = str(self.out)
-        state = f"saved after {done if step > 0 else c.demos + step} steps"
-        if step <= 0:
-            state = state.replace("steps", "supervised steps")
-        saved = save(c, self.trainer, out, done, kind, self.queue.stored())
+        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
+        saved = self.write(kind, 0 if step == 0 else done)
         if not saved:
+            out = self.out
             newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
             state = f"the newest checkpoint is {newest}" if newest else f"{out} holds no checkpoint"
         if is_last and not saved:
@@ -3582,87 +3568,213 @@ class Log:
                 f"state is not saved; {state}"
             )
         if signalled and step < c.steps:
-            say(f"{signal.Signals(signalled).name}: {state}; {self.advice}")
+            say(f"{signal.Signals(signalled).name}: {state}; {advice_of(self.out)}")
             raise Interrupted(signalled)
 
-    def row(self, label, metrics):
-        """Print a line of the table. It has one now and then, and the files one for each step."""
-        shown = [metrics.get(name) for name in self.columns.values()]
-        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
-        if "seconds/total" in metrics:
-            tokens = metrics.get("tokens/generated", 0) + metrics["tokens/trained_flat"]
-            cells.append(f"{tokens / metrics['seconds/total']:10.0f}")
-        say(f"{label:>6}{''.join(cells)}".rstrip())
+    def write(self, kind, step) -> bool:
+        """Write a checkpoint and delete what it supersedes. False if nothing was written."""
+        # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
+        # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
+        # memory.
+        out = self.out
+        if self.trainer.skipped_in_a_row:
+            return False
+        difference = parallel.replica_difference(self.trainer.model, self.trainer.optimizer)
+        if difference:
+            raise FloatingPointError(
+                f"{difference}; nothing is saved: look at that rank's memory, and {advice_of(out)}"
+            )
+        pending = self.source.stored()
+        extra = {"pending": pending} if pending else {}
+        self.trainer.save_checkpoint(f"{out}/{kind}-{step:08d}", step=step, **extra)
 
-    def advance(self, name, step, metrics, progress, is_shown):
-        """Write a step's line to the file `name`, and move the bar on. is_shown: in the table."""
-        self.write(name, {"step": step} | metrics)
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
-        # TensorBoard has both tables in one run, under names of their own.
-        prefix = "demos/" if name == "demos.jsonl" else ""
-        if self.events:
-            for key, value in metrics.items():
-                self.events.add_scalar(prefix + key, value, step)
-        if is_shown or step % self.config.log_every == 0:
-            self.row(step, metrics)
+        # Once the loop has a checkpoint, the checkpoints of the supervised steps have no use.
+        def outdated():
+            finished = parallel.checkpoints(out, "demos") if kind == "step" else []
+            return parallel.superseded(out, step, self.config.keep, kind) + finished
 
-    def line(self, step, metrics):
-        """Write a step's line, and after an evaluation one of its rollouts."""
+        for old in agree(outdated):
+            shutil.rmtree(old, ignore_errors=True)
+        return True
+
+
+def step_metrics(trainer, batch, metrics, updates, step) -> dict:
+    """Merge all metrics of a step except seconds and the evaluation."""
+    found = batch.metrics | metrics | mean_metrics(updates) | {
+        "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
+        "updates/skipped": trainer.skipped,
+    }  # fmt: skip
+    if step < 0 and updates:
+        return found
+    if step < 0:
+        raise ValueError(f"{trainer.where}: the demonstrations hold no token to learn")
+    if not updates:
+        text = "no update, since nothing was left to train on: every group was dropped, or every"
+        warn(f"step {step}: {text} rollout was truncated and filtered")
+        return found | {"tokens/trained": 0, "tokens/trained_flat": 0}
+
+    # The age of the sampler's weights when each update began. A skipped update made no version.
+    ages = []
+    version = trainer.policy_version
+    for update in reversed(updates):
+        if "nonfinite" not in update:
+            version -= 1
+        ages.append(version - batch.sampled_by)
+    return found | {"policy_age/update_mean": float(np.mean(ages))}
+
+
+def do_step(config, source, trainer, step) -> dict:
+    """Do one step of the loop without evaluation or log, for an audit; return its metrics."""
+    found = {}
+
+    def keep(step, batch, metrics, updates, solved):
+        if step >= 0:
+            found.update(step_metrics(trainer, batch, metrics, updates, step))
+
+    one = SimpleNamespace(first_step=step, get=source.get, evaluate=lambda step: None)
+    train(dataclasses.replace(config, steps=step + 1), one, trainer, SimpleNamespace(step=keep))
+    return found
+
+
+COLUMNS = dict(
+    reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
+    entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+)  # fmt: skip
+DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
+
+# A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
+# whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "lr", "entropy/token_mean", "loss/token_mean", "grad_norm", "policy_version",
+    "updates/skipped", "tokens/trained", "tokens/trained_flat", "seconds/total",
+)  # fmt: skip
+
+
+class Log:
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
+
+    The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
+    """
+
+    EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
+
+    def __init__(self, config, trainer, source, out):
+        self.trainer = trainer
+        self.source = source
+        self.out = Path(out)
+        self.on = dist.get_rank() == 0
+        self.solved_before = None  # known in the process that does step 0
+        self.demos = config.demos if source.first_step < 0 else 0
+        self.file = "metrics.jsonl"
+        self.prefix = ""  # of TensorBoard's names
+        self.columns = COLUMNS
+        self.names = [x for name in METRICS for x in (f"{name}_first", name)]
+        if self.demos:
+            self.file = "demos.jsonl"
+            self.prefix = "demos/"
+            self.columns = DEMO_COLUMNS
+            self.names = DEMO_METRICS
+        self.events = None
+        if config.tensorboard and self.on:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(out)
+        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
+        total = self.demos or config.steps
+        done = self.demos + source.first_step
+        self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
+
+    def before(self, solved):
+        """Print the row before the loop: what the weights solve with which the loop begins."""
+        self.solved_before = solved
+        self.row("before", {"eval/solved": solved})
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the line of a step. Collective."""
+        seconds = self.source.clock.read()
+        line = step_metrics(self.trainer, batch, metrics, updates, step) | seconds
+        if step == 0:
+            line["eval/solved_before"] = self.solved_before
+        if solved is not None:
+            line["eval/solved"] = solved
         if not self.on:
             return
-        # An evaluation leaves a rollout to read. Its text is printed again at the end of the run.
-        is_evaluated = "eval/solved" in metrics
-        shown = self.queue.shown
-        if is_evaluated and shown:
-            with asking(self.task):
-                self.text = self.task.show(shown.tokens)
-            sample = {"step": step, "reward": shown.reward, "text": self.text}
-            self.write("samples.jsonl", sample)
-        if step == 0:
-            metrics = {"eval/solved_before": self.solved_before} | metrics
-        progress = f"reward {metrics['reward/mean']:.3f}"
-        self.advance("metrics.jsonl", step, metrics, progress, is_evaluated)
-        self.warn_if_idle(step, metrics)
 
-    def warn_if_idle(self, step, metrics):
-        """Say it once if some steps in a row had no two rewards to compare."""
-        learns = self.config.teacher or self.config.normalization == ("none", "none")
-        is_idle = metrics["reward/groups_equal"] == 1 and not learns
+        number = self.demos + step
+        line = {name: line[name] for name in self.names if name in line}
+        append_lines(self.out / self.file, [{"step": number} | line])
+        if self.events:
+            for name, value in line.items():
+                self.events.add_scalar(self.prefix + name, value, number)
+        shown, name = next(iter(self.columns.items()))
+        self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
+        self.bar.update()
+        if solved is not None or step == -1 or number % self.EVERY == 0:
+            self.row(number, line)
+
+    def row(self, label, line):
+        """Print a row of the table."""
+        shown = [line.get(name) for name in self.columns.values()]
+        cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
+        if "seconds/total" in line:
+            tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
+            cells.append(f"{tokens / line['seconds/total']:10.0f}")
+        say(f"{label:>6}{''.join(cells)}".rstrip())
+
+
+class IdleWarning:
+    """Say it once if some steps in a row had no two rewards to compare."""
+
+    STEPS = 3
+
+    def __init__(self, config):
+        self.learns = config.advantage in ("teacher", "none")  # from equal rewards too
+        self.idle = 0  # steps in a row with nothing to learn from, up to now
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Count the steps without two rewards to compare."""
+        is_idle = batch.metrics["reward/groups_equal"] == 1 and not self.learns
         self.idle = self.idle + 1 if is_idle else 0
-        if self.idle != self.IDLE:
+        if self.idle != self.STEPS:
             return
         # What helps depends on which reward it is that all of them have.
         text = "in each group all rewards are equal, so nothing is learned: raise --group"
-        if metrics["reward/groups_none"] == 1:
+        if batch.metrics["reward/groups_none"] == 1:
             text = ("no rollout is solved and no reward is better than another in its group, so "
                     "nothing is learned: read samples.jsonl; begin with --demos, reward parts of "
                     "an answer, or raise --group, --max-new-tokens or --temperature")  # fmt: skip
-        if metrics["reward/groups_all"] == 1:
+        if batch.metrics["reward/groups_all"] == 1:
             text = ("every rollout is solved, so nothing more is learned: stop here, or give "
                     "harder prompts")  # fmt: skip
-        warn(f"warning: steps {step - self.IDLE + 1} to {step}: {text}")
+        warn(f"warning: steps {step - self.STEPS + 1} to {step}: {text}")
 
-    def write(self, name, *lines):
-        """Append lines of JSON to a file of the run."""
-        with writing(self.out / name, self.advice), (self.out / name).open("a") as file:
-            for line in lines:
-                for key, value in line.items():
-                    if isinstance(value, float) and not math.isfinite(value):
-                        line = line | {key: None}  # JSON has no NaN
-                file.write(json.dumps(line) + "\n")
 
-    def rollouts(self, step, batch):
-        """Write rollouts.jsonl for the steps that `--log-rollouts` says. Collective."""
+class RolloutLog:
+    """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
+
+    def __init__(self, config, task, source, out):
+        self.config = config
+        self.task = task
+        self.source = source
+        self.out = Path(out)
+        self.text = None  # of the latest sample
+
+    def step(self, step, batch, metrics, updates, solved):
+        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
         # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
         # group.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step == 0 or sampled_at == max(0, self.queue.first_step)
+        whole = step == 0 or sampled_at == self.source.first_step or c.log_rollouts == "all"
         if c.save_every and sampled_at >= 0:
             whole = whole or sampled_at % c.save_every == 0
-        whole = whole or c.log_rollouts == "all"
+        shown = self.source.shown
+        if solved is not None and shown and dist.get_rank() == 0:
+            with asking(self.task):
+                self.text = self.task.show(shown.tokens)
+            line = {"step": step, "reward": shown.reward, "text": self.text}
+            append_lines(self.out / "samples.jsonl", [line])
         if c.log_rollouts == "none" or not (whole or evaluates(c, step)):
             return
         one = batch.kept[0] if batch.kept else 0
@@ -3674,19 +3786,7 @@ class Log:
         # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
-            self.write("rollouts.jsonl", *lines)
-
-    def end(self, solved):
-        """Say how the run ended. solved: in its last evaluation."""
-        if not self.on:
-            return
-        self.bar.close()
-        if self.text is not None:  # a run that was resumed at its last step has played nothing
-            say(f"sample: {self.text}")
-        verb = "met" if solved >= self.config.target else "MISSED"
-        seconds = time.perf_counter() - self.started
-        verb = f"target {self.config.target} {verb} after {self.config.steps} steps"
-        say(f"eval/solved {solved:.3f}: {verb}, {seconds:.0f} s")
+            append_lines(self.out / "rollouts.jsonl", lines)
 
 
 def rollout_line(task, step, number, t) -> dict:
@@ -3700,34 +3800,34 @@ def rollout_line(task, step, number, t) -> dict:
     return line
 
 
-def export(config, task, generator, out):
-    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective.
+def append_lines(path, lines):
+    """Append lines of JSON to a file of a run. JSON has no NaN: such a number becomes null."""
+    with writing(path, advice_of(path.parent)), path.open("a") as file:
+        for line in lines:
+            for key, value in line.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    line = line | {key: None}
+            file.write(json.dumps(line) + "\n")
 
-    The weights are the generator's, in its own dtype; in mixed precision the masters.
-    """
+
+def export(config, task, out):
+    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective."""
     # Only this needs the package, and the run is over: its checkpoint holds the weights.
     directory = f"{out}/hf"
-    advice = f"go on with --resume --out {out}"
+    if config.router_bias_rate:
+        say(f"{directory} is not written: its format has no --router-bias-rate")
+        return
     if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
         say(f"{directory} not written: pip install safetensors, and then "
             f"python train_grpo.py export {out} {directory}")  # fmt: skip
         return
 
-    # Every rank gives its parts of a split generator, one tensor at a time, and rank 0 writes them.
-    # Rank 0 does the rest. The masters, which are finer than the generator, are in the last
-    # checkpoint.
-    split = any(place.cuts for place in part_of(generator).places.values())
-    if split and not config.is_mixed:
-        agree(lambda: shutil.rmtree(beside(directory), ignore_errors=True))
-        with writing(directory, advice):
-            models.save_hf(generator, beside(directory))
-        generator = None
-
+    # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
+    # masters, which are finer.
     def write():
-        model = generator
-        if config.is_mixed:
-            model = policy_in(newest_checkpoint(out), config, task, config.dtype, alone=True)
-        with writing(directory, advice):
+        dtype = config.dtype if config.is_mixed else config.rollout_dtype
+        model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
+        with writing(directory, advice_of(out)):
             write_hf(model, directory, config.model)
 
     agree(write)
@@ -3736,14 +3836,12 @@ def export(config, task, generator, out):
 def write_hf(model, directory, source):
     """Write a model as a Hugging Face directory, all of it or nothing. An old one is replaced.
 
-    model: None if weights and config are `beside` the directory already.
     source: the --model directory whose text files are copied, or "".
     """
     partial = beside(directory)
     try:
-        if model is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-            models.save_hf(model, partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        models.save_hf(model, partial)
         if source and not Path(source).is_dir():
             raise FileNotFoundError(f"the text files of --model {source} are gone")
         if source:
@@ -3794,7 +3892,7 @@ def read_reference(out, trainer):
         if trainer.reference is not None:
             read_checkpoint(f"{out}/reference", parallel.tensors_of(trainer.reference))
     except ValueError as error:
-        advice = "put a copy of it back, or begin again with --overwrite"
+        advice = "put a copy of it back, or begin again with another --out"
         raise ValueError(f"{error}; {advice}") from error
 
 
@@ -3857,7 +3955,7 @@ def cut_lines(path, step):
     partial.replace(path)
 
 
-# 20. Curves -----------------------------------------------------------------------------------
+# 21. Curves -----------------------------------------------------------------------------------
 # `train_grpo.py plot`: a picture of what runs wrote to metrics.jsonl. If you draw by other means,
 # skip this section.
 
@@ -3893,7 +3991,7 @@ def plot(argv) -> int:
     return 0
 
 
-# 21. A run, read by one process ---------------------------------------------------------------
+# 22. A run, read by one process ---------------------------------------------------------------
 # What `audit` and the commands of text.py need to read a run. If you only train, skip it.
 
 
@@ -3935,7 +4033,7 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# 22. Commands: the run's directory, main ------------------------------------------------------
+# 23. Commands: the run's directory, main ------------------------------------------------------
 # Who may write where, how an error ends the process, and which command was meant. If you only run
 # the file, skip this section.
 
@@ -3965,12 +4063,10 @@ def refuse_directory(config, out):
     holds_run = config_json.exists() and '"advantage"' in config_json.read_text()
     # A start that was killed, or that is in flight, has left no more than these two files.
     found = {path.name for path in out.iterdir()} if out.exists() else set()
-    if holds_run and not (config.resume or config.overwrite):
-        raise ValueError(f"{out} holds a run: --resume to go on with it, --overwrite to delete it")
+    if holds_run and not config.resume:
+        raise ValueError(f"{out} holds a run: --resume to go on with it, or choose another --out")
     if not holds_run and found - {"config.tmp", "lock"}:
         raise ValueError(f"{out} holds files that are not a run's; choose another --out")
-    if config.resume and not holds_run:
-        raise ValueError(f"--resume: {out} holds no run")
 
 
 def first_free_directory(config):
@@ -3985,19 +4081,18 @@ def first_free_directory(config):
 
 
 def note_data(config, out):
-    """Store the checksums of the data files; on --resume, raise ValueError if they differ."""
+    """Store the checksum of the data file; on --resume, raise ValueError if it differs."""
     # A step draws lines by their number. With other lines a resumed run would go on as if nothing
     # had happened: neither the run that began, nor a run that anybody could repeat.
-    given = {"data": config.data, "demo_data": config.demo_data} if config.task == "jsonl" else {}
-    sums = {name: zlib.crc32(Path(file).read_bytes()) for name, file in given.items() if file}
+    if config.task != "jsonl":
+        return
+    sums = {"data": zlib.crc32(Path(config.data).read_bytes())}
     path = out / "data.json"
-    begun = models.read_json(path) if config.resume and path.exists() else sums
-    for name in sums:
-        if begun.get(name) != sums[name]:
-            raise ValueError(f"{given[name]} ({_flag(name)}) is not what it was when {out} began: "
-                             f"put the old lines back, or start a new run")  # fmt: skip
-    if sums and not path.exists():
+    if not (config.resume and path.exists()):
         path.write_text(json.dumps(sums) + "\n")
+    elif models.read_json(path) != sums:
+        raise ValueError(f"{config.data} (--data) is not what it was when {out} began: put the old "
+                         f"lines back, or start a new run")  # fmt: skip
 
 
 def prepare_out(config, stack) -> str:
@@ -4014,22 +4109,14 @@ def prepare_out(config, stack) -> str:
             out.mkdir(parents=True, exist_ok=True)
         stack.enter_context(locked(out))
         refuse_directory(config, out)
+        if config.resume and not (out / "config.json").exists():
+            say(f"{out} holds no run to resume: one begins")
 
-        # Only what a run writes is deleted, by name: notes that somebody has put there stay.
-        # config.json goes last, so that the directory remains a run's if the deletion is killed.
-        if config.overwrite:
-            number = "[0-9]" * 8
-            parts = ["reference", "hf", f"step-{number}", f"demos-{number}"]
-            files = ["metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "demos.jsonl", "data.json"]
-            names = [*parts, *(f"{part}.tmp" for part in parts), *files, "curve.png"]
-            names += ["events.out.*", "config.json"]
-            for path in [path for name in names for path in out.glob(name)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         note_data(config, out)
 
         # The settings last, and whole or not at all: a directory that has them is a run's.
         stored = dataclasses.asdict(config)
-        stored |= {"resume": False, "resume_or_start": False, "overwrite": False, "out": str(out)}
+        stored |= {"resume": False, "out": str(out)}
         partial = out / "config.tmp"
         partial.write_text(json.dumps(stored, indent=2) + "\n")
         partial.replace(out / "config.json")

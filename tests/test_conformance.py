@@ -111,7 +111,6 @@ def dppo(batch, two_sided=False):
 OURS = dict(
     clip=CLIP, dual_clip=CLIP | dict(dual_clip=3.0), cispo=CISPO | dict(clip_low=1.0), gspo=GSPO,
     gmpo=GMPO, sapo=SAPO, reinforce=dict(objective="reinforce"), dppo=DPPO,
-    dppo_kl=DPPO | dict(divergence="kl", clip_low=0.05, clip_high=0.05),
 )  # fmt: skip
 RIGHT = {
     **{f"ours {name}": (adapters.ours, settings) for name, settings in OURS.items()},

@@ -128,7 +128,7 @@ RUNS = {
     "token_logprobs": lambda f: f(
         randn(7, 5), randn(11, 5), torch.arange(7), temperature=0.7, softcap=3.0, chunk=3),
     "advantages": lambda f: f(np.array([1.0, 0.0, 0.0, 0.25]), "leave_one_out"),
-    "gae": lambda f: f(np.arange(4.0), np.ones(4), np.array([True, True, False, True]), 0.9, 0.8),
+    "gae": lambda f: f(np.arange(4.0), np.ones(4), np.array([True, True, False, True]), 0.8),
     "branch_advantages": lambda f: f(np.array([1.0, 0.0, 0.25, 0.25]), PATHS),
     "generate": run_generate, "TokenTrie": run_TokenTrie, "clip_grad_norm": run_clip_grad_norm,
 }  # fmt: skip

@@ -116,7 +116,7 @@ FILES = {
 
 @pytest.fixture
 def task_of(directory, tmp_path, monkeypatch):
-    """task_of(model, rows, learn, ..): a Jsonl task, with demonstrations `learn` of their own.
+    """task_of(model, rows, ..): a Jsonl task.
 
     model: a family, or a directory. base: the family's checkpoint without a chat template.
     """
@@ -124,10 +124,8 @@ def task_of(directory, tmp_path, monkeypatch):
     for name, source in FILES.items():
         Path(name).write_text(source)
 
-    def make(model="qwen2", rows=QUESTIONS, learn=None, *, base=False, **options):
+    def make(model="qwen2", rows=QUESTIONS, *, base=False, **options):
         how = dict(task="jsonl", data=write(Path("rows.jsonl"), rows), max_new_tokens=60)
-        if learn is not None:
-            how |= {"demos": 1, "demo_data": write(Path("demos.jsonl"), learn)}
         how["model"] = str(model if isinstance(model, Path) else directory(model, base))
         return make_task(Config(**how | options).check())
 
@@ -213,8 +211,9 @@ def test_a_conversation_is_played_in_the_template_and_rewarded_at_its_end(
     script = [*first, *[5] * (last - len(first)), *row[last:]]  # what it says meanwhile is lost
 
     start = [(0, (line, ()), line.prompt)]
-    options = dict(group=1, max_new_tokens=60, temperature=0, key=(0, 0))
-    [[t]] = train_grpo.rollout(Script(script, vocab=task.vocab_size), task, start, **options)
+    config = Config(group=1, max_new_tokens=60, temperature=0)
+    sampler = train_grpo.Sampler(Script(script, vocab=task.vocab_size))
+    [[t]] = train_grpo.play(config, task, sampler, start, key=(0, 0))
     sampled = [*range(len(prompt), len(first)), *range(last, len(row))]
     assert (t.tokens, t.truncated) == (row, False)
     assert t.turn_rewards == [(len(first) - 2, 0.0), (len(row) - 2, 1.0)]
@@ -320,25 +319,24 @@ def learned(task, count=4, groups=()):
 def test_what_is_learned_is_the_template_with_the_answers(
     task_of, by_transformers, family, process_group
 ):
-    """One turn in full by transformers, up to the end of the turn; of two, each answer's tokens."""
-    demo = [user("Hi."), assistant(" So. ")]
-    task = task_of(family, learn=[{"messages": demo}])
-    truth = by_transformers(family, demo, answer=True)
+    """One turn in full by transformers, up to the end of the turn; answers before it are shown."""
+    said = numbered([user("Hi."), assistant(" So. ")])
+    task = task_of(family, said, demos=1)
     (t,) = learned(task, 1)
+    shown = task.show(t.tokens)
+    (asked,) = [x["messages"] for x in said if f"\n{x['messages'][0]['content']}" in shown]
+    truth = by_transformers(family, asked, answer=True)
     assert t.tokens == truth[: len(t.tokens)] and t.tokens[-1] == task.end[0]
     assert task.show(truth[len(t.tokens) :]) == "\n"
-    prompt = len(by_transformers(family, [user("Hi.")]))
+    prompt = len(by_transformers(family, asked[:1]))
     assert t.mask.tolist() == [n >= prompt for n in range(1, len(t.tokens))] and t.reward == 0.0
 
-    # Answers in between are learned too, in the row that a rollout would have.
+    # Of a conversation the last answer is learned.
     demo = [system("Be kind."), user("2 + 2?"), assistant("four"), user("3 + 3?"), assistant("six")]
-    (t,) = learned(task_of(family, learn=[{"messages": demo}]), 1)
+    (t,) = learned(task_of(family, numbered(demo), demos=1), 1)
     spoken = [task.show([token]) for token, on in zip(t.tokens[1:], t.mask) if on]
     thoughts = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
-    end = task.show([task.end[0]])
-    assert "".join(spoken) == f"{thoughts}four{end}{thoughts}six{end}"
-    truth = task.show(by_transformers(family, demo, answer=True))  # without earlier thoughts
-    assert task.show(t.tokens).replace(thoughts, "") + "\n" == truth.replace(thoughts, "")
+    assert "".join(spoken) == f"{thoughts}six{task.show([task.end[0]])}"
 
 
 def test_lines_of_the_data_are_learned_as_they_are_played(task_of, process_group):
@@ -351,50 +349,6 @@ def test_lines_of_the_data_are_learned_as_they_are_played(task_of, process_group
     assert all(text.endswith("assistant\n#### 4<|im_end|>") for text in history)
     t = learned(task_of("qwen2", template="Q: {question} A:", demos=1), 1)[0]
     assert re.fullmatch(r"Q: (\d+) \+ \1\? A:so\n#### \d+<\|im_end\|>", task.show(t.tokens))
-
-
-def test_a_file_of_demonstrations_is_dealt(task_of, process_group):
-    task = task_of("qwen2", learn=QUESTIONS)
-    held_out = {line.shown for line in task.rows[True]}
-    said = f"{len(held_out)} of 40 lines of .*demos.jsonl are held out for evaluation"
-    assert held_out and re.search(said, task.note)
-    count = 40 - len(held_out)
-    for deck in range(2):
-        dealt = learned(task, groups=range(deck * count, (deck + 1) * count))
-        assert len({str(t.tokens) for t in dealt}) == count
-    with pytest.raises(ValueError, match="demos.jsonl holds no line that is not held out"):
-        only = [row for row in QUESTIONS if row["question"] in held_out]
-        task_of("qwen2", learn=only)
-
-
-def answered(messages):
-    """A demonstration of messages, with an answer to each."""
-    return {"messages": [turn for said in messages for turn in (said, assistant("#### 4"))]}
-
-
-ASKED = [user(row["question"]) for row in QUESTIONS]
-HELD_OUT = {  # the rows, and demonstrations of the same questions
-    "questions": (QUESTIONS, QUESTIONS),
-    "messages": (QUESTIONS, [answered([said]) for said in ASKED]),
-    "with the instruction": (
-        QUESTIONS, [answered([user(f"{said['content']}\n{INSTRUCTION}")]) for said in ASKED]),
-    "conversations": (numbered(TWICE), [answered(row["messages"]) for row in numbered(TWICE)]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", HELD_OUT)
-def test_nothing_held_out_is_learned(task_of, name):
-    rows, learn = HELD_OUT[name]
-    task = task_of("qwen3", rows, learn, system="Be brief.",
-                   max_new_tokens=90)  # fmt: skip
-
-    def asked(lines):
-        texts = [next(x["content"] for x in line.messages if x["role"] == "user") for line in lines]
-        return {text.partition("\n")[0] for text in texts}
-
-    played = asked(task.rows[False])
-    assert asked(task.demos) == played and len(played) + len(asked(task.rows[True])) == 40
-    assert asked(task.rows[True])
 
 
 SYSTEM_FIRST = """\
@@ -411,12 +365,12 @@ def test_a_demonstration_is_counted_with_the_mark_that_ends_it(task_of, director
     mark, document = text.Text(model).end
     (model / "chat_template.jinja").write_text(SYSTEM_FIRST)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [document, mark]}))
-    said = [user("2 + 2?"), assistant("four"), user("3 + 3?"), assistant("six")]
-    how = dict(learn=[{"messages": [system("Be kind."), *said]}], system="Be kind.")
+    said = [system("Be kind."), user("2 + 2?"), assistant("four")]
+    how = dict(rows=numbered(said), system="Be kind.", demos=1)
     task = task_of(model, **how)
     (t,) = learned(task, 1)
     assert task.end == (document, mark) and t.tokens[-1] == mark and document not in t.tokens
-    count = len(t.tokens) - len(task.demos[0].prompt)
+    count = int(t.mask.sum())
     task_of(model, **how, max_new_tokens=count)
     with pytest.raises(ValueError, match=f"a demonstration of {count} tokens is over"):
         task_of(model, **how, max_new_tokens=count - 1)
@@ -432,16 +386,17 @@ def line(row, answer="4"):
     return dict(rows=[*QUESTIONS, row])
 
 
-def demo(row):
-    row = {"messages": row} if isinstance(row, list) else row
-    return dict(learn=[QUESTIONS[0], row])
+def demo(answer):
+    """Rows to learn, of which one has this answer."""
+    rows = [row | {"answer": answer} if n in (7, 8) else row for n, row in enumerate(QUESTIONS)]
+    return dict(rows=rows, demos=1)
 
 
 def rows(*first, **options):
     return dict(rows=[*first], **options)
 
 
-LINE, DEMO = "rows.jsonl line 41: ", "demos.jsonl line 2: "
+LINE, DEMO = "rows.jsonl line 41: ", r"rows.jsonl line \d+: "
 LATE = "message 3 is the assistant's, after an answer that the policy has to give"
 SYSTEM = "--system needs --template chat"
 REFUSED = [
@@ -466,24 +421,17 @@ REFUSED = [
     (LINE + "it holds token 4000, '<image_soft_token>'; the model's last token is 3999",
      line({"question": "What is on <image_soft_token>?", "answer": "4"})),
     # Demonstrations that cannot be learned.
-    (DEMO + "it holds no question and answer", demo({"question": "2 + 2?"})),
-    (DEMO + "a demonstration needs a user's message, and", demo([user("Hi.")])),
-    (DEMO + "message 2 is the user's; a demonstration needs the assistant's there",
-     demo([user("a"), user("b"), assistant("c")])),
-    (DEMO + "message 3 is the assistant's; a demonstration needs the user's there",
-     demo([user("a"), assistant("b"), assistant("c")])),
-    (DEMO + r"a demonstration of \d+ tokens is over --max-new-tokens 60",
-     demo({"question": "2 + 2?", "answer": "four " * 60})),
-    (DEMO + ".*holds a mark that would end it",
-     demo({"question": "2 + 2?", "answer": "4<end_of_turn>5"})),
-    (r"rows.jsonl line \d+: it holds no demonstration", rows(*numbered(HISTORY), demos=1)),
-    (r"rows.jsonl line \d+: it holds no demonstration",
-     rows(*numbered([*TWICE, assistant("8")]), demos=1)),
+    (DEMO + r"a demonstration of \d+ tokens is over --max-new-tokens 60", demo("four " * 60)),
+    (DEMO + ".*holds a mark that would end it", demo("4<end_of_turn>5")),
+    (DEMO + "it holds token 4000", demo("4 <image_soft_token>")),
+    (DEMO + "it holds no demonstration", rows(*numbered(HISTORY), demos=1)),
+    (DEMO + "it holds no demonstration", rows(*numbered([*TWICE, assistant("8")]), demos=1)),
     # Files.
-    ("rows.jsonl line 1: it holds no question and answer",
+    ("rows.jsonl line 1: it holds no answer, a string",
      rows(*({"question": row["question"]} for row in QUESTIONS))),
-    ("no question and answer, two strings, .* 'answer': 'int'",
-     rows({"question": "?", "answer": 1})),
+    ("line 1: it holds no answer, a string", rows({"question": "?", "answer": 1})),
+    (r"line 1: it holds no question, a string, and no messages; it has \['q', 'answer'\]",
+     rows({"q": "?", "answer": "1"})),
     ("line 1: it holds both a question and messages",
      rows({"question": "?", "messages": [user("?")], "answer": "1"})),
     ("too small to hold every tenth prompt out", rows(QUESTIONS[0])),
@@ -502,9 +450,7 @@ REFUSED = [
     (SYSTEM, dict(template="raw", system="Be kind.")),
     ("--instruction needs a --template without {question}",
      dict(template="{question}", instruction="Go.")),
-    ("--demo-data needs --demos", dict(demo_data="demos.jsonl")),
-    ("--reward needs --task jsonl; --demo-data needs --task jsonl",
-     dict(task="guess", data="", reward="a.py:f", demo_data="b", demos=1)),
+    ("--reward needs --task jsonl", dict(task="guess", data="", reward="a.py:f")),
     ("--data needs --task jsonl", dict(task="guess")),
 ]
 
@@ -541,12 +487,15 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
 ):
     """A base model, so that the run has to say how its prompts are made."""
     monkeypatch.chdir(tmp_path)
-    Path("DIR").symlink_to(directory("qwen2", base=True))
+    shutil.copytree(directory("qwen2", base=True), "DIR")
+    # Random weights draw few ends, so more tokens are: none that an answer to be learned has.
+    said = {x for row in QUESTIONS for x in text.Text("DIR").encode(row["answer"])}
+    ends = {"eos_token_id": [*{*range(0, 3000, 9)} - said]}
+    Path("DIR/generation_config.json").write_text(json.dumps(ends))
     write(Path("rows.jsonl"), QUESTIONS)
-    write(Path("demos.jsonl"), QUESTIONS[:9])
     Path("rewards.py").write_text("open('imported', 'w')\n" + REWARDS)
-    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demo-data demos.jsonl --demos 9 "
-    flags += "--demo-lr 0.01 --max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
+    flags = f"{TINY} --task jsonl --model DIR --data rows.jsonl --demos 9 "
+    flags += "--max-new-tokens 24 --prompts 2 --group 2 --minibatches 1 "
     flags += "--save-every 1 --out run --steps 1 --reward rewards.py"
     out, _ = good(tmp_path, f"{flags}:close")
     assert out.count("DIR has no chat template: prompts are plain text (--template raw)") == 1

@@ -79,10 +79,10 @@ def _sampled(rank, plan, families):
         for name, setting in SETTINGS.items():
             trainer, config = trainer_of(family, plan, eval_prompts=3, temperature=4.0, **setting)
             task = make_task(config)
-            rollouts, _, _ = collect(config, task, trainer.generator, 1)
+            rollouts, _, _ = collect(config, task, trainer.sampler, 1)
             groups = {n: [(t.tokens, t.sampler_logprobs.tolist(), t.reward) for t in group]
                       for n, group in rollouts.items()}  # fmt: skip
-            solved, shown = evaluate(config, task, trainer.generator)
+            solved, shown = evaluate(config, task, trainer.sampler)
             found[family, name] = groups, solved, shown and shown.tokens
     return found
 
@@ -133,10 +133,10 @@ def _served(rank, prompts):
     # Four rows at a time: rank 0 decodes its two groups of three one after the other.
     setting = dict(batch_rows=4, prompts=prompts, minibatches=1)
     trainer, config = trainer_of("qwen3_moe", "d2e2", **setting)
-    calls = trainer.generator.calls
+    calls = trainer.sampler.model.calls
     own, call = [], calls.run
     calls.run = lambda tokens, **how: own.append(len(how)) or call(tokens, **how)
-    rollouts, _, _ = collect(config, make_task(config), trainer.generator, 0)
+    rollouts, _, _ = collect(config, make_task(config), trainer.sampler, 0)
     return len([n for n in own if n]), len(own), list(rollouts)
 
 
@@ -175,17 +175,18 @@ def _asked(rank, fault):
     setting = dict(minibatches=1, forks=2, fork_turns=1, max_new_tokens=12)
     trainer, config = trainer_of("qwen3", "t2", **setting)
     decoded = {}
-    rollout = train_grpo.rollout
+    generate = train_grpo.generate
 
     def watched(*args, **how):
-        groups = rollout(*args, **how)
-        for (n, _, _), group in zip(args[2], groups, strict=True):
-            decoded[n] = [(t.tokens, t.reward, t.turn_rewards) for t in group]
-        return groups
+        ended = generate(*args, **how)
+        for e in sorted(ended, key=lambda e: e.number):
+            turns = [(t.tokens, t.reward, t.turn_rewards) for t in e.trajectories()]
+            decoded[e.group] = decoded.get(e.group, []) + turns
+        return ended
 
-    train_grpo.rollout = watched
+    train_grpo.generate = watched
     try:
-        rollouts, _, _ = collect(config, task, trainer.generator, 0)
+        rollouts, _, _ = collect(config, task, trainer.sampler, 0)
     except (ValueError, KeyError) as error:
         return f"{error}"
     return task.asked, decoded, {n: [t.tokens for t in group] for n, group in rollouts.items()}
@@ -262,17 +263,17 @@ def _pushed(rank, name, told):
         trainer = Trainer(config, model, generator=generator)
         trainer.push_weights()
     truth = models.Transformer(shape).double().init_weights(3)
-    assert _equal(trainer.generator, truth, dtype)
+    assert _equal(trainer.sampler.model, truth, dtype)
     masters = [*trainer.optimizer.mine.values()] if trainer.optimizer.has_masters else []
     with torch.no_grad():
         for p in [*truth.parameters(), *trainer.model.parameters(), *masters]:
             local(p).mul_(-3)
     with _bytes_that_come() as came:
         trainer.push_weights()
-    assert _equal(trainer.generator, truth, dtype)
+    assert _equal(trainer.sampler.model, truth, dtype)
 
     # What of the generator is the policy's own memory.
-    policy, mine = tensors_of(trainer.model), tensors_of(trainer.generator)
+    policy, mine = tensors_of(trainer.model), tensors_of(trainer.sampler.model)
     shared = {path for path, q in mine.items()
               if path in policy and local(q).is_set_to(local(policy[path].detach()))}  # fmt: skip
     words = {"all": [""], "none": [], "norms": ["norm.weight"],
@@ -302,8 +303,8 @@ def _bytes_that_come():
     came = []
     gather, broadcast = parallel.Place.gather, dist.broadcast
 
-    def gathering(place, x, kept=0):
-        out = gather(place, x, kept)
+    def gathering(place, x, *how):
+        out = gather(place, x, *how)
         came.append(_bytes([out]) - _bytes([x]))
         return out
 
@@ -336,7 +337,8 @@ def told_by_plan(name):
     return [(stage.generator(sampler, size), stage.pushed(sampler, size)) for stage in stages]
 
 
-QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2"
+QUICK = ("d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2", "t2|d2 mixed zero1",
+         "d2|d2 mixed, masters")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))
@@ -367,7 +369,7 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
 
 
 @pytest.mark.parametrize("where", shortened(
-    ["train_grpo.Replies.ask", "models.all_gather_logits"], "train_grpo.Replies.ask"
+    ["train_grpo.Sampler._ask_once", "models.all_gather_logits"], "train_grpo.Sampler._ask_once"
 ))  # fmt: skip
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", (1, where, 5, kill))

@@ -15,6 +15,7 @@ import pytest
 import test_run
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
@@ -26,7 +27,7 @@ import text
 import train_grpo
 from audit import audited
 from models import relative_error as relative
-from parallel import Grid, LocalOptimizer, Plan, full, parallelize, part_of, training_tensors
+from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
 from train_grpo import Config
 
 BF16 = "--compute-dtype bfloat16"
@@ -46,9 +47,8 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 
 def gradient(model):
-    places = part_of(model).places
-    gradients = [full(p.grad, places[name]) for name, p in model.named_parameters()]
-    return torch.cat([g.double().flatten() for g in gradients])
+    return torch.cat([full(p.grad, model.part.places[name]).double().flatten()
+                      for name, p in model.named_parameters()])  # fmt: skip
 
 
 # Every plan is one process ---------------------------------------------------------------------
@@ -109,16 +109,6 @@ def test_runs_of_every_plan_are_the_run_of_one_process(run_of, tmp_path, how):  
     for name in "loss/token_mean", "grad_norm", "kl/token_mean", "entropy/token_mean", "ratio/max":
         assert line[name] == pytest.approx(true[name], rel=1e-3, abs=1e-6), name
     assert line["reward/mean"] == true["reward/mean"] and true["kl/token_mean"] > 1e-6
-
-
-def test_a_compute_dtype_equal_to_the_dtype_changes_no_bit(tmp_path):
-    """float64 stays exact: `--compute-dtype float64` is the run without the flag."""
-    runs = []
-    for n, more in enumerate(("", "--compute-dtype float64")):
-        (tmp_path / f"{n}").mkdir()
-        good(tmp_path / f"{n}", f"{TINY} --steps 2 --dtype float64 {more}")
-        runs.append(tmp_path / f"{n}" / "run")
-    same_run(*runs)
 
 
 # How large its errors are ----------------------------------------------------------------------
@@ -215,8 +205,8 @@ def test_gradients_add_up_in_float32(process_group):
 def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     if cast:
-        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **options: policy
+        policy = parallel.fsdp.MixedPrecisionPolicy
+        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -276,7 +266,7 @@ def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
 
 
 def tensors_of(path, prefix):
-    reader = torch.distributed.checkpoint.HuggingFaceStorageReader(str(path))
+    reader = dcp.HuggingFaceStorageReader(str(path))
     names = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -284,7 +274,7 @@ def tensors_of(path, prefix):
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is alone
-        torch.distributed.checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
@@ -329,28 +319,6 @@ def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     assert json.loads(out.splitlines()[-1])["solved"][0] == line["eval/solved"]
 
 
-def _pushed(rank, more, generator_dtype):
-    flags = [*TINY.split(), *more.split(), "--compute-dtype", "bfloat16"]
-    config = train_grpo.parse_config([*flags, "--generator-dtype", generator_dtype]).check()
-    task = train_grpo.make_task(config)
-    model, generator, _ = train_grpo.build(config, task)
-    trainer = train_grpo.Trainer(config, model, generator=generator)
-    weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
-    trainer.push_weights()
-    pushed = parallel.weights_to_store(trainer.generator)
-    dtype = getattr(torch, generator_dtype)
-    # Both are gathered, one tensor after the other on all ranks.
-    equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]
-    return all(equal), {str(x.dtype) for x in weights.values()}
-
-
-@pytest.mark.parametrize("more", ["--data-parallel zero1", "--plan t2"])
-@pytest.mark.parametrize("generator_dtype", ["bfloat16", "float32"])
-def test_the_push_casts_masters(tmp_path, more, generator_dtype):
-    found = ranks(tmp_path, 2, _pushed, more, generator_dtype)
-    assert found == [(True, {"torch.float32"})] * 2
-
-
 AUDITED = {
     "": (1, ""),
     "critic": (1, "--advantage gae --kl-coef 0.05 --minibatches 1"),
@@ -369,10 +337,7 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
         report = audited(run, step)
         assert report.wrong is None, [row for row in report.rows if not row.ok]
         rows = {row.key: row for row in report.rows}
-        # Steps are of length lr, 0.01: a master that had not moved would be outside.
         assert 0 < rows["parameters"].difference <= rows["parameters"].allowed
-    # By hand the masters are added to, too. With rounded weights 0.013 would be allowed.
-    assert name != "float64 masters" or rows["parameters"].allowed < 0.003
 
 
 def _late_push():
@@ -391,6 +356,18 @@ def _masters_stay():
     LocalOptimizer.step = lambda self: None
 
 
+def _masters_are_rounded():
+    """To bfloat16, as if they were the model's weights: by up to a 20th of lr or so."""
+    step = LocalOptimizer.step
+
+    def rounded(self):
+        step(self)
+        for master in self.mine.values():
+            master.data.copy_(master.bfloat16())
+
+    LocalOptimizer.step = rounded
+
+
 def _coarse_gradients():
     clip = train_grpo.clip_grad_norm
 
@@ -402,23 +379,25 @@ def _coarse_gradients():
     train_grpo.clip_grad_norm = wrong
 
 
-FAULTS = {  # the row that the audit names -> what is wrong, and more flags
-    "sampling": (_late_push, "--lr 0.1 --generator-dtype float32"),
-    "parameters": (_masters_stay, "--minibatches 1"),
-    "grad_norm": (_coarse_gradients, "--minibatches 1"),
+FAULTS = {  # what is wrong -> the row that the audit names, and more flags
+    _late_push: ("sampling", "--lr 0.1 --generator-dtype float32"),
+    _masters_stay: ("parameters", "--minibatches 1"),
+    _masters_are_rounded: ("parameters", "--minibatches 1 --dtype float64"),
+    _coarse_gradients: ("grad_norm", "--minibatches 1"),
 }
 
 
-def _faulty(rank, world, port, cwd, log, flags, row):
+def _faulty(rank, world, port, cwd, log, flags, fault):
     """`main` with a fault planted in its process."""
-    FAULTS[row][0]()
+    fault()
     test_run._main(rank, world, port, cwd, log, flags, None)
 
 
-@pytest.mark.parametrize("row", FAULTS)
-def test_the_audit_names_a_fault(tmp_path, process_group, row):
-    flags = f"{TINY} {BF16} --steps 3 {FAULTS[row][1]}"
-    codes, _, errors = end(*begin(tmp_path, flags, die=row, main=_faulty))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_audit_names_a_fault(tmp_path, process_group, fault):
+    row, more = FAULTS[fault]
+    flags = f"{TINY} {BF16} --steps 3 {more}"
+    codes, _, errors = end(*begin(tmp_path, flags, die=fault, main=_faulty))
     assert codes == [0], errors
     assert audited(tmp_path / "run", 2).wrong == row
 
@@ -433,9 +412,6 @@ def test_products_finer_than_the_weights_are_refused(process_group):
             Config(dtype=dtype, compute_dtype=compute).check()
     for dtype in ("float32", "float64", "bfloat16"):
         assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
-    for dtype in (torch.float32, torch.float64, torch.int64):
+    for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(models.tiny_model(dtype=torch.float32), dtype)
-    model, _ = mixed_model(models.tiny_model(dtype=torch.float32))
-    with pytest.raises(ValueError, match="zero=True shards the states"):
-        LocalOptimizer(model, torch.optim.AdamW, zero=True)

@@ -30,7 +30,7 @@ from conftest import LOOKUP, ROOT, batch_of, shortened
 import parallel
 import train_grpo
 from parallel import full
-from train_grpo import Trainer, build, make_task, parse_config, rollout
+from train_grpo import Trainer, build, make_task, parse_config, play
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
@@ -209,14 +209,14 @@ def test_the_comparison_of_runs_tells_another_seed_and_coefficient(run_of, tmp_p
 # name -> flags, and what shows in the metrics that the option did something
 OPTIONS = {
     "more ranks than prompts": ("--prompts 3", lambda x: True),
-    "a scale of the whole step": ("--baseline none --scale batch", lambda x: True),
+    "a scale of the whole step": ("--advantage none_batch", lambda x: True),
     "KL in the loss": ("--kl-coef 0.1", lambda x: x["kl/token_mean"] > 1e-6),
     # wide clips: the advantage of a group without reward is rounding, whose sign decides a clip
     "KL in the reward": (
         "--kl-coef 0.1 --kl k1 --kl-in reward --advantage group_mean --clip-low 0.9 --clip-high 9",
         lambda x: abs(x["kl/token_mean"]) > 1e-6),
     "a warm start": (
-        f"--task {LOOKUP} --size 2 --demos 3 --demo-lr 0.01 --prompts 3 --kl-coef 0.1 "
+        f"--task {LOOKUP} --size 2 --demos 3 --prompts 3 --kl-coef 0.1 "
         "--entropy-coef 0.02",
         lambda x: x["policy_version"] > 2 * (x["step"] + 1)),
     "decoupled": (
@@ -230,7 +230,7 @@ OPTIONS = {
         lambda x: x["tokens/trained"] < x["tokens/generated"]),
     "forks": ("--forks 2 --fork-turns 2 --advantage per_branch", lambda x: True),
     "sequences": (
-        "--ratio sequence --aggregation sequence_mean --clip-low 0.001 --clip-high 0.001",
+        "--objective gspo --aggregation sequence_mean --clip-low 0.001 --clip-high 0.001",
         lambda x: x["ratio/clipped_fraction"] > 0),
     "small micro-batches": (
         "--micro-tokens 20 --aggregation constant --overlong filter --max-new-tokens 9",
@@ -270,8 +270,7 @@ def _trainer(flags, seed=0):
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
-    play = dict(group=config.group, max_new_tokens=16, temperature=1.0, key=(seed, 0))
-    groups = rollout(generator, task, starts, **play)
+    groups = play(config, task, trainer.sampler, starts, key=(seed, 0))
     for n, trajectory in enumerate(t for group in groups for t in group):
         trajectory.reward = n % 7 / 7
     trainer.prepare(batch_of(groups))
@@ -351,7 +350,7 @@ PLANTED = [
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("mode, where, name", PLANTED)
 def test_a_nan_on_one_rank_is_skipped_and_named_by_all(tmp_path, mode, where, name, culprit):
-    flags = f"--max-skipped 3 --data-parallel {mode}"
+    flags = f"--data-parallel {mode}"
     results = ranks(tmp_path, 2, _plant, flags, where, culprit, name)
     assert results[0] == results[1]
     (first, second, last), moved, version = results[0]

@@ -96,7 +96,7 @@ TABLE = {
     "python ring_attention.py stress --model": "action::fifty_steps_in_bf16",
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    f"{EXAMPLE}:Lookup --size 5 --demos 40 --demo-lr 5e-4 --advantage group_std "
+    f"{EXAMPLE}:Lookup --size 5 --demos 40 --advantage group_std "
     "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
@@ -117,7 +117,7 @@ TABLE = {
     "python models.py bench --repeats 7": " --repeats 1",
     **dict.fromkeys(SEVERAL, "plan::the_training_commands_of_the_recipes_have_plans_that_fit"),
     **dict.fromkeys(PLAN, "plan::the_rows_of_the_results_are_what_plan_prints"),
-    **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume-or-start"),
+    **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume"),
                     RESTARTED),
     "python tests/test_flags.py --seed 0 --count 1000":
         "flags::random_flags_finish_or_are_refused_by_all_ranks_alike",
@@ -240,7 +240,7 @@ def test_the_example_of_a_model_is_one_process_and_needs_its_sum(tmp_path):
 
 ERRORS = {file: float(error) for file, error in
           re.findall(r"^\| `(\w+\.py)` \|.*\| (\S+e-\d+) \|$", README, re.M)}  # fmt: skip
-SKIPPED = {"parallel.py": "every other plan: SKIP", "tree_attention.py": "families: SKIP"}
+SKIPPED = {"parallel.py": "every plan with models.py: SKIP", "tree_attention.py": "families: SKIP"}
 ONE_RANK = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
 
 
@@ -290,7 +290,8 @@ def test_the_task_of_the_readme_is_learned(tmp_path, flags):
     (tmp_path / "mine.py").write_text(EXAMPLES[0])
     words = "--task", "mine.py:Majority", *flags.split()
     code, out, err = as_script(ROOT / "train_grpo.py", *words, cwd=tmp_path)
-    assert code == 0 and (flags or "target 0.95 met" in out), out + err
+    assert code == 0, out + err
+    assert flags or float(re.search(r"eval/solved (\S+) after", out)[1]) >= 0.95
 
 
 # Names ---------------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_every_flag_is_one():
         if span.startswith("--") and " " in span:
             config = parse_config(span.split())
             # A text task needs its files too, which a page names with the flag in question only.
-            if not any(getattr(config, name) for name in ("template", "reward", "demo_data")):
+            if not any(getattr(config, name) for name in ("template", "reward")):
                 config.check()
 
 

@@ -25,8 +25,7 @@ import train_grpo
 from models import Transformer
 from text import final_answer, same_answer
 from train_grpo import (
-    Config, Replies, Task, Trainer, demonstrations, evaluate, loss_denominator, make_task, rollout,
-    uniforms,
+    Config, Sampler, Task, Trainer, demonstrations, evaluate, loss_denominator, make_task, uniforms,
 )  # fmt: skip
 
 pytestmark = pytest.mark.quick
@@ -75,10 +74,11 @@ def opening(task, groups, held_out=False):
     return [(g, *task.prompt(np.random.default_rng(g), g, held_out)) for g in groups]
 
 
-def play(task, model=None, groups=range(3), **options):
+def play(task, model=None, groups=range(3), key=(0, 0), **options):
     """Lists of trajectories, one for each of the groups."""
-    options = dict(group=4, max_new_tokens=16, temperature=1.0, key=(0, 0)) | options
-    return rollout(model or random_model(task.vocab_size), task, opening(task, groups), **options)
+    config = Config(**dict(group=4, max_new_tokens=16, temperature=1.0) | options)
+    sampler = Sampler(model or random_model(task.vocab_size))
+    return train_grpo.play(config, task, sampler, opening(task, groups), key=key)
 
 
 def task_of(name, **options):
@@ -208,13 +208,13 @@ def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
     how = dict(dynamic_sampling=True, max_rounds=3, entropy_coef=0)
     config, task = Config(prompts=2, group=2, max_new_tokens=2, **how), Counted()
     for step in range(3):
-        assert train_grpo.collect(config, task, random_model(10), step)[1] == []
+        assert train_grpo.collect(config, task, Sampler(random_model(10)), step)[1] == []
     numbers, draws = zip(*task.asked)
     assert numbers == tuple(range(18)) and len({*draws}) == 18
 
     # The first prompt is kept, so that one more is missing.
     task = Counted(unequal=0)
-    assert train_grpo.collect(config, task, random_model(10), 0)[1] == [0]
+    assert train_grpo.collect(config, task, Sampler(random_model(10)), 0)[1] == [0]
     assert [number for number, _ in task.asked] == [0, 1, 2, 3]
 
 
@@ -249,7 +249,8 @@ def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkey
     rows = watch(monkeypatch, model, len)
     for most in (1024, 8, 1):
         config = Config(group=4, batch_rows=most, max_new_tokens=12)
-        groups = train_grpo.play(config, task, model, opening(task, range(5)), key=(0, 0))
+        starts = opening(task, range(5))
+        groups = train_grpo.play(config, task, Sampler(model), starts, key=(0, 0))
         tokens[most] = [[t.tokens for t in group] for group in groups]
         peak[most] = max(rows)
         rows.clear()
@@ -289,7 +290,7 @@ def test_evaluation_plays_each_held_out_prompt_once_and_greedily(process_group, 
     task, asked = make_task(config), []
     prompt = task.prompt
     monkeypatch.setattr(task, "prompt", lambda *how: asked.append(how[1:]) or prompt(*how))
-    solved, shown = evaluate(config, task, model)
+    solved, shown = evaluate(config, task, Sampler(model))
     assert asked == [(index, True) for index in range(7)]
     assert solved == pytest.approx(5 / 7)  # secrets 0 1 2 0 1 2 0
     assert (shown.tokens, shown.reward) == ([3, 1, 6, 5, 0, 6], 1.0)
@@ -380,7 +381,7 @@ def test_replies_of_one_decoding_step_are_asked_for_together(parties):
     """
     task, script = Meeting(parties), dict(groups=range(3), group=4, temperature=0)
     task.threads = parties > 1
-    played = play(task, Script(SCRIPT), replies=Replies(task, 12), **script)
+    played = play(task, Script(SCRIPT), **script)
     truth = play(Chat(), Script(SCRIPT), **script)
     assert [t.tokens for t in sum(played, [])] == [t.tokens for t in sum(truth, [])]
     assert task.threads or {*task.asked} == {threading.get_ident()}
@@ -395,9 +396,9 @@ def test_threads_change_no_token_and_no_order():
             return super().reply(turn, answer)
 
     model = random_model(10)
-    one, many = (
-        play(Slow(), model, group=8, replies=Replies(Slow(), threads)) for threads in (1, 16)
-    )
+    alone, in_threads = Slow(), Slow()
+    alone.threads = False
+    one, many = (play(task, model, group=8) for task in (alone, in_threads))
     for a, b in zip(sum(one, []), sum(many, []), strict=True):
         assert a.tokens == b.tokens and a.turn_rewards == b.turn_rewards
         assert (a.sampler_logprobs == b.sampler_logprobs).all()
@@ -413,18 +414,20 @@ BROKEN = [  # a reply to a turn, how many threads ask for it, and what is said o
 @pytest.mark.parametrize("reply, threads, message", BROKEN)
 def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, message):
     task = Chat()
+    task.threads = threads > 1
     task.reply = lambda turn, answer: reply(turn)
     with pytest.raises(ValueError, match=message):
-        play(task, Script(SCRIPT), [6], temperature=0, replies=Replies(task, threads))
+        play(task, Script(SCRIPT), [6], temperature=0)
 
 
 @pytest.mark.parametrize("prompt", [[], [3, 10], [-1], [1] * 84])
 def test_a_prompt_that_cannot_be_played_is_refused(prompt):
-    starts, how = [(4, 1, [0]), (5, 1, prompt)], dict(group=2, max_new_tokens=16, temperature=0)
+    starts = [(4, 1, [0]), (5, 1, prompt)]
+    config = Config(group=2, max_new_tokens=16, temperature=0)
     shape = models.tiny("qwen3", vocab_size=10, max_position_embeddings=99)
     model = Transformer(shape).init_weights(0)
     with pytest.raises(ValueError, match="prompts: expected|0..9|a prompt of 84 tokens"):
-        rollout(model, Chat(), starts, key=(0, 0), **how)
+        train_grpo.play(config, Chat(), Sampler(model), starts, key=(0, 0))
 
 
 OWN_TASK = """

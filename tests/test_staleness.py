@@ -22,7 +22,7 @@ import train_grpo
 from audit import audited
 from parallel import checkpoints, sealed
 from train_grpo import (
-    SampledBatch, Trainer, build, collect, do_step, make_task, parse_config,
+    SampledBatch, Sampler, Trainer, build, collect, do_step, make_task, parse_config,
 )  # fmt: skip
 
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
@@ -53,12 +53,12 @@ def by_the_definition(flags):
         copied = copy.deepcopy(generator, {id(generator.part): None})
         weights.append((trainer.policy_version, copied))
         version, sampler = weights[max(0, step - config.staleness)]
-        groups, kept, metrics = collect(config, task, sampler, step)
+        groups, kept, metrics = collect(config, task, Sampler(sampler), step)
         batch = SampledBatch(groups, kept, config.minibatches, version, metrics)
         source = SimpleNamespace(get=lambda step, batch=batch: batch)
         metrics = do_step(config, source, trainer, step)
         if step % 2 or step + 1 == config.steps:  # --eval-every 2
-            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, generator)
+            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, trainer.sampler)
         lines.append({"step": step} | metrics)
     return lines
 
@@ -213,16 +213,16 @@ def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
 
 def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
     """As if there were no staleness, for two batches: sampled by weights of one step later."""
-    original = train_grpo.RolloutQueue.wait_for
+    original = train_grpo.RolloutQueue.get
 
-    def wait_for(queue, step):
+    def get(queue, step):
         usual = queue.config
         queue.config = dataclasses.replace(usual, staleness=1 if step == 1 else usual.staleness)
         found = original(queue, step)
         queue.config = usual
         return found
 
-    train_grpo.RolloutQueue.wait_for = wait_for
+    train_grpo.RolloutQueue.get = get
     _main(rank, world, port, cwd, log, flags, die)
 
 

@@ -155,9 +155,9 @@ class Ours:
     def step(self, counts_memory=False):
         """What generation, training, and training on the tree take; see `Phase`."""
         config, trainer = self.config, self.trainer
-        held = trainer.model, trainer.generator, trainer.optimizer
+        held = trainer.model, trainer.sampler.model, trainer.optimizer
         phase = Phase(counts_memory, *held)
-        mine, kept, _ = train_grpo.collect(config, self.task, trainer.generator, self.steps)
+        mine, kept, _ = train_grpo.collect(config, self.task, trainer.sampler, self.steps)
         taken = [phase.stop()]
         rollouts = [t for group in kept for t in mine[group]]
         assert len(rollouts) == config.prompts * config.group

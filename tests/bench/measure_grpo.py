@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -27,13 +28,14 @@ from measure_models import QWEN3_06B
 import models
 import ring_attention as ring
 import train_grpo
-from audit import copy_of_state, groups_again, metrics_by_hand
+from audit import Case, Exact, groups_again, metrics_by_hand
 from parallel import (
-    clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
+    clip_grad_norm, connect, copy_weights, full, persistent_buffers, tensors_of, weights_to_store,
+    write_checkpoint,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect, do_step,
-    first_weights, make_task, own_shape, rollout_line,
+    ONE_PROCESS, Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect,
+    do_step, first_weights, make_task, own_shape, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -57,7 +59,7 @@ def rollouts(config, device="cpu"):
     model, generator, _ = built(config, task, device)
     trainer = Trainer(config, model, generator=generator)
     trainer.push_weights()
-    mine, kept, _ = collect(config, task, generator, 0)
+    mine, kept, _ = collect(config, task, trainer.sampler, 0)
     batch, rng = [t for g in kept for t in mine[g]], np.random.default_rng(0)
     for t in batch:  # so that ratios and clips matter, and the critic has something to learn
         noise = 0.3 * rng.standard_normal((3, len(t.mask))) * t.mask
@@ -66,13 +68,13 @@ def rollouts(config, device="cpu"):
     return trainer, batch
 
 
-STEPS = {  # settings that between them reach every line of `definition` and `step_by_hand`
+STEPS = {  # settings that between them reach every line of `loss_definition` and `step_by_hand`
     "group_mean, 2 updates": dict(minibatches=2),
     "group_std, GSPO, KL": dict(
-        advantage="group_std", ratio="sequence", aggregation="sequence_mean", kl_coef=0.1,
+        advantage="group_std", objective="gspo", aggregation="sequence_mean", kl_coef=0.1,
         clip_low=3e-4, clip_high=4e-4, minibatches=2),
     "per_branch, CISPO, TIS": dict(
-        advantage="per_branch", objective="cispo", cispo_low=0.999, cispo_bound=1.001,
+        advantage="per_branch", objective="cispo", cispo_bound=1.001,
         aggregation="constant", proximal=True, importance_cap=1.0, minibatches=2),
     "gae, KL in the reward": dict(
         advantage="gae", kl_coef=0.1, kl_in="reward", kl="k1", minibatches=2, lr_decay="cosine"),
@@ -81,7 +83,7 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         advantage="leave_one_out", dual_clip=1.5, overlong="filter", max_new_tokens=8,
         temperature=0.8, weight_decay=0.1, minibatches=2),
     "constant, filter": dict(
-        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1, kl="k2"),
+        aggregation="constant", overlong="filter", max_new_tokens=8, kl_coef=0.1),
     "balanced experts, filter": dict(
         balance_coef=0.5, router_bias_rate=0.05, overlong="filter", max_new_tokens=8,
         minibatches=2),
@@ -89,23 +91,23 @@ STEPS = {  # settings that between them reach every line of `definition` and `st
         dynamic_sampling=True, max_rounds=3, entropy_coef=0.0, minibatches=3, group=8, size=3),
     "staleness 1, TIS": dict(staleness=1, minibatches=2, proximal=True, importance_cap=1.0),
     "staleness 1, the sampler's old": dict(staleness=1),
-    "REINFORCE++, geometric rejection": dict(
-        objective="reinforce", baseline="none", scale="batch", staleness=1, minibatches=2,
-        proximal=True, importance="reject", importance_of="geometric", importance_low=0.99,
+    "REINFORCE++, geometric mask": dict(
+        objective="reinforce", advantage="none_batch", staleness=1, minibatches=2,
+        proximal=True, importance="mask", importance_of="geometric", importance_low=0.99,
         importance_cap=1.01),
     "GMPO, sequence mask": dict(
         objective="gmpo", clip_low=1e-3, clip_high=2e-3, aggregation="sequence_mean", staleness=1,
         minibatches=2, proximal=True, importance="mask", importance_of="sequence",
         importance_low=0.95, importance_cap=1.02),
     "SAPO, LitePPO, soft overlong, IcePop": dict(
-        objective="sapo", scale="batch", overlong_buffer=3, max_new_tokens=8, minibatches=2,
+        objective="sapo", advantage="batch_std", overlong_buffer=3, max_new_tokens=8, minibatches=2,
         staleness=1, proximal=True, importance="mask", importance_low=0.98, importance_cap=1.01),
     "DPPO by trees": dict(
         objective="dppo", clip_low=1e-4, clip_high=2e-4, minibatches=2, tree="sparse",
         micro_tokens=60),
-    "DPPO, KL": dict(
-        objective="dppo", dppo_distance="kl", clip_low=1e-7, clip_high=2e-7, minibatches=2,
-        baseline="leave_one_out"),
+    "DPPO, leave_one_out": dict(
+        objective="dppo", clip_low=1e-7, clip_high=2e-7, minibatches=2,
+        advantage="leave_one_out"),
     "GSPO, a teacher": dict(objective="gspo", clip_low=1e-3, clip_high=1e-3, teacher="tiny"),
 }  # fmt: skip
 
@@ -124,31 +126,41 @@ def step_error(device="cpu", **changes) -> float:
         connect(device)
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
         if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
-            models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
-            config = dataclasses.replace(config, model=folder)
+            experts = models.tiny_model(eos_token_id=tuple(task.end), **shape)
+            models.save_hf(experts, folder / "hf")
+            config = dataclasses.replace(config, model=f"{folder}/hf")
         if config.teacher:
             teacher = models.Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
             models.draw_weights(teacher.double(), 5, teacher)
-            models.save_hf(teacher, folder)
-            config = dataclasses.replace(config, teacher=folder)
+            models.save_hf(teacher, folder / "hf")
+            config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
-    if reference is not None:
-        copy_weights(model, reference)
-    trainer.push_weights()
-    queue = RolloutQueue(config, task, trainer)
-    for step in range(2):
-        state = copy_of_state(trainer, torch.float64)  # on the CPU
-        batch = queue.get(step)
-        lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(batch.groups[n])]
+        if reference is not None:
+            copy_weights(model, reference)
+            write_checkpoint(folder / "reference", tensors_of(reference), {})
+        trainer.push_weights()
+        queue = RolloutQueue(config, task, trainer)
+        found = do_step(config, queue, trainer, 0)
+
+        # The state before step 1 goes through a checkpoint, as in an audit.
+        trainer.save_checkpoint(folder / "step-00000001", step=1)
+        batch = queue.get(1)
+        lines = {n: [rollout_line(task, 1, i, t) for i, t in enumerate(batch.groups[n])]
                  for n in batch.groups}  # fmt: skip
-        source = SimpleNamespace(get=lambda step, batch=batch: batch)
-        found = do_step(config, source, trainer, step)
-    groups = groups_again(config, task, step, lines)
-    truth = metrics_by_hand(config, groups, state, step, batch.sampled_by)
+        source = SimpleNamespace(get=lambda step: batch)
+        found = do_step(config, source, trainer, 1)
+        alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
+        files = SimpleNamespace(path=folder, config=alone)
+        case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
+        state = case.state(Exact, torch.float64)
+        state.room = folder
+        groups = groups_again(config, task, 1, lines)
+        truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     if config.tree != "disabled":
@@ -518,9 +530,9 @@ def peak(device, function, *args):
 def rolled_out(config, task, trainer, clock, step):
     """A step's trajectories, ready for the loss."""
     clock.time("push", trainer.push_weights)
-    mine, kept, _ = clock.time("rollout", collect, config, task, trainer.generator, step)
+    mine, kept, _ = clock.time("rollout", collect, config, task, trainer.sampler, step)
     batch = SampledBatch(mine, kept, 1, trainer.policy_version)
-    rollouts = [t for group in batch.trained() for t in group]
+    rollouts = batch.trained()
     for t in (t for t in rollouts if isinstance(task, Work)):
         t.reward = float(t.tokens[-1] % 3)
     clock.time("prepare", trainer.prepare, batch)

@@ -11,16 +11,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from train_grpo import Objective  # noqa: E402
+from train_grpo import OBJECTIVES  # noqa: E402
 
-OBJECTIVES = get_args(Objective)
 TARGET = 0.95
 
 
@@ -28,7 +26,7 @@ def evaluations_of(folder, objective, seed) -> list:
     """Return a run's lines of metrics that have an evaluation. Make the run if it is not there."""
     out = Path(folder) / f"{objective}-{seed}"
     if not (out / "hf").exists():
-        flags = f"--objective {objective} --seed {seed} --out {out} --resume-or-start"
+        flags = f"--objective {objective} --seed {seed} --out {out} --resume"
         command = [sys.executable, ROOT / "train_grpo.py", *flags.split()]
         subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], check=True)
     lines = map(json.loads, (out / "metrics.jsonl").open())
