@@ -798,7 +798,8 @@ def letters_table() -> str:
         lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
             text = f"{field + ':':11}{getattr(letter, field)}"
-            lines.append(textwrap.indent(textwrap.fill(text, 87, subsequent_indent=" " * 11), " " * 11))
+            text = textwrap.fill(text, 87, subsequent_indent=" " * 11)
+            lines.append(textwrap.indent(text, " " * 11))
     return "\n".join(lines)
 
 
@@ -1215,11 +1216,11 @@ class Part:
     plan: Plan
     device: torch.device
     places: dict
-    grid: Grid | None = None
+    grid: object = None
     mode: str = "ddp"
     offload: bool = False
     compute_dtype: torch.dtype | None = None
-    pipeline: "TorchPipeline | None" = None
+    pipeline: object = None
     is_last: bool = True
 
     def roots(self, model) -> list:
@@ -3229,7 +3230,7 @@ def check() -> bool:
     try:
         errors |= _measuring_file().matrix()
     except ImportError as missing:
-        print(f"every plan with models.py: SKIP ({missing})")
+        print(f"every other plan: SKIP ({missing}); it would compare them with one process")
     for name, error in errors.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}")
     ok = all(error <= 1e-10 for error in errors.values())
