@@ -798,8 +798,8 @@ def letters_table() -> str:
         lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
             text = f"{field + ':':11}{getattr(letter, field)}"
-            indents = dict(initial_indent=" " * 11, subsequent_indent=" " * 22)
-            lines.append(textwrap.fill(text, 98, **indents))
+            text = textwrap.fill(text, 87, subsequent_indent=" " * 11, break_on_hyphens=False)
+            lines.append(textwrap.indent(text, " " * 11))
     return "\n".join(lines)
 
 
@@ -925,22 +925,22 @@ class Plan:
         microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
-        if world not in (None, self.world):
-            raise ValueError(f"plan {self}: expected p * d * c * t = {self.world} ranks, got "
-                             f"{world}. Start {self.world} ranks, or change the plan")  # fmt: skip
-        if microbatches is not None and self.pp > 1 and microbatches < self.pp:
-            raise ValueError(f"plan {self}: expected a micro-batch for each of {self.pp} stages, "
-                             f"got {microbatches}")  # fmt: skip
-        if shard is not None and self.dp % shard:
-            raise ValueError(f"plan {self}: {shard} ranks that shard must divide d = {self.dp}")
-        if config is None:
-            return
-        if not config.sparse_layers and self.ep * self.etp > 1:
-            raise ValueError(
-                f"plan {self}: expected a model with experts, got a dense one. Leave e and ffn out")
-        if self.pp > config.num_hidden_layers:
-            raise ValueError(f"plan {self}: expected at most a stage for each of "
-                             f"{config.num_hidden_layers} layers, got p = {self.pp}")  # fmt: skip
+        layers = self.pp if config is None else config.num_hidden_layers
+        for is_wrong, text in (
+            (world not in (None, self.world),
+             f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
+             f"or change the plan"),
+            (microbatches is not None and self.pp > max(1, microbatches),
+             f"expected a micro-batch for each of {self.pp} stages, got {microbatches}"),
+            (shard is not None and self.dp % shard,
+             f"{shard} ranks that shard must divide d = {self.dp}"),
+            (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
+             "expected a model with experts, got a dense one. Leave e and ffn out"),
+            (self.pp > layers,
+             f"expected at most a stage for each of {layers} layers, got p = {self.pp}"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise ValueError(f"plan {self}: {text}")
 
         # Each degree splits something into equal parts.
         for letters, degree, what, size in (
@@ -951,7 +951,7 @@ class Plan:
             ("e", self.ep, "experts", "num_experts"),
             ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
         ):
-            if degree > 1 and getattr(config, size) % degree:
+            if config is not None and degree > 1 and getattr(config, size) % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
                                  f"got {getattr(config, size)}")  # fmt: skip
 
@@ -1216,11 +1216,11 @@ class Part:
     plan: Plan
     device: torch.device
     places: dict
-    grid: Grid | None = None
+    grid: object = None
     mode: str = "ddp"
     offload: bool = False
     compute_dtype: torch.dtype | None = None
-    pipeline: "TorchPipeline | None" = None
+    pipeline: object = None
     is_last: bool = True
 
     def roots(self, model) -> list:
@@ -1879,8 +1879,7 @@ class LocalOptimizer:
     def __init__(self, model, make, *, zero=False):
         self.model = model
         self.part = part_of(model)
-        # If ranks shard the weights too, they hold different rows: sending them around would
-        # overwrite one rank's rows with another's.
+        # Ranks that shard the weights hold different rows, which must not overwrite one another.
         if zero and self.part.mode != "zero1":
             raise ValueError(
                 f"zero=True shards the states of whole weights: expected a model of "
@@ -2983,11 +2982,10 @@ def write_checkpoint(path, tensors, state) -> None:
     path = Path(path)
     partial = path.with_name(path.name + ".tmp")
 
-    def require_json():
-        try:
-            sealed(state)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
+    try:
+        sealed(state)
+    except (TypeError, ValueError) as error:  # before anything is deleted, on every rank
+        raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
 
     def start():
         # A run that was cut short may have left either directory.
@@ -3002,7 +3000,6 @@ def write_checkpoint(path, tensors, state) -> None:
             os.fsync(file.fileno())
         partial.rename(path)
 
-    agree(require_json)  # before anything is deleted
     try:
         agree(start)
         writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
@@ -3230,7 +3227,7 @@ def check() -> bool:
     try:
         errors |= _measuring_file().matrix()
     except ImportError as missing:
-        print(f"every plan with models.py: SKIP ({missing})")
+        print(f"every plan with models.py: SKIP ({missing}); it would compare them too")
     for name, error in errors.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}")
     ok = all(error <= 1e-10 for error in errors.values())
