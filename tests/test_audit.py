@@ -514,7 +514,7 @@ FAULTS = {  # function, change(function, its arguments), ranks, flags, the first
     "divided by another count": (
         "loss_denominator", lambda real, masks, **how: real(masks, **how) + 1, 1, ONE,
         "loss/policy_token_mean"),
-    "a mask shifted by one": ("rollout", _shifted_mask, 1, RUN, "rollouts/sampled"),
+    "a mask shifted by one": ("play", _shifted_mask, 1, RUN, "rollouts/sampled"),
     "a gradient doubled on one rank": (
         "Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
