@@ -1,12 +1,11 @@
 """Do one step of a run of train_grpo.py again by hand, and compare every number with the run's.
 
-This file is for an auditor who does not trust the trainer. It reads a run's files and shares no
-arithmetic with the trainer: no batch, padding, packing, cache, tree, plan or sum over ranks. Above
-the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch alone. Below
-are settings that few runs use, the metrics, the comparison and the report.
+    python audit.py runs/guess-0 [--step 20] [--all] [--html page.html]
 
-    python audit.py runs/guess-0                   # the newest step that a checkpoint has sampled
-    python audit.py runs/guess-0 --step 20 --html page.html
+This file is for an auditor who does not trust the trainer: no batch, padding, packing, cache, tree,
+plan, sum over ranks, backward or optimizer. It shares no arithmetic with it. It trusts the forward
+of models.py for one sequence at a time, the task, and the ordinary code up to a checkpoint. Above
+the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch alone.
 
 For token t of rollout i with reward R_i: lp, old, ref and smp are its log-probs under the policy
 now, the policy before the step, the reference and the sampler. H is the entropy, v a critic's
@@ -46,6 +45,7 @@ class Recorded:
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
+    watch: object = lambda: None  # noqa: E731, called when a model has read the tokens
 
     # The input of `loss_definition`. lp, H and v are of the update that trained on the rollout.
     lp: list | None = None
@@ -75,6 +75,7 @@ def read_alone(model, s, temperature):
     states = model.hidden(tokens[None])[0, s.at]
     logits = model.logits(states) if s.spelled is None else s.spelled(model, tokens)[s.at]
     values = model.values(states) if model.config.value_head else None
+    s.watch()
 
     # Log-probs are in float32 at least, as they are in the trainer and the sampler.
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -91,26 +92,29 @@ def score_alone(model, s, temperature):
     return lp, H, None if values is None else list(values)
 
 
+def entry(table, name, title):
+    """Return an entry of a table. ValueError, for a setting that this file does not know."""
+    if name not in table:
+        raise ValueError(f"audit.py does not know {name!r}: add it to {title} in audit.py")
+    return table[name]
+
+
 # 2. Advantages --------------------------------------------------------------------------------
 # How much better a rollout was than its group, (1). If you know GRPO's advantage, skip this.
 
 
-def group_advantages(c, group, R):
+def group_advantages(kind, group, R):
     """Set the A of a group's rollouts by (1). R holds their rewards."""
     # Truncated rollouts count. Equal rewards teach nothing, whatever rounding makes of r - mean.
     G = len(R)
     mean = math.fsum(R) / G
-    centered = [r - mean for r in R]
-    if min(R) == max(R):
-        centered = [0.0] * G
+    centered = [r - mean if min(R) < max(R) else 0.0 for r in R]
 
-    # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. Scale `group` divides by
-    # 0.5. `leave_one_out` divides by 3/4: the mean of the others is 0, so the first is 1 better.
-    scale = 1.0
-    if c.advantage == "group_std":
-        scale = 1 / (math.sqrt(math.fsum(x * x for x in centered) / (G - 1)) + 1e-4)
-    if c.advantage == "leave_one_out":
-        scale *= G / (G - 1)
+    # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. group_std divides by 0.5,
+    # leave_one_out by 3/4: the mean of the others is 0, so the first is 1 better.
+    spread = math.sqrt(math.fsum(x * x for x in centered) / max(1, G - 1)) + 1e-4
+    scales = {"group_mean": 1.0, "group_std": 1 / spread, "leave_one_out": G / max(1, G - 1)}
+    scale = entry(scales, kind, "`group_advantages` or ADVANTAGES")
     for s, x in zip(group, centered):
         s.A = [x * scale] * len(s.at)  # (1)
 
@@ -134,27 +138,22 @@ def clip_terms(c, s):
     return found
 
 
-def truncated_weights(c, s) -> list:
-    """Return x of (4) for each sampled token: how much too rarely the sampler has drawn it."""
-    low, high = c.importance_low, c.importance_cap
-    return [min(max(math.exp(old - smp), low), high) for old, smp in zip(s.old, s.smp)]  # (4)
-
-
-OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler
-IMPORTANCE = {("truncate", "token"): truncated_weights}
+OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler,
+IMPORTANCE = {}  # and so is x of (4): how much too rarely the sampler has drawn a token
 
 
 def loss_definition(sequences, Z, c):
     """Return the loss of a batch, (2) to (7), a 0-d tensor. Set the `terms` of each sequence.
 
     sequences: lp, H and v hold 0-d tensors, all other lists numbers. v and ref may be None.
-    Z: the denominator.
     """
     loss = torch.zeros(())
     for s in sequences:
         s.terms = []
-        x = IMPORTANCE[c.importance, c.importance_of](c, s) if c.importance_cap else [1] * len(s.lp)
-        for t, (r, clips, l) in enumerate(OBJECTIVES[c.objective](c, s)):
+        x = [1] * len(s.lp)
+        if c.importance_cap:
+            x = entry(IMPORTANCE, (c.importance, c.importance_of), "IMPORTANCE")(c, s)
+        for t, (r, clips, l) in enumerate(entry(OBJECTIVES, c.objective, "OBJECTIVES")(c, s)):
             l = x[t] * l  # (4)
             term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
@@ -184,14 +183,11 @@ def weigh(c, batch) -> float:
     # In rollouts of 3 and 5 tokens each counts 1/8, or by `sequence_mean` 1/6 and 1/10. `constant`
     # divides by the room for tokens, which a filtered rollout has, too.
     sequences = trained(c, batch)
-    Z = sum(len(s.at) for s in sequences)
-    if c.aggregation == "sequence_mean":
-        Z = len(sequences)
-    if c.aggregation == "constant":
-        Z = len(batch) * c.max_new_tokens
+    counts = dict(token_mean=sum(len(s.at) for s in sequences), sequence_mean=len(sequences),
+                  constant=len(batch) * c.max_new_tokens)  # fmt: skip
+    Z = entry(counts, c.aggregation, "`weigh`")
     for s in sequences:
-        s.w = 1 / len(s.at) if c.aggregation == "sequence_mean" else 1.0
-        s.Z = Z
+        s.w, s.Z = 1 / len(s.at) if c.aggregation == "sequence_mean" else 1.0, Z
     return Z
 
 
@@ -211,13 +207,17 @@ class State:
     skipped: int = 0  # optimizer steps skipped, because a gradient was not finite
 
     def set_advantages(self, c, groups):
-        """Set the A of all rollouts of the step. FullState adds a critic and forks."""
+        """Set the A of all rollouts of the step. FullState knows all of train_grpo.py's."""
         for group in groups:
-            group_advantages(c, group, [s.reward for s in group])
+            group_advantages(c.advantage, group, [s.reward for s in group])
 
     def add_balance(self, c, batch) -> list:
         """Add the gradient of an update's other losses. FullState adds the loss of experts."""
         return []
+
+    def keep(self, shrink):
+        """Return what stays of an update's gradient, here all of it."""
+        return {name: p.grad for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
@@ -225,11 +225,13 @@ class State:
         for name, p in self.model.named_parameters():
             weight = self.weights[name]
             wide = torch.promote_types(weight.dtype, torch.float32)
+            self.moments[name][0] += 1
             steps, *means = self.moments[name]
-            now = [x.to(wide) for x in (weight, *means)]
-            moved, *means = adamw_of(c, lr, steps + 1, *now, shrink * p.grad.to(wide))
-            weight.copy_(moved)
-            self.moments[name] = [steps + 1, *(x.to(weight.dtype) for x in means)]
+            tensors = weight.detach(), *means, p.grad
+            for piece in zip(*(x.view(-1).split(2**20) for x in tensors)):  # some are large
+                *now, g = [x.to(wide) for x in piece]
+                for x, new in zip(piece, adamw_of(c, lr, steps, *now, shrink * g)):
+                    x.copy_(new)
             if weight is not p:
                 p.copy_(weight.to(getattr(torch, c.compute_dtype)))
 
@@ -248,8 +250,7 @@ def step_by_hand(c, groups, state, lr) -> list:
     """Do a whole step by (1) to (7), in place. Return a dict for each optimizer step.
 
     groups: lists of Recorded rollouts, the groups that the step trains on, in order.
-    state: the State before the step, in the precision to compute in.
-    lr: the learning rate.
+    state: the State before the step, in the precision to compute in. lr: the learning rate.
     """
     # Before the first update: the reference's log-probs, and `old`, by the policy or the sampler.
     # None: every ratio is 1. An `old` that is set stays; see `in_precision`.
@@ -262,6 +263,7 @@ def step_by_hand(c, groups, state, lr) -> list:
         if (c.minibatches > 1 or c.staleness) and not c.proximal:
             s.old = s.smp
     state.set_advantages(c, groups)
+    state.reference = None  # its memory is the gradient's
 
     # The updates train on whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
     updates = []
@@ -284,11 +286,11 @@ def step_by_hand(c, groups, state, lr) -> list:
         routed = state.add_balance(c, batch)
 
         # Clip the whole gradient by its norm, then AdamW. If it is not finite, it is only counted.
-        gradient = {name: p.grad.double() for name, p in state.model.named_parameters()}
-        norm = math.hypot(*(float(g.norm()) for g in gradient.values()))
+        norms = [p.grad.norm(dtype=torch.float64).item() for p in state.model.parameters()]
+        norm = math.hypot(*norms)
         shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
-        update = dict(batch=batch, gradient=gradient, norm=norm, shrink=shrink, routed=routed)
-        updates.append(update | dict(version=state.version))
+        updates.append(dict(batch=batch, version=state.version, norm=norm, shrink=shrink,
+                            gradient=state.keep(shrink), routed=routed))  # fmt: skip
         if math.isfinite(norm):
             state.adamw(c, lr, shrink)
         state.version += math.isfinite(norm)
@@ -303,30 +305,34 @@ def step_by_hand(c, groups, state, lr) -> list:
 import argparse  # noqa: E402
 import copy  # noqa: E402
 import dataclasses  # noqa: E402
+import gc  # noqa: E402
 import html  # noqa: E402
 import os  # noqa: E402
 import string  # noqa: E402
 import sys  # noqa: E402
+import tempfile  # noqa: E402
+import time  # noqa: E402
 import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 import numpy as np  # noqa: E402
+from tqdm import tqdm  # noqa: E402
 
 import models  # noqa: E402
 import parallel  # noqa: E402
 from train_grpo import (  # noqa: E402
-    ERRORS, EVALUATION, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, Sampler, TaskError,
-    Trainer, Trajectory, asking, build, build_teacher, do_step, draw_prompts, make_task,
-    one_process, pending_batches, play, read_reference, resumed_config, rollout_line, uniforms,
-    whole_lines,
+    ERRORS, EVALUATION, METRICS, ONE_PROCESS, ROLLOUT, Demonstrations, RolloutQueue, Sampler,
+    TaskError, Trainer, Trajectory, asking, build, build_teacher, do_step, draw_prompts,
+    keep_states_wide, make_task, one_process, pending_batches, play, policy_in, read_reference,
+    resumed_config, rollout_line, uniforms, whole_lines,
 )  # fmt: skip
 
 
 # 5. Settings that few runs use ----------------------------------------------------------------
-# What FullState adds to a step: KL in the reward, tree rollouts, a critic, experts. If the run has
-# none of them, skip this.
+# The other entries of the tables, a critic, tree rollouts, experts. Like the step by hand this
+# needs torch and numpy alone. If the run has none of them, skip it.
 #
 #     (1)  A = sum over n of gae_lambda^n delta_(t+n), whitened                       `gae`
 #     (1)  A = the mean reward of the rollouts that share a segment, minus the one    `per_branch`
@@ -345,38 +351,15 @@ class FullState(State):
     teacher = None  # the model of --teacher
 
     def set_advantages(self, c, groups):
-        """Add a teacher, a critic, tree rollouts, what lowers a reward, and scales of a step."""
-        everyone = [s for group in groups for s in group]
-        if self.teacher is not None:
-            for s in everyone:
-                with torch.no_grad():
-                    scores = numbers_of(score_alone(self.teacher, s, c.temperature)[0])
-                s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
-            return
-        if c.advantage == "gae":
-            critic_advantages(c, self.model, trained(c, everyone))
-            return
-        all_R = []
-        for group in groups:
-            R = [s.reward - math.fsum(penalties(c, s)) - overlong_penalty(c, s) for s in group]
-            all_R += R
-            group_advantages(c, group, R)
-            if c.advantage == "per_branch":
-                branch_advantages(c, group, R)
-            if c.advantage in ("none", "none_batch"):
-                for s, reward in zip(group, R):
-                    s.A = [reward] * len(s.at)  # (1)
-
-        # The spread of all rewards of the step, or without a baseline of all its tokens.
-        if c.advantage == "none_batch":
-            whiten(everyone)
-        if c.advantage == "batch_std":
-            spread = float(np.std(all_R, ddof=1)) + 1e-4
-            for s in everyone:
-                s.A = [A / spread for A in s.A]  # (1)
-        if c.advantage in ("none_batch", "batch_std") and max(all_R) == min(all_R):
-            for s in everyone:
-                s.A = [0.0] * len(s.at)
+        """Set the A of all rollouts by --advantage, with what lowers a reward."""
+        returns = [[s.reward - math.fsum(penalties(c, s)) - overlong_penalty(c, s) for s in group]
+                   for group in groups]  # fmt: skip
+        if c.advantage in ADVANTAGES:
+            ADVANTAGES[c.advantage](c, self, groups, returns)
+        else:
+            for group, R in zip(groups, returns):
+                group_advantages(c.advantage, group, R)
+        self.teacher = None  # its memory is the gradient's
 
     def add_balance(self, c, batch):
         """Add the gradient of (8), of all rollouts of an update; return a Routed for each."""
@@ -397,6 +380,119 @@ class FullState(State):
             for layer, counts in sum_of_counts(self.routed).items():
                 votes = np.sign(counts.mean() - counts).astype(int)  # (11)
                 self.model.model.layers[layer].mlp.votes += torch.from_numpy(votes)
+
+
+def penalties(c, s):
+    """Return how much of its reward each sampled token loses by `--kl-in reward`."""
+    if c.kl_in != "reward" or not c.kl_coef:
+        return np.zeros(len(s.at))
+    d = np.subtract(s.smp, s.ref)
+    return c.kl_coef * {"k1": d, "k3": np.exp(-d) + d - 1}[c.kl]
+
+
+def overlong_penalty(c, s) -> float:
+    """Return what `--overlong-buffer` takes off a reward: new tokens in the buffer / its size."""
+    if not c.overlong_buffer:
+        return 0.0
+    new = len(s.tokens) - s.prompt
+    return max(0, new - c.max_new_tokens + c.overlong_buffer) / c.overlong_buffer
+
+
+def rewards_alone(c, state, groups, returns):
+    """Set A to the reward, without a baseline; `none_batch` whitens it over the step's tokens."""
+    for s, reward in zip(sum(groups, []), sum(returns, [])):
+        s.A = [reward] * len(s.at)  # (1)
+    if c.advantage == "none_batch":
+        whiten(sum(groups, []))
+        leave_equal_ones(groups, returns)
+
+
+def by_batch_spread(c, state, groups, returns):
+    """Divide what a rollout has more than its group by the spread of all rewards of the step."""
+    spread = float(np.std(sum(returns, []), ddof=1)) + 1e-4
+    for group, R in zip(groups, returns):
+        group_advantages("group_mean", group, R)
+        for s in group:
+            s.A = [A / spread for A in s.A]  # (1)
+    leave_equal_ones(groups, returns)
+
+
+def leave_equal_ones(groups, returns):
+    """Teach nothing where all rewards of a step are equal."""
+    if len({*sum(returns, [])}) == 1:
+        for s in sum(groups, []):
+            s.A = [0.0] * len(s.at)
+
+
+def whiten(sequences):
+    """Give the A of all sampled tokens of these sequences the mean 0 and the spread 1."""
+    raw = [A for s in sequences for A in s.A]
+    mean = math.fsum(raw) / max(1, len(raw))
+    spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
+    for s in sequences:
+        s.A = [(A - mean) / (spread + 1e-8) for A in s.A]  # (1)
+
+
+def of_branches(c, state, groups, returns):
+    """Compare the segments of tree rollouts with the segments that they are children of."""
+    # With 2 forks at each of 2 turns and rewards 1 0 0 0, the root is worth 1/4, the segment of the
+    # first two rollouts 1/2, and the rest of the first 1. So its A is 0, then 1/4, then 1/2.
+    for group, R in zip(groups, returns):
+        for s in group:
+            s.A = []
+            for at in s.at:
+                worth = [math.fsum(R) / len(R)]
+                for first, share in shares(c, s, at)[: c.fork_turns + 1]:
+                    worth.append(math.fsum(R[first : first + share]) / share)
+                s.A.append(worth[-1] - worth[-2])  # (1)
+
+
+def shares(c, s, at) -> list:
+    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
+    # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
+    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
+    found = []
+    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
+        share = c.forks ** max(0, c.fork_turns - turn)
+        found.append((s.number - s.number % share, share))
+    return found
+
+
+def of_a_critic(c, state, groups, returns):
+    """Set v_old, A and g of all sequences of a step by (1), `gae`."""
+    # The definition sums over all tokens that follow; a trainer has a recursion.
+    sequences = trained(c, sum(groups, []))
+    for s in sequences:
+        with torch.no_grad():
+            s.v_old = numbers_of(score_alone(state.model, s, c.temperature)[2])
+
+        # A turn's reward belongs to the last token that was sampled in it. After the last token
+        # nothing more is expected.
+        u = -penalties(c, s)
+        for end, reward in s.rewards:
+            u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
+        u[-1] -= overlong_penalty(c, s)
+        deltas = [u[t] + after - s.v_old[t] for t, after in enumerate([*s.v_old[1:], 0.0])]
+        s.A = []
+        for t in range(len(deltas)):
+            later = [c.gae_lambda**n * delta for n, delta in enumerate(deltas[t:])]
+            s.A.append(math.fsum(later))  # (1)
+        s.g = [v + A for v, A in zip(s.v_old, s.A)]
+    whiten(sequences)
+
+
+def of_a_teacher(c, state, groups, returns):
+    """Set A to the teacher's log-prob less the sampler's."""
+    for s in sum(groups, []):
+        with torch.no_grad():
+            scores = numbers_of(score_alone(state.teacher, s, c.temperature)[0])
+        s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
+
+
+ADVANTAGES = {
+    "none": rewards_alone, "none_batch": rewards_alone, "batch_std": by_batch_spread,
+    "per_branch": of_branches, "gae": of_a_critic, "teacher": of_a_teacher,
+}  # fmt: skip
 
 
 def gspo_terms(c, s):
@@ -435,17 +531,13 @@ def gmpo_terms(c, s):
     ds = [lp - old for lp, old in zip(s.lp, s.old)]
     kept = [min(d, c.clip_high) if A > 0 else max(d, -c.clip_low) for d, A in zip(ds, s.A)]
     mean_ratio = (sum(kept) / len(kept) + s.lp[0] * 0).clamp(-10, 10).exp()
-    of_tokens = clip_terms(c, s)
-    found = []
-    for (r, _, _), d, bounded, A in zip(of_tokens, ds, kept, s.A):
-        found.append((r, bool(d != bounded), -mean_ratio * A))  # (3)
-    return found
+    return [(r, bool(d != bounded), -mean_ratio * A)  # (3)
+            for (r, _, _), d, bounded, A in zip(clip_terms(c, s), ds, kept, s.A)]  # fmt: skip
 
 
 def dppo_excess(c, lp, old, A) -> float:
     """Return how far a token's probability is past the bound on its move from exp(old)."""
-    p, q = math.exp(lp), math.exp(old)
-    return abs(p - q) - (c.clip_high if A > 0 else c.clip_low)
+    return abs(math.exp(lp) - math.exp(old)) - (c.clip_high if A > 0 else c.clip_low)
 
 
 def dppo_terms(c, s):
@@ -470,110 +562,33 @@ def clip_margins(c, s) -> list:
     # 1.2, and rounding would decide which margin is compared.
     if c.objective == "dppo":
         return [dppo_excess(c, *token) for token in zip(s.lp, s.old, s.A)]
-    of_tokens = [term["r"] for term in s.terms]
-    bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
-    if c.objective == "cispo":
-        bounds = [c.cispo_bound]
     if c.objective == "gmpo":
-        of_tokens = [lp - old for lp, old in zip(s.lp, s.old)]
-        bounds = [-c.clip_low, c.clip_high]
-    if c.objective in ("reinforce", "sapo"):
-        bounds = []
-    return [x - bound for x in of_tokens for bound in bounds]
+        ds = [lp - old for lp, old in zip(s.lp, s.old)]
+        return [d - bound for d in ds for bound in (-c.clip_low, c.clip_high)]
+    bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
+    bounds = {"cispo": [c.cispo_bound], "reinforce": [], "sapo": []}.get(c.objective, bounds)
+    return [term["r"] - bound for term in s.terms for bound in bounds]
 
 
 def weights_of(c, s) -> list:
-    """Return x of (4) for each sampled token, under all settings."""
+    """Return x of (4) for each sampled token: of the token, its sequence, or their mean."""
     log_x = [old - smp for old, smp in zip(s.old, s.smp)]
-    if c.importance_of == "sequence":
-        log_x = [math.fsum(log_x)] * len(log_x)
-    if c.importance_of == "geometric":
-        log_x = [math.fsum(log_x) / len(log_x)] * len(log_x)
-    if c.importance == "truncate":
-        return truncated_weights(c, SimpleNamespace(old=log_x, smp=[0.0] * len(log_x)))
+    if c.importance_of != "token":
+        share = len(log_x) if c.importance_of == "geometric" else 1
+        log_x = [math.fsum(log_x) / share] * len(log_x)
 
-    # Bounds 0.5 and 2: `mask` makes 3 a 0, and keeps 1.5.
+    # Bounds 0.5 and 2: `truncate` makes 3 a 2, `mask` a 0; both keep 1.5.
     low, high = c.importance_low, c.importance_cap
     x = [math.exp(y) for y in log_x]
-    return [y if low <= y <= high else 0.0 for y in x]
+    if c.importance == "truncate":
+        return [min(max(y, low), high) for y in x]  # (4)
+    return [y if low <= y <= high else 0.0 for y in x]  # (4)
 
 
-IMPORTANCE = {
+IMPORTANCE = IMPORTANCE | {
     (how, what): weights_of
     for how in ("truncate", "mask") for what in ("token", "sequence", "geometric")
-} | IMPORTANCE  # fmt: skip
-
-
-def overlong_penalty(c, s) -> float:
-    """Return what `--overlong-buffer` takes off a reward: new tokens in the buffer / its size."""
-    if not c.overlong_buffer:
-        return 0.0
-    new = len(s.tokens) - s.prompt
-    return max(0, new - c.max_new_tokens + c.overlong_buffer) / c.overlong_buffer
-
-
-def penalties(c, s):
-    """Return how much of its reward each sampled token loses by `--kl-in reward`."""
-    if c.kl_in != "reward" or not c.kl_coef:
-        return np.zeros(len(s.at))
-    d = np.subtract(s.smp, s.ref)
-    return c.kl_coef * {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) + d - 1}[c.kl]
-
-
-def branch_advantages(c, group, R):
-    """Set the A of a group's rollouts by (1), `per_branch`; R: their rewards."""
-    # With 2 forks at each of 2 turns and rewards 1 0 0 0, the root is worth 1/4, the segment of the
-    # first two rollouts 1/2, and the rest of the first 1. So its A is 0, then 1/4, then 1/2.
-    for s in group:
-        for n, at in enumerate(s.at):
-            worth = [math.fsum(R) / len(R)]
-            for first, share in shares(c, s, at)[: c.fork_turns + 1]:
-                worth.append(math.fsum(R[first : first + share]) / share)
-            s.A[n] = worth[-1] - worth[-2]  # (1)
-
-
-def shares(c, s, at) -> list:
-    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
-    # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
-    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
-    found = []
-    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
-        share = c.forks ** max(0, c.fork_turns - turn)
-        found.append((s.number - s.number % share, share))
-    return found
-
-
-def critic_advantages(c, model, sequences):
-    """Set v_old, A and g of all sequences of a step by (1), `gae`."""
-    # The definition sums over all tokens that follow; a trainer has a recursion.
-    decay = c.gae_lambda
-    for s in sequences:
-        with torch.no_grad():
-            s.v_old = numbers_of(score_alone(model, s, c.temperature)[2])
-
-        # A turn's reward belongs to the last token that was sampled in it. After the last token
-        # nothing more is expected.
-        u = -penalties(c, s)
-        for end, reward in s.rewards:
-            u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
-        u[-1] -= overlong_penalty(c, s)
-        next_v = [*s.v_old[1:], 0.0]
-        deltas = [u[t] + next_v[t] - v for t, v in enumerate(s.v_old)]
-        s.A = []
-        for t in range(len(deltas)):
-            s.A.append(math.fsum(decay**n * delta for n, delta in enumerate(deltas[t:])))  # (1)
-        s.g = [v + A for v, A in zip(s.v_old, s.A)]
-
-    whiten(sequences)
-
-
-def whiten(sequences):
-    """Give the A of all sampled tokens of these sequences the mean 0 and the spread 1."""
-    raw = [A for s in sequences for A in s.A]
-    mean = math.fsum(raw) / max(1, len(raw))
-    spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
-    for s in sequences:
-        s.A = [(A - mean) / (spread + 1e-8) for A in s.A]  # (1)
+}  # fmt: skip
 
 
 class Routed(NamedTuple):
@@ -636,27 +651,24 @@ def rate_by_hand(config, step) -> float:
 
 # 6. The metrics of a step ---------------------------------------------------------------------
 # The numbers of a line of metrics.jsonl, from the rollouts and updates of a step by hand. Each
-# metric's definition is here.
+# metric's definition is here, a second time.
 
-# The metrics of each update, causes before their effects.
-FIRST = (
-    "ratio/token_mean", "ratio/max", "ratio/clipped_fraction", "importance/masked_fraction",
-    "entropy/token_mean", "kl/token_mean", "value/loss", "loss/policy_token_mean",
-    "loss/token_mean",
-    "experts/load_max", "balance/loss", "grad_norm",
-)  # fmt: skip
+# What no step determines. A line's other numbers must be found here, or are named as unknown.
+NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
 
-# Rows of the table, causes before their effects: the first that is outside says where to look.
-ORDER = (
-    "rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling", "rollouts/rewards",
-    "reward/mean", "reward/solved", "reward/groups_none", "reward/groups_all",
-    "reward/groups_equal", "tokens/generated", "tokens/truncated_fraction", "length/rollout_mean",
-    "length/max", "eval/solved_before", "logprob_gap/max", "logprob_gap/mean", "logprob_gap/kl",
-    "value/token_mean", "value/explained_variance", "advantage/token_mean", "advantage/token_std",
-    "rollouts/advantage", "lr", "policy_age/update_mean", "policy/age_mean", "policy/age_max",
-    *(f"{name}_first" for name in FIRST), *FIRST, "policy_version", "updates/skipped",
-    "tokens/trained", "tokens/trained_flat", "votes", "eval/solved", "parameters",
-)  # fmt: skip
+
+def order() -> list:
+    """Return the rows of the table, causes before their effects, by train_grpo.py's METRICS."""
+    # The first row that is outside says where to look. The first update's metrics come before those
+    # that a change of the weights has a part in.
+    of_updates = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
+    rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
+            "rollouts/rewards"]  # fmt: skip
+    for name in METRICS:
+        if name == of_updates[0]:
+            rows += ["rollouts/advantage", *(f"{name}_first" for name in of_updates)]
+        rows.append(name)
+    return [*rows, "votes", "parameters"]
 
 
 class Measured(NamedTuple):
@@ -716,8 +728,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     # the whole step. The age is of the sampler's weights, in steps.
     played = [s for group in groups.values() for s in group]
     solved = [[s.reward >= 1 for s in group] for group in groups.values()]
-    of_step = config.advantage in ("gae", "none_batch")
-    compared = [played] if of_step else groups.values()
+    compared = [played] if config.advantage in ("gae", "none_batch") else groups.values()
     lengths = [len(s.at) for s in played]
     sequences = trained(config, [s for group in chosen for s in group])
     A = [A for s in sequences for A in s.A]
@@ -748,7 +759,8 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     # sees the weights from before the step.
     if len(updates) > 1:
         first = update_metrics(config, updates[:1], sampled_by)
-        found |= {f"{name}_first": first[name] for name in FIRST if name in first}
+        found |= {f"{name}_first": x for name, x in first.items()
+                  if METRICS[name].over_updates in ("mean", "max")}  # fmt: skip
     return found | update_metrics(config, updates, sampled_by) if updates else found
 
 
@@ -773,72 +785,71 @@ def update_metrics(c, updates, sampled_by) -> dict:
     """Measure updates: means over them, and the largest of all."""
     U = len(updates)
     batches = [trained(c, u["batch"]) for u in updates]
+    sequences = [s for batch in batches for s in batch]
+    terms = [term for s in sequences for term in s.terms]
+    for term in terms:
+        term["masked"] = term["x"] == 0
 
-    def mean_over_updates(name, per_token=True):
+    def mean(name, per_token=True):
         # A mean over the tokens of an update, whatever the loss is divided by. The parts of the
         # loss are divided by Z already, so they are summed. Then the mean over updates.
-        terms = []
+        values = []
         for batch in batches:
             count = max(1, sum(len(s.at) for s in batch)) if per_token else 1
-            terms += [term[name] / count / U for s in batch for term in s.terms]
-        return sum_of(terms)
-
-    ratios = [term["r"] for batch in batches for s in batch for term in s.terms]
-    margins = np.array([x for batch in batches for s in batch for x in clip_margins(c, s)])
-    clipped = mean_over_updates("clips")
+            values += [term[name] / count / U for s in batch for term in s.terms]
+        return sum_of(values)
 
     # The gap to the sampler is of the first update alone, where both have the same weights and
     # differ by rounding alone. The mean of the updates' norms is at most the root of the mean of
-    # their squares, which is the length of the vector `gradient`.
+    # their squares, which is the length of a vector of all gradients. In float64 `off` is 0, in the
+    # second precision how far a gradient is from that.
     gaps = np.array([lp - x for s in batches[0] for lp, x in zip(s.lp, s.smp)])
-    gradient = [g.flatten().numpy() for u in updates for g in u["gradient"].values()]
-    gradient = np.concatenate(gradient) / math.sqrt(U)
-    norm = math.fsum(u["norm"] for u in updates) / U
+    off = np.array([getattr(u["gradient"], "off", 0.0) for u in updates]) / math.sqrt(U)
+    decided = dict(each=1 / max(1, len(terms)))
+    margins = np.array([x for s in sequences for x in clip_margins(c, s)])
     found = {
-        "loss/token_mean": mean_over_updates("part", per_token=False),
-        "loss/policy_token_mean": mean_over_updates("policy", per_token=False),
-        "entropy/token_mean": mean_over_updates("H"),
-        "ratio/token_mean": mean_over_updates("r"),
-        "ratio/max": largest_of(ratios),
-        "ratio/clipped_fraction": clipped._replace(margins=margins, each=1 / max(1, len(ratios))),
         "logprob_gap/max": largest_of(gaps),
         "logprob_gap/mean": mean_of(abs(gaps))._replace(terms=gaps / max(1, len(gaps))),
         "logprob_gap/kl": mean_of(np.expm1(gaps) - gaps),
-        "grad_norm": Measured(norm, gradient, 2),
         "policy_age/update_mean": mean_of([u["version"] - sampled_by for u in updates]),
-    }
-    if any(s.ref is not None for batch in batches for s in batch):
-        found["kl/token_mean"] = mean_over_updates("k")
+        "ratio/token_mean": mean("r"),
+        "ratio/max": largest_of([term["r"] for term in terms]),
+        "ratio/clipped_fraction": mean("clips")._replace(margins=margins, **decided),
+        "entropy/token_mean": mean("H"),
+        "loss/policy_token_mean": mean("policy", per_token=False),
+        "loss/token_mean": mean("part", per_token=False),
+        "grad_norm": Measured(math.fsum(u["norm"] for u in updates) / U, off, 2),
+    }  # fmt: skip
+    if any(s.ref is not None for s in sequences):
+        found["kl/token_mean"] = mean("k")
     if c.advantage == "gae":
-        found["value/loss"] = mean_over_updates("value")
+        found["value/loss"] = mean("value")
     if c.importance_cap:
-        terms = [term for batch in batches for s in batch for term in s.terms]
-        for term in terms:
-            term["masked"] = term["x"] == 0
         bounds = [c.importance_low, c.importance_cap]
         margins = np.array([term["x"] - bound for term in terms for bound in bounds])
-        each = 1 / max(1, len(terms))
-        found["importance/masked_fraction"] = mean_over_updates("masked")._replace(
-            margins=margins, each=each)
-    routed = [r for u in updates for r in u["routed"]]
-    if not routed:
-        return found
+        masked = mean("masked")._replace(margins=margins, **decided)
+        found["importance/masked_fraction"] = masked
+    return found | expert_metrics(c, updates) if updates[0]["routed"] else found
 
-    # The largest load of all updates and layers. Two experts may be so near that rounding decides
-    # which of them a token goes to. The token is then one more of all tokens of an expert, of which
-    # `each` is the fraction of the mean.
+
+def expert_metrics(c, updates) -> dict:
+    """Measure the largest load of all updates and layers, and the loss of balance."""
+    # Two experts may be so near that rounding decides which of them a token goes to. The token is
+    # then one more of all tokens of an expert, of which `each` is the fraction of the mean.
+    routed = [r for u in updates for r in u["routed"]]
     layers = [n for u in updates for n in sum_of_counts(u["routed"]).values()]
     load = max(float(n.max() / n.mean()) for n in layers)
     each = 1 / min(n.mean() for n in layers)
     loads = Measured(load, margins=np.concatenate([r.margins for r in routed]), each=each)
-    found["experts/load_max"] = loads
-    if c.balance_coef:
-        # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
-        balance = sum_of([r.balance / U for r in routed])
-        each = max(c.balance_coef / n.mean() / len(u["routed"])
-                   for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
-        found["balance/loss"] = balance._replace(margins=loads.margins, each=each)
-    return found
+    if not c.balance_coef:
+        return {"experts/load_max": loads}
+
+    # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
+    balance = sum_of([r.balance / len(updates) for r in routed])
+    each = max(c.balance_coef / n.mean() / len(u["routed"])
+               for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
+    balance = balance._replace(margins=loads.margins, each=each)
+    return {"experts/load_max": loads, "balance/loss": balance}
 
 
 # 7. What rounding explains --------------------------------------------------------------------
@@ -926,6 +937,39 @@ class Rounding(NamedTuple):
         return Audited(key, 0.0, worst, worst, self.allowed(*pair))
 
 
+class Exact(FullState):
+    """The State of the step in float64. It keeps its gradients in files."""
+
+    room = None  # the Path of a directory for them
+
+    def keep(self, shrink):
+        """Write an update's clipped gradient, for `kept`."""
+        folder = self.room / f"gradient-{len([*self.room.glob('gradient-*')])}"
+        folder.mkdir()
+        for name, p in self.model.named_parameters():
+            torch.save(shrink * p.grad, folder / name)
+
+
+def kept(room, number, name):
+    """Return a weight's clipped gradient in an update of the step in float64."""
+    return torch.load(room / f"gradient-{number}" / name, weights_only=True)
+
+
+class Gradient(NamedTuple):
+    """The rounding of a weight's gradient, in one update."""
+
+    largest: float  # of all entries
+    usual: float  # the root of their mean square
+    uncertain: torch.Tensor  # for each entry, whether it is anything but 0
+
+
+class Rounded(NamedTuple):
+    """The rounding of an update's gradient: how far off it is, and {name: Gradient}."""
+
+    off: float
+    of: dict
+
+
 class Displaced(FullState):
     """The State of the second precision: it measures the rounding of gradients, and by it weights.
 
@@ -935,62 +979,85 @@ class Displaced(FullState):
     measured is the rounding of a tensor's gradient; `uncertain` says how far an entry may move by
     it. For the next update the weights are those in float64, each displaced in a random direction
     as far as usual rounding may move it. Its gradients then show the rounding of both updates.
+
     """
 
-    def follow(self, config, lr, before, exact):
-        """Take a step that was done in float64: the State before it, and the one after it."""
-        self.before, self.lr = before, lr
-        self.exact = [u for u in exact.updates if math.isfinite(u["norm"])]
-        self.done = 0  # updates
-        self.rounding = {name: [] for name in self.weights}  # of its gradient, in each update
-        self.generator = torch.Generator().manual_seed(config.seed)
+    def follow(self, case, exact):
+        """Take the updates of a Case's step that were done in float64. Return the State."""
+        self.case = case
+        self.exact = exact
+        self.kept = []  # the Rounded of each update
+        self.done = []  # numbers of the updates that moved the weights
+        self.lr = rate_by_hand(case.config, case.step)
+        self.generator = torch.Generator().manual_seed(case.config.seed)
+        return self
+
+    @torch.no_grad()
+    def keep(self, shrink):
+        """Measure the rounding of this update's gradients."""
+        number = len(self.kept)
+        if number == len(self.exact):
+            raise ValueError(UNDECIDED)
+        off, found = [], {}
+        for name, p in self.model.named_parameters():
+            # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
+            # Clipping hides how long a gradient is, so `off` is of whole ones.
+            exact = kept(self.case.room, number, name)
+            off.append((exact / self.exact[number]["shrink"] - p.grad).norm().item())
+            away = (exact - shrink * p.grad).abs_()
+            usual = away.norm().item() / math.sqrt(away.numel())
+            found[name] = Gradient(away.max().item(), usual, (exact != 0) | (p.grad != 0))
+        self.kept.append(Rounded(math.hypot(*off), found))
+        return self.kept[-1]
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
-        """Measure the rounding of this update's gradients, and displace the weights by it."""
+        """Displace the weights by the rounding of the updates so far."""
         self.vote(c)
-        if self.done == len(self.exact):
-            raise ValueError(UNDECIDED)
-        update = self.exact[self.done]
-        self.done += 1
-        for name, p in self.model.named_parameters():
-            # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
-            exact = update["shrink"] * update["gradient"][name]
-            rounded = shrink * p.grad.double()
-            off = (exact - rounded).abs()
-            usual = off.square().mean().sqrt()
-            self.rounding[name].append(Gradient(off.max(), usual, (exact != 0) | (rounded != 0)))
-
-            # A distance is for one direction as good as for the other.
-            changes = [[one.usual * one.uncertain] for one in self.rounding[name]]
-            weight, distance = self.uncertain(c, name, changes, torch.finfo(p.dtype).eps)
+        self.done.append(len(self.kept) - 1)
+        for name, *stored in self.case.stored(self.model):
+            # A distance is as good in one direction as in the other.
+            p = self.model.get_parameter(name)
+            changes = [[self.kept[n].of[name].usual] for n in self.done]
+            weight, distance = self.uncertain(name, stored, changes, torch.finfo(p.dtype).eps)
             sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
             self.weights[name].copy_(weight + sign * distance)
             p.copy_(self.weights[name])
 
-    def allowed(self, c, name, scale, unit):
+    def allowed(self, name, stored, scale, unit):
         """Return a weight after the step in float64, and how far a run's may be from it."""
-        if self.done < len(self.exact):
-            raise ValueError(UNDECIDED)
-        # TIMES the largest rounding. An entry may move further by less than by that much.
-        changes = [[scale * one.largest * one.uncertain * n for n in (1, TIMES)]
-                   for one in self.rounding[name]]  # fmt: skip
-        return self.uncertain(c, name, changes, unit)
+        largest = [scale * self.kept[n].of[name].largest for n in self.done]
+        return self.uncertain(name, stored, [[x, TIMES * x] for x in largest], unit)
 
-    def uncertain(self, c, name, changes, unit):
+    def uncertain(self, name, stored, changes, unit):
         """Return a weight after the updates so far, in float64, and how far rounding may move it.
 
+        stored: the weight before the step, and AdamW's steps, m and v.
         changes: for each update, of which sizes a change of its gradient may be.
         unit: of the weights' precision, relative.
         """
-        steps, m, v = self.before.moments[name]
-        begun = self.before.weights[name].detach()
-        gradients = [u["shrink"] * u["gradient"][name] for u in self.exact[: self.done]]
+        begun, steps, *means = stored
+        weight, distance = (torch.empty(begun.shape, dtype=torch.float64) for _ in range(2))
+        tensors = [begun, *means, weight, distance]
+        for n in self.done:
+            tensors += [kept(self.case.room, n, name), self.kept[n].of[name].uncertain]
+        for piece in zip(*(x.reshape(-1).split(2**20) for x in tensors)):
+            now = [x.double() for x in piece[:3]]
+            self.bound(now, steps, piece[3:5], piece[5:], (changes, unit))
+        return weight, distance
+
+    def bound(self, begun, steps, results, gradients, rounding):
+        """Fill `results`, weight and distance of some entries; see `uncertain`.
+
+        gradients: of each update the gradient, and whether it is uncertain.
+        """
+        changes, unit = rounding
 
         def moves(changed=None, by=0.0):
-            now, found = (begun, m, v), []
-            for n, g in enumerate(gradients):
-                then = adamw_of(c, self.lr, steps + 1 + n, *now, g + by if n == changed else g)
+            now, found = begun, []
+            for n, g in enumerate(gradients[::2]):
+                g = g + by * gradients[2 * n + 1] if n == changed else g
+                then = adamw_of(self.case.config, self.lr, steps + 1 + n, *now, g)
                 found.append(then[0] - now[0])
                 now = then
             return torch.stack(found)
@@ -1000,19 +1067,12 @@ class Displaced(FullState):
         # are summed, so that none cancels another. Besides, each update rounds a weight twice, and
         # the length of its step a few times.
         plain = moves()
-        distance = self.done * unit * (begun.abs() + TIMES * self.lr)
+        weight, distance = results
+        weight.copy_(begun[0] + plain.sum(0))
+        distance.copy_(len(changes) * unit * (begun[0].abs() + TIMES * self.lr))
         for n, sizes in enumerate(changes):
             found = [(moves(n, by) - plain).abs().sum(0) for x in sizes for by in (x, -x)]
             distance += torch.stack(found).amax(0)
-        return begun + plain.sum(0), distance
-
-
-class Gradient(NamedTuple):
-    """The rounding of a weight's gradient, in one update."""
-
-    largest: torch.Tensor  # of all entries
-    usual: torch.Tensor  # the root of their mean square
-    uncertain: torch.Tensor  # for each entry, whether it is anything but 0
 
 
 # 8. A run's files -----------------------------------------------------------------------------
@@ -1082,8 +1142,8 @@ class RunFiles:
         return {n: [groups[n][i] for i in sorted(groups[n])] for n in sorted(groups)}
 
 
-def groups_again(config, task, step, lines, spelled=None) -> dict:
-    """Return {group: Recorded rollouts} of lines of rollouts.jsonl; spelled: a group's number."""
+def groups_again(config, task, step, lines) -> dict:
+    """Return {group: Recorded rollouts} of lines of rollouts.jsonl."""
     # The prompts are a function of (seed, step, group).
     first = step * config.prompts * config.max_rounds
     groups = {}
@@ -1091,7 +1151,6 @@ def groups_again(config, task, step, lines, spelled=None) -> dict:
         groups[n] = []
         for i, line in enumerate(lines[n]):
             s = Recorded(n, i, line["tokens"], [], [], [], False)
-            s.spelled = models.full_definition if n == spelled else None
             play_again(config, task, state, prompt, s)
             s.smp = [line["logprobs"][at] for at in s.at]
             groups[n].append(s)
@@ -1136,105 +1195,195 @@ def play_again(config, task, state, prompt, s):
     s.differs += abs(len(tokens) - (min(place, limit) if ended else limit))
 
 
-def copy_in(model, dtype):
-    """Return a copy of a model that is whole, on the CPU and in a precision."""
-    # `parallelize` may have seen the model: its part has process groups, which cannot be copied.
-    part = getattr(model, "part", None)
-    copied = copy.deepcopy(model, {id(part): None}).to("cpu", dtype)
-    vars(copied).pop("part", None)
-    for p in copied.parameters():
-        p.grad_dtype = dtype
-    if copied.residual_dtype is not None:
-        copied.residual_dtype = torch.promote_types(copied.residual_dtype, dtype)
-    return copied
+@dataclass
+class Case:
+    """A step to audit: its files, and where the state before it is stored."""
 
+    files: RunFiles
+    task: object
+    step: int
+    room: Path  # a directory for the time of the audit
+    lines: dict | None  # group -> its lines of rollouts.jsonl
+    before: Path | None = None  # the checkpoint before the step
+    sampler: Path | None = None  # the checkpoint whose weights sampled
+    again: int = 0  # steps that were done again on the way to `before`
+    groups: dict | None = None  # number -> its Recorded rollouts, as `groups_again` makes them
+    watch: object = lambda: None  # noqa: E731, called after each reading of a rollout
 
-def copy_of_state(trainer, dtype) -> FullState:
-    """Return a copy of what a Trainer holds, for the step by hand in a precision."""
-    config = trainer.config
-    model = copy_in(trainer.model, dtype)
-    stored = parallel.weights_to_store(trainer.model, trainer.optimizer)
+    @property
+    def config(self):
+        return self.files.config
 
-    # In mixed precision what adds up over steps is never coarser than it is in the run.
-    weights = dict(model.named_parameters())
-    kept = dtype
-    if config.is_mixed:
-        kept = torch.promote_types(dtype, getattr(torch, config.dtype))
-        weights |= {name: x.to("cpu", kept, copy=True) for name, x in stored.items()}
-        for p in model.parameters():
-            p.grad_dtype = kept
+    def find_states(self, say):
+        """Find or make the checkpoints, and the lines if they are missing.
 
-    # Before its first step torch's optimizer has no moments yet; they begin at 0.
-    moments = {}
-    for name, p in trainer.model.named_parameters():
-        found = parallel.state_of(trainer.optimizer, name, p)
-        zero = torch.zeros_like(stored[name])
-        means = [found.get(key, zero).detach() for key in ("exp_avg", "exp_avg_sq")]
-        moments[name] = [int(found.get("step", 0)), *(x.to("cpu", kept, copy=True) for x in means)]
-    reference = trainer.reference and copy_in(trainer.reference, dtype)
-    counts = trainer.policy_version, trainer.skipped
-    state = FullState(model, weights, moments, reference, *counts)
-    state.teacher = trainer.teacher and copy_in(trainer.teacher, dtype)
-    return state
+        say: a function. It gets a sentence for each part of the way.
+        """
+        # Checkpoint step-M is the state before step M. The sampler's weights are from `staleness`
+        # steps before. Without these two, or the lines, the ordinary code has to come along.
+        sampled_at = max(0, self.step - self.config.staleness)
+        stored = self.files.checkpoints
+        if self.lines is not None and {self.step, sampled_at} <= stored.keys():
+            self.before, self.sampler = stored[self.step], stored[sampled_at]
+            say(f"from {self.before.name}, the state before step {self.step}")
+        else:
+            self.walk(sampled_at, say)
+            gc.collect()  # the trainer is gone, and its memory is needed
 
+        # A damaged checkpoint is named now, and not after an hour.
+        model = build(self.config, self.task)[0]
+        for path in {self.before, stored.get(self.step + 1, self.before)}:
+            for _ in self.stored(model, path):
+                pass
 
-def state_before(files, task, step, say):
-    """Return a Trainer as it is before the step, and what sampled the step's rollouts.
+    def walk(self, sampled_at, say):
+        """Do the steps from the last checkpoint that is early enough, and store what is needed."""
+        config, task, step = self.config, self.task, self.step
+        model, generator, reference = build(config, task)
+        teacher = build_teacher(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        start = max([n for n in self.files.checkpoints if n <= sampled_at], default=0)
+        self.again = step - start
+        pending = {}
+        if start in self.files.checkpoints:
+            path = self.files.checkpoints[start]
+            state = trainer.load_checkpoint(path)
+            if state["step"] != start:
+                raise ValueError(f"{path.name} is of another step")
+            pending = pending_batches(config, trainer, path, state)
+            say(f"from {path.name}, the state before step {start}")
+        else:
+            # Step 0 needs none: its weights are drawn from the seed or read from --model.
+            # Supervised steps leave one, which --keep may have deleted.
+            self.supervise(trainer)
+            demos = f", after {config.demos} supervised steps" if config.demos else ""
+            say(f"from the first weights, which --seed and --model determine{demos}")
+        read_reference(self.files.path, trainer)
+        trainer.push_weights()
 
-    say: a function. It gets a sentence for each part of the way to that state.
+        # On to the step by the ordinary code, in one process, for as long as it makes the run's own
+        # rollouts. In float32 rounding makes it draw a different token sooner or later.
+        if step > start:
+            say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
+                f"for which {LATER + 2 * self.again} times as much is allowed")  # fmt: skip
+        queue = RolloutQueue(config, task, trainer, start, pending, last=step)
+        for n in range(start, step + 1):
+            if n in (sampled_at, step):
+                path = self.room / f"step-{n:08d}"
+                trainer.save_checkpoint(path, step=n)
+                self.sampler = path if n == sampled_at else self.sampler
+                self.before = path
+            if n < step:
+                self.require_the_same(n, do_step(config, queue, trainer, n))
+        if self.lines is None:
+            say("rollouts.jsonl does not hold all rollouts of this step: sampled again, by the "
+                "ordinary code")  # fmt: skip
+            self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
+                          for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
-    Returns the Trainer, how many steps it had to do for that, the State that sampled, and the
-    RolloutQueue, which has the step's rollouts or the weights that sample them.
-    """
-    # Checkpoint step-M is the state before step M. Step 0 needs none: its weights are drawn from
-    # the seed or read from --model. Supervised steps leave one, which --keep may have deleted.
-    # The sampler's weights are from `staleness` steps before, so the way begins there.
-    config = files.config
-    sampled_at = max(0, step - config.staleness)
-    model, generator, reference = build(config, task)
-    teacher = build_teacher(config, task)
-    trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
-    start = max([n for n in files.checkpoints if n <= sampled_at], default=0)
-    again = step - start
-    pending = {}
-    if start in files.checkpoints:
-        path = files.checkpoints[start]
-        state = trainer.load_checkpoint(path)
-        if state["step"] != start:
-            raise ValueError(f"{path.name} is of another step")
-        pending = pending_batches(config, trainer, path, state)
-        say(f"from {path.name}, the state before step {start}")
-    else:
-        supervised = Demonstrations(config, task, trainer, -config.demos)
-        for n in range(-config.demos, 0):
-            do_step(config, supervised, trainer, n)
+    def supervise(self, trainer):
+        """Do the steps of --demos, with which a run begins."""
+        demos = self.config.demos
+        source = Demonstrations(self.config, self.task, trainer, -demos)
+        for n in range(-demos, 0):
+            do_step(self.config, source, trainer, n)
         trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-        again += config.demos
-        demos = f", after {config.demos} supervised steps" if config.demos else ""
-        say(f"from the first weights, which --seed and --model determine{demos}")
-    read_reference(files.path, trainer)
-    trainer.push_weights()
+        self.again += demos
 
-    # On to the step by the ordinary code, in one process, for as long as it makes the run's own
-    # rollouts. In float32 rounding makes it draw a different token sooner or later.
-    if step > start:
-        say(f"on to step {step} by the ordinary code, in one process: {step - start} steps, "
-            f"for which {LATER + 2 * again} times as much is allowed")  # fmt: skip
-    queue = RolloutQueue(config, task, trainer, start, pending, last=step)
-    for n in range(start, step + 1):
-        if n == sampled_at:
-            sampler = copy_of_state(trainer, getattr(torch, config.dtype))
-        if n == step:
-            return trainer, again, sampler, queue
-        found = do_step(config, queue, trainer, n)
+    def require_the_same(self, n, found):
+        """Raise a ValueError if a step on the way has made other rollouts than the run's."""
         for name in ("tokens/generated", "reward/mean"):
-            there = files.metrics[n].get(name)
+            there = self.files.metrics[n].get(name)
             if not isinstance(there, int | float) or abs(found[name] - there) > 1e-9:
                 raise ValueError(
-                    f"on the way from step {start} to step {step} one process makes other rollouts "
-                    f"than the run: {name} of step {n} is {found[name]} here and {there} in "
-                    f"metrics.jsonl; audit a step right after a checkpoint"
+                    f"on the way to step {self.step} one process makes other rollouts than the "
+                    f"run: {name} of step {n} is {found[name]} here and {there} in metrics.jsonl; "
+                    f"audit a step right after a checkpoint"
                 )
+
+    # What the checkpoints hold. Memory never holds the trainer's tensors and those of the step by
+    # hand: each is read when it is needed.
+
+    def stored(self, model, path=None):
+        """Yield of each weight of a model (name, weight, AdamW's steps, m, v), of a checkpoint."""
+        # Each call reads the whole table of contents, so small tensors are read together.
+        names, numbers = [], 0
+        for name, p in model.named_parameters():
+            if numbers + p.numel() > 2**24 and names:
+                yield from self._stored(model, names, path or self.before)
+                names, numbers = [], 0
+            names.append(name)
+            numbers += p.numel()
+        yield from self._stored(model, names, path or self.before)
+
+    def _stored(self, model, names, path):
+        dtype = getattr(torch, self.config.dtype)
+        tensors = {}
+        for name in names:
+            shape = model.get_parameter(name).shape
+            tensors[f"model.{name}"] = torch.empty(shape, dtype=dtype)
+            for key, size in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
+                kind = dtype if size else torch.float32
+                tensors[f"optimizer.{name}.{key}"] = torch.empty(size, dtype=kind)
+        parallel.read_checkpoint(path, tensors, only=tuple(tensors))
+        for name in names:
+            weight = tensors.pop(f"model.{name}")
+            steps, *means = [tensors.pop(f"optimizer.{name}.{key}")
+                             for key in ("step", "exp_avg", "exp_avg_sq")]  # fmt: skip
+            yield name, weight, int(steps), *means
+
+    def sampling_model(self, path, dtype):
+        """Return the model of a checkpoint as the sampler has it, to compute in `dtype`."""
+        # A push rounds the weights. The products are in `dtype`.
+        model = policy_in(path, self.config, self.task, self.config.rollout_dtype)
+        return widened(model, dtype)
+
+    def reference(self, dtype):
+        """Return the frozen reference, if the run has one."""
+        if not self.config.kl_coef:
+            return None
+        reference = build(self.config, self.task)[2].to_empty(device="cpu")
+        read_reference(self.files.path, SimpleNamespace(reference=reference))
+        return widened(reference, dtype)
+
+    def teacher(self, dtype):
+        """Return the model of --teacher, if the run has one."""
+        if not self.config.teacher:
+            return None
+        stored = getattr(torch, self.config.compute)
+        teacher = models.load_hf(self.config.teacher, dtype=stored).requires_grad_(False)
+        return widened(keep_states_wide(self.config, teacher), dtype)
+
+    def state(self, kind, dtype):
+        """Return the State before the step, of a kind and in a precision."""
+        # In mixed precision what adds up over steps is never coarser than it is in the run.
+        config = self.config
+        model = policy_in(self.before, config, self.task, str(dtype)[6:]).requires_grad_(True)
+        weights = dict(model.named_parameters())
+        wide = dtype
+        if config.is_mixed:
+            wide = torch.promote_types(dtype, getattr(torch, config.dtype))
+            weights = {name: p.detach().to(wide, copy=True) for name, p in weights.items()}
+        for name, p in model.named_parameters():
+            p.grad_dtype = wide
+            if config.is_mixed:
+                p.data.copy_(weights[name].to(getattr(torch, config.compute_dtype)))
+        moments = {}
+        if kind is Exact:
+            for name, _, steps, m, v in self.stored(model):
+                moments[name] = [steps, m.to(wide), v.to(wide)]
+        counts = parallel.read_checkpoint(self.before, {}, only=("no tensor",))
+        counts = counts["policy_version"], counts["skipped"]
+        state = kind(model, weights, moments, self.reference(dtype), *counts)
+        state.teacher = self.teacher(dtype)
+        return state
+
+
+def widened(model, dtype):
+    """Return a model in a precision to compute in, its states between layers included."""
+    if model.residual_dtype is not None:
+        model.residual_dtype = torch.promote_types(model.residual_dtype, dtype)
+    return model.to(dtype)
 
 
 # 9. A step in one precision -------------------------------------------------------------------
@@ -1246,81 +1395,96 @@ class ByHand:
     """A step by hand in one precision."""
 
     groups: dict  # number -> its Recorded rollouts
-    state: State  # after the step
-    plays: dict  # eval/solved.. -> the greedy rollouts
-    found: dict  # metric -> Measured
     ends: np.ndarray  # (N, 2): between which two numbers lies one that draws the sampled token
+    plays: dict = field(default_factory=dict)  # eval/solved.. -> the greedy rollouts
+    found: dict = field(default_factory=dict)  # metric -> Measured
+    state: State | None = None  # after the step, without weights in float64
+    votes: dict = field(default_factory=dict)  # of routers, after the step
 
 
-def in_precision(files, task, before, lines, step, dtypes, first=None, spelled=None) -> ByHand:
+def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
     """Do all of a step by hand.
 
-    before: the Trainer before the step, and the State that sampled.
     dtypes: to compute in, the trainer's part and the sampler's.
     first: the ByHand in float64, if this is the second precision.
     spelled: the number of a group that is read by `models.full_definition`.
     """
-    config = files.config
+    config = case.config
     dtype, sampler_dtype = dtypes
-    trainer, sampled_by = before
-    groups = groups_again(config, task, step, lines, spelled)
-
-    # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
-    # probabilities, and the number's interval says which token it draws.
-    sampler = sampler_of(config, sampled_by, sampler_dtype)
-    intervals = []
+    groups = copy.deepcopy(case.groups)
     for s in [s for group in groups.values() for s in group]:
-        widths = read_alone(sampler, s, config.temperature)[0].double().exp()
-        ends = widths.cumsum(-1)
-        here = range(len(s.at)), [s.tokens[at + 1] for at in s.at]
-        intervals.append(torch.stack([ends[here] - widths[here], ends[here]], -1).numpy())
-    state = copy_of_state(trainer, dtype)
-    if first is not None:
-        state = Displaced(*(getattr(state, field.name) for field in dataclasses.fields(state)))
-        state.teacher = trainer.teacher and copy_in(trainer.teacher, dtype)
-        before = copy_of_state(trainer, torch.float64)
-        state.follow(config, rate_by_hand(config, step), before, first.state)
-    hand = ByHand(groups, state, {}, {}, np.concatenate(intervals))
+        s.watch = case.watch
+        s.spelled = models.full_definition if s.group == spelled else None
 
-    # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two forwards,
-    # of other shapes, which round apart. By hand they would be one number, and a ratio of exactly 1
-    # would tell nothing of rounding. So the second precision takes its `old` from the first.
-    if first is not None and config.proximal:
-        for n, group in groups.items():
-            for s, exact in zip(group, first.groups[n]):
-                s.old = exact.old
+        # With `proximal`, a run has the log-probs `old` and `lp` of its first update from two
+        # forwards, of other shapes, which round apart. By hand they would be one number, and a
+        # ratio of exactly 1 would tell nothing of rounding. So the second precision takes its `old`
+        # from the first.
+        if first is not None and config.proximal:
+            s.old = first.groups[s.group][s.number].old
+    model = case.sampling_model(case.sampler, sampler_dtype)
+    hand = ByHand(groups, intervals(model, groups, config.temperature))
 
     # An evaluation is of the weights before the step, or of those after it.
-    line = files.metrics[step]
+    line = case.files.metrics[case.step]
     if "eval/solved_before" in line:
-        solve(config, task, hand, "eval/solved_before", dtype, first)
-    hand.found |= metrics_by_hand(config, groups, hand.state, step, sampled_by.version)
+        model = case.sampling_model(case.before, dtype)
+        solve(case, hand, "eval/solved_before", model, first)
+    del model
+    if first is None:
+        state = first_state = case.state(Exact, dtype)
+        state.room = case.room
+    else:
+        first_state = first.state
+        state = case.state(Displaced, dtype).follow(case, first_state.updates)
+    version = parallel.read_checkpoint(case.sampler, {}, only=("no tensor",))["policy_version"]
+    hand.found |= metrics_by_hand(config, groups, state, case.step, version)
+    both = [[math.isfinite(u["norm"]) for u in one.updates] for one in (state, first_state)]
+    if both[0] != both[1]:
+        raise ValueError(UNDECIDED)
+
+    # Only what is compared later stays in memory.
+    for p in state.model.parameters():
+        p.grad = None
+    state.moments.clear()
     if "eval/solved" in line:
-        solve(config, task, hand, "eval/solved", dtype, first)
+        model = copy.deepcopy(state.model).requires_grad_(False)
+        for name, p in model.named_parameters():
+            p.copy_(state.weights[name].to(getattr(torch, config.rollout_dtype)))
+        solve(case, hand, "eval/solved", model, first)
+    hand.votes = parallel.persistent_buffers(state.model)
+    hand.state = state
+    if first is None:
+        state.model, state.weights = None, {}
     return hand
 
 
 @torch.no_grad()
-def sampler_of(config, state, dtype):
-    """Return the sampler's model, to compute in `dtype`: weights as a push rounds them."""
-    # A cast there and back rounds the weights. The products are in `dtype`.
-    model = copy_in(state.model, dtype).requires_grad_(False)
-    for name, p in model.named_parameters():
-        p.copy_(state.weights[name].to(getattr(torch, config.rollout_dtype)))
-    return model
+def intervals(model, groups, temperature) -> np.ndarray:
+    """Return between which numbers lies a draw of each sampled token, (N, 2)."""
+    # A draw is a number in [0, 1). Tokens divide [0, 1) into intervals as wide as their
+    # probabilities, and the number's interval says which token it draws.
+    found = []
+    for s in [s for group in groups.values() for s in group]:
+        widths = read_alone(model, s, temperature)[0].double().exp()
+        targets = torch.tensor([s.tokens[at + 1] for at in s.at])[:, None]
+        width = widths.gather(-1, targets)
+        end = widths.cumsum(-1).gather(-1, targets)
+        found.append(torch.cat([end - width, end], -1).numpy())
+    return np.concatenate(found)
 
 
 @torch.no_grad()
-def solve(config, task, hand, name, dtype, first):
+def solve(case, hand, name, model, first):
     """Measure the fraction of held-out prompts that greedy play solves, into hand.found[name]."""
     # This is the one number that the ordinary sampler has a part in: it plays, in float64, as
     # `evaluate` does. The second precision reads the same plays.
-    model = sampler_of(config, hand.state, dtype)
+    config = case.config
     if first is None:
         prompts = range(config.eval_prompts)
-        starts = draw_prompts(config, task, EVALUATION, 0, prompts, held_out=True)
+        starts = draw_prompts(config, case.task, EVALUATION, 0, prompts, held_out=True)
         greedy = dataclasses.replace(config, group=1, temperature=0.0, forks=1, fork_turns=0)
-        hand.plays[name] = [t for (t,) in play(greedy, task, Sampler(model), starts, key=())]
+        hand.plays[name] = [t for (t,) in play(greedy, case.task, Sampler(model), starts, key=())]
     plays = (first or hand).plays[name]
 
     # A margin says how far the likeliest token was ahead of the next, at the closest choice of a
@@ -1332,6 +1496,62 @@ def solve(config, task, hand, name, dtype, first):
         margins.append(float((top_N2[:, 0] - top_N2[:, 1]).min()))
     solved = mean_of([t.reward >= 1 for t in plays])
     hand.found[name] = solved._replace(margins=np.array(margins), each=1 / len(plays))
+
+
+class Progress:
+    """Says before the audit begins how long it will take and how much memory, then how far it is.
+
+    tell: a function that prints a line. None: nothing is said.
+    """
+
+    def __init__(self, case, tell):
+        self.tell = tell
+        self.done = 0
+        self.told = self.begun = time.monotonic()
+        self.bar = None
+        rollouts = [s for group in case.groups.values() for s in group]
+        c = case.config
+
+        # How often each rollout is read: for the draws, the reference, `old` and so on, and with a
+        # gradient for an update, which takes three times as long.
+        extra = bool(c.kl_coef) + (c.advantage in ("gae", "teacher"))
+        self.readings = len(rollouts) * (2 * (2 + extra) + bool(c.proximal))
+        if tell is None:
+            return
+
+        # A reading of the first rollout takes as long for its tokens as any other.
+        model = case.sampling_model(case.sampler, torch.float64)
+        start = time.monotonic()
+        with torch.no_grad():
+            read_alone(model, rollouts[0], c.temperature)
+        each = (time.monotonic() - start) / len(rollouts[0].tokens)
+        tokens = sum(len(s.tokens) for s in rollouts)
+        seconds = each * tokens * ((4 + extra + bool(c.proximal)) + (4 + extra))
+
+        # Weights, gradient, two moments, masters where they differ; and the longest rollout's
+        # logits, of which a few copies are alive.
+        numbers = sum(p.numel() for p in model.parameters())
+        longest = max(len(s.at) for s in rollouts)
+        memory = 8 * (numbers * (5 if c.is_mixed else 4) + 8 * longest * len(model.head_weight))
+        tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64 and again in lower "
+             f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.4:.1f} GB of "
+             f"memory")  # fmt: skip
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=self.readings, unit=" readings", leave=False)
+
+    def watch(self):
+        """Count a reading. On a terminal a bar shows it, elsewhere a line each half minute."""
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        elif self.tell and time.monotonic() - self.told > 30:
+            self.told = time.monotonic()
+            self.tell(f"{min(self.done, self.readings)} of {self.readings} readings done, "
+                      f"{(self.told - self.begun) / 60:.1f} minutes")  # fmt: skip
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
 
 
 # 10. The table --------------------------------------------------------------------------------
@@ -1346,9 +1566,8 @@ class Report:
     step: int
     config: object
     intro: list  # sentences
-    rows: list  # Audited, in ORDER
+    rows: list  # Audited, in `order`
     left_out: list  # names of metrics that the step does not determine
-    outro: str
     group: int  # whose tokens are shown
     sequences: list  # its Recorded rollouts
     loss: str  # how the parts of all tokens add up
@@ -1366,57 +1585,49 @@ class Report:
         return f"audit of step {self.step}: {found}"
 
 
-def audited(run, step=None, group=None, task="", reward="") -> Report:
+def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
+    tell: a function that prints a line, to say how far the audit is.
     """
     files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
-    line = files.metrics[step]
     task = make_task(config)
     intro = []
-    trainer, again, sampler, queue = state_before(files, task, step, intro.append)
-    times = TIMES * (LATER + 2 * again) if again else TIMES
-    rounding = Rounding.of(config.compute, times)
-    text = f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does"
-    if rounding.scale != 1:
-        text += f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
-    intro.append(text)
+    with tempfile.TemporaryDirectory() as room:
+        case = Case(files, task, step, Path(room), files.rollouts(step, task.vocab_size))
+        case.find_states(intro.append)
+        if group is not None and group not in case.lines:
+            last = len(case.lines) - 1
+            raise ValueError(f"--group {group}: the groups of step {step} are 0 to {last}")
 
-    # The tokens of the rollouts are the run's. Everything else about them is computed again.
-    lines = files.rollouts(step, task.vocab_size)
-    if lines is None:
-        intro.append("rollouts.jsonl does not hold all rollouts of this step: sampled again, by "
-                     "the ordinary code")  # fmt: skip
-        lines = {}
-        for n, rollouts in sorted(queue.get(step).groups.items()):
-            lines[n] = [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
-    if group is not None and group not in lines:
-        raise ValueError(f"--group {group}: the groups of step {step} are 0 to {len(lines) - 1}")
+        # The tokens of the rollouts are the run's. Everything else about them is computed again: in
+        # float64, and in the precisions that tell what rounding does.
+        times = TIMES * (LATER + 2 * case.again) if case.again else TIMES
+        rounding = Rounding.of(config.compute, times)
+        intro.append(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does")
+        if rounding.scale != 1:
+            intro[-1] += (f", times {rounding.scale:.1e}, the ratio of the two units in the last "
+                          f"place")  # fmt: skip
+        case.groups = groups_again(config, task, step, case.lines)
+        progress = Progress(case, tell)
+        case.watch = progress.watch
+        exact = in_precision(case, (torch.float64, torch.float64), spelled=group)
+        lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
+        rounded = in_precision(case, lower, first=exact)
+        progress.close()
+        rows = compared_rows(case, exact, rounded, rounding, intro.append)
 
-    # The step in float64, and in the precisions that tell what rounding does.
-    given = files, task, (trainer, sampler), lines, step
-    exact = in_precision(*given, (torch.float64, torch.float64), spelled=group)
-    lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
-    rounded = in_precision(*given, lower, first=exact)
-
-    # The rows: the draws, the tokens, their advantages and the parameters, and every metric that is
-    # both in the line and determined by the step.
-    rows = rollout_rows(config, exact, rounded, lines, rounding)
-    rows.append(sampling_row(config, step, exact, rounded, times, intro.append))
-    for key in line.keys() & exact.found.keys():
-        recorded = math.nan if line[key] is None else line[key]
-        if not isinstance(recorded, int | float):
-            raise ValueError(f"{key} of step {step} in metrics.jsonl is not a number")
-        rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
-    done = exact.state.version + exact.state.skipped - trainer.policy_version - trainer.skipped
-    outro = f"parameters after the step: not compared, there is no step-{step + 1:08d}"
-    if step + 1 in files.checkpoints:
-        more, outro = after_rows(files, step, trainer, exact, rounded, rounding)
-        rows += more
+    # Numbers that are in the line and not by hand: what no step determines, and what is unknown.
+    line = files.metrics[step]
+    left_out = sorted(line.keys() - exact.found.keys() - {"step"})
+    unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
+    if unknown:
+        intro.append(f"audit.py does not know {', '.join(unknown)}: add the definition to "
+                     f"`metrics_by_hand` in audit.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
     groups = exact.groups
@@ -1425,24 +1636,37 @@ def audited(run, step=None, group=None, task="", reward="") -> Report:
         group = learning[0] if learning else 0
 
     # Each token has a part of the loss of its update, and the loss is the mean of the updates'.
-    updates = max(1, done)
+    updates = max(1, len(exact.state.updates))
     parts = {}
     for n in groups:
-        parts[n] = math.fsum(term["part"] for s in groups[n] for term in s.terms)
-    own = parts.pop(group) / updates
-    others = math.fsum(parts.values()) / updates
+        parts[n] = math.fsum(term["part"] for s in groups[n] for term in s.terms) / updates
+    own = parts.pop(group)
+    others = math.fsum(parts.values())
     loss = f"loss: this group {own:.15g} + the other groups {others:.15g} "
     loss += f"= {own + others:.15g}, loss/token_mean by hand"
     return Report(
-        run=str(run), step=step, config=config, intro=intro, outro=outro,
-        rows=sorted(rows, key=lambda row: ORDER.index(row.key)),
-        left_out=sorted(line.keys() - exact.found.keys() - {"step"}), group=group,
+        run=str(run), step=step, config=config, intro=intro,
+        rows=sorted(rows, key=lambda row: order().index(row.key)), left_out=left_out, group=group,
         sequences=groups[group], loss=loss, updates=updates, show=task.show,
     )  # fmt: skip
 
 
-def sampling_row(config, step, exact, rounded, times, say) -> Audited:
+def compared_rows(case, exact, rounded, rounding, say) -> list:
+    """Compare the draws, the tokens, their advantages, the metrics of the line, the parameters."""
+    line = case.files.metrics[case.step]
+    rows = rollout_rows(case, exact, rounded, rounding)
+    rows.append(sampling_row(case, exact, rounded, rounding.times, say))
+    for key in line.keys() & exact.found.keys():
+        recorded = math.nan if line[key] is None else line[key]
+        if not isinstance(recorded, int | float):
+            raise ValueError(f"{key} of step {case.step} in metrics.jsonl is not a number")
+        rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
+    return rows + after_rows(case, exact, rounded, rounding, say)
+
+
+def sampling_row(case, exact, rounded, times, say) -> Audited:
     """Compare each draw with its token's interval, and say how many lie outside."""
+    config = case.config
     rounding = Rounding.of(config.rollout_dtype, times)
     draws = []
     for s in [s for group in exact.groups.values() for s in group]:
@@ -1450,7 +1674,8 @@ def sampling_row(config, step, exact, rounded, times, say) -> Audited:
             # A rollout has a random number for each place after the prompt. Rollouts that share a
             # turn were played as one, with the numbers of the first of them.
             played, _ = shares(config, s, at)[-1]
-            draws.append(uniforms((config.seed, step, s.group, played), at + 2 - s.prompt)[-1])
+            key = config.seed, case.step, s.group, played
+            draws.append(uniforms(key, at + 2 - s.prompt)[-1])
 
     # Rounding moves an end of an interval a little, and a number near it falls on the neighbor.
     misses = np.maximum(exact.ends[:, 0] - draws, draws - exact.ends[:, 1]).clip(0)
@@ -1464,8 +1689,9 @@ def sampling_row(config, step, exact, rounded, times, say) -> Audited:
     return row
 
 
-def rollout_rows(config, exact, rounded, lines, rounding) -> list:
+def rollout_rows(case, exact, rounded, rounding) -> list:
     """Compare rollouts.jsonl with what the task and the step say."""
+    config, lines = case.config, case.lines
     tokens = wrong = unlike = 0
     rewards = []
     advantages = []
@@ -1502,58 +1728,71 @@ def rollout_rows(config, exact, rounded, lines, rounding) -> list:
     ]
 
 
-def after_rows(files, step, trainer, exact, rounded, rounding):
-    """Compare parameters and votes with the next checkpoint: return the rows, and a sentence."""
+def after_rows(case, exact, rounded, rounding, say) -> list:
+    """Compare parameters and votes with the next checkpoint, if there is one."""
+    path = case.files.checkpoints.get(case.step + 1)
+    if path is None:
+        say(f"parameters after the step: not compared, there is no step-{case.step + 1:08d}")
+        return []
+
     # Each entry is held to its own rounding, and the one furthest from it is shown: AdamW makes
     # steps of one length, so a fault in a small tensor is as large as in a big one.
     # Weights are stored in --dtype, whatever the products are in.
-    path = files.checkpoints[step + 1]
-    unit = torch.finfo(getattr(torch, files.config.dtype)).eps
+    unit = torch.finfo(getattr(torch, case.config.dtype)).eps
     later = rounding.times / TIMES
-    trainer.load_checkpoint(path)
-    stored = parallel.weights_to_store(trainer.model, trainer.optimizer)
+    model = rounded.state.model
     rows = {}
-    for name in exact.state.weights:
-        weight, allowed = rounded.state.allowed(files.config, name, rounding.scale, unit)
+    for (name, *before), (_, stored, *_) in zip(case.stored(model), case.stored(model, path)):
+        weight, allowed = rounded.state.allowed(name, before, rounding.scale, unit)
         if later > 1:  # the steps on the way to this one have moved other entries by rounding
-            allowed = torch.full_like(allowed, later * allowed.max())
-        differences = (stored[name].double() - weight).abs().flatten()
+            allowed.fill_(later * allowed.max())
+        differences = weight.sub_(stored).abs_().flatten()
         allowed = allowed.flatten()
         furthest = int((differences / allowed.clamp(min=1e-300)).argmax())
         found = differences[furthest].item()
         rows[name] = Audited("parameters", 0.0, found, found, allowed[furthest].item())
     worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
-    text = f"parameters after the step: against {path.name}, the worst is {worst}"
-    if not files.config.router_bias_rate:
-        return [rows[worst]], text
+    say(f"parameters after the step: against {path.name}, the worst is {worst}")
+    if not case.config.router_bias_rate:
+        return [rows[worst]]
 
     # The routers' biases, in votes. An undecided choice changes the counts of two experts, and by
     # that their votes by two at the most.
-    there, here = (parallel.persistent_buffers(x) for x in (trainer.model, exact.state.model))
-    wrong = sum(int((there[name] - here[name]).abs().sum()) for name in here)
-    sizes = [sum(int(x.abs().sum()) for x in votes.values()) for votes in (there, here)]
+    there = {name: torch.empty_like(x) for name, x in exact.votes.items()}
+    stored = {f"buffer.{name}": x for name, x in there.items()}
+    parallel.read_checkpoint(path, stored, only=("buffer.",))
+    wrong = sum(int((there[name] - x).abs().sum()) for name, x in exact.votes.items())
+    sizes = [sum(int(x.abs().sum()) for x in votes.values()) for votes in (there, exact.votes)]
     loads = [hand.found["experts/load_max"] for hand in (exact, rounded)]
     votes = Audited("votes", *sizes, wrong, 4 * rounding.undecided(*loads))
-    return [rows[worst], votes], text
+    return [rows[worst], votes]
 
 
 # 11. The report as text -----------------------------------------------------------------------
-# The table, and the tokens of one group with their parts of the loss.
+# What is outside, or the whole table, and the tokens of one group with their parts of the loss.
 
 
-def summary(report) -> str:
-    """Return what the report says of the step as a whole: sentences, and the table of rows."""
-    # The page shows the same text as the terminal.
-    lines = [
-        f"audit of {report.run}, step {report.step}", *report.intro, "",
-        f"{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}",
-    ]  # fmt: skip
-    for row in report.rows:
+def summary(report, everything) -> str:
+    """Return what the report says of the step as a whole: sentences, and the table of rows.
+
+    everything: with all rows. Without, only what is outside and the row that is nearest to it.
+    """
+    rows = [row for row in report.rows if everything or not row.ok]
+    lines = [f"audit of {report.run}, step {report.step}", *report.intro, ""]
+    if rows:
+        lines.append(f"{'':28}{'recorded':>22}{'by hand':>22}{'difference':>12}{'allowed':>10}")
+    for row in rows:
         verdict = "ok" if row.ok else "OUTSIDE"
         lines.append(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}"
                      f"{row.difference:12.1e}{row.allowed:10.1e}  {verdict}")  # fmt: skip
-    lines.append(f"not determined by the step: {', '.join(report.left_out) or 'nothing'}")
-    return "\n".join([*lines, report.outro])
+    good = [row for row in report.rows if row.ok]
+    nearest = max(good, key=lambda row: row.difference and row.difference / row.allowed)
+    lines += [
+        f"{len(good)} of {len(report.rows)} numbers are within what rounding explains; nearest to "
+        f"its bound is {nearest.key}, {nearest.difference:.1e} of {nearest.allowed:.1e}",
+        f"not determined by the step: {', '.join(report.left_out) or 'nothing'}",
+    ]
+    return "\n".join(lines)
 
 
 def token_rows(report, s) -> list:
@@ -1574,12 +1813,11 @@ def token_rows(report, s) -> list:
     return rows
 
 
-def print_report(report) -> None:
-    """Print the audit: the summary, and how the tokens of one group add up to their loss."""
-    print(summary(report))
-    print(f"\ngroup {report.group}: {len(report.sequences)} rollouts")
-    for s in report.sequences:
-        print(f"rollout {s.number}, reward {s.reward:g}")
+def print_report(report, everything=True, tokens=True) -> None:
+    """Print the summary, and how the tokens of one group add up to their loss."""
+    print(summary(report, everything))
+    for s in report.sequences if tokens else ():
+        print(f"\ngroup {report.group}, rollout {s.number}, reward {s.reward:g}")
         print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
               f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
         for row in token_rows(report, s):
@@ -1642,7 +1880,8 @@ def page_of(report) -> str:
     # The names of tasks and directories are text, and not markup.
     return PAGE.substitute(
         verdict=html.escape(report.verdict), color="ok" if report.wrong is None else "outside",
-        summary=html.escape(summary(report)), group=report.group, loss=html.escape(report.loss),
+        summary=html.escape(summary(report, True)), group=report.group,
+        loss=html.escape(report.loss),
         rollouts="\n".join(rollouts_as_html(report)),
     )  # fmt: skip
 
@@ -1734,17 +1973,21 @@ def main(argv) -> int:
     parser.add_argument("run", help="directory of a run; nothing is written there")
     parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
     parser.add_argument("--group", type=int, help="spell this group out, by models.full_definition")
+    parser.add_argument("--all", action="store_true", help="print every row and every token")
     parser.add_argument("--html", metavar="FILE", help="also write it as a page")
     parser.add_argument("--task", default="", help="the run's FILE.py:Class, if it had one")
     parser.add_argument("--reward", default="", help="the run's FILE.py:function, if it had one")
     options = parser.parse_args(argv)
 
-    # The process group of this one process is left before anything is printed. The findings are
-    # printed in full whatever the verdict is; the verdict is the exit code.
+    def say(text):
+        print(text, file=sys.stderr, flush=True)
+
+    # The process group of this one process is left before the findings are printed. The verdict is
+    # the exit code.
     def command(o):
         with one_process("an audit"):
-            report = audited(o.run, o.step, o.group, o.task, o.reward)
-        print_report(report)
+            report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
+        print_report(report, o.all, o.all or o.group is not None)
         if o.html:
             Path(o.html).write_text(page_of(report))
         return 0 if report.wrong is None else 1

@@ -1170,7 +1170,8 @@ def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog=f"{PAPERS}\n{glossary()}", formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{parallel.letters_table()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
         " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
     )  # fmt: skip

@@ -235,14 +235,14 @@ def flipped(model, optimizer):
 # Right before the second comparison, since zero1 sends each row from its one owner to all at every
 # update: a bit that flips in between is either mended or everybody's.
 FLIP = [(1, "parallel.replica_difference", 2, flipped)]
-DIFFER = "replicas differ in .*model.embed_tokens.weight: ranks 0 / ranks 1 hold other"
+DIFFER = "replicas differ in .*model.embed_tokens.weight: rank 0 / rank 1 hold other"
 DIFFER += ".*nothing is saved"
 # name -> more flags; (rank, where, when, what happens) ..; what ranks say; the steps that are saved
 FAULTS = {
     "a full disk, rank 0": ("", [(0, DCP, 2, full, SHARD)], [ROOM], [2]),
     "a full disk, rank 1": ("", [(1, DCP, 2, full, SHARDS[1])], [ROOM], [2]),
-    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
-    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
+    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
+    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
     "a full disk, state": ("", [(0, "json.dump", 2, full_below)], [ROOM], [2]),
     "a full disk, metrics": (
         "", [(0, "train_grpo.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),

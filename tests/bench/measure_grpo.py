@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -27,13 +28,14 @@ from measure_models import QWEN3_06B
 import models
 import ring_attention as ring
 import train_grpo
-from audit import copy_of_state, groups_again, metrics_by_hand
+from audit import Case, Exact, groups_again, metrics_by_hand
 from parallel import (
-    clip_grad_norm, connect, copy_weights, full, persistent_buffers, weights_to_store,
+    clip_grad_norm, connect, copy_weights, full, persistent_buffers, tensors_of, weights_to_store,
+    write_checkpoint,
 )  # fmt: skip
 from train_grpo import (
-    Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect, do_step,
-    first_weights, make_task, own_shape, rollout_line,
+    ONE_PROCESS, Config, RolloutQueue, SampledBatch, Task, Trainer, build, build_teacher, collect,
+    do_step, first_weights, make_task, own_shape, rollout_line,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -124,31 +126,41 @@ def step_error(device="cpu", **changes) -> float:
         connect(device)
     task = make_task(config)
     with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
         if config.balance_coef:  # experts are those of a checkpoint, with the task's vocabulary
             shape = FAMILIES["balanced moe"] | dict(vocab_size=task.vocab_size, router_bias_rate=0)
-            models.save_hf(models.tiny_model(eos_token_id=tuple(task.end), **shape), folder)
-            config = dataclasses.replace(config, model=folder)
+            experts = models.tiny_model(eos_token_id=tuple(task.end), **shape)
+            models.save_hf(experts, folder / "hf")
+            config = dataclasses.replace(config, model=f"{folder}/hf")
         if config.teacher:
             teacher = models.Transformer(own_shape(dataclasses.replace(config, hidden=16), task))
             models.draw_weights(teacher.double(), 5, teacher)
-            models.save_hf(teacher, folder)
-            config = dataclasses.replace(config, teacher=folder)
+            models.save_hf(teacher, folder / "hf")
+            config = dataclasses.replace(config, teacher=f"{folder}/hf")
         model, generator, reference = built(config, task, device)
         trainer = Trainer(config, model, generator=generator, reference=reference,
                           teacher=build_teacher(config, task))  # fmt: skip
-    if reference is not None:
-        copy_weights(model, reference)
-    trainer.push_weights()
-    queue = RolloutQueue(config, task, trainer)
-    for step in range(2):
-        state = copy_of_state(trainer, torch.float64)  # on the CPU
-        batch = queue.get(step)
-        lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(batch.groups[n])]
+        if reference is not None:
+            copy_weights(model, reference)
+            write_checkpoint(folder / "reference", tensors_of(reference), {})
+        trainer.push_weights()
+        queue = RolloutQueue(config, task, trainer)
+        found = do_step(config, queue, trainer, 0)
+
+        # The state before step 1 goes through a checkpoint, as in an audit.
+        trainer.save_checkpoint(folder / "step-00000001", step=1)
+        batch = queue.get(1)
+        lines = {n: [rollout_line(task, 1, i, t) for i, t in enumerate(batch.groups[n])]
                  for n in batch.groups}  # fmt: skip
-        source = SimpleNamespace(get=lambda step, batch=batch: batch)
-        found = do_step(config, source, trainer, step)
-    groups = groups_again(config, task, step, lines)
-    truth = metrics_by_hand(config, groups, state, step, batch.sampled_by)
+        source = SimpleNamespace(get=lambda step: batch)
+        found = do_step(config, source, trainer, 1)
+        alone = dataclasses.replace(config, device="cpu", **ONE_PROCESS)
+        files = SimpleNamespace(path=folder, config=alone)
+        case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
+        state = case.state(Exact, torch.float64)
+        state.room = folder
+        groups = groups_again(config, task, 1, lines)
+        truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
     not_by_hand = {"logprob_gap/identical", "seconds/rollout", "seconds/wait_train"}
     if config.tree != "disabled":
