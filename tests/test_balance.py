@@ -207,7 +207,7 @@ def mixture(tmp_path_factory):
 @pytest.fixture
 def flags(mixture):
     """The flags of a run with more flags, which a tree trains without the loss."""
-    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} --kl-coef 0.05 --kl k2"
+    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} --kl-coef 0.05"
 
     def with_more(steps, more="", has_tree=None):
         has_tree = "--tree" in more if has_tree is None else has_tree
