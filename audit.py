@@ -47,7 +47,7 @@ class Recorded:
     spelled: object = None  # spelled(model, tokens) -> logits: replaces the model's own code
     watch: object = lambda: None  # noqa: E731, called when a model has read the tokens
 
-    # The input of `definition`. lp, H and v are of the update that trained on the rollout.
+    # The input of `loss_definition`. lp, H and v are of the update that trained on the rollout.
     lp: list | None = None
     old: list | None = None
     ref: list | None = None
@@ -142,7 +142,7 @@ OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler,
 IMPORTANCE = {}  # and so is x of (4): how much too rarely the sampler has drawn a token
 
 
-def definition(sequences, Z, c):
+def loss_definition(sequences, Z, c):
     """Return the loss of a batch, (2) to (7), a 0-d tensor. Set the `terms` of each sequence.
 
     sequences: lp, H and v hold 0-d tensors, all other lists numbers. v and ref may be None.
@@ -281,7 +281,7 @@ def step_by_hand(c, groups, state, lr) -> list:
             s.lp, s.H, s.v = score_alone(state.model, s, c.temperature)
             if s.old is None:
                 s.old = numbers_of(s.lp)
-            definition([s], Z, c).backward()
+            loss_definition([s], Z, c).backward()
             s.lp, s.H, s.v = numbers_of(s.lp), numbers_of(s.H), numbers_of(s.v)
         routed = state.add_balance(c, batch)
 

@@ -1081,7 +1081,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
     On the CPU a ValueError names the first such id and its place. On a GPU an assertion of the
     device ends the process at some later call, because otherwise each forward would wait for it.
     """
-    outside = (tokens < 0) | (tokens >= vocab_size)
+    outside = (tokens < 0) | (tokens >= vocab_size)  # looked at on the CPU only, where it is cheap
     if tokens.device.type != "cpu" or torch.compiler.is_compiling():
         torch._assert_async(~outside.any(), f"a {what} id is outside of 0..{vocab_size - 1}")
         return
@@ -1097,7 +1097,7 @@ def require_tokens_in_vocabulary(tokens, vocab_size, /, *, what="token") -> None
 def draw_weights(model, seed: int, whole=None):
     """Draw normal(0, initializer_range) matrices, unit norms and zero biases, and return the model.
 
-    model: its parameters may be DTensors, and it may lack some of them.
+    model: it may be a rank's part of a model, of `parallelize` or with DTensors.
     seed: decides all weights, which are the same in every dtype and under every plan.
     whole: a model, as of `load_hf`, that has the shapes of all parameters. Default: `model`.
 
@@ -1105,33 +1105,43 @@ def draw_weights(model, seed: int, whole=None):
     """
     generator = torch.Generator().manual_seed(seed)
     own = dict(model.named_parameters())
-    for name, shaped in (whole or model).named_parameters():
+    for name, shape in whole_shapes(whole or model).items():
         # One whole tensor at a time, also of parameters that are not on this rank: the draws of a
         # tensor follow the draws of the tensor before it. In float32 on the CPU, so that dtype and
         # device do not change the draw.
         if name.endswith("norm.weight"):
-            weight = torch.full(shaped.shape, 0.0 if model.config.norm_offset else 1.0)
+            weight = torch.full(shape, 0.0 if model.config.norm_offset else 1.0)
         elif name.endswith("bias") or name == "score.weight":
-            weight = torch.zeros(shaped.shape)
+            weight = torch.zeros(shape)
         else:
-            weight = torch.randn(shaped.shape, generator=generator, dtype=torch.float32)
+            weight = torch.randn(shape, generator=generator, dtype=torch.float32)
             weight *= model.config.initializer_range
         if name in own:
-            local, part = local_part(own[name])
-            local.copy_(weight[part])
+            local, region = local_part(model, name, own[name])
+            local.copy_(weight[region])
     for buffer in model.buffers():
         buffer.zero_()
     return model
 
 
-def local_part(parameter):
+def local_part(model, name, parameter):
     """Return this rank's tensor of a parameter, and which part of the whole it is, as slices."""
-    if not isinstance(parameter, DTensor):
-        return parameter, tuple(slice(0, n) for n in parameter.shape)
-    sizes, starts = local_shape_and_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return parameter.to_local(), tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if hasattr(model, "part"):  # of `parallelize`
+        return local, model.part.places[name].region
+    sizes = parameter.shape
+    starts = [0] * len(sizes)
+    if isinstance(parameter, DTensor):
+        how = parameter.device_mesh, parameter.placements
+        sizes, starts = local_shape_and_offset(parameter.shape, *how)
+    return local, tuple(slice(a, a + n) for a, n in zip(starts, sizes))
+
+
+def whole_shapes(model) -> dict:
+    """Return name -> shape of each parameter, before `parallelize` has split the model."""
+    places = model.part.places if hasattr(model, "part") else {}
+    return {name: places[name].shape if name in places else tuple(p.shape)
+            for name, p in model.named_parameters()}  # fmt: skip
 
 
 # 7. Experts: their product, the balance of their load --------------------------------------------
@@ -2263,8 +2273,8 @@ def stored_tensors(name, whole) -> dict:
 def load_hf(directory, *, model=None, dtype=None, device=None, whole=None) -> Transformer:
     """Load a Hugging Face checkpoint directory, strictly: every tensor has a place and the reverse.
 
-    model: fill this one as it is. Its parameters may be DTensors (FSDP, TP): each rank reads its
-        own part. All ranks must call, and what one rank finds wrong in its part, all raise.
+    model: fill this one as it is. If it is split, by `parallelize` or as DTensors, each rank reads
+        its own part. All ranks must call, and what one rank finds wrong in its part, all raise.
     dtype, device: of a new model. Default: the `dtype` of config.json, or the widest dtype that is
         stored if config.json does not say; the CPU.
     whole: if `model` is a stage of a pipeline, a model on the meta device with all parameters.
@@ -2303,7 +2313,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
             model = Transformer(config)
     as_stored = dict(router_bias_rate=0.0, value_head=config.value_head)
     require_same_numbers(config, dataclasses.replace(model.config, **as_stored), directory)
-    shapes = {name: p.shape for name, p in (whole or model).named_parameters()}
+    shapes = whole_shapes(whole or model)
     if not config.value_head:
         shapes.pop("score.weight", None)  # of a critic that starts from a policy
     places = {name: places_of(name, shape, stored) for name, shape in shapes.items()}
@@ -2327,7 +2337,7 @@ def _load(directory, model, dtype, device, whole) -> Transformer:
         model = model.to(kept).to_empty(device=device or "cpu")
     for name, parameter in model.named_parameters():
         if name in places:
-            _copy_in(parameter, places[name], stored)
+            _copy_in(*local_part(model, name, parameter), places[name], stored)
         else:
             parameter.zero_()
     for buffer in model.buffers():
@@ -2347,9 +2357,8 @@ def _checkpoint_dtype(directory, stored):
     return reduce(torch.promote_types, {DTYPES[x.part.get_dtype()] for x in stored.values()})
 
 
-def _copy_in(parameter, places, stored):
+def _copy_in(local, region, places, stored):
     """Copy this rank's part of a parameter, and read no more of each stored tensor."""
-    local, region = local_part(parameter)
     for place in places:
         # What to read, and where it goes. An expert's tensor goes into that expert's slice, if this
         # rank has it. Stacked gate and up begin at a row of their own.
@@ -2375,6 +2384,8 @@ def _copy_in(parameter, places, stored):
 
 def is_split(model) -> bool:
     """Return whether each rank has a part of the parameters (FSDP, TP)."""
+    if hasattr(model, "part"):
+        return any(place.cuts for place in model.part.places.values())
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -2402,11 +2413,11 @@ def _raise_on_all_ranks(problem, split) -> None:
 def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     """Write a checkpoint, in the model's own dtype, for transformers and load_hf.
 
-    Of a split model (DTensors), every rank must call: each tensor is gathered, and the first rank
-    writes. Experts are written one by one. Parameters that are larger than max_shard_bytes in all
-    go into several files with an index; at most one file's tensors are in memory. Weights of an
-    older checkpoint in the directory are removed first: if you still need it, write to another
-    directory and rename that. If the disk is full, all ranks raise an OSError.
+    Of a split model, every rank must call: each tensor is gathered, and the first rank writes.
+    Experts are written one by one. Parameters that are larger than max_shard_bytes in all go into
+    several files with an index; at most one file's tensors are in memory. Weights of an older
+    checkpoint in the directory are removed first: if you still need it, write to another directory
+    and rename that. If the disk is full, all ranks raise an OSError.
     """
     if any(buffer.any() for buffer in model.buffers()):
         raise ValueError("no Hugging Face checkpoint holds a router bias: save the state dict")
@@ -2418,11 +2429,14 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
     # Names and parameters, file by file. One parameter alone may be larger than a file should be.
     files = [[]]
     size = 0
-    for name, p in model.named_parameters():
-        size += p.numel() * p.element_size()
+    own = dict(model.named_parameters())
+    sizes = {name: math.prod(shape) * own[name].element_size()
+             for name, shape in whole_shapes(model).items()}  # fmt: skip
+    for name, p in own.items():
+        size += sizes[name]
         if size > max_shard_bytes and files[-1]:
             files.append([])
-            size = p.numel() * p.element_size()
+            size = sizes[name]
         files[-1].append((name, p))
 
     # The rank that writes goes on to gather after a failed write, as the others wait for it.
@@ -2432,6 +2446,8 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
         tensors = {}
         for name, p in parameters:
             whole = p.full_tensor() if isinstance(p, DTensor) else p
+            if hasattr(model, "part"):
+                whole = model.part.places[name].gather(local_part(model, name, p)[0])
             if writes:
                 for stored_name, part in stored_tensors(name, whole).items():
                     tensors[stored_name] = part.detach().cpu().contiguous().clone()
@@ -2444,10 +2460,10 @@ def save_hf(model, directory, *, max_shard_bytes=5 * 10**9) -> None:
                 problem = error
                 writes = False
     if writes:
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
         texts = {"config.json": raw}
         if len(files) > 1:
-            texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            total = sum(sizes.values())
+            texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
         try:
             for name, value in texts.items():
                 text = json.dumps(value, indent=2) + "\n"

@@ -69,20 +69,30 @@ class SimpleGrid:
         self.fsdp = "fsdp" in words
         self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
 
-        # A group lies along some axes of a grid: "dct", or "", which is this rank by itself. Move
-        # the axes last and flatten them, then each row is a group.
-        def group_along(grid, axes):
-            size = math.prod(grid.shape[axis] for axis in axes)
-            rows = np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
-            # COMM: all ranks make all groups, in one order. A second group of all ranks may hang.
-            make = dist.new_subgroups_by_enumeration
-            return make(rows, timeout)[0] if len(rows) > 1 else dist.group.WORLD
+        self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
+        self.expert_ranks = self.ranks.reshape(p, -1, e)
+        self.timeout = timeout
+        self.made = {}
+        along = self.group_along
+        self.group = {"edp": along(self.expert_ranks, [1]), "e": along(self.expert_ranks, [2])}
+        for name in ("p", "d", "c", "t", "dc", "dct", "pct", ""):  # pct: with the same rows
+            self.group[name] = along(self.ranks, ["pdct".index(letter) for letter in name])
 
-        rank_grid = np.arange(dist.get_world_size()).reshape(p, d, c, t)
-        expert_grid = rank_grid.reshape(p, -1, e)
-        self.group = {"edp": group_along(expert_grid, [1]), "e": group_along(expert_grid, [2])}
-        for name in ("p", "d", "c", "t", "dc", "dct", ""):
-            self.group[name] = group_along(rank_grid, ["pdct".index(letter) for letter in name])
+    def group_along(self, ranks, axes):
+        """Return this rank's group along some axes of a grid of ranks; along none, it is alone."""
+        rows = ranks_along(ranks, axes)
+        if len(rows[0]) == dist.get_world_size():
+            return dist.group.WORLD
+        if str(rows) not in self.made:
+            # COMM: all ranks make all groups, in one order. A second group of all ranks may hang.
+            self.made[str(rows)] = dist.new_subgroups_by_enumeration(rows, self.timeout)[0]
+        return self.made[str(rows)]
+
+
+def ranks_along(ranks, axes):
+    """Return the ranks of each group: move the axes last, flatten them, and each row is a group."""
+    size = math.prod(ranks.shape[axis] for axis in axes)
+    return np.moveaxis(ranks, axes, range(-len(axes), 0)).reshape(-1, size).tolist()
 
 
 # 2. Collectives, and which one is the backward of which -----------------------------------------
@@ -103,7 +113,10 @@ def all_gather(x, group, dim=0):
 
 def reduce_scatter(x, group, dim=0):
     """Sum over ranks and cut: (a0, b0) and (a1, b1) become a0 + a1 on rank 0, b0 + b1 on rank 1."""
-    shards = [shard.contiguous() for shard in x.chunk(dist.get_world_size(group), dim)]
+    world = dist.get_world_size(group)
+    if x.shape[dim] % world:
+        raise ValueError(f"{world} ranks cannot share {x.shape[dim]} evenly: pad to a multiple")
+    shards = [shard.contiguous() for shard in x.chunk(world, dim)]
     total = torch.empty_like(shards[0])
     dist.reduce_scatter(total, shards, group=group)
     return total
@@ -333,20 +346,18 @@ def expert_parallel(model, group):
 
 
 # 5. Pipeline parallelism ------------------------------------------------------------------------
-def keep_stage(model, group):
-    """Keep the layers of this rank's stage, in place. Stage 0 of 2 has layers 0 and 1 of 4."""
-    stage = dist.get_rank(group)
-    stages = dist.get_world_size(group)
-    layers_per_stage = math.ceil(len(model.model.layers) / stages)
+def keep_stage(model, stage, stages):
+    """Keep the layers of one stage, in place. Stage 0 of 2 has layers 0 to 2 of 5."""
+    own_layers = np.array_split(range(len(model.model.layers)), stages)[stage]
     for n in range(len(model.model.layers)):
-        if n // layers_per_stage != stage:
+        if n not in own_layers:
             delattr(model.model.layers, str(n))  # unlike del, this renames no other layer
     # An Identity lets the states of the stage before pass in place of tokens, and our states on.
     if stage > 0:
         model.model.embed_tokens = nn.Identity()
     if stage < stages - 1:
         model.model.norm = nn.Identity()
-        del model.lm_head
+        model._modules.pop("lm_head", None)  # a model without one uses the embedding's rows
 
 
 # With one batch, only one stage would work at a time. So the batch is cut into micro-batches. The
@@ -417,32 +428,30 @@ def run_1f1b(forward, number, like, group):
 # be added up. Ranks that worked on the same tokens and heads have the same gradient.
 def layout(name, grid):
     """Say how ranks share a parameter such as "model.layers.0.self_attn.q_proj.weight"."""
-    # It is cut along `dim` over the ranks of `over`. The ranks of `replicas` hold the same entries.
+    # It is cut along `dim` over the group `over`. The ranks of `replicas` hold the same entries.
     # The gradients on the ranks of `partial` are partial gradients.
-    group = grid.group
     *_, module, kind = name.split(".")
     # FSDP cuts a layer by rows, and its backward has summed the gradients already.
     if grid.fsdp and ".layers." in name:
-        return dict(over=group["dc"], dim=0, replicas=group[""], partial=group[""])
+        return dict(over="dc", dim=0, replicas="", partial="")
     # d and c ranks always have different tokens. For a matrix that is cut over t, that is all.
     if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
-        return dict(over=group["t"], dim=0, replicas=group["dc"], partial=group["dc"])
+        return dict(over="t", dim=0, replicas="dc", partial="dc")
     if module in ("o_proj", "down_proj") and kind == "weight":
-        return dict(over=group["t"], dim=1, replicas=group["dc"], partial=group["dc"])
+        return dict(over="t", dim=1, replicas="dc", partial="dc")
     # The norms of q and k are whole on every t rank, which applies them to its own heads.
     if module in ("q_norm", "k_norm"):
-        return dict(over=group[""], dim=0, replicas=group["dct"], partial=group["dct"])
+        return dict(over="", dim=0, replicas="dct", partial="dct")
     # Norms, routers, experts and row-parallel biases: t ranks have different tokens with sequence
     # parallelism, and the same without. An expert has got the rows of all e ranks, so edp remains.
     over, replicas = ("e", "edp") if ".experts." in name else ("", "dct")
-    partial = replicas if grid.sequence else "dc"
-    return dict(over=group[over], dim=0, replicas=group[replicas], partial=group[partial])
+    return dict(over=over, dim=0, replicas=replicas, partial=replicas if grid.sequence else "dc")
 
 
 def simple_reduce_gradients(model, grid):
     """Sum partial gradients over ranks, in place, once a step: .grad has added up micro-batches."""
     for name, p in model.named_parameters():
-        dist.all_reduce(p.grad, group=layout(name, grid)["partial"])  # (1)
+        dist.all_reduce(p.grad, group=grid.group[layout(name, grid)["partial"]])  # (1)
 
 
 # 7. The clip norm -------------------------------------------------------------------------------
@@ -453,7 +462,8 @@ def simple_clip_grad_norm(model, max_norm, grid):
     """Scale gradients, in place, to a norm of at most max_norm. Return the norm before that."""
     squares = 0
     for name, p in model.named_parameters():
-        squares += p.grad.square().sum() / dist.get_world_size(layout(name, grid)["replicas"])
+        replicas = grid.group[layout(name, grid)["replicas"]]
+        squares += p.grad.square().sum() / dist.get_world_size(replicas)
     norm = all_reduce_sum(squares, None).sqrt()  # (6); None is the group of all ranks
     for p in model.parameters():
         p.grad *= (max_norm / (norm + 1e-6)).clamp(max=1.0)  # (7), with 1e-6 as in torch
@@ -475,7 +485,7 @@ class SimpleZeroAdamW:
         self.parts = []
         # Cut the flat parameter: 11 rows of 16 entries on 2 ranks are 88 entries each.
         for name, p in model.named_parameters():
-            replicas = layout(name, grid)["replicas"]
+            replicas = grid.group[layout(name, grid)["replicas"]]
             self.parts.append((p, replicas, own_chunk(p.detach().flatten(), replicas)))
         self.inner = torch.optim.AdamW([shard for _, _, shard in self.parts], **options)
 
@@ -583,28 +593,54 @@ class ToyTransformer(nn.Module):
         found = self.logprobs(hidden_BSM.flatten(0, 1), targets_BS.flatten(), temperature=0.7)
         return -((found[0] + 0.1 * found[1]) * mask_BS.flatten()).sum() / Z  # (1)
 
+    def logits(self, hidden):
+        return F.linear(hidden, self.head_weight)
+
     def logprobs(self, hidden_NM, targets_N, temperature):
-        logp_NV = (F.linear(hidden_NM, self.head_weight) / temperature).log_softmax(-1)
+        logp_NV = (self.logits(hidden_NM) / temperature).log_softmax(-1)
         return logp_NV.gather(-1, targets_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
 
 
-def check_plan(text):
+class SimpleTraining:
+    """A model under a plan, and what a step does with its gradients."""
+
+    eps = 1e-6  # of (7)
+
+    def __init__(self, model, text):
+        self.model = model
+        self.grid = SimpleGrid(text, PATIENCE)
+        tensor_parallel(model, self.grid.group["t"], self.grid.sequence)
+        expert_parallel(model, self.grid.group["e"])
+        keep_stage(model, self.grid.group["p"].rank(), self.grid.group["p"].size())
+        if self.grid.fsdp:
+            for layer in model.model.layers:
+                fully_shard_layer(layer, self.grid.group["dc"])
+        self.optimizer = SimpleZeroAdamW(model, self.grid, **ADAMW)  # ZeRO-1 under every plan
+
+    def reduce_and_clip(self, max_norm):
+        simple_reduce_gradients(self.model, self.grid)
+        return simple_clip_grad_norm(self.model, max_norm, self.grid)
+
+    def parts(self, truth):
+        """Yield this rank's entries of each parameter and gradient, and the true ones."""
+        for name, p in self.model.named_parameters():
+            part = layout(name, self.grid)
+            over = self.grid.group[part["over"]]
+            whole = truth.get_parameter(name)
+            yield p, own_chunk(whole, over, part["dim"])
+            yield p.grad, own_chunk(whole.grad, over, part["dim"])
+
+
+def check_plan(text, training_class=SimpleTraining):
     """Train two steps under a plan and on one process. Return the largest error on this rank."""
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (8, 9))
     batch = tokens[:, :-1], tokens[:, 1:], torch.rand(8, 8) < 0.7  # inputs, targets, loss mask
     Z = batch[2].sum()
     truth = ToyTransformer()
-    model = copy.deepcopy(truth)
-    grid = SimpleGrid(text, PATIENCE)
-    tensor_parallel(model, grid.group["t"], grid.sequence)
-    expert_parallel(model, grid.group["e"])
-    keep_stage(model, grid.group["p"])
-    if grid.fsdp:
-        for layer in model.model.layers:
-            fully_shard_layer(layer, grid.group["dc"])
+    training = training_class(copy.deepcopy(truth), text)
+    model, grid = training.model, training.grid
     truth_optimizer = torch.optim.AdamW(truth.parameters(), **ADAMW)
-    optimizer = SimpleZeroAdamW(model, grid, **ADAMW)  # ZeRO-1 under every plan
     # Ranks of different d or c take different rows. Ranks of different t or p take the same rows.
     micro_batches = list(zip(*(own_chunk(x, grid.group["dc"]).split(2) for x in batch)))
     t = dist.get_world_size(grid.group["t"])
@@ -629,86 +665,66 @@ def check_plan(text):
         loss.backward()
         run_1f1b(forward, len(micro_batches), like, grid.group["p"])
         compare(all_reduce_sum(sum(losses), None), t * loss)  # each of t ranks has the loss
-        simple_reduce_gradients(model, grid)
-        norm = nn.utils.clip_grad_norm_(truth.parameters(), 0.1)
-        compare(simple_clip_grad_norm(model, 0.1, grid), norm)
+        norm = nn.utils.get_total_norm([p.grad for p in truth.parameters()])
+        nn.utils.clip_grads_with_norm_(truth.parameters(), 0.1, norm + training.eps - 1e-6)
+        compare(training.reduce_and_clip(0.1), norm)
         truth_optimizer.step()
-        optimizer.step()
-        for name, p in model.named_parameters():
-            part = layout(name, grid)
-            whole = truth.get_parameter(name)
-            compare(p, own_chunk(whole, part["over"], part["dim"]))
-            compare(p.grad, own_chunk(whole.grad, part["over"], part["dim"]))
+        training.optimizer.step()
+        for found, expected in training.parts(truth):
+            compare(found, expected)
         truth.zero_grad()
         model.zero_grad()
     return torch.stack(errors).max()  # NaN if any error is NaN
 
 
-def core_main(argv):
-    """Print and return the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
+def check_plans(plans, training_class):
+    """Return the largest error of each plan. plans: number of ranks -> plans."""
     # The first AdamW imports a large package. Make one before the processes fork, so all have it.
     torch.optim.AdamW([torch.zeros(1)])
-    plans = [text for world in PLANS for text in PLANS[world]]
-    errors = torch.full((len(plans),), math.nan).share_memory_()
+    names = [text for world in plans for text in plans[world]]
+    errors = torch.full((len(names),), math.nan).share_memory_()
 
     def check_on_rank(rank, world, folder):
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float64)
         dist.init_process_group("gloo", f"file://{folder}/{world}", PATIENCE, world, rank)
-        for text in PLANS[world]:
-            errors[plans.index(text)] = all_gather(check_plan(text)[None], None).max()
+        for text in plans[world]:
+            error = check_plan(text, training_class)[None]
+            errors[names.index(text)] = all_gather(error, None).max()
         dist.barrier()
         dist.destroy_process_group()
 
     with tempfile.TemporaryDirectory() as folder:
-        for world in PLANS:
+        for world in plans:
             start_processes(check_on_rank, (world, folder), world, start_method="fork")
-    table = "  ".join(f"{text} {error:.0e}" for text, error in zip(plans, errors.tolist()))
-    print(f"{table}  largest {errors.max().item():.1e}")
-    if not errors.max() <= 1e-10:
+    return dict(zip(names, errors.tolist()))
+
+
+def core_main(argv):
+    """Print the largest error of each plan. Exit with 1 unless all are at most 1e-10."""
+    errors = check_plans(PLANS, SimpleTraining)
+    table = "  ".join(f"{text} {error:.0e}" for text, error in errors.items())
+    print(f"{table}  largest {max(errors.values()):.1e}")
+    if not all(error <= 1e-10 for error in errors.values()):  # NaN is not
         sys.exit(1)
-    return dict(zip(plans, errors.tolist()))
 
 
 # =================================================================================================
-# The core ends here. What follows is the full version: strict, fast and connected. Nobody needs it
-# to understand the lines above.
+# The core ends here. What follows is the full version. Nobody needs it to understand the above.
 # =================================================================================================
 #
-# It adds plans with engines' names and expert tensor parallelism, torch's FSDP2 and pipeline
-# schedules, mixed precision, packed batches, generators with plans of their own, checkpoints that
-# any plan reads, and ranks that generate while others train. Equations (1) to (7) are the core's.
-#
-# What a plan shares out, and what it sends. SP: sequence parallelism. Ends: the embedding, and the
-# last norm with the head.
-#
-#     d   Rows of the batch. ddp, zero1: nothing in forward and backward. fsdp: an all-gather of a
-#         layer in each, and a reduce-scatter of its gradient.
-#     t   Heads, inner widths, vocabulary; with SP tokens in between. A layer: 2 all-gathers and 2
-#         reduce-scatters forward, as many backward. Without SP: 2 all-reduces each.
-#         Ends, forward: a reduce-scatter after the embedding and an all-gather of the last states
-#         (without SP 1 all-reduce), and 2 all-reduces of (N,) numbers for log-probs. Ends,
-#         backward: an all-gather (without SP nothing), an all-reduce of the last states' gradient.
-#     c   Tokens of each sequence. What the attention sends; with t and SP 1 all-gather of lengths.
-#     e   Experts. A sparse layer: 3 all-to-all forward (counts, rows, rows back), 2 backward. Its
-#         balance loss, under t and under c: 1 all-reduce of counts each, forward.
-#     p   Layers. States to the next stage, and their gradients back.
-#
-# Once a step gradients are summed: over d and c (fsdp has done it; experts over expert-dp); of
-# norms, router and biases after g also over t (without SP only router and norms of q and k); of a
-# tied embedding also over the first and the last stage.
+# It runs the core's functions on models with Hugging Face's names, such as models.py's. It adds
+# plans with two parts, expert tensor parallelism, torch's FSDP2 and pipeline schedules, mixed
+# precision, packed batches, generators with plans of their own, and checkpoints that any plan
+# reads. Equations (1) to (7) are the core's. LETTERS in section 11 says what each letter sends.
 #
 # With ddp and zero1 micro-batches cost no message, so ranks may run different numbers of them, or
 # none: that suits trees, whose sizes differ. Under fsdp, t, c, e and p every forward is collective:
 # all ranks of a group must make the same calls. `PackedBatches` takes care of that.
 #
-# Numbers that a rank sends for Q parameters on W ranks: ddp 2 Q (W - 1) / W a step; fsdp Q (W - 1)
-# / W for each forward, each backward's all-gather and reduce-scatter; t 4 S M (t - 1) / t a layer
-# each way.
-#
-# How it deviates: PyTorch's DDP averages and overlaps; this sums and does not overlap. FSDP2
-# averages by default; section 14 tells it to sum. Without SP, training needs etp = t for experts.
-# Not here: Float8; under t gradients of logits (`model(tokens)`), and embeddings as input.
+# How it deviates: PyTorch's DDP and FSDP2 average gradients over ranks, this sums. DDP and Megatron
+# overlap the sum with the backward, this does not. Not here: Float8; under t gradients of logits
+# (`model(tokens)`), and embeddings as input.
 #
 # References: Megatron arXiv:1909.08053, sequence parallelism arXiv:2205.05198; experts: GShard
 # arXiv:2006.16668, folding arXiv:2504.14960; FSDP arXiv:2304.11277; ZeRO arXiv:1910.02054; 1F1B
@@ -717,21 +733,14 @@ def core_main(argv):
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import hashlib  # noqa: E402
-import inspect  # noqa: E402
-import io  # noqa: E402
-import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
-import pickle  # noqa: E402
-import pickletools  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
-import types  # noqa: E402
 import uuid  # noqa: E402
 import warnings  # noqa: E402
-import weakref  # noqa: E402
 import zlib  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NamedTuple  # noqa: E402
@@ -740,35 +749,66 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 import torch.utils.checkpoint as ckpt  # noqa: E402
 from torch.distributed import fsdp, pipelining  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
-from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
-# 11. Plans ---------------------------------------------------------------------------------------
+
+# 11. Plans and their groups ----------------------------------------------------------------------
 #
 # Plan strings, which ranks form which group, and what a plan does not fit.
+class Letter(NamedTuple):
+    """What one letter of a plan means. See LETTERS."""
 
-KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"
+    axis: str  # the field of `Plan` that holds its degree
+    splits: str
+    forward: str  # what a rank sends
+    backward: str
+    gradients: str  # over which ranks they are summed once a step
+
+
+# The one table of letters. The order is the order of the grids, outermost first: p d c t of a
+# stage's ranks, and e and ffn's t of the same ranks for experts. SP, sequence parallelism, is on
+# wherever t trains.
+LETTERS = {
+    "p": Letter("pp", "layers", "states to the next stage", "gradients of the states, back",
+                "those of a tied embedding: over the first and the last stage"),
+    "d": Letter("dp", "rows of the batch", "ddp, zero1: nothing. fsdp: a layer's all-gather",
+                "fsdp: an all-gather and a reduce-scatter of a layer",
+                "over d and c; fsdp's backward has summed them"),
+    "c": Letter("cp", "tokens of each sequence", "what the attention sends",
+                "what the attention sends back", "over d and c"),
+    "t": Letter("tp", "heads, inner widths, vocabulary; with SP tokens in between",
+                "a layer: 2 all-gathers, 2 reduce-scatters; without SP 2 all-reduces. Ends: a "
+                "reduce-scatter after the embedding, an all-gather of the last states, 2 "
+                "all-reduces of (N,) numbers for log-probs",
+                "the same for a layer. Ends: an all-gather, an all-reduce of the last states",
+                "those of norms, routers and biases after g: over t too"),
+    "e": Letter("ep", "experts of a layer", "3 all-to-all: counts, rows, rows back",
+                "2 all-to-all", "of experts: over the d c t / (e etp) ranks with the same ones"),
+    "ffn's t": Letter("etp", "the inner width of each expert", "as t, around the experts",
+                      "as t, around the experts", "those of routers: over t too"),
+}  # fmt: skip
+
+
+def letters_table() -> str:
+    """Return LETTERS as text: a line for each letter, and one for what it sends and sums."""
+    lines = []
+    for name, letter in LETTERS.items():
+        lines.append(f"{name:8} {letter.splits}")
+        for field in ("forward", "backward", "gradients"):
+            lines.append(f"         {field + ':':10} {getattr(letter, field)}")
+    return "\n".join(lines)
+
+
+KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"  # of groups
 BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
-
-# The grammar of plan strings, as regular expressions for re.VERBOSE. `Plan` has examples.
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
 PLAN = rf"""
-    (?:
-        (?!attn:|ffn:)              # these two look like backends and are not
-        (?P<backend> [a-z]+ )
-        (?: \[ (?P<name> \w+ ) \] )?
-        :
-    )?
-    (?:
-        (?P<flat> {DEGREES} )       # attention and experts together
-    |
-        (?P<open> \( )?
-        attn: (?P<attn> {DEGREES} )
-        \|
-        ffn: (?P<ffn> {DEGREES} )
-        (?(open) \) )               # closed if and only if it was opened
-    )
-"""
+    (?: (?P<backend> (?!attn:|ffn:) [a-z]+ ) : )?
+    (?: (?P<flat> {DEGREES} )
+    |   (?P<open> \( )? attn: (?P<attn> {DEGREES} ) \| ffn: (?P<ffn> {DEGREES} ) (?(open) \) ) )
+"""  # for re.VERBOSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -778,19 +818,11 @@ class Plan:
         d2t2            4 ranks: data 2, tensor 2             p2d2t2        8 ranks: pipeline 2 too
         d2t2e4          the same 4 ranks, experts over all    d2c2          data 2, context 2
         (attn:d2t2|ffn:e2t2)   expert tensor degree 2, on the tensor ranks
-        archon:d2t2     with a backend's name; archon[actor]:d2t2 with the name of a role too
+        archon:d2t2     with a backend's name in front
 
-    The letters d t p c e appear at most once each, in any order; a missing letter means 1. The
-    ranks are the cells of a grid (pp, dp, cp, tp). The grid is numbered with tp innermost, because
-    tensor ranks send most and should be neighbors:
-
-        p2d2t2    pp 0: dp 0: 0 1      groups("tp"): [0 1] [2 3] [4 5] [6 7]
-                        dp 1: 2 3      groups("dp"): [0 2] [1 3] [4 6] [5 7]
-                  pp 1: dp 0: 4 5      groups("pp"): [0 4] [1 5] [2 6] [3 7]
-                        dp 1: 6 7      groups("fsdp"): the dp groups; with context, d and c together
-
-    For experts, the d c t ranks of a stage are numbered again as a grid (expert-dp, ep, etp). etp
-    is innermost, and is 1 or tp. The ranks of one expert-dp group hold the same experts.
+    LETTERS says what each letter does. A letter appears at most once, and a missing one means 1.
+    The ranks are a grid (p, d, c, t), as in `SimpleGrid`. For experts, the d c t ranks of a stage
+    are numbered again as a grid (expert-dp, ep, etp), where etp, ffn's t, is 1 or t.
     """
 
     dp: int = 1
@@ -800,10 +832,9 @@ class Plan:
     ep: int = 1
     etp: int = 1
     backend: str | None = None
-    name: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> "Plan":
+    def parse(cls, text) -> "Plan":
         """Read a plan from a string, or raise ValueError. `plans_on_same_ranks` takes |."""
         found = re.fullmatch(PLAN, text, re.VERBOSE) if isinstance(text, str) else None
         if found is None:
@@ -811,107 +842,75 @@ class Plan:
                 f"expected a plan such as d2t2, archon:d2t2 or (attn:d2t2|ffn:e2t2), got {text!r}. "
                 f"Each letter has a number of 1 or more")  # fmt: skip
         if found["backend"] not in (None, *BACKENDS):
-            raise ValueError(
-                f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
-                f"{found['backend']!r}")  # fmt: skip
+            raise ValueError(f"plan {text!r}: expected a backend of {', '.join(BACKENDS)}, got "
+                             f"{found['backend']!r}")  # fmt: skip
 
         def degrees(part, letters):
-            """Return {letter: number} of one part of the text."""
             pairs = re.findall("([a-z])([0-9]+)", part)
             numbers = {letter: int(number) for letter, number in pairs}
             if len(numbers) < len(pairs) or not numbers.keys() <= {*letters}:
-                raise ValueError(
-                    f"plan {text!r}: expected letters of {' '.join(letters)}, each at most once, "
-                    f"got {part!r}")  # fmt: skip
+                raise ValueError(f"plan {text!r}: expected letters of {' '.join(letters)}, each at "
+                                 f"most once, got {part!r}")  # fmt: skip
             return numbers
 
+        ffn = {}
         if found["flat"]:
             attn = degrees(found["flat"], "dtpce")
-            ffn = {"e": attn.get("e", 1)}
         else:
             attn = degrees(found["attn"], "dtpc")
             ffn = degrees(found["ffn"], "detp")
-        plan = cls(
-            dp=attn.get("d", 1), cp=attn.get("c", 1), tp=attn.get("t", 1), pp=attn.get("p", 1),
-            ep=ffn.get("e", 1), etp=ffn.get("t", 1), backend=found["backend"], name=found["name"],
-        )  # fmt: skip
+            attn |= {"e": ffn.get("e", 1), "ffn's t": ffn.get("t", 1)}
+        axes = {LETTERS[letter].axis: number for letter, number in attn.items()}
+        plan = cls(**axes, backend=found["backend"])
 
         # Experts use the ranks of attention, in another grid. So d and p of ffn follow from the
         # other degrees: they may be left out, and must agree where they are given. For example, in
         # (attn:d4t2|ffn:d2e2t2) a copy of the experts takes e t = 4 of 8 ranks, so ffn has d2.
         for letter, degree in (("d", plan.edp), ("p", plan.pp)):
-            given = ffn.get(letter, degree)
-            if given != degree:
-                raise ValueError(
-                    f"plan {text!r}: expected {letter}{degree} in ffn, as it follows from attn, "
-                    f"got {letter}{given}. Leave it out")  # fmt: skip
+            if ffn.get(letter, degree) != degree:
+                raise ValueError(f"plan {text!r}: expected {letter}{degree} in ffn, as it follows "
+                                 f"from attn, got {letter}{ffn[letter]}. Leave it out")  # fmt: skip
         return plan
 
     def __post_init__(self):
-        degrees = dict(d=self.dp, c=self.cp, t=self.tp, p=self.pp, e=self.ep, etp=self.etp)
-        for letter, degree in degrees.items():
+        for name, letter in LETTERS.items():
+            degree = getattr(self, letter.axis)
             if not (isinstance(degree, int) and degree > 0):
-                raise ValueError(f"expected {letter} to be an integer of 1 or more, got {degree!r}")
-        if self.name is not None and self.backend is None:
-            raise ValueError(f"expected a backend with the name {self.name!r}, as in archon[x]:d2")
+                raise ValueError(f"expected {name} to be an integer of 1 or more, got {degree!r}")
         if self.etp not in (1, self.tp):
             raise ValueError(
                 f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
-
-        # An expert group consists of whole context groups, and also of whole tensor groups unless
-        # the tensor ranks split each expert. A stage consists of whole expert groups. For example,
-        # c2t2e2 is refused, and c2t2e4 is not.
-        if self.etp == 1:
-            inner = self.cp * self.tp
-            product = "c * t"
-        else:
-            inner = self.cp
-            product = "c"
-        outer = self.dp * inner
-        if self.ep > 1 and self.ep % inner:
+        product = "d * c * t" if self.etp == 1 else "d * c"
+        ranks = self.dp * self.cp * self.tp // self.etp
+        if ranks % self.ep:
             raise ValueError(
-                f"plan {self}: expected e to be a multiple of {product} = {inner}, got {self.ep}")
-        if outer % self.ep:
-            raise ValueError(
-                f"plan {self}: expected e to divide d * {product} = {outer}, got {self.ep}")
+                f"plan {self}: expected e to divide {product} = {ranks}, got {self.ep}")
 
     @property
     def world(self) -> int:
-        """Return the number of ranks.
-
-        Expert parallelism adds no ranks; experts are distributed over the existing ones.
-        """
+        """The number of ranks. Experts add none: they are distributed over the existing ones."""
         return self.pp * self.dp * self.cp * self.tp
 
     @property
     def edp(self) -> int:
-        """Return the number of ranks that hold the same experts: d c t / (e etp)."""
-        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+        """The number of ranks that hold the same experts."""
+        return self.world // (self.pp * self.ep * self.etp)
 
     @property
     def shapes(self) -> tuple[dict, dict]:
         """Return the rank grids of attention and of experts, name to degree, outermost first."""
-        attention = dict(pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp)
-        experts = {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
-        return attention, experts
+        attention = {LETTERS[letter].axis: getattr(self, LETTERS[letter].axis) for letter in "pdct"}
+        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
 
     def groups(self, kind: str) -> list[list[int]]:
         """List the ranks of each group of a kind (see KINDS), without making communicators."""
         if kind not in KINDS:
             raise ValueError(f"expected a kind of {', '.join(KINDS)}, got {kind!r}")
         attention, experts = self.shapes
-        shape = attention if kind in attention or kind == "fsdp" else experts
-
-        # Which ranks form a group? Lay all ranks out as the grid and move the dimension of the
-        # group last. Each row is then a group. For d2t2 and "dp":
-        #
-        #     grid (dp, tp)   [[0 1]     dp last   [[0 2]     groups   [0 2] and [1 3]
-        #                      [2 3]]               [1 3]]
         names = ("dp", "cp") if kind == "fsdp" else (kind,)
-        wanted = [n for n, name in enumerate(shape) if name in names]
-        grid = np.arange(self.world).reshape([*shape.values()])
-        grid = np.moveaxis(grid, wanted, range(-len(wanted), 0))
-        return grid.reshape(-1, math.prod(shape[name] for name in names)).tolist()
+        shape = attention if names[0] in attention else experts
+        ranks = np.arange(self.world).reshape([*shape.values()])
+        return ranks_along(ranks, [[*shape].index(name) for name in names])
 
     def require_fits(
         self, *, world=None, config=None, microbatches=None, ulysses=False, shard=None
@@ -924,14 +923,12 @@ class Plan:
         microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
-        if world is not None and world != self.world:
-            raise ValueError(
-                f"plan {self}: expected p * d * c * t = {self.world} ranks, got {world}. Start "
-                f"{self.world} ranks, or change the plan")  # fmt: skip
+        if world not in (None, self.world):
+            raise ValueError(f"plan {self}: expected p * d * c * t = {self.world} ranks, got "
+                             f"{world}. Start {self.world} ranks, or change the plan")  # fmt: skip
         if microbatches is not None and self.pp > 1 and microbatches < self.pp:
-            raise ValueError(
-                f"plan {self}: expected a micro-batch for each of {self.pp} stages, got "
-                f"{microbatches}. Split the batch into more micro-batches")  # fmt: skip
+            raise ValueError(f"plan {self}: expected a micro-batch for each of {self.pp} stages, "
+                             f"got {microbatches}")  # fmt: skip
         if shard is not None and self.dp % shard:
             raise ValueError(f"plan {self}: {shard} ranks that shard must divide d = {self.dp}")
         if config is None:
@@ -940,29 +937,21 @@ class Plan:
             raise ValueError(
                 f"plan {self}: expected a model with experts, got a dense one. Leave e and ffn out")
         if self.pp > config.num_hidden_layers:
-            raise ValueError(
-                f"plan {self}: expected at most a stage for each of {config.num_hidden_layers} "
-                f"layers, got p = {self.pp}")  # fmt: skip
+            raise ValueError(f"plan {self}: expected at most a stage for each of "
+                             f"{config.num_hidden_layers} layers, got p = {self.pp}")  # fmt: skip
 
-        # Each degree splits something into equal parts. The fields of experts count only if the
-        # plan splits experts, because a dense model may have any values there.
-        heads = config.num_attention_heads
-        splits = [
-            ("t", self.tp, "query heads", heads),
-            ("t", self.tp, "key heads", config.num_key_value_heads),
-            ("t", self.tp, "intermediate_size", config.intermediate_size),
-        ]
-        if ulysses:
-            splits.append(("t * c", self.tp * self.cp, "query heads (ulysses)", heads))
-        if self.ep > 1:
-            splits.append(("e", self.ep, "experts", config.num_experts))
-        if self.etp > 1:
-            width = config.moe_intermediate_size
-            splits.append(("ffn's t", self.etp, "moe_intermediate_size", width))
-        for letter, degree, what, size in splits:
-            if size % degree:
-                raise ValueError(
-                    f"plan {self}: expected {what} divisible by {letter} = {degree}, got {size}")
+        # Each degree splits something into equal parts.
+        for letters, degree, what, size in (
+            ("t", self.tp, "query heads", "num_attention_heads"),
+            ("t", self.tp, "key heads", "num_key_value_heads"),
+            ("t", self.tp, "intermediate_size", "intermediate_size"),
+            ("t * c", ulysses * self.tp * self.cp, "query heads (ulysses)", "num_attention_heads"),
+            ("e", self.ep, "experts", "num_experts"),
+            ("ffn's t", self.etp, "moe_intermediate_size", "moe_intermediate_size"),
+        ):
+            if degree > 1 and getattr(config, size) % degree:
+                raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
+                                 f"got {getattr(config, size)}")  # fmt: skip
 
     def describe(self) -> str:
         """Return a line of degrees, then each tensor group on a line with its place in the grid."""
@@ -971,8 +960,8 @@ class Plan:
 
         # Tensor groups are in the order of the grid without its last dimension, tp.
         width = len(str(self.world - 1))
-        places = itertools.product(range(self.pp), range(self.dp), range(self.cp))
-        for (p, d, c), ranks in zip(places, self.groups("tp"), strict=True):
+        for n, ranks in enumerate(self.groups("tp")):
+            p, d, c = np.unravel_index(n, (self.pp, self.dp, self.cp))
             row = " ".join(f"{rank:>{width}}" for rank in ranks)
             lines.append(f"pp {p}  dp {d}  cp {c} | {row}")
         return "\n".join(lines)
@@ -985,8 +974,7 @@ class Plan:
         else:
             text = f"{text}e{self.ep}"
         text = re.sub("[a-z]1(?![0-9])", "", text) or "d1"  # degrees of 1 are left out
-        name = f"[{self.name}]" if self.name else ""
-        return f"{self.backend}{name}:{text}" if self.backend else text
+        return f"{self.backend}:{text}" if self.backend else text
 
 
 def plans_on_same_ranks(text) -> tuple[Plan, ...]:
@@ -994,119 +982,84 @@ def plans_on_same_ranks(text) -> tuple[Plan, ...]:
 
     "t4|d2t2" is the plans t4 and d2t2, both of 4 ranks.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"expected a plan such as d2t2 or d2|t2, got {text!r}")
     if "+" in text:
         raise ValueError(
             f"expected a plan such as d2t2 or d2|t2, got {text!r}. Ranks of their own for "
             f"generation, A+B, are not supported. A|B shares ranks")  # fmt: skip
-
-    # The | before ffn: is inside one plan.
-    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))
+    plans = tuple(Plan.parse(one) for one in re.split(r"\|(?!ffn:)", text))  # | before ffn: stays
     if len({plan.world for plan in plans}) > 1:
         worlds = ", ".join(f"{plan} has {plan.world} ranks" for plan in plans)
         raise ValueError(f"expected plans of one world on the same devices, got: {worlds}")
     return plans
 
 
-# 12. Communicators -------------------------------------------------------------------------------
-#
-# The process groups and device meshes of a plan. Skip it unless ranks wait for each other while
-# groups are made.
+class Grid(SimpleGrid):
+    """The core's groups of a plan, and its meshes: grids of ranks as torch knows them.
 
+    dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
+        the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
+    experts: DeviceMesh (e, etp, edp) of this rank's stage.
+    ends: the first and the last stage, which both hold a tied embedding.
 
-class Grid(NamedTuple):
-    """The communicators of a plan. Every rank makes all of them, in the same order.
-
-    A DeviceMesh is a grid of ranks with a process group along each of its named dimensions.
+    A parameter is cut over the first dimensions of a mesh, and then by FSDP or ZeRO-1 over the
+    last. A tensor of a DeviceMesh lists its cuts in this order.
     """
 
-    plan: Plan
-    dense: DeviceMesh  # (pp, replicate, fsdp, tp). fsdp: the d and c ranks, over which FSDP shards
-    experts: DeviceMesh  # (pp, expert-dp, ep, etp)
-    context: dist.ProcessGroup  # the ranks that share sequences
-    data: dist.ProcessGroup  # the ranks with other tokens and the same weights: d and c
-    replica: dist.ProcessGroup  # the ranks that work on the same sequences: c, t and p
-    ends: dist.ProcessGroup | None  # first and last stage, which both hold a tied embedding
+    def __init__(self, plan, device_type, shard):
+        plan.require_fits(world=dist.get_world_size(), shard=shard)
+        # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
+        backend = dist.group.WORLD._get_backend(torch.device(device_type))
+        degrees = f"p{plan.pp}d{plan.dp}c{plan.cp}t{plan.tp}e{plan.ep * plan.etp}"
+        super().__init__(f"{degrees} sp", backend.options._timeout)
+        self.plan = plan
+        index = torch.cuda.current_device() if device_type == "cuda" else None
+        self.device = torch.device(device_type, index)
+        along = self.group_along
+        shard = shard or plan.dp
+
+        def mesh(ranks, *names):
+            groups = [self.group[name] for name in names]
+            return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+        stage = self.group["p"].rank()
+        ranks = self.ranks.reshape(plan.pp, plan.dp // shard, -1, plan.tp)
+        self.group |= {"replicate": along(ranks, [1]), "fsdp": along(ranks, [2])}
+        self.dense = mesh(np.moveaxis(ranks[stage], -1, 0), "t", "replicate", "fsdp")
+        ranks = self.ranks.reshape(plan.pp, plan.edp, plan.ep, plan.etp)
+        self.group |= {"e": along(ranks, [2]), "etp": along(ranks, [3])}
+        self.experts = mesh(np.moveaxis(ranks[stage], 0, -1), "e", "etp", "edp")
+        self.ends = None
+        if plan.pp > 1:  # the stages in between are in no such group
+            self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
+        wait_for_all(device_type)
 
     @classmethod
     def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
         """Make all communicators of a plan. Collective over the world.
 
-        plan: Plan. For as many ranks as there are.
         device_type: "cpu" or "cuda". Where the model runs.
         shard: int. HSDP: how many of the d ranks share the weights. Default: all.
         """
-        plan.require_fits(world=dist.get_world_size(), shard=shard)
-        shard = plan.dp if shard is None else shard
-        timeout = timeout_of_world(device_type)
-        made = {}  # lists of ranks -> this rank's group among them, so that none is made twice
-
-        def group_among(lists):
-            lists = tuple(tuple(ranks) for ranks in lists)
-            if lists == (tuple(range(plan.world)),):
-                return dist.group.WORLD
-            if lists not in made:
-                # COMM: every rank makes every group, in one order, its own among them.
-                # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-                made[lists], _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout)
-            return made[lists]
-
-        def mesh_of(shape):
-            ranks = np.arange(plan.world).reshape([*shape.values()])
-            groups = []
-            for n, degree in enumerate(shape.values()):
-                along = np.moveaxis(ranks, n, -1).reshape(-1, degree)
-                groups.append(group_among(along.tolist()))
-            return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(shape))
-
-        # The ranks that work on the same sequences are all stages, c and t of one d. In p2d2 the
-        # ranks by (pp, dp) are [0 1] and [2 3], so the replicas are [0 2] and [1 3].
-        dense = dict(pp=plan.pp, replicate=plan.dp // shard, fsdp=shard * plan.cp, tp=plan.tp)
-        by_stage = np.arange(plan.world).reshape(plan.pp, plan.dp, -1)
-        replicas = by_stage.swapaxes(0, 1).reshape(plan.dp, -1).tolist()
-        ends = None
-        if plan.pp > 1:
-            ends = group_among([[stages[0], stages[-1]] for stages in plan.groups("pp")])
-        grid = cls(
-            plan, dense=mesh_of(dense), experts=mesh_of(plan.shapes[1]),
-            context=group_among(plan.groups("cp")), data=group_among(plan.groups("fsdp")),
-            replica=group_among(replicas), ends=ends,
-        )  # fmt: skip
-        wait_for_all(device_type)
-        return grid
+        return cls(plan, device_type, shard)
 
     @property
     def dp_rank(self) -> int:
         """Which of the d shares of the batch this rank works on."""
-        return dist.get_rank() // (self.plan.cp * self.plan.tp) % self.plan.dp
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's model runs, even if its shards wait on the CPU."""
-        kind = self.dense.device_type
-        return torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
+        return self.group["d"].rank()
 
 
-def timeout_of_world(device_type) -> datetime.timedelta:
-    """Return how long the default group's collectives wait for a rank.
-
-    torch gives every other group the default of its backend, 30 minutes for gloo and 10 for NCCL,
-    whatever the default group was given. So the other groups are given this one.
-    """
-    backend = dist.group.WORLD._get_backend(torch.device(device_type))
-    return backend.options._timeout
+def wait_for_all(device="cpu") -> None:
+    """Return when all ranks of the default group are here."""
+    # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
+    # the connections, or rank 0 the store, with which another rank still joins a group.
+    # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
+    dist.all_reduce(torch.zeros((), device=device))
 
 
-# 13. Where a rank's part lies --------------------------------------------------------------------
+# 12. Where a rank's part lies --------------------------------------------------------------------
 #
-# A plan cuts a parameter once or several times. `Place` says, for one parameter, which entries are
-# on this rank, and which ranks have other terms of their gradient. `Part` has the places of all
-# parameters. `parallelize` makes them once. The functions that sum and clip gradients, and that
-# update, compare, write, read or send weights, read the places. They do not ask how a model was
-# split.
-
-
+# The functions that sum and clip gradients, update, compare, write, read or send weights read the
+# places of parameters. They do not ask how a model was split.
 class Place(NamedTuple):
     """Where this rank's entries of a parameter lie, and which ranks share the work on them.
 
@@ -1117,21 +1070,17 @@ class Place(NamedTuple):
         boxes[1]   7-13, 0-8      t = 0 has the rows 0-7
         boxes[2]   10-13, 0-8     d = 0 has the rows 7-10
 
-    mesh: DeviceMesh, of the grid. The cuts are along its dimensions. None without a grid.
+    mesh: DeviceMesh, of the grid. None without a grid.
     boxes: tuple. boxes[k] holds this rank's entries after the first k cuts.
     cuts: tuple of (dimension of the tensor, name of the mesh's dimension), in the order of cutting.
-    replicas: name of the mesh's dimension along which ranks have the same entries, other tokens.
-    sums: tuple of three process groups, or None, over which its gradient is summed, in this order:
-        the ranks with other tokens; the t ranks, if each has a partial gradient; both ends of a
-        pipeline, if they hold one embedding.
+    sums: tuple of process groups over which its gradient is summed, one after the other.
     holders: int. How many ranks of the world hold each entry.
     """
 
     mesh: DeviceMesh | None
     boxes: tuple
     cuts: tuple = ()
-    replicas: str = ""
-    sums: tuple = (None, None, None)
+    sums: tuple = ()
     holders: int = 1
 
     @property
@@ -1153,58 +1102,46 @@ class Place(NamedTuple):
         """
         found = []
         for dim, name in self.cuts:
-            first, second, *_ = dist.get_process_group_ranks(self.mesh.get_group(name))
-            found.append((dim, self.mesh[name].size(), second - first))
+            first, second, *_ = ranks = dist.get_process_group_ranks(self.mesh.get_group(name))
+            found.append((dim, len(ranks), second - first))
         return tuple(found)
 
     def cut(self, dim, name) -> "Place":
-        """Cut this rank's entries along `dim` over a dimension of the mesh, as torch.chunk does."""
+        """Cut this rank's entries along `dim` over a dimension of the mesh, as `own_chunk` does."""
         ranks = self.mesh[name].size()
         if ranks == 1:
             return self
-        # 7 rows on 2 ranks are 4 and 3. If rows run out, the last ranks have none.
         rows = self.boxes[-1][dim]
-        first = self.mesh.get_local_rank(name) * -(-len(rows) // ranks)
+        size = math.ceil(len(rows) / ranks)
+        first = self.mesh.get_local_rank(name) * size
         box = list(self.boxes[-1])
-        box[dim] = rows[first : first + -(-len(rows) // ranks)]
+        box[dim] = rows[first : first + size]
         return self._replace(
             boxes=(*self.boxes, tuple(box)), cuts=(*self.cuts, (dim, name)),
             holders=self.holders // ranks,
         )  # fmt: skip
 
+    def cut_copies(self) -> "Place":
+        """Cut by rows over the ranks with other tokens and the same entries."""
+        return self.cut(0, self.mesh.mesh_dim_names[-1])
+
     def label(self, x):
-        """Return this rank's entries x as the DTensor that torch's checkpoints and FSDP2 expect."""
+        """Return this rank's entries x as the DTensor that torch's checkpoints expect."""
         if not self.cuts:
             return x
-        # A DTensor lists its cuts in the order of the mesh, and takes that for the order of cutting
-        # too. _StridedShard tells it about cuts of the same dimension that were made before, though
-        # their dimension of the mesh comes later. 8 rows, cut by t = 2 and then by d = 2:
-        #
-        #     t 0, d 0: rows 0 1    t 0, d 1: rows 2 3    t 1, d 0: rows 4 5    t 1, d 1: rows 6 7
-        #
-        # On the mesh (d, t), Shard(0) for d would mean that d = 0 has the rows 0-3.
-        order = self.mesh.mesh_dim_names.index
-        placements = {}
-        for k, (dim, name) in enumerate(self.cuts):
-            factor = 1
-            for earlier_dim, earlier in self.cuts[:k]:
-                if earlier_dim == dim and order(earlier) > order(name):
-                    factor *= self.mesh[earlier].size()
-            placements[name] = Shard(dim)
-            if factor > 1:
-                placements[name] = _StridedShard(dim, split_factor=factor)
-        names = sorted(placements, key=order)
-        stride = torch.empty(self.shape, device="meta").stride()
-        whole = dict(shape=torch.Size(self.shape), stride=stride)
-        placed = [placements[name] for name in names]
-        return DTensor.from_local(x, self.mesh[tuple(names)], placed, run_check=False, **whole)
+        # The mesh has its dimensions in the order of cutting, which is what a DTensor means by two
+        # cuts of one dimension.
+        by_name = {name: Shard(dim) for dim, name in self.cuts}
+        placements = [by_name.get(name, Replicate()) for name in self.mesh.mesh_dim_names]
+        whole = dict(shape=torch.Size(self.shape))
+        whole["stride"] = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, **whole)
 
     @torch.no_grad()
     def gather(self, x, kept=0):
-        """Undo all cuts of this rank's entries x but the first `kept`, on every rank. Collective.
+        """Undo all cuts of this rank's entries x but the first `kept`. Collective.
 
-        It takes no more memory than the result and a part. full_tensor() of torch has up to two
-        copies of the whole in addition.
+        It takes no more memory than the result and a part.
         """
         # 13 rows under t2, and then FSDP over d2:
         #
@@ -1212,158 +1149,103 @@ class Place(NamedTuple):
         #     t 1: 6 rows   d 0: 3  d 1: 3          and then over t: 13
         for k in reversed(range(kept, len(self.cuts))):
             dim, name = self.cuts[k]
-            x = gather_pieces(x, dim, len(self.boxes[k][dim]), self.mesh.get_group(name))
+            group = self.mesh.get_group(name)
+            size = len(self.boxes[k][dim])
+            rows = x.movedim(dim, 0)
+            piece = math.ceil(size / group.size())
+            # COMM: an all-gather over the ranks of one cut. Pieces are padded to equal size, so an
+            # empty one is sent too. Pinned by
+            # tests/test_parallel.py::test_every_plan_is_one_process.
+            if len(rows) < piece:
+                rows = torch.cat([rows, rows.new_zeros(piece - len(rows), *rows.shape[1:])])
+            whole = rows.new_empty(piece * group.size(), *rows.shape[1:])
+            dist.all_gather_single(whole, rows.contiguous(), group=group)
+            x = whole[:size].movedim(0, dim)
         return x
 
 
-def gather_pieces(x, dim, size, group):
-    """All-gather pieces along a dimension, which are equal but for the last ones. Collective."""
-    piece = -(-size // dist.get_world_size(group))
-    rows = x.movedim(dim, 0)
-    if len(rows) < piece:
-        padded = rows.new_zeros(piece, *rows.shape[1:])
-        padded[: len(rows)] = rows
-        rows = padded
-    # torch 2.13 has a new name for the function that 2.11 calls all_gather_into_tensor.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+def place_of(name, shape, grid, mode, has_two_ends) -> Place:
+    """Return the place of a parameter with this shape of the whole: by the core's `layout`.
 
-    # COMM: an all-gather over the ranks of one cut. Pieces are padded to equal size, so that all
-    # ranks send the same amount, also one whose piece is empty. Pinned by
-    # tests/test_generator_plan.py::test_a_push_goes_tensor_by_tensor_from_any_layout_to_any.
-    whole = rows.new_empty(piece * dist.get_world_size(group), *rows.shape[1:])
-    gather(whole, rows.contiguous(), group=group)
-    return whole[:size].movedim(0, dim)
+    has_two_ends: bool. The first and the last stage are on different ranks, and share an embedding.
+    """
+    plan = grid.plan
+    how = layout(f".{name}", grid)
+    is_expert = ".experts." in name
+    mesh = grid.experts if is_expert else grid.dense
+    place = Place(mesh, (tuple(map(range, shape)),), holders=plan.world // plan.pp)
+    if how["over"]:
+        place = place.cut(how["dim"], how["over"])
+    if is_expert:
+        place = place.cut(inner_width(name), "etp")
+
+    # Experts have got the rows of all ranks but those of edp. A router whose experts' width is cut
+    # sees a partial sum of the outputs that it weighs. After the last norm all t ranks compute the
+    # same: a critic's head has the whole gradient.
+    partial = "edp" if is_expert else how["partial"]
+    if plan.etp > 1 and ".mlp.gate." in name:
+        partial = "dct"
+    if partial == "dct" and not name.startswith("model."):
+        partial = "dc"
+    if mode == "fsdp":  # FSDP2 cuts what t and e have left, and sums over these ranks
+        place = place.cut_copies()
+        partial = "t" if partial == "dct" else ""
+    sums = [grid.group[partial]]
+    if has_two_ends and name == TIED and grid.ends is not None:
+        sums.append(grid.ends)
+        place = place._replace(holders=2 * place.holders)
+    return place._replace(sums=tuple(group for group in sums if group.size() > 1))
 
 
 TIED = "model.embed_tokens.weight"  # of a tied model, on the first stage and on the last
 
 
-class Places(dict):
-    """The places of a model's parameters, by name."""
-
-    def __missing__(self, name):
-        raise ValueError(f"expected a parameter that parallelize has seen, got {name}")
-
-
+@dataclasses.dataclass
 class Part:
-    """Say where all parameters of this rank's stages of a model lie, and under which plan.
+    """What this rank has of a model, under which plan.
 
-    grid: Grid. None for a model that `parallelize` has not seen: each rank has a copy of all of it.
-    plan: Plan. The plan of the grid. Without a grid: data parallelism over all ranks.
     places: dict. Name of a parameter -> Place.
-    device: torch.device. Where the model runs.
-    mode, sequence, offload, compute_dtype: as given to `parallelize`.
+    grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
+    mode, offload, compute_dtype: as given to `parallelize`.
+    pipeline: a `TorchPipeline` if a rank has two stages, else None.
+    is_last: bool. Whether this rank has the last stage of a pipeline, or all of the model.
     """
 
-    def __init__(self, model, grid=None, *, mode="ddp", sequence=False, offload=False,
-                 compute_dtype=None):  # fmt: skip
-        self.grid = grid
-        self.model = weakref.ref(model)  # which refers to this Part: memory is freed with the model
-        self.split_tie = getattr(model, "split_tie", False)
-        self.mode = mode
-        self.sequence = sequence
-        self.offload = offload
-        self.compute_dtype = compute_dtype
-        self.places = Places()
-        if grid is not None:
-            self.plan = grid.plan
-            self.device = grid.device
-            return
+    plan: Plan
+    device: torch.device
+    places: dict
+    grid: Grid | None = None
+    mode: str = "ddp"
+    offload: bool = False
+    compute_dtype: torch.dtype | None = None
+    pipeline: "TorchPipeline | None" = None
+    is_last: bool = True
 
-        if any(isinstance(p, DTensor) for p in model.parameters()):
-            raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
-        # Without a process group there is one rank, and no other rank to sum with.
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.plan = Plan(dp=world)
-        self.device = next(model.parameters()).device
-        everyone = dist.group.WORLD if world > 1 else None
-        for name, p in model.named_parameters():
-            place = Place(None, (whole_box(p),), sums=(everyone, None, None), holders=world)
-            self.places[name] = place
+    def roots(self, model) -> list:
+        """List the modules whose `hidden` runs this rank's layers: the model, or its stages."""
+        return [model] if self.pipeline is None else [*self.pipeline.own.values()]
 
-    def place(self, name, shape, shape_here) -> Place:
-        """Return the place of a parameter, given the shapes of the whole and of what t and e left.
-
-        Where the two shapes differ, the dimension was cut. FSDP comes last: it cuts what is left.
-        """
-        plan = self.plan
-        is_expert = ".mlp.experts." in name
-        mesh = self.grid.experts if is_expert else self.grid.dense
-        place = Place(
-            mesh, (tuple(map(range, shape)),), replicas="expert-dp" if is_expert else "fsdp",
-            holders=plan.world // plan.pp,
-        )  # fmt: skip
-        for dim, (size, size_here) in enumerate(zip(shape, shape_here, strict=True)):
-            if size != size_here:
-                letters = "ep" if dim == 0 else "etp"
-                place = place.cut(dim, letters if is_expert else "tp")
-
-        # Which ranks have other terms of its gradient, see `Place.sums`.
-        tokens = mesh.get_group("expert-dp") if is_expert else self.grid.data
-        tensor = None
-        if plan.tp > 1 and not is_expert and not place.cuts and self.is_partial(name):
-            tensor = self.grid.dense.get_group("tp")
-        ends = self.grid.ends if name == TIED and self.split_tie else None
-        if ends is not None:
-            place = place._replace(holders=2 * place.holders)
-        if self.mode == "fsdp":
-            place = place.cut(0, place.replicas)
-            tokens = None  # FSDP2 sums over these ranks in the backward
-        return place._replace(sums=(tokens, tensor, ends))
-
-    def is_partial(self, name) -> bool:
-        """Whether t ranks, which all hold a parameter whole, have partial gradients of it."""
-        # The norms of q and k see the heads of this rank only.
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
-            return True
-        # A router weighs the rows of this rank, if experts are whole. If their width is split, it
-        # sees all rows, but only a partial sum of the outputs that it weighs.
-        if ".mlp.gate." in name:
-            return True
-        # Up to the last norm, norms and biases see this rank's tokens, and without SP all tokens.
-        # After it all t ranks compute the same: a critic's head has the whole gradient.
-        return self.sequence and name.startswith("model.")
-
-    @property
-    def stages(self) -> list:
-        """List this rank's stages of a pipeline, or the model itself."""
-        model = self.model()
-        return [model] if isinstance(model, nn.Module) else list(model.parts.values())
-
-    @property
-    def is_pipeline(self) -> bool:
-        return self.plan.pp > 1
-
-    @property
-    def is_fsdp(self) -> bool:
-        return self.mode == "fsdp"
-
-    def reshard(self) -> None:
-        """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-        if self.is_fsdp:
-            for stage in self.stages:
-                stage.reshard()
-
-    def named_modules(self):
-        """Yield (name, module) of all stages, under the names of the whole model."""
-        for stage in self.stages:
-            yield from stage.named_modules()
-
-
-def whole_box(x) -> tuple:
-    """Return the box of a tensor that is whole on this rank."""
-    return tuple(map(range, x.shape))
+    def has_head(self, root) -> bool:
+        """Whether one of `roots` ends in the last norm, so that log-probs can be had of it."""
+        return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
 def part_of(model) -> Part:
-    """Return the Part that `parallelize` made of a model; a whole model is the part of one rank."""
-    return getattr(model, "part", None) or Part(model)
+    """Return the Part that `parallelize` made of a model, or that of a model with whole copies."""
+    if hasattr(model, "part"):
+        return model.part
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sums = (dist.group.WORLD,) if world > 1 else ()
+    places = {name: whole_place(p)._replace(sums=sums, holders=world)
+              for name, p in model.named_parameters()}  # fmt: skip
+    return Part(Plan(dp=world), next(model.parameters()).device, places)
 
 
-def plan_of(model) -> Plan:
-    """Return the plan of a model, or of an object in its place. Default: the plan of one rank."""
-    part = getattr(model, "part", None)
-    return Plan() if part is None else part.plan
+def whole_place(x) -> Place:
+    """Return the place of a tensor that is whole on this rank."""
+    return Place(None, (tuple(map(range, x.shape)),))
 
 
 def local(tensor):
@@ -1371,24 +1253,31 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor):
-    """Return the whole of a tensor that may be sharded. Collective if it is a DTensor."""
+def full(tensor, place=None):
+    """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
+
+    place: Place. Where the part lies, as `model.part.places` says it of a parameter and its
+        gradient. Default: the tensor is whole, or a DTensor, which says it itself.
+    """
+    if place is not None:
+        return place.gather(local(tensor.detach()))
     # COMM: all-gathers over the ranks of each cut, by torch. All of them must call it. Pinned by
     # tests/test_parallel.py::test_every_plan_is_one_process.
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def join_name(prefix, name) -> str:
-    """Return the full name of a module's own parameter or buffer."""
-    return f"{prefix}.{name}" if prefix else name
+def reshard(model) -> None:
+    """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
+    for root in part_of(model).roots(model):
+        if isinstance(root, fsdp.FSDPModule):
+            root.reshard()
 
 
-# 14. parallelize ---------------------------------------------------------------------------------
+# 13. parallelize ---------------------------------------------------------------------------------
 #
-# The public call, what it refuses, and the steps that it takes: t and e, activation checkpointing,
-# the compiler, FSDP2. (Models that only generate are split in section 19.)
-
-AC = "none", "full", "layers", "op"
+# The public call, what it refuses, and the steps that it takes: t and e, stages, activation
+# checkpointing, the compiler, FSDP2. (Models that only generate are split in section 18.)
+AC = "none", "full", "op"
 MODES = "ddp", "fsdp", "zero1"
 
 
@@ -1398,8 +1287,9 @@ def parallelize(
 ):  # fmt: skip
     """Turn a whole model, equal on all ranks, into this rank's part of a plan, and return it.
 
-    model: a `models.Transformer`, or a module with the names in NEEDED. On the device where it will
-        run, or on the meta device, for `materialise`. It is changed.
+    model: a `models.Transformer`, or a module with the names of the core's `ToyTransformer`; under
+        a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
+        meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
     device_mesh: Grid. `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
@@ -1408,379 +1298,171 @@ def parallelize(
     sequence: bool. Sequence parallelism: distribute tokens over the t ranks where no matrix is cut.
         t must divide the number of tokens.
     schedule: str. A key of SCHEDULES, for p > 1.
-    ac: str. What the backward computes again: "none", "full", "layers" or "op", see
-        `checkpoint_layers`.
+    ac: str. What the backward computes again. "none". "full": each layer, from its input. "op":
+        all but large products and messages, see `keep_products_and_messages`.
     compile: bool. torch.compile each layer by itself, for any length.
     offload: bool. Keep the shards of fsdp, their gradients and the optimizer on the CPU.
     compute_dtype: torch.dtype. Mixed precision: products in this dtype, everything else in the
-        dtype of the weights. Section 17 has the details.
+        dtype of the weights. Section 16 has the details.
 
-    Returns the model, or with p > 1 a `Pipeline`. Both have a `part`. ValueError on every rank,
-    before the first message and before the model is changed, if options do not fit together.
+    Returns the model, which has a `part`: its parameters are this rank's entries, plain tensors,
+    and under fsdp DTensors of FSDP2. ValueError on every rank, before the first message and before
+    the model is changed, if options do not fit together.
 
     `PackedBatches` runs the result. If you write your own loop: data-parallel ranks get different
     sequences, tensor- and pipeline-parallel ranks the same ones, and context-parallel ranks
     different tokens of the same ones. Each divides its loss by the global count, and tensor ranks
-    all compute the same loss. Then call reduce_gradients, clip_grad_norm and the optimizer's step.
-    """
-    options = dict(mode=mode, sequence=sequence, offload=offload, compute_dtype=compute_dtype)
-    require_possible(
-        model, plan, device_mesh, attention=attention, schedule=schedule, ac=ac, **options)
-    if attention is not None:
-        model.attention = attention
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    if plan.pp > 1:
-        model = Pipeline(model, device_mesh, schedule, compute_dtype)
-    model.part = Part(model, device_mesh, **options)
-    for stage in model.part.stages:
-        stage.part = model.part
-
-    # The order matters. Cut plain weights by t and e. Then wrap the layers: what is computed again
-    # includes the messages inside a layer. FSDP is last, because it cuts what the others have left.
-    split_weights(model.part, shapes)
-    for stage in model.part.stages:
-        if ac != "none":
-            checkpoint_layers(stage.model.layers, ac)
-        if compile:
-            for layer in stage.model.layers:
-                layer.compile(dynamic=True)
-        if mode == "fsdp":
-            apply_fsdp(stage, model.part)
-        if plan.cp > 1 and plan.tp > 1 and sequence and plan.pp == 1:
-            check_lengths_first(stage, device_mesh)
-    return model
-
-
-def require_possible(
-    model, plan, grid, *, attention, mode, sequence, schedule, ac, offload, compute_dtype
-):
-    """Raise a ValueError if options do not fit together, on every rank.
-
-    Takes the parameters of `parallelize`. No message was sent yet, and the model is unchanged, so a
-    caller may correct the call and repeat it.
+    all compute the same loss. Run micro-batches by `run_micro_batches`, then call reduce_gradients,
+    clip_grad_norm and the optimizer's step.
     """
     for name, value, known in (
         ("mode", mode, MODES), ("schedule", schedule, SCHEDULES), ("ac", ac, AC)
     ):  # fmt: skip
         if value not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if compute_dtype is not None:
-        require_lower_precision(compute_dtype, model)
-    require_whole_model(model, plan, grid)
-    config = model.config
+    config = getattr(model, "config", None)
     plan.require_fits(world=dist.get_world_size(), config=config)
+    options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
+                   compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
+    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+        if is_wrong:
+            raise ValueError(f"plan {plan}: {text}")
+    if attention is not None:
+        model.attention = attention
+    grid = with_sequence(device_mesh, sequence)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    is_tied = not hasattr(model, "lm_head")
+    split(model, grid)
+    pipeline = None
+    if schedule != "1f1b":
+        pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
+    elif plan.pp > 1:
+        keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
+    is_last = grid.group["p"].rank() == plan.pp - 1
+    if pipeline is not None:
+        is_last = pipeline.last is not None
+    places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
+              for name, _ in model.named_parameters()}  # fmt: skip
+    model.part = Part(
+        plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline, is_last)
 
-    # Pairs of a condition and its text, for options that need or exclude one another.
-    t = plan.tp
-    p = plan.pp
-    fsdp_on = mode == "fsdp"
-    stages = p * SCHEDULES[schedule][1]
-    vocab = config.vocab_size if t > 1 else 0
-    uneven = vocab % t > 0 and plan.dp * plan.cp > 2
-    named = list(model.named_parameters(remove_duplicate=False))
-    same_rows = bool(config.sparse_layers) and t > 1 and not sequence and plan.etp == 1
-    for refused, text in (
-        (p == 1 and schedule != "1f1b",
-         f"schedule={schedule!r} needs a pipeline, but plan {plan} has no p"),
-        (p > 1 and stages > config.num_hidden_layers,
-         f"{schedule} cuts {stages} stages, but the model has {config.num_hidden_layers} layers"),
-        (grid.dense["replicate"].size() > 1 and not fsdp_on,
+    # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
+    # because it cuts what the others have left.
+    if ac != "none":
+        checkpoint_layers(model.model.layers, ac, plan)
+    if compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    if mode == "fsdp":
+        for root in model.part.roots(model):
+            apply_fsdp(root, model.part)
+    return model
+
+
+def misfits(
+    model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
+) -> list:
+    """Return (whether it is so, the error) of options that need or exclude one another."""
+    is_fsdp = mode == "fsdp"
+    is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
+    stages = plan.pp * SCHEDULES[schedule][1]
+    layers = len(model.model.layers) if plan.pp > 1 else stages
+    wide = next(model.parameters()).dtype
+    coarser = compute_dtype is None or torch.finfo(compute_dtype).eps > torch.finfo(wide).eps
+    return [
+        (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
+         f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
+        (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
+         "expected a whole model, got one that is split or sharded already; split it once"),
+        (not coarser,
+         f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),
+        (plan.pp == 1 and schedule != "1f1b", f"schedule={schedule!r} needs a pipeline, p"),
+        (stages > layers, f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
+        (grid.group["replicate"].size() > 1 and not is_fsdp,
          f'a grid that replicates shards needs mode="fsdp", got mode={mode!r}'),
-        (uneven and mode != "ddp",
-         f"t = {t} cuts {vocab} rows of the vocabulary unevenly, and torch cannot save "
-         f'such parts sharded again over d c > 2; pad the vocabulary, or use mode="ddp"'),
-        (offload and not fsdp_on,
+        (offload and not is_fsdp,
          f'offload=True moves shards: it needs mode="fsdp", got mode={mode!r}'),
         (plan.cp > 1 and attention is None,
-         f"plan {plan} splits sequences: give attention=, e.g. a ring over its c ranks"),
-        (schedule == "zbv" and ac == "op",
-         "zbv runs backward twice through a stage, for inputs and for weights, and torch's "
-         'selective checkpoint allows one; use ac="full" or another schedule'),
-        (fsdp_on and ac == "op" and config.sparse_layers and plan.edp == 1,
-         f"under plan {plan} each expert is whole on one rank, and torch's selective checkpoint "
-         f'does not follow FSDP2 there; use ac="full" or mode="zero1"'),
-        (schedule == "zbv" and fsdp_on,
-         "zbv computes a stage's weight gradients apart from its backward, which FSDP2 does not "
-         'follow; use schedule="1f1b" or mode="zero1"'),
-        (t > 1 and len(named) > len(list(model.named_parameters())),
-         f"plan {plan}: one parameter with two names cannot be cut; set tie_word_embeddings"),
-        (same_rows,
-         f"plan {plan}: without sequence=True every tensor rank would send the same tokens to "
-         f"the experts; use ffn's t = {t}"),
-    ):  # fmt: skip
-        if refused:
-            raise ValueError(text)
+         "c splits sequences: give attention=, e.g. a ring over its c ranks"),
+        # zbv runs backward twice through a stage, for inputs and for weights.
+        (schedule == "zbv" and (is_fsdp or ac == "op"),
+         'zbv has no mode="fsdp" and no ac="op", which follow one backward of a layer'),
+        (is_fsdp and ac == "op" and is_sparse and plan.edp == 1,
+         'each expert is whole on one rank, and ac="op" does not follow FSDP2 there; use "full"'),
+        (ac == "op" and compile and plan.tp * plan.ep > 1,
+         'torch.compile cannot keep what messages have brought: use ac="full", or no compile'),
+        (is_sparse and plan.tp > 1 and not sequence and plan.etp == 1,
+         f"without sequence=True every tensor rank would send the same tokens to the experts; use "
+         f"ffn's t = {plan.tp}"),
+    ]  # fmt: skip
 
 
-# What the letters of a plan need of a model; "" is every plan. `layer.` is each layer, `dense.` and
-# `sparse.` are the layers without and with experts. Needed too: hidden(tokens, positions=,
-# attention=), logprobs(hidden, targets, temperature=), and for e experts(rows, counts).
-NEEDED = {
-    "": "hidden logprobs model.layers config.num_hidden_layers config.num_attention_heads "
-        "config.num_key_value_heads config.intermediate_size config.sparse_layers",
-    "c": "attention",
-    "t": "lm_head_shard head_weight model.embed_tokens model.norm lm_head config.vocab_size "
-         "config.tie_word_embeddings layer.self_attn.q_proj.weight layer.self_attn.k_proj.weight "
-         "layer.self_attn.v_proj.weight layer.self_attn.o_proj.weight dense.mlp.gate_proj.weight "
-         "dense.mlp.up_proj.weight dense.mlp.down_proj.weight sparse.mlp.gate.weight",
-    "e": "config.num_experts config.moe_intermediate_size sparse.mlp.experts.gate_proj "
-         "sparse.mlp.experts.up_proj sparse.mlp.experts.down_proj",
-    "p": "attention require_tokens model.embed_tokens model.norm lm_head config.hidden_size "
-         "config.tie_word_embeddings",
-}  # fmt: skip
+def with_sequence(grid, sequence) -> Grid:
+    """Return a grid for models with or without sequence parallelism, with the same groups."""
+    grid = copy.copy(grid)
+    grid.sequence = sequence or grid.plan.tp == 1
+    return grid
 
 
-def require_whole_model(model, plan, grid):
-    """Raise a ValueError unless a model is whole, has all NEEDED names, and the grid is the plan's.
-
-    One message lists all names that are absent. Of a layer, the first one that lacks a name.
-    """
-    # The degrees decide. The name of an engine may differ.
-    if plan.shapes != grid.plan.shapes:
-        raise ValueError(
-            f"expected the grid of plan {plan}, got that of plan {grid.plan}; use Grid.make(plan)")
-    if hasattr(model, "part") or isinstance(model, fsdp.FSDPModule):
-        raise ValueError(
-            "expected a whole model, got one that is split or sharded already; split it once")
-
-    degrees = {"": 2, "c": plan.cp, "t": plan.tp, "e": plan.ep * plan.etp, "p": plan.pp}
-    layers = model.model.layers if has(model, "model.layers") else []
-    sparse = model.config.sparse_layers if has(model, "config.sparse_layers") else ()
-    tied = has(model, "config.tie_word_embeddings") and model.config.tie_word_embeddings
-    absent = {}  # an ordered set: two letters may need the same name
-    for path in " ".join(NEEDED[letter] for letter, n in degrees.items() if n > 1).split():
-        kind, _, rest = path.partition(".")
-        if kind in ("layer", "dense", "sparse"):
-            for n, layer in enumerate(layers):
-                if kind in ("layer", "sparse" if n in sparse else "dense") and not has(layer, rest):
-                    absent[f"model.layers[{n}].{rest}"] = True
-                    break
-        elif not has(model, path) and not (tied and path == "lm_head"):
-            absent[path] = True
-    if has(model, "hidden"):
-        takes = inspect.signature(model.hidden).parameters
-        absent |= {f"hidden(.., {x}=)": True for x in ("positions", "attention") if x not in takes}
-    if absent:
-        raise ValueError(
-            f"parallelize needs for plan {plan} what models.Transformer has; "
-            f"{type(model).__name__} has no .{', no .'.join(absent)}")  # fmt: skip
+def split(model, grid) -> None:
+    """Cut a whole model by t and e, in place, by the core's functions."""
+    group = grid.group
+    if grid.plan.tp > 1:
+        tensor_parallel(model, group["t"], grid.sequence)
+        if hasattr(model, "lm_head_shard"):
+            # models.py computes logits and log-probs by itself, in chunks, from a rank's rows.
+            del model.logits, model.logprobs
+            options = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
+            model.lm_head_shard = lambda: (model.head_weight, options)
+    if grid.plan.etp > 1:
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                expert_tensor_parallel(layer.mlp, grid)
+    if grid.plan.ep > 1:
+        expert_parallel(model, group["e"])
 
 
-def has(owner, path) -> bool:
-    """Return whether owner has an attribute `a.b.c` that is not None."""
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-        if owner is None:
-            return False
-    return True
-
-
-def require_lower_precision(dtype, model):
-    """Raise a ValueError unless products in `dtype` make mixed precision of the model's weights."""
-    # Only a coarser dtype saves anything: the masters are then worth their memory.
-    of_weights = next(model.parameters()).dtype
-    lower = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-    lower = lower and torch.finfo(dtype).eps > torch.finfo(of_weights).eps
-    if not lower:
-        raise ValueError(
-            f"compute_dtype: expected a coarser dtype than the weights' {of_weights}, got {dtype}; "
-            f"without it products are in {of_weights} too")  # fmt: skip
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        raise ValueError(
-            f"compute_dtype needs Tensor.grad_dtype of torch 2.10 and later; this is torch "
-            f"{torch.__version__}")  # fmt: skip
-
-
-def require_divisible(length, t):
-    """Raise a ValueError for sequences whose tokens t ranks cannot share evenly."""
-    if length % t:
-        raise ValueError(
-            f"{length} tokens a sequence must divide by t = {t} where tokens are shared out; "
-            f"pad to {-(-length // t) * t}")  # fmt: skip
-
-
-def require_even_lengths(grid, lengths) -> None:
-    """Raise a ValueError if t does not divide these lengths, or the lengths on another rank of c.
-
-    lengths: list of int. Of the sequences of one forward, or of all micro-batches of a step.
-    """
-    # One length represents all of them: the first that t does not divide, if there is one.
-    t, c = grid.plan.tp, grid.plan.cp
-    length_here = [*(length for length in lengths if length % t), *lengths, 0][0]
-    if c == 1:
-        require_divisible(length_here, t)
-        return
-
-    # 27 tokens in a zigzag over 2 ranks are 14 and 13: under t = 2 only one rank would refuse its
-    # part, and the other would wait for its keys until the timeout.
-    # COMM: an all-gather of one number over the ranks that share the sequence, once a forward, so
-    # that all of them refuse, with the same text. Pinned by
-    # tests/test_parallel_faults.py::test_an_odd_share_of_a_sequence_is_refused_by_every_rank.
-    parts = [torch.zeros(1, dtype=torch.int64, device=grid.device) for _ in range(c)]
-    dist.all_gather(parts, torch.tensor([length_here], device=grid.device), group=grid.context)
-    found = [int(part) for part in parts]
-    if any(length % t for length in found):
-        raise ValueError(
-            f"the {c} ranks that share a sequence have {', '.join(map(str, found))} tokens of it; "
-            f"each must divide by t = {t} where tokens are shared out; pad the sequence, for a "
-            f"zigzag to a multiple of 2 c t = {2 * c * t}")  # fmt: skip
-
-
-def check_lengths_first(model, grid):
-    """Let `hidden` first compare the lengths of the ranks that share a sequence."""
-    # A pipeline does it once a step, before its first micro-batch.
-    run = model.hidden
-
-    def hidden(tokens_BS, /, **options):
-        require_even_lengths(grid, [tokens_BS.shape[1]])
-        return run(tokens_BS, **options)
-
-    model.hidden = hidden
-
-
-# Tensor and expert parallelism: the core's layers, whose parameters become DTensors -------------
-
-
-def split_weights(part, shapes) -> None:
-    """Cut the weights of this rank's stages by t and e, and write down all places.
-
-    shapes: dict. Name of a parameter -> shape of the whole.
-    """
-    plan, grid = part.plan, part.grid
-    if plan.tp > 1:
-        group = grid.dense.get_group("tp")
-        embeddings = {}  # a rank with the first and the last stage has one embedding in both
-        for stage in part.stages:
-            for layer in stage.model.layers:
-                shard_layer(layer, group, part.sequence)
-                # The core leaves experts whole, and each t rank sends its own tokens to them. If
-                # their width is split, f is applied before the router, and g after the experts.
-                if hasattr(layer.mlp, "experts") and plan.etp > 1:
-                    enter_and_leave(layer.mlp, group, part.sequence)
-            shard_ends(stage, part, embeddings)
-    for stage in part.stages:
-        if plan.etp > 1:
-            for experts in experts_of(stage):
-                shard_width(experts, grid.experts.get_group("etp"))
-        if plan.ep > 1:
-            expert_parallel(stage, grid.experts.get_group("ep"))
-
-    for stage in part.stages:
-        for name, p in stage.named_parameters():
-            if name not in part.places:
-                part.places[name] = part.place(name, shapes[name], p.shape)
-        label_parameters(stage, part)
-
-
-def enter_and_leave(module, group, sequence):
-    """Apply f to the first argument of a module, and g to its result."""
-    module.register_forward_pre_hook(
-        lambda _, args: (copy_to_tp_region(args[0], group, sequence), *args[1:])
+def expert_tensor_parallel(mlp, grid) -> None:
+    """Keep this rank's part of each expert's inner width, in place."""
+    # The core leaves experts whole, and each t rank sends its own tokens to them. If their width is
+    # split, all t ranks need all tokens: f is applied before the router, and g after the experts.
+    region = grid.group["t"], grid.sequence
+    mlp.register_forward_pre_hook(
+        lambda _, args: (copy_to_tp_region(args[0], *region), *args[1:])
     )
-    module.register_forward_hook(lambda _, args, y: reduce_from_tp_region(y, group, sequence))
+    mlp.register_forward_hook(lambda _, args, y: reduce_from_tp_region(y, *region))
+    for name, p in list(mlp.experts.named_parameters()):
+        setattr(mlp.experts, name, parameter_shard(p, grid.group["etp"], inner_width(name)))
 
 
-def shard_ends(stage, part, embeddings):
-    """Split the vocabulary, and gather the last states, where a stage has the ends of a model."""
-    group = part.grid.dense.get_group("tp")
-    t = dist.get_world_size(group)
-    inner = stage.model
-    if hasattr(inner, "embed_tokens"):
-        whole = inner.embed_tokens
-        if id(whole) not in embeddings:
-            embeddings[id(whole)] = VocabParallelEmbedding(whole, group, part.sequence)
-        inner.embed_tokens = embeddings[id(whole)]
-        if part.sequence:
-            inner.embed_tokens.register_forward_pre_hook(
-                lambda _, args: require_divisible(args[0].shape[1], t)
-            )
-    if hasattr(stage, "lm_head"):
-        stage.lm_head = ColumnParallelLinear(stage.lm_head, group)
-
-    # `logprobs` and `logits` of the model get their weight here: each rank has its rows of the
-    # head, and `token_logprobs` sums over the group the numbers that the softmax needs of them.
-    first = dist.get_rank(group) * -(-stage.config.vocab_size // t)
-
-    def lm_head_shard():
-        weight_vM = stage.head_weight.to_local(grad_placements=[Shard(0)])
-        return weight_vM, dict(group=group, vocab_start=first)
-
-    stage.lm_head_shard = lm_head_shard
-    if part.sequence and not isinstance(inner.norm, torch.nn.Identity):
-        # All t ranks compute the same from the gathered states: see `tensor_parallel`.
-        inner.norm.register_forward_hook(
-            lambda _, args, x: Communicate.apply(x, group, all_gather_tokens, own_tokens)
-        )
+def inner_width(name) -> int:
+    """Return the dimension of the inner width in a weight of a layer's experts."""
+    # Weights are (E, inner, M), except for down_proj, which is (E, M, inner).
+    return 2 if name.endswith("down_proj") else 1
 
 
-def shard_width(experts, group):
-    """Keep this rank's part of each expert's inner width: rows of gate and up, columns of down."""
-    # A weight of a layer's experts is (E, inner, M), except for down_proj, which is (E, M, inner).
-    for name, p in list(experts.named_parameters()):
-        dim = 2 if name == "down_proj" else 1
-        setattr(experts, name, parameter_shard(p, group, dim))
-
-
-def label_parameters(stage, part) -> None:
-    """Turn each parameter that was cut into a DTensor, which a running module sees as plain."""
-    for prefix, module in stage.named_modules():
-        cut = {}
-        for name, p in list(module.named_parameters(recurse=False)):
-            place = part.places.get(join_name(prefix, name))
-            if place is None:  # a second name of a parameter, such as a tied head's
-                continue
-            cuts = tuple(cut for cut in place.cuts if cut[1] != place.replicas)  # FSDP comes later
-            if cuts and not isinstance(p, DTensor):
-                labeled = place._replace(cuts=cuts).label(p.detach())
-                setattr(module, name, torch.nn.Parameter(labeled, requires_grad=p.requires_grad))
-                cut[name] = labeled.placements
-        if cut:
-            show_plain(module, cut)
-
-
-def show_plain(module, placements):
-    """Let a module see its DTensor parameters as the plain tensors of this rank while it runs.
-
-    placements: dict. Name of the parameter -> its placements.
-    """
-    # Before the module runs, an entry in its __dict__ shadows the parameter: Python looks there
-    # first, and only then does nn.Module look into _parameters. So `self.weight` is for that time
-    # the plain tensor of this rank, as a function of the DTensor, into whose .grad the backward
-    # then goes. After the module has run, or failed, the entry is taken out again.
-    def show(module, args):
-        for name, placement in placements.items():
-            p = module._parameters[name]
-            module.__dict__[name] = p.to_local(grad_placements=placement)
-
-    def cover(module, args, output):
-        for name in placements:
-            module.__dict__.pop(name, None)
-
-    module.register_forward_pre_hook(show)
-    module.register_forward_hook(cover, always_call=True)
-
-
-def experts_of(model) -> list:
-    """Return the modules that hold all experts of a layer."""
-    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
-
-
-# FSDP2 ------------------------------------------------------------------------------------------
-
-
-def apply_fsdp(stage, part) -> None:
+def apply_fsdp(root, part) -> None:
     """Apply FSDP2 to every layer and the rest, with gradients summed over ranks, not averaged."""
-    pinned = torch.cuda.is_available()
-    policy = fsdp.CPUOffloadPolicy(pin_memory=pinned) if part.offload else fsdp.OffloadPolicy()
+    policy = fsdp.OffloadPolicy()
+    if part.offload:
+        policy = fsdp.CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    precision = fsdp.MixedPrecisionPolicy()
+    if part.compute_dtype is not None:
+        # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, also the cosines and
+        # sines of the positions, which bf16 gets wrong from position 257 on. Pinned by
+        # tests/test_precision.py::test_fsdp_computes_as_ddp_does.
+        wide = next(root.parameters()).dtype
+        precision = fsdp.MixedPrecisionPolicy(part.compute_dtype, wide, cast_forward_inputs=False)
 
     # A layer is a unit: its weights are gathered just before it runs and dropped after. Experts are
     # a unit of their own over fewer ranks, as other ranks hold copies of them than of the rest. The
     # inner units come first: fully_shard takes what is in a module and in no unit yet.
     dense = part.grid.dense
     mesh = dense["replicate", "fsdp"] if dense["replicate"].size() > 1 else dense["fsdp"]
-    units = [(experts, part.grid.experts["expert-dp"]) for experts in experts_of(stage)]
-    units += [(module, mesh) for module in (*stage.model.layers, stage)]
-    precision = fsdp_precision(stage, part.compute_dtype)
+    layers = [*root.model.layers.children()]
+    units = [(layer.mlp.experts, part.grid.experts["edp"])
+             for layer in layers if hasattr(layer.mlp, "experts")]  # fmt: skip
+    units += [(module, mesh) for module in (*layers, root)]
     for module, ranks in units:
         fsdp.fully_shard(module, mesh=ranks, offload_policy=policy, mp_policy=precision)
         # NUMERICS: FSDP2 averages by default; the losses here are parts of a sum. gloo has no
@@ -1788,24 +1470,9 @@ def apply_fsdp(stage, part) -> None:
         # Pinned by tests/test_ranks.py::test_ranks_and_sharding_give_the_one_process_run.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
     # The root's own weights (embedding, norm, head) are gathered when one calls the model's
     # `forward`. Training here calls `hidden`, so that must gather them too.
-    fsdp.register_fsdp_forward_method(stage, "hidden")
-
-
-def fsdp_precision(model, compute_dtype):
-    """Return FSDP2's policy: gather in compute_dtype, add gradients in the dtype of the weights."""
-    if compute_dtype is None:
-        return fsdp.MixedPrecisionPolicy()
-    # NUMERICS: FSDP2 would cast every floating tensor that enters a layer, also the cosines and
-    # sines of the positions, which bf16 gets wrong from position 257 on. The embedding gives states
-    # of the right dtype by itself. Pinned by
-    # tests/test_precision.py::test_fsdp_computes_as_ddp_does.
-    return fsdp.MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=next(model.parameters()).dtype,
-        cast_forward_inputs=False,
-    )  # fmt: skip
+    fsdp.register_fsdp_forward_method(root, "hidden")
 
 
 @torch.no_grad()
@@ -1815,24 +1482,32 @@ def materialise(model) -> None:
     Its content is undefined afterwards. The largest tensor that is ever made is a part's.
     """
     part = part_of(model)
-    for stage in part.stages:
-        stage.to_empty(device="cpu" if part.offload else part.device)
+    for root in part.roots(model):
+        root.to_empty(device="cpu" if part.offload else part.device)
 
 
-# Activations ------------------------------------------------------------------------------------
-
-# "op" keeps products, and what costs a message. Norms, activations, rotations are computed again.
+# What ac="op" keeps of a layer.
 KEPT = {"mm", "bmm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention"}  # fmt: skip
+KEPT_MESSAGES = {"allreduce_", "allgather_", "reduce_scatter_", "alltoall_base_"}
 
 
-def checkpoint_layers(layers, ac) -> None:
-    """Compute layers again in the backward instead of keeping their activations.
+def checkpoint_layers(layers, ac, plan) -> None:
+    """Let the backward compute layers again, see `ac` of `parallelize`. No name changes."""
+    options = dict(use_reentrant=False)
+    if ac == "op":
+        options["context_fn"] = functools.partial(keep_products_and_messages, plan)
+    for layer in layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
 
-    ac: "full": of every layer, only the input is kept. "layers": the same for every second layer,
-        and the others keep everything. "op": products and attention are kept (KEPT), the rest is
-        computed again. No parameter's name changes.
+
+def keep_products_and_messages(plan):
+    """Return a context for a layer's forward, and one for running it again in the backward.
+
+    Norms, activations and rotations are computed again. Products and attention are kept, and what
+    the collectives of t and e have brought. A ring sends its blocks again: keeping them would undo
+    what it saves. FSDP2 gathers weights by other collectives, which are not kept either.
     """
 
     def policy(context, op, *args, **options):
@@ -1840,263 +1515,220 @@ def checkpoint_layers(layers, ac) -> None:
             return ckpt.CheckpointPolicy.MUST_SAVE
         return ckpt.CheckpointPolicy.PREFER_RECOMPUTE
 
-    options = dict(use_reentrant=False)
-    if ac == "op":
-        options["context_fn"] = functools.partial(ckpt.create_selective_checkpoint_contexts, policy)
-
-    # The layer object keeps its place and its names; only its forward is replaced. run=run binds
-    # each layer's own forward.
-    chosen = layers[::2] if ac == "layers" else layers
-    for layer in chosen:
-        run = layer.forward
-        layer.forward = lambda *args, run=run: ckpt.checkpoint(run, *args, **options)
+    contexts = ckpt.create_selective_checkpoint_contexts(policy)
+    if plan.tp * plan.ep == 1:
+        return contexts
+    # Messages come first, so that torch, which counts operations, does not see what it copies.
+    kept = deque()
+    return [both(Messages(kept, again), context) for again, context in enumerate(contexts)]
 
 
-# 15. Pipelines by torch's schedules --------------------------------------------------------------
+@contextlib.contextmanager
+def both(first, second):
+    """Enter two contexts as one."""
+    with first, second:
+        yield
+
+
+class Messages(TorchDispatchMode):
+    """Keep what collectives bring while a layer runs, and give it back when the layer runs again.
+
+    kept: deque of (tensors, what the collective returned), in the order of the calls.
+    """
+
+    def __init__(self, kept, again):
+        super().__init__()
+        self.kept = kept
+        self.again = again
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace != "c10d" or op._overloadpacket.__name__ not in KEPT_MESSAGES:
+            return op(*args, **(kwargs or {}))
+        # COMM: torch's collectives fill their first argument. Nothing is sent again: all ranks of a
+        # group run the same layers again, and none of them sends. Pinned by
+        # tests/test_parallel.py::test_what_checkpointing_computes_again.
+        filled = tree_leaves(args[0])
+        if not self.again:
+            work = op(*args, **(kwargs or {}))
+            self.kept.append(([x.detach() for x in filled], work))
+            return work
+        brought, work = self.kept.popleft()
+        for x, old in zip(filled, brought, strict=True):
+            x.copy_(old)
+        return work
+
+
+# 14. Pipelines -----------------------------------------------------------------------------------
 #
-# The core runs 1F1B by hand. Here torch.distributed.pipelining runs it, and two schedules that
-# idle less, whose ranks have two stages each. Skip it unless you use p.
-
-
-class Micro(NamedTuple):
-    """A micro-batch: (B, S) token ids, their positions, and the attention of their documents."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    attention: object = None  # None: the model's
-    on_routing: object = None  # a callback of its sparse layers; None: they attach no loss
-
-    def through(self, stage, x):
-        """Run a model, or a stage of one, on x: the tokens, or the states of the stage before."""
-        options = dict(positions=self.positions, attention=self.attention)
-        # Only a model with experts needs to know what a routing is.
-        if self.on_routing is not None:
-            options["on_routing"] = self.on_routing
-        return stage.hidden(x, **options)
-
-
-SCHEDULES = {"1f1b": (pipelining.Schedule1F1B, 1),  # and how many stages a rank has
+# The core's 1F1B runs one stage a rank. Two schedules of torch idle less, and give a rank two.
+# Interleaved, of 4 stages on 2 ranks rank 0 has 0 and 2 (a and c below), so that a rank waits for
+# half a rank's layers only. zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward's weights
+# are done apart from its inputs. Skip this section unless you use p.
+#
+#     rank 0   F0a F1a F0c F1c ..
+#     rank 1   ... F0b F1b F0d ..
+SCHEDULES = {"1f1b": (None, 1),  # torch's class, and how many stages a rank has
              "interleaved1f1b": (pipelining.ScheduleInterleaved1F1B, 2),
              "zbv": (pipelining.ScheduleZBVZeroBubble, 2)}  # fmt: skip
 
 
-def stage_part(model, stage, stages):
-    """Return a copy of one stage of a whole model: its layers under their own names, and the ends.
+def run_micro_batches(model, forward, number, like=None) -> None:
+    """Run forward and backward of micro-batches 0 to number - 1, as `run_1f1b`. Collective for p.
 
-    Layers are distributed evenly, and the first stages get one more. A tied embedding is in the
-    first stage and, as the head, in the last.
+    forward: forward(root, n, x), where `root.hidden` runs the layers: the model, or a stage of it.
+    like: as in `run_1f1b`. For p > 1 only.
     """
-    first = stage == 0
-    last = stage == stages - 1
-
-    # 5 layers in 2 stages are [0 1 2] and [3 4]. Layers keep their numbers, so that a parameter has
-    # one name in the model, in its stage and in a checkpoint of any plan.
-    own_layers = np.array_split(np.arange(len(model.model.layers)), stages)[stage]
-    others = [layer for n, layer in enumerate(model.model.layers) if n not in own_layers]
-    if not last:
-        others += [model.model.norm, getattr(model, "lm_head", None), getattr(model, "score", None)]
-    if not first and not (last and model.config.tie_word_embeddings):
-        others.append(model.model.embed_tokens)
-
-    # deepcopy looks up by id(object) what it has copied already. Entries made beforehand tell it to
-    # put None where the other stages' modules are, so that they are never copied, and to share
-    # attention, which may hold a process group and cannot be copied.
-    copied = {id(module): None for module in others}
-    copied[id(model.attention)] = model.attention
-    part = copy.deepcopy(model, copied)
-    for module in (part, part.model, part.model.layers):
-        module._modules = {name: m for name, m in module._modules.items() if m is not None}
-
-    # A stage that others follow passes its states on as they are, without the last norm.
-    if not last:
-        part.model.norm = torch.nn.Identity()
-    return part
+    part = part_of(model)
+    if part.plan.pp == 1:
+        # The graph of a micro-batch is freed before the next one is made.
+        for n in range(number):
+            forward(model, n, None).backward()
+    elif part.pipeline is None:
+        run_1f1b(functools.partial(forward, model), number, like, part.grid.group["p"])
+    else:
+        part.pipeline.run(forward, number, like)
 
 
-class _Stage(torch.nn.Module):
-    """The module that torch's schedule runs: (index of a micro-batch, or states) -> states.
+def run_forwards(model, forward, number, like=None) -> None:
+    """Run the forward of each micro-batch by itself, without gradients: see run_micro_batches."""
+    # COMM: the stages of a micro-batch run one after another, and all ranks take the micro-batches
+    # in one order, so each send meets the receive that waits for it. Pinned by
+    # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    part = part_of(model)
+    group = part.grid.group["p"] if part.plan.pp > 1 else None
+    own, rank_of = {0: model}, [0]
+    if group is not None:
+        own, rank_of = {group.rank(): model}, [*range(group.size())]
+    if part.pipeline is not None:
+        own, rank_of = part.pipeline.own, part.pipeline.rank_of
+    for n in range(number):
+        x = None
+        for stage, root in own.items():
+            # Where one rank has two neighboring stages, as at the turn of a V, x stays.
+            if stage > 0 and stage - 1 not in own:
+                x = torch.empty_like(like)
+                dist.recv(x, group=group, group_src=rank_of[stage - 1])
+            x = forward(root, n, x)
+            if stage < len(rank_of) - 1 and stage + 1 not in own:
+                dist.send(x.contiguous(), group=group, group_dst=rank_of[stage + 1])
 
-    A schedule hands tensors from stage to stage and nothing else. So each stage looks up positions
-    and attention of a micro-batch itself, by the index that all stages are given.
-    """
 
-    def __init__(self, stage, micros):
-        super().__init__()
-        self.stage = stage
-        self.micros = micros
-
-    def forward(self, x, index):
-        micro = self.micros[int(index)]
-        return micro.through(self.stage, x if x.is_floating_point() else micro.tokens)
+def keep_stage_and_ends(model, stage, stages, is_tied) -> None:
+    """Keep the layers of a stage, in place, and what it has of the ends."""
+    embedding = model.model.embed_tokens
+    keep_stage(model, stage, stages)
+    if stage < stages - 1:
+        model._modules.pop("score", None)  # a critic's head
+    elif is_tied:
+        model.model.embed_tokens = embedding  # its rows are the head
 
 
-class Pipeline:
-    """This rank's stages of a model, run by a schedule of torch.distributed.pipelining.
+class TorchPipeline:
+    """The two stages that this rank has of a model, run by torch.distributed.pipelining.
 
-    1f1b gives a rank one stage, the others two. Interleaved, of 4 stages on 2 ranks, rank 0 has 0
-    and 2 (a and c below), so that a rank waits for half a rank's layers only:
-
-        rank 0   F0a F1a F0c F1c ..
-        rank 1   ... F0b F1b F0d ..
-
-    zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward's weights are done apart from its
-    inputs. A Pipeline has the parameters of its stages under the names of the whole model.
+    own: dict. Number of a stage -> a module with its layers, which are also the model's.
+    rank_of: list. The rank of the group that has each stage.
     """
 
-    def __init__(self, model, grid, schedule, compute_dtype=None):
-        p = grid.plan.pp
-        rank = grid.dense["pp"].get_local_rank()
-        self.dtype_after_norm = compute_dtype or next(model.parameters()).dtype  # last stage's
-        dtype = getattr(model, "residual_dtype", None) or self.dtype_after_norm
-        self.like = dict(dtype=dtype, device=grid.device)  # the states between stages
-        self.grid = grid
-        self.config = model.config
-        self.schedule, per_rank = SCHEDULES[schedule]
-        self.group = grid.dense.get_group("pp")
-
-        # `_Stage` and the loss look these up in the current step. `forward_backward` fills them.
-        self.micros = []
-        self.loss_fn = None
-        self.run = None  # torch's schedule for micro-batches of `run_for`: (shape, number)
-        self.run_for = None
-
+    def __init__(self, model, group, schedule, is_tied):
+        p = group.size()
+        self.group = group
+        self.schedule, _ = SCHEDULES[schedule]
         # Which rank has each stage. 4 stages on 2 ranks: 0 1 0 1 interleaved, 0 1 1 0 as a V.
-        self.stages = p * per_rank
-        self.rank_of = [*range(p)] * per_rank
+        self.rank_of = [*range(p)] * 2
         if schedule == "zbv":
             self.rank_of = [*range(p), *reversed(range(p))]
-        own = [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
-        self.parts = {stage: stage_part(model, stage, self.stages) for stage in own}
+        self.stages = len(self.rank_of)
+        self.own = {}
+        for stage, rank in enumerate(self.rank_of):
+            if rank == group.rank():
+                self.own[stage] = copy_of_lists(model)
+                keep_stage_and_ends(self.own[stage], stage, self.stages, is_tied)
+        self.last = self.own.get(self.stages - 1)  # None on ranks that do not have it
 
-        # A tied embedding is in the first and in the last stage. Under zbv one rank has both, and
-        # they share it; else two ranks have it, and reduce_gradients sums over them (`split_tie`).
-        tied = model.config.tie_word_embeddings
-        self.split_tie = tied and schedule != "zbv"
-        if tied and schedule == "zbv" and rank == 0:
-            self.parts[self.stages - 1].model.embed_tokens = self.parts[0].model.embed_tokens
+        # The model keeps what one of its stages has: parameters have one name in it, in its stages
+        # and in a checkpoint of any plan.
+        held = {id(module) for stage in self.own.values() for module in stage.modules()}
+        held |= {id(model.model), id(model.model.layers)}
+        for owner in (model.model.layers, model.model, model):
+            for name, module in [*owner._modules.items()]:
+                if id(module) not in held:
+                    del owner._modules[name]
+        self.forward = None  # of the current step, for `_Stage`
+        self.run_for = None  # (shape, number) of the micro-batches of `made`, torch's schedule
+        self.made = None
 
-    @property
-    def last(self):
-        """The stage with the head. None on ranks that do not have it."""
-        return self.parts.get(self.stages - 1)
-
-    def named_parameters(self):
-        named = (pair for part in self.parts.values() for pair in part.named_parameters())
-        return iter(dict(named).items())
-
-    def parameters(self):
-        return (p for _, p in self.named_parameters())
-
-    def named_buffers(self):
-        named = (pair for part in self.parts.values() for pair in part.named_buffers())
-        return iter(dict(named).items())
-
-    def forward_backward(self, micros, loss_fn) -> list:
-        """Add the gradient of the sum of loss_fn(k, hidden of micro-batch k) to .grad.
-
-        micros: list of Micro, of the same number and shape on all ranks of the plan, each padded to
-            the longest.
-        loss_fn: called on ranks that have `last`, where `last.logprobs` is.
-
-        Returns the losses where `last` is, else []. Collective.
-        """
-        shape = tuple(micros[0].tokens.shape)
-        n = len(micros)
-        p = self.grid.plan.pp
-        if any(tuple(micro.tokens.shape) != shape for micro in micros):
-            raise ValueError("micro-batches of a step must have one shape; pad them to the longest")
-        self._require_tokens(micros)
-        self.grid.plan.require_fits(microbatches=n)
-        if self.stages > p and n % p:
-            raise ValueError(f"{n} microbatches must divide by the {p} ranks of the pipeline")
-
+    def run(self, forward, number, like) -> None:
+        """Run a step, as `run_micro_batches` says."""
         # torch makes a schedule for one shape, because its stages keep buffers of that shape. Only
         # the latest schedule is kept, because each padded length brings new buffers. A length that
-        # changes in every step costs a new schedule each time, some milliseconds. The stages hold
-        # on to the list `micros`, so it is filled and not replaced.
-        if self.run_for != (shape, n):
-            self.run_for, self.run = (shape, n), None  # the old buffers go before the new ones come
-            self.run = self._schedule_of(shape, n)
-        self.micros[:] = micros
-        self.loss_fn = loss_fn
+        # changes in every step costs a new schedule each time, some milliseconds.
+        if self.run_for != (like.shape, number):
+            self.run_for, self.made = (like.shape, number), None  # the old buffers go first
+            self.made = self.make_schedule(like, number)
+        self.forward = forward
 
-        # Only the first stage is given an input and only the last one targets. Both are indices of
-        # micro-batches: `_Stage` and `loss_fn` look up the rest.
+        # A schedule hands tensors from stage to stage and nothing else. Every stage is given the
+        # index of the micro-batch, the first one in place of tokens. The last one returns the loss.
         # COMM: each stage sends states to the next and their gradients back. torch's schedule
         # orders the sends and receives of neighbors so that they match. Pinned by
         # tests/test_parallel.py::test_collectives_are_those_of_the_table.
-        losses = []
-        index = torch.arange(n, device=self.like["device"])
-        inputs = (index,) if 0 in self.parts else ()
-        options = dict(target=index, losses=losses) if self.last is not None else {}
-        self.run.step(*inputs, index=index, return_outputs=False, **options)
-        return [loss.detach() for loss in losses]
+        index = torch.arange(number, device=like.device)
+        inputs = (index,) if 0 in self.own else ()
+        options = dict(target=index, losses=[]) if self.last is not None else {}
+        self.made.step(*inputs, index=index, return_outputs=False, **options)
+        self.forward = None
 
-    def _schedule_of(self, shape, n):
-        """Return torch's schedule for n micro-batches of a shape."""
-        # Examples of what a stage takes and gives: under sequence parallelism some of the tokens,
-        # but the last stage has gathered them. scale_grads=False: torch would average the losses.
-        states = torch.empty(self._states_shape(shape), **self.like, requires_grad=True)
-        after_norm = self.like | dict(dtype=self.dtype_after_norm)
-        whole = torch.empty(*shape, states.shape[2], **after_norm, requires_grad=True)
-        index = states.new_zeros(1, dtype=torch.int64)
-        stages = []
-        for number, part in self.parts.items():
-            stages.append(pipelining.PipelineStage(
-                _Stage(part, self.micros), number, self.stages, states.device,
-                input_args=index if number == 0 else states,
-                output_args=whole if part is self.last else states, group=self.group,
-            ))  # fmt: skip
-
-        def loss_of(hidden, index):
-            return self.loss_fn(int(index), hidden)
-
-        given = stages if self.stages > self.grid.plan.pp else stages[0]
-        return self.schedule(given, n, loss_fn=loss_of, scale_grads=False)
-
-    @torch.no_grad()
-    def forward(self, micros) -> list | None:
-        """Return `hidden` of each micro-batch where `last` is, None elsewhere. Collective."""
-        # DEVIATES: torch's schedules cannot run zbv forward only (2.13), so these few lines do, for
-        # all of them. COMM: a micro-batch's stages run one after another, and all ranks take the
-        # micro-batches in one order, so each send meets the receive that waits for it. Pinned by
-        # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        self._require_tokens(micros)
-        at = [dist.get_global_rank(self.group, rank) for rank in self.rank_of]
-        out = []
-        for micro in micros:
-            x = micro.tokens
-            for stage, part in sorted(self.parts.items()):
-                # Where one rank has two neighboring stages, as at the turn of a V, x stays.
-                if stage and at[stage - 1] != dist.get_rank():
-                    x = torch.empty(*self._states_shape(micro.tokens.shape), **self.like)
-                    dist.recv(x, at[stage - 1], group=self.group)
-                x = micro.through(part, x)
-                if part is not self.last and at[stage + 1] != dist.get_rank():
-                    dist.send(x.contiguous(), at[stage + 1], group=self.group)
-            out.append(x)
-        return out if self.last is not None else None
-
-    def _require_tokens(self, micros):
-        """Raise a ValueError on every stage for tokens that only the first one would find wrong."""
-        part = next(iter(self.parts.values()))
-        for micro in micros:
-            part.require_tokens(micro.tokens)
-        if self.part.sequence and self.grid.plan.tp > 1:
-            require_even_lengths(self.grid, [micro.tokens.shape[1] for micro in micros])
-
-    def _states_shape(self, shape):
-        """Return the shape of the states that one stage sends to the next, for tokens (B, S)."""
-        t = self.grid.plan.tp if self.part.sequence else 1
-        return shape[0], shape[1] // t, self.config.hidden_size
+    def make_schedule(self, like, number):
+        """Return torch's schedule for micro-batches whose states between stages are as `like`."""
+        states = torch.empty_like(like, requires_grad=True)
+        index = torch.zeros(1, dtype=torch.int64, device=like.device)
+        loss = torch.zeros((), device=like.device, requires_grad=True)
+        stages = [
+            pipelining.PipelineStage(
+                _Stage(self, root), stage, self.stages, like.device, group=self.group,
+                input_args=index if stage == 0 else states,
+                output_args=loss if stage == self.stages - 1 else states,
+            )
+            for stage, root in self.own.items()
+        ]  # fmt: skip
+        # scale_grads=False: torch would average the losses.
+        return self.schedule(stages, number, loss_fn=lambda loss, index: loss, scale_grads=False)
 
 
-# 16. Gradients -----------------------------------------------------------------------------------
+class _Stage(nn.Module):
+    """The module that torch's schedule runs: (index of a micro-batch, or states) -> states."""
+
+    def __init__(self, pipeline, root):
+        super().__init__()
+        self.pipeline = pipeline
+        self.root = root
+
+    def forward(self, x, index):
+        return self.pipeline.forward(self.root, int(index), x if x.is_floating_point() else None)
+
+
+def copy_of_lists(model):
+    """Return a model that shares the modules of another one, but not its lists of them."""
+    def shallow(module):
+        copied = copy.copy(module)
+        copied._modules = dict(module._modules)
+        return copied
+
+    copied = shallow(model)
+    copied.model = shallow(model.model)
+    copied.model.layers = shallow(model.model.layers)
+    return copied
+
+
+# 15. Gradients -----------------------------------------------------------------------------------
 #
 # Between the backward and the optimizer's step: sum, look for what is not finite, clip. The core
 # does the same with one message for each parameter.
+MESSAGE = 256 << 20  # bytes
 
 
+@torch.no_grad()
 def reduce_gradients(model) -> int:
     """Sum each parameter's gradient over ranks, in place: (1). Collective, once before each step.
 
@@ -2104,42 +1736,30 @@ def reduce_gradients(model) -> int:
     Returns, for `name_suspects`, which of this rank's gradients was not finite before any sum: the
     first in the order of the backward, 0 for the model's last parameter. -1 if all are finite.
     """
-    part = part_of(model)
-    part.reshard()  # otherwise the gradients of the root's shards are out of sight
+    reshard(model)  # otherwise the gradients of the root's shards are out of sight
+    places = part_of(model).places
+    gradients = []
+    by_message = {}
+    for name, p in reversed([*model.named_parameters()]):
+        # A rank that had no tokens sends zeros, or the others would wait for it.
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
+        gradients.append(local(p.grad) if p.requires_grad else None)
+        # NUMERICS: copies of a parameter must get the same bits, and the order in which an
+        # all-reduce adds depends on the place in the message. Two groups may hold copies of a
+        # parameter that is not cut. So it shares no message with cut ones, whose parts may differ
+        # in length. Pinned by
+        # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
+        for group in places[name].sums if p.requires_grad else ():
+            key = group, bool(places[name].cuts)
+            by_message.setdefault(key, []).append(gradients[-1])
+    suspect = first_non_finite(gradients)
 
-    # Go from the last parameter to the first, as the backward does. A rank that had no tokens has
-    # no gradients. It must send zeros, or the others would wait for it.
-    gradients = {}
-    named = list(model.named_parameters())[::-1]
-    for name, p in named:
-        if p.requires_grad:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
-            gradients[name] = local(p.grad)
-    suspect = first_non_finite([gradients.get(name) for name, _ in named])
-
-    # NUMERICS: copies of a parameter must get the same bits. An all-reduce gives its own ranks the
-    # same bits, but two groups (0 + 2 and 1 + 3) may add in different orders, because the order
-    # depends on the place in the message. So the sum over t comes last. A copy that has no such sum
-    # (a norm without SP) must be at the same place in the messages of both groups: it shares none
-    # with cut parameters, whose parts may differ in length and would shift it. Pinned by
-    # tests/test_parallel_faults.py::test_replicas_hold_the_same_bits_after_three_steps.
-    #
     # COMM: the places decide what is sent, and they are the same on all ranks of a group, whatever
     # gradients a rank has. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-    for kind in range(3):
-        by_message = {}
-        for name, gradient in gradients.items():
-            group = part.places[name].sums[kind]
-            if group is not None:
-                key = group, bool(part.places[name].cuts)
-                by_message.setdefault(key, []).append(gradient)
-        for (group, _), together in by_message.items():
-            sum_in_messages(together, group)  # (1)
+    for (group, _), together in by_message.items():
+        sum_in_messages(together, group)  # (1)
     return suspect
-
-
-MESSAGE = 256 << 20  # bytes
 
 
 def messages_of(gradients):
@@ -2154,22 +1774,15 @@ def messages_of(gradients):
 
 
 def sum_in_messages(gradients, group):
-    """Sum gradients over a group, in place, several in a message, because a message costs time.
-
-    A message of several gradients has a buffer of its size. One of a single gradient has none.
-    """
-    if dist.get_world_size(group) == 1:
-        return
+    """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
     for together in messages_of(gradients):
-        is_alone = len(together) == 1 and together[0].is_contiguous()
-        flat = together[0] if is_alone else torch.cat([g.reshape(-1) for g in together])
-        # COMM: an all-reduce over the group. All its ranks have the same gradients in the same
-        # order. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
+        if len(together) == 1 and together[0].is_contiguous():
+            dist.all_reduce(together[0], group=group)
+            continue
+        flat = torch.cat([g.flatten() for g in together])
         dist.all_reduce(flat, group=group)
-        if not is_alone:
-            sizes = [g.numel() for g in together]
-            for g, sum_of_g in zip(together, flat.split(sizes), strict=True):
-                g.copy_(sum_of_g.view_as(g))
+        for g, total in zip(together, flat.split([g.numel() for g in together])):
+            g.copy_(total.view_as(g))
 
 
 def first_non_finite(gradients) -> int:
@@ -2195,40 +1808,36 @@ def name_suspects(model, suspect: int) -> str:
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
 
+@torch.no_grad()
 def clip_grad_norm(model, max_norm: float):
     """Scale the summed gradients of all ranks to a norm of at most max_norm, in place.
 
-    Returns the norm before scaling, a 0-d float64 tensor, the same on every rank. If it is not
-    finite, no gradient is changed, and the caller must skip the step. Collective if some rank has
-    only a part of some parameter.
+    Returns the norm before that, a 0-d float64 tensor, the same on every rank. If it is not finite,
+    no gradient is changed, and the caller must skip the step. Collective.
     """
-    part = part_of(model)
-    # COMM: an all-reduce of one number over all ranks, because other stages and shards hold other
-    # entries. Where every rank has every entry, as in ddp, each rank finds the norm by itself.
-    # Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-    is_spread = any(place.holders < part.plan.world for place in part.places.values())
+    places = part_of(model).places
     gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    squares = []
-    for name, gradient in gradients.items():
-        # A float32 sum of squares over 100,000 entries of an embedding is off in the fifth digit.
-        norm_of_p = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        # NUMERICS: an entry that k ranks hold counts 1 / k on each, so that one sum over all ranks
-        # counts it once. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
-        squares.append(norm_of_p.square() / (part.places[name].holders if is_spread else 1))
+    # NUMERICS: in float64, as a float32 sum of squares over 100,000 entries of an embedding is off
+    # in the fifth digit. An entry that k ranks hold counts 1 / k on each. Pinned by
+    # tests/test_parallel.py::test_every_plan_is_one_process.
+    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / places[name].holders
+               for name, g in gradients.items()]  # fmt: skip
     sum_of_squares = torch.stack(squares).sum()
-    if is_spread:
+    # COMM: an all-reduce of one number over all ranks. Pinned by
+    # tests/test_parallel.py::test_every_plan_is_one_process.
+    if dist.is_initialized():
         dist.all_reduce(sum_of_squares)
     norm = sum_of_squares.sqrt()  # (6)
 
     # DEVIATES: torch divides by norm + 1e-6, and so does the core. This divides by the norm.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
     if norm.isfinite() and norm > max_norm:
-        for gradient in gradients.values():
-            gradient.mul_(max_norm / norm.item())  # (7)
+        for g in gradients.values():
+            g.mul_(max_norm / norm.item())  # (7)
     return norm
 
 
-# 17. The optimizer, its precision, and the state of a run ----------------------------------------
+# 16. The optimizer, its precision, and the state of a run ----------------------------------------
 #
 # AdamW on the plain tensors of this rank, ZeRO-1, master weights; what a checkpoint stores; the
 # comparison of replicas.
@@ -2244,12 +1853,9 @@ def clip_grad_norm(model, max_norm: float):
 #
 # Under fsdp FSDP2 does it: parameters are the masters' shards, an all-gather rounds them, and the
 # reduce-scatter is of wide gradients. Elsewhere the model's parameters are the rounded ones. Their
-# `grad_dtype` (torch 2.10 and later) tells torch to cast a gradient before it is added to .grad, so
-# the sums over micro-batches and over ranks are wide. The states between layers, to which each
-# layer adds, stay wide too if the model has a `residual_dtype`, as torch.autocast does it. Products
-# round their inputs right before they run. tests/RESULTS.md has the errors of gradients.
-
-
+# `grad_dtype` tells torch to cast a gradient before it is added to .grad, so the sums over
+# micro-batches and over ranks are wide. The states between layers, to which each layer adds, stay
+# wide too if the model has a `residual_dtype`, as torch.autocast does it.
 class LocalOptimizer:
     """Run a torch optimizer on the plain tensors of this rank: whole weights, or their parts.
 
@@ -2265,37 +1871,43 @@ class LocalOptimizer:
     def __init__(self, model, make, *, zero=False):
         self.model = model
         self.part = part_of(model)
-        self.zero = zero
         # If ranks shard the weights too, they hold different rows: sending them around would
         # overwrite one rank's rows with another's.
         if zero and self.part.mode != "zero1":
             raise ValueError(
                 f"zero=True shards the states of whole weights: expected a model of "
                 f'parallelize(.., mode="zero1"), got mode={self.part.mode!r}')  # fmt: skip
-        self.has_masters = self.part.compute_dtype is not None and not self.part.is_fsdp
+        self.has_masters = self.part.compute_dtype is not None and self.part.mode != "fsdp"
+        self.places = dict(self.part.places)
+        if zero:
+            self.places = {name: place.cut_copies() for name, place in self.places.items()}
 
         # The optimizer gets views of the model's own memory: what it updates is the model. AdamW
         # treats each entry by itself, so it needs to know neither DTensors nor the other rows.
         # Masters are not views: the model gets rounded parameters in their place.
-        self.places = dict(self.part.places)
-        if zero:
-            self.places = {name: x.cut(0, x.replicas) for name, x in self.places.items()}
         self.mine = {}
-        for name, p in self.master_parameters():
+        for name in [name for name, _ in model.named_parameters()]:
+            p = model.get_parameter(name)  # one at a time: there are never two whole models
             rows = self.own_rows(name, local(p.detach()))
-            if zero and self.has_masters:
-                rows = rows.clone()  # a view of some rows would keep all of them in memory
-            self.mine[name] = torch.nn.Parameter(rows, requires_grad=p.requires_grad)
+            if self.has_masters:
+                if zero:
+                    rows = rows.clone()  # a view of some rows would keep all of them in memory
+                rounded = nn.Parameter(p.detach().to(self.part.compute_dtype), p.requires_grad)
+                # NUMERICS: the gradients of micro-batches, and of the two uses of a tied embedding,
+                # are added in the master's precision. Pinned by
+                # tests/test_precision.py::test_gradients_add_up_in_float32.
+                rounded.grad_dtype = p.dtype
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, rounded)
+            self.mine[name] = nn.Parameter(rows, p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
 
     def own_rows(self, name, x):
         """Return the rows of a rank's tensor that this rank updates: all of them without `zero`."""
-        if not self.zero:
-            return x
-        here, own = self.part.places[name].boxes[-1][0], self.places[name].boxes[-1][0]
-        return x[own.start - here.start :][: len(own)]
+        here, own = (places[name].boxes[-1] for places in (self.part.places, self.places))
+        return x[own[0].start - here[0].start :][: len(own[0])] if own != here else x
 
     @torch.no_grad()
     def step(self) -> None:
@@ -2317,48 +1929,27 @@ class LocalOptimizer:
         Without masters and without `zero` they are there already.
         """
         for name, p in self.model.named_parameters():
-            here = local(p.detach())
-            own = self.mine[name].detach()
-            cuts = len(self.part.places[name].cuts)
-            if len(self.places[name].cuts) > cuts:
+            kept = len(self.part.places[name].cuts)
+            if self.has_masters or len(self.places[name].cuts) > kept:
                 # COMM: an all-gather over the ranks with the same weights, of the rows that each
                 # has updated. They are rounded before they are sent. Pinned by
                 # tests/test_parallel.py::test_every_plan_is_one_process.
-                here.copy_(self.places[name].gather(own.to(here.dtype), cuts))
-            elif self.has_masters:
-                here.copy_(own)
-
-    def master_parameters(self):
-        """Yield (name, parameter) of a model, which gets rounded parameters in place of masters.
-
-        A generator: one parameter is rounded at a time, so that there are never two whole models.
-        """
-        if not self.has_masters:
-            yield from self.model.named_parameters()
-            return
-        done = set()
-        for prefix, module in self.part.named_modules():
-            for last, p in list(module.named_parameters(recurse=False)):
-                # Under zbv both ends of a model on one rank share their embedding.
-                name = join_name(prefix, last)
-                if name in done:
-                    continue
-                done.add(name)
-                rounded = p.detach().to(self.part.compute_dtype)
-                rounded = torch.nn.Parameter(rounded, requires_grad=p.requires_grad)
-                # NUMERICS: the gradients of micro-batches, and of the two uses of a tied embedding,
-                # are added in the master's precision. Pinned by
-                # tests/test_precision.py::test_gradients_add_up_in_float32.
-                rounded.grad_dtype = p.dtype
-                setattr(module, last, rounded)
-                yield name, p
+                own = self.mine[name].detach().to(p.dtype)
+                local(p.detach()).copy_(self.places[name].gather(own, kept))
 
 
-def weights_to_store(model, optimizer) -> dict:
-    """Return name -> the weight that a checkpoint stores: the master, if there is one."""
-    if not getattr(optimizer, "has_masters", False):
-        return {name: p.detach() for name, p in model.named_parameters()}
-    return {name: optimizer.places[name].label(x.detach()) for name, x in optimizer.mine.items()}
+def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
+    """Return the weights that a checkpoint stores, masters if there are, and their places."""
+    reshard(model)
+    if getattr(optimizer, "has_masters", False):
+        return optimizer.mine, optimizer.places
+    return dict(model.named_parameters()), part_of(model).places
+
+
+def weights_to_store(model, optimizer=None) -> dict:
+    """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
+    weights, places = weights_and_places(model, optimizer)
+    return {name: places[name].label(local(x.detach())) for name, x in weights.items()}
 
 
 def state_of(optimizer, name, p) -> dict:
@@ -2368,23 +1959,19 @@ def state_of(optimizer, name, p) -> dict:
     return optimizer.state.get(key, {})
 
 
-def make_adamw_state(optimizer, name, p) -> None:
-    """Make AdamW's state of a parameter, as before its first step, if it is absent."""
-    if not state_of(optimizer, name, p):
-        x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-        step = torch.zeros((), dtype=torch.float32, device=x.device)
-        optimizer.state[x] |= dict(
-            step=step, exp_avg=torch.zeros_like(x), exp_avg_sq=torch.zeros_like(x))
-
-
 def persistent_buffers(model) -> dict:
     """Return name -> buffer of those that belong to a model's state, such as a router's bias."""
     found = {}
-    for prefix, module in part_of(model).named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[join_name(prefix, name)] = buffer
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                found[name] = buffer
     return found
+
+
+def tensors_of(model) -> dict:
+    """Return name -> tensor of the weights and of the buffers that belong to a model's state."""
+    return weights_to_store(model) | persistent_buffers(model)
 
 
 def training_tensors(model, optimizer) -> dict:
@@ -2395,14 +1982,14 @@ def training_tensors(model, optimizer) -> dict:
 
     optimizer: LocalOptimizer, or torch's AdamW.
     """
-    part = part_of(model)
-    part.reshard()
-    places = getattr(optimizer, "places", part.places)
-    weights = weights_to_store(model, optimizer)
-    tensors = {}
+    tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
+    places = getattr(optimizer, "places", part_of(model).places)
     for name, p in model.named_parameters():
-        tensors[f"model.{name}"] = weights[name]
-        make_adamw_state(optimizer, name, p)
+        if not state_of(optimizer, name, p):  # as AdamW makes it before its first step
+            x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
+            step = torch.zeros((), dtype=torch.float32, device=x.device)
+            zeros = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[x] |= dict(step=step, **zeros)
         for key, x in state_of(optimizer, name, p).items():
             # The number of steps has no dimension, and is the same on all ranks.
             tensors[f"optimizer.{name}.{key}"] = places[name].label(local(x)) if x.dim() else x
@@ -2426,58 +2013,41 @@ def replica_difference(model, optimizer=None) -> str | None:
     Two ranks that hold the same entries of a parameter, of its optimizer's state or of a buffer
     must hold the same bits, whatever the plan. The text is the same on every rank. Collective.
 
-    optimizer: LocalOptimizer, or torch's. Default: only the model is compared.
+    optimizer: LocalOptimizer, or torch's AdamW. Default: only the model is compared.
     """
-    part = part_of(model)
-    part.reshard()
-    places = getattr(optimizer, "places", part.places)
-    digests = {}  # (name, box) -> digest, of each tensor on this rank
-
-    def enter(name, x, box=()):
+    tensors = {} if optimizer is None else training_tensors(model, optimizer)
+    if optimizer is None or getattr(optimizer, "has_masters", False):
+        tensors |= tensors_of(model)
+    digests = {}  # (name, which part of the whole) -> digest, of each tensor on this rank
+    for name, x in tensors.items():
+        part = ()
+        if isinstance(x, DTensor):  # its numbers along the cuts
+            numbers = zip(x.device_mesh.get_coordinate(), x.placements)
+            part = tuple(number for number, placement in numbers if placement.is_shard())
         bits = local(x.detach()).contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        digests[name, box] = hashlib.blake2b(bits, digest_size=8).hexdigest()
-
-    for name, p in model.named_parameters():
-        enter(name, p, part.places[name].boxes[-1])
-        box = places[name].boxes[-1]
-        if getattr(optimizer, "has_masters", False):
-            enter(f"{name} (master)", optimizer.mine[name], box)
-        state = {} if optimizer is None else state_of(optimizer, name, p)
-        # A state that one replica has and another lacks is a difference too.
-        keys = torch.tensor([*repr(sorted(state)).encode()], dtype=torch.uint8)
-        enter(f"{name} (names of its states)", keys)
-        for key, x in state.items():
-            if torch.is_tensor(x):
-                enter(f"{name} ({key})", x, box if x.dim() else ())
-    for name, buffer in persistent_buffers(model).items():
-        enter(name, buffer)
+        digests[name, part] = hashlib.blake2b(bits, digest_size=8).hexdigest()
 
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
     # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
     tables = [None] * dist.get_world_size()
     dist.all_gather_object(tables, digests)
-    first = None
-    names = set()
+    different = {}  # name -> {digest: the ranks that have it}
     for key in dict.fromkeys(key for table in tables for key in table):
-        ranks_of = {}  # digest -> the ranks that have it
+        ranks_of = {}
         for rank, table in enumerate(tables):
             if key in table:
                 ranks_of.setdefault(table[key], []).append(rank)
         if len(ranks_of) > 1:
-            first = first or (key[0], ranks_of)
-            names.add(key[0])
-    if first is None:
+            different.setdefault(key[0], ranks_of)
+    if not different:
         return None
 
     # Nobody can say which of two replicas is right. The largest set comes first.
-    sets = sorted(first[1].values(), key=lambda ranks: (-len(ranks), ranks))
-    said = []
-    for ranks in sets:
-        word = "ranks" if len(ranks) > 1 else "rank"
-        said.append(f"{word} {' '.join(map(str, ranks))}")
-    more = f"; {len(names) - 1} more tensors differ" if len(names) > 1 else ""
-    return f"replicas differ in {first[0]}: {' / '.join(said)} hold other bits{more}"
+    name, ranks_of = next(iter(different.items()))
+    sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
+    said = " / ".join("ranks " + " ".join(map(str, ranks)) for ranks in sets)
+    return f"replicas differ in {name}: {said} hold other bits; {len(different)} tensors differ"
 
 
 def lr_factor(
@@ -2498,14 +2068,15 @@ def lr_factor(
         nonzero  .5  1  1  .875  .75  .625  .5  .375  .25  .125
         zero      0 .5  1  .875  .75  .625  .5  .375  .25  .125
     """
-    if decay not in ("constant", "linear", "cosine"):
-        raise ValueError(f"expected a decay of constant, linear, cosine, got {decay!r}")
-    if first_step not in ("nonzero", "zero"):
-        raise ValueError(f"expected a first_step of nonzero, zero, got {first_step!r}")
-    if not 0 <= warmup <= total:
-        raise ValueError(f"expected a warm-up of at most {total} steps, got {warmup}")
-    if not 0 <= min_ratio <= 1:
-        raise ValueError(f"expected a min_ratio from 0 to 1, got {min_ratio}")
+    for name, value, known in (
+        ("decay", decay, ("constant", "linear", "cosine")),
+        ("first_step", first_step, ("nonzero", "zero")),
+    ):
+        if value not in known:
+            raise ValueError(f"expected a {name} of {', '.join(known)}, got {value!r}")
+    if not 0 <= warmup <= total or not 0 <= min_ratio <= 1:
+        raise ValueError(f"expected a warm-up of at most {total} steps and a min_ratio from 0 to "
+                         f"1, got {warmup} and {min_ratio}")  # fmt: skip
 
     if step < warmup:
         risen = step + 1 if first_step == "nonzero" else step
@@ -2518,7 +2089,7 @@ def lr_factor(
     return min_ratio + (1 - min_ratio) * left[decay]
 
 
-# 18. A packed batch under a plan -----------------------------------------------------------------
+# 17. A packed batch under a plan -----------------------------------------------------------------
 #
 # A training script has sequences of unequal lengths, and a loss. In between, plans want different
 # things: t a number of tokens that it divides, c this rank's tokens of each sequence, p all
@@ -2583,6 +2154,23 @@ def pack_row(sequences, masks, length) -> PackedRow:
     return PackedRow(*map(torch.from_numpy, [*in_row, *scored, *holds]))
 
 
+class Micro(NamedTuple):
+    """A micro-batch: (B, S) token ids, their positions, and the attention of their documents."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: object = None  # None: the model's
+    on_routing: object = None  # a callback of its sparse layers; None: they attach no loss
+
+    def through(self, stage, x):
+        """Run a model, or a stage of one, on states of the stage before, or None: on the tokens."""
+        options = dict(positions=self.positions, attention=self.attention)
+        # Only a model with experts needs to know what a routing is.
+        if self.on_routing is not None:
+            options["on_routing"] = self.on_routing
+        return stage.hidden(self.tokens if x is None else x, **options)
+
+
 class PackedBatches:
     """Run batches of sequences and a loss on a model: one call, the same under every plan.
 
@@ -2636,27 +2224,22 @@ class PackedBatches:
                 return sum(x_BT.sum() for x_BT in scores)
             return loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
 
-        # A pipeline runs all micro-batches by its schedule. Otherwise it is as on one device:
-        # forward, loss, backward, whose graph is freed before the next one. backward() adds to
-        # .grad, and that is right, because the losses are terms of one sum.
-        losses = []
-        if self.part.is_pipeline:
-            micros = [self.micro(row, self.balance) for row in rows]
-            losses = self.model.forward_backward(micros, loss_of_states)
-        else:
-            for k, row in enumerate(rows):
-                loss = loss_of_states(k, self.states(row, self.balance))
-                loss.backward()
-                losses.append(loss.detach())
-
-        # Of the ranks with the same sequences one counts.
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if speaks_for_replica(self.model):
-            for loss in losses:
-                total += loss
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k], self.balance).through(root, x)
+            if not self.part.has_head(root):
+                return x_1sM
+            loss = loss_of_states(k, x_1sM)
+            total.add_(loss.detach())
+            return loss
+
+        # backward() adds to .grad, and that is right, because the losses are terms of one sum.
+        run_micro_batches(self.model, forward, len(rows), self.states_like(rows))
+        # COMM: an all-reduce of one number over all ranks. Of the ranks with the same sequences one
+        # counts. Pinned by tests/test_packed.py::test_ranks_are_one_process.
+        total *= speaks_for_replica(self.model)
         if dist.is_initialized():
-            # COMM: an all-reduce of one number over all ranks. Pinned by
-            # tests/test_packed.py::test_ranks_are_one_process.
             dist.all_reduce(total)
         return total
 
@@ -2667,28 +2250,28 @@ class PackedBatches:
         Each is (L - 1,), on the CPU, on every rank of the replica. Collective.
         """
         micro_batches, rows = self.pack_micro_batches(sequences, masks)
-        if self.part.is_pipeline:
-            states = self.model.forward([self.micro(row) for row in rows]) or ()
-        else:
-            states = map(self.states, rows)  # one row after the other: never two at once
-
-        # Sequences go back to their places, without their padding.
         found = [None] * len(sequences)
-        for indices, row, hidden_1sM in zip(micro_batches, rows, states):
-            columns = [x_BT.cpu() for x_BT in self.score(row, hidden_1sM)]
-            for b, i in enumerate(indices):
+
+        def forward(root, k, x):
+            x_1sM = self.micro(rows[k]).through(root, x)
+            if not self.part.has_head(root):
+                return x_1sM
+            # Sequences go back to their places, without their padding.
+            columns = [x_BT.cpu() for x_BT in self.score(rows[k], x_1sM)]
+            for b, i in enumerate(micro_batches[k]):
                 found[i] = tuple(x_BT[b, : len(sequences[i]) - 1] for x_BT in columns)
-        self.part.reshard()  # without a backward FSDP would keep the gathered weights
-        if not self.part.is_pipeline:
+
+        run_forwards(self.model, forward, len(rows), self.states_like(rows))
+        reshard(self.model)  # without a backward FSDP would keep the gathered weights
+        if self.plan.pp == 1:
             return found
 
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        replica = self.part.grid.replica
-        parts = [None] * dist.get_world_size(replica)
-        mine = None if self.model.last is None else found
-        dist.all_gather_object(parts, mine, group=replica)
+        replica = self.part.grid.group["pct"]
+        parts = [None] * replica.size()
+        dist.all_gather_object(parts, found if self.part.is_last else None, group=replica)
         return next(part for part in parts if part is not None)
 
     def pack_micro_batches(self, sequences, masks):
@@ -2717,37 +2300,41 @@ class PackedBatches:
         length = row.tokens_1S.shape[1]
         if self.plan.cp == 1:
             return torch.arange(length)
-        return self.indices(length, dist.get_rank(self.part.grid.context), self.plan.cp)
+        return self.indices(length, self.part.grid.group["c"].rank(), self.plan.cp)
 
     def micro(self, row, balance=None) -> Micro:
         """Return this rank's tokens of a row, with the attention of its documents."""
         # Attention and balance are about the whole row. Tokens and positions are this rank's.
         local_s = self.own_tokens(row)
-        group = self.part.grid.context if self.plan.cp > 1 else None
+        group = self.part.grid.group["c"] if self.plan.cp > 1 else None
         made = None
         if balance is not None:
             made = balance_of_rank(self.model, row.sequence_J, row.token_J, local_s, balance)
         own = [x_1S[:, local_s].to(self.device) for x_1S in (row.tokens_1S, row.positions_1S)]
         return Micro(*own, self.attention(row.sees, group), made)
 
-    def states(self, row, balance=None):
-        """Return the states (1, s, M) of this rank's tokens of a row."""
-        micro = self.micro(row, balance)
-        return micro.through(self.model, micro.tokens)
+    def states_like(self, rows):
+        """Return memory for the states that one stage sends to the next: rows have one length."""
+        if self.plan.pp == 1:
+            return None
+        p = next(self.model.parameters())
+        dtype = getattr(self.model, "residual_dtype", None) or self.part.compute_dtype or p.dtype
+        t = self.plan.tp if self.part.grid.sequence else 1
+        shape = 1, len(self.own_tokens(rows[0])) // t, self.model.config.hidden_size
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def score(self, row, hidden_1sM) -> list:
         """Return log-probs, entropies, of a critic values of a row's targets, (B, T) each."""
         # Some of the N scored tokens have their state on this rank, and searchsorted finds it.
         # Example: this rank has 0 1 6 7 of 8 tokens, and 0 1 3 are scored. It scores 0 and 1.
-        model = self.model.last if self.part.is_pipeline else self.model
         local_s = self.own_tokens(row)
         here_N = torch.isin(row.at_N, local_s)
         at_n = row.at_N[here_N]
         x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
         targets_n = row.targets_N[here_N].to(self.device)
-        columns = [*model.logprobs(x_nM, targets_n, temperature=self.temperature)]
-        if getattr(model.config, "value_head", False):
-            columns.append(model.values(x_nM))
+        columns = [*self.model.logprobs(x_nM, targets_n, temperature=self.temperature)]
+        if getattr(self.model.config, "value_head", False):
+            columns.append(self.model.values(x_nM))
 
         # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
         # their sum is the whole, and all compute the same loss of it. Each has the whole gradient
@@ -2759,7 +2346,7 @@ class PackedBatches:
         for x_n in columns:
             x_N = x_n.new_zeros(len(here_N)).index_copy(0, here_n, x_n)
             if self.plan.cp > 1:
-                x_N = reduce_from_tp_region(x_N, self.part.grid.context, sequence=False)
+                x_N = reduce_from_tp_region(x_N, self.part.grid.group["c"], sequence=False)
             x_BT = x_n.new_zeros(row.mask_BT.shape)
             scores.append(x_BT.index_put((*places,), x_N[entries_K]))
         return scores
@@ -2810,7 +2397,7 @@ def agreed_micro_batches(model, count) -> int:
     p = part.plan.pp
     if p > 1:
         count = max(2 * p, -(-count // p) * p)
-    if part.is_fsdp or part.plan.ep > 1:
+    if part.mode == "fsdp" or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
         # Pinned by tests/test_ranks.py::test_unequal_shares_sum_to_the_whole.
@@ -2848,13 +2435,13 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     first = 0  # of local_s, the first that a sparse layer sees
     taken_s = local_s
     if plan.cp > 1:
-        groups.append(part.grid.context)
+        groups.append(part.grid.group["c"])
     if plan.tp > 1:
         chunk = -(-len(local_s) // plan.tp)
-        start = part.grid.dense.get_local_rank("tp") * chunk
+        start = part.grid.group["t"].rank() * chunk
         taken_s = local_s[start : start + chunk]
         first = start if plan.etp == 1 else 0
-        groups.append(part.grid.dense.get_group("tp"))
+        groups.append(part.grid.group["t"])
 
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
     is_taken_J = torch.isin(token_J, taken_s)
@@ -2867,16 +2454,10 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
 def speaks_for_replica(model) -> bool:
     """Return whether this rank's measurements count, among ranks with the same sequences."""
     part = part_of(model)
-    if part.is_pipeline and model.last is None:
-        return False
-    if part.plan.tp * part.plan.cp == 1:
-        return True
-
     # The first rank of its tensor group that is also the first of its context.
     #
     #     plan t2c2: tensor groups 0 1 | 2 3, contexts 0 2 | 1 3   ->   rank 0 alone
-    first_of_tensor = part.grid.dense.get_local_rank("tp") == 0
-    return first_of_tensor and dist.get_rank(part.grid.context) == 0
+    return part.is_last and all(part.grid.group[x].rank() == 0 for x in "ct" if part.grid)
 
 
 def gather_replica(model, items):
@@ -2891,10 +2472,10 @@ def gather_replica(model, items):
         return items, 0
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
     # tests/test_packed.py::test_ranks_are_one_process.
-    replica = part.grid.replica
-    parts = [None] * dist.get_world_size(replica)
+    replica = part.grid.group["pct"]
+    parts = [None] * replica.size()
     dist.all_gather_object(parts, items, group=replica)
-    first = sum(len(part) for part in parts[: dist.get_rank(replica)])
+    first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
 
 
@@ -2906,28 +2487,24 @@ def require_batch(model, sequences, masks):
         found = f"expected a mask for each of {len(sequences)} sequences, got {len(masks)}"
     for i, (tokens, mask) in enumerate(zip(sequences, masks)):
         if not found and (len(tokens) == 0 or len(mask) != len(tokens) - 1):
-            found = (
-                f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
-                f"token at least, and an entry of the mask for each of tokens[1:]")  # fmt: skip
+            found = (f"sequence {i} has {len(tokens)} tokens and a mask of {len(mask)}; it needs a "
+                     f"token, and a mask of tokens[1:]")  # fmt: skip
 
-    # COMM: an all-gather of eight bytes over the replica tells whether all of its ranks have the
+    # COMM: an all-gather of some bytes over the replica tells whether all of its ranks have the
     # same batch. Pinned by
     # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
+    seen = [(found, "")]
     if part.plan.world > part.plan.dp:
-        digest = hashlib.blake2b(digest_size=8)
-        for tokens, mask in zip(sequences, masks):
-            digest.update(np.asarray([len(tokens), *tokens], dtype=np.int64).tobytes())
-            digest.update(np.asarray(mask, dtype=bool).tobytes())
-        replica = part.grid.replica
-        parts = [None] * dist.get_world_size(replica)
-        dist.all_gather_object(parts, (digest.digest(), found), group=replica)
-        found = next((text for _, text in parts if text), "")
-        if not found and len({seen for seen, _ in parts}) > 1:
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(replica)))
-            found = (
-                f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
-                f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
+        batch = [[*map(int, x)] for x in (*sequences, *masks)]
+        seen *= part.grid.group["pct"].size()
+        digest = zlib.crc32(repr(batch).encode())
+        dist.all_gather_object(seen, (found, digest), group=part.grid.group["pct"])
+    found = next((text for text, _ in seen if text), "")
+    if not found and len({digest for _, digest in seen}) > 1:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
+        found = (f"ranks {ranks} work on the same sequences in plan {part.plan}, but were given "
+                 f"different ones or masks; gather_replica makes one batch of them")  # fmt: skip
     if found:
         raise ValueError(found)
 
@@ -2976,22 +2553,23 @@ class PaddedTokens:
         # inside the experts a layer has seen all tokens already. Pinned by
         # tests/test_balance.py::test_a_rank_sees_some_tokens.
         part = part_of(self.model)
-        return x_nE if part.plan.etp > 1 else all_gather(x_nE, part.grid.dense.get_group("tp"))
+        return x_nE if part.plan.etp > 1 else all_gather(x_nE, part.grid.group["t"])
 
 
-# 19. Generators ----------------------------------------------------------------------------------
+# 18. Generators ----------------------------------------------------------------------------------
 #
 # A model that only samples, split by a plan of its own (d, t and e), and how weights reach it, one
 # tensor at a time, from a model of another plan. Skip it if every rank samples with a whole model.
-
-
 def require_generator_plan(plan) -> None:
-    """Raise a ValueError for a plan with letters that a generator cannot have."""
+    """Raise a ValueError for a plan that a generator cannot have."""
     for letter, degree, what in (("c", plan.cp, "sequences"), ("p", plan.pp, "layers")):
         if degree > 1:
             raise ValueError(
                 f"plan {plan}: a generator has d, t and e, and no {letter}: it decodes one token "
                 f"after the other, and ranks with other {what} would only wait")  # fmt: skip
+    # A group of experts is in one replica, or consists of whole replicas, which decode in step.
+    if max(plan.ep, plan.tp) % min(plan.ep, plan.tp):
+        raise ValueError(f"plan {plan}: e = {plan.ep} or t = {plan.tp} must divide the other")
 
 
 def split_for_decoding(model, plan, *, device_mesh):
@@ -3003,23 +2581,23 @@ def split_for_decoding(model, plan, *, device_mesh):
     need the same number of model calls: `end_together`.
     """
     require_generator_plan(plan)
-    require_whole_model(model, plan, device_mesh)
     plan.require_fits(world=dist.get_world_size(), config=model.config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    model.part = Part(model, device_mesh)
-    model.calls = None
-    split_weights(model.part, shapes)
-
     # One new token in a row cannot be split along the sequence, so between f and g every tensor
-    # rank has all rows. Experts whose width is not split get each row once all the same.
+    # rank has all rows.
+    grid = with_sequence(device_mesh, False)
+    split(model, grid)
+    places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
+    model.part = Part(plan, grid.device, places, grid)
+    model.calls = None
+
+    # Experts whose width is not split get each row once all the same.
     if plan.tp > 1 and plan.etp == 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
-                share_out_rows(layer.mlp, device_mesh.dense.get_group("tp"))
-
-    # If experts are on more ranks than a replica has, replicas decode in step.
+                share_out_rows(layer.mlp, grid.group["t"])
     if plan.ep * plan.etp > plan.tp:
-        model.calls = CallsInStep(model, device_mesh.experts.get_group("ep"))
+        model.calls = CallsInStep(model, grid.group["e"])
         model.hidden = model.calls.hidden
     return model
 
@@ -3027,18 +2605,16 @@ def split_for_decoding(model, plan, *, device_mesh):
 def share_out_rows(mlp, group):
     """Let each of the t ranks, which have the same rows, send some of them to the experts."""
     run = mlp.forward
-    world = dist.get_world_size(group)
 
     def forward(x_BSM, /, on_routing=None):
         # 5 rows on 2 ranks are 0 1 2 and 3 4 -, where - is a row of zeros. Wherever it is routed
         # to, its result is cut off.
         rows_NM = x_BSM.flatten(0, -2)
-        N = len(rows_NM)
-        padded_NM = F.pad(rows_NM, (0, 0, 0, -N % world))
+        padded_NM = F.pad(rows_NM, (0, 0, 0, -len(rows_NM) % group.size()))
         out_1nM = run(own_chunk(padded_NM, group)[None], on_routing=on_routing)
         # COMM: an all-gather over the t ranks, which have the same number of rows. Pinned by
         # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        return all_gather(out_1nM[0], group)[:N].view_as(x_BSM)
+        return all_gather(out_1nM[0], group)[: len(rows_NM)].view_as(x_BSM)
 
     mlp.forward = forward
 
@@ -3068,122 +2644,40 @@ class CallsInStep:
         dist.all_reduce(count, group=self.group)
         return int(count)
 
-    @torch.no_grad()
-    def end(self):
-        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        while self.ranks_that_call(0):
-            self.run(token_11)
 
-
+@torch.no_grad()
 def end_together(model) -> None:
     """Serve this rank's experts until the other ranks have decoded all they had, too."""
     calls = getattr(model, "calls", None)
     if calls is not None:
-        calls.end()
+        token_11 = torch.zeros(1, 1, dtype=torch.int64, device=calls.device)
+        while calls.ranks_that_call(0):
+            calls.run(token_11)
 
 
 def share_or_allocate(source, target, device) -> None:
-    """Give a model on the meta device memory, the source's own where that is possible.
-
-    It is possible where both have the same entries of a parameter in one dtype. The content of new
-    memory is undefined.
+    """Give a model on the meta device memory, the source's own where both have the same entries.
 
     What an optimizer writes into a shared parameter of the source is in the target at once, and
-    `copy_weights` leaves it out. Degrees decide what is shared, so it is the same on all ranks.
+    `copy_weights` leaves it out. The content of new memory is undefined. Degrees decide what is
+    shared, so it is the same on all ranks. source: None where there is none on these ranks.
     """
     # FSDP moves its shards' memory about, and a stage of a pipeline has some of the layers only,
     # which the other ranks of its pipeline need to be sent.
-    given = part_of(source)
     sources = {}
-    if not (given.is_fsdp or given.is_pipeline):
+    if source is not None and part_of(source).mode != "fsdp" and part_of(source).plan.pp == 1:
         sources = dict(source.named_parameters())
-    part = part_of(target)
-    for prefix, module in target.named_modules():
-        for name, q in module.named_parameters(recurse=False):
-            full_name = join_name(prefix, name)
-            place = part.places[full_name]
-            p = sources.get(full_name)
-            same = p is not None and p.dtype == q.dtype
-            if same and given.places[full_name].pattern == place.pattern:
-                memory = local(p.detach())
-            else:
-                memory = torch.empty_like(local(q.detach()), device=device)
-            q = torch.nn.Parameter(place.label(memory), requires_grad=False)
-            setattr(module, name, q)
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.zeros_like(buffer, device=device)
-
-
-def tensors_of(model) -> dict:
-    """Return name -> tensor of the parameters and of the buffers that belong to a model's state."""
-    return dict(model.named_parameters()) | persistent_buffers(model)
-
-
-class Weights:
-    """The tensors of a model of any plan, given out one at a time.
-
-    All ranks of the model ask for the same names in the same order.
-
-    source: model, of any plan.
-    optimizer: the source's LocalOptimizer, which may have masters. Default: none.
-    dtype: torch.dtype of the model that gets the weights.
-
-    shapes: dict. Name -> shape of the whole, the same on all ranks.
-    patterns: dict. Name -> `Place.pattern`.
-    """
-
-    def __init__(self, source, optimizer=None, dtype=None):
-        part = part_of(source)
-        part.reshard()
-        tensors = dict(source.named_parameters())
-        places = part.places
-        # In compute_dtype a parameter is its master, rounded once. In another dtype it would be
-        # rounded twice. The master itself may be a part of a rank's part (zero1), and then costs
-        # more messages.
-        if getattr(optimizer, "has_masters", False) and dtype != part.compute_dtype:
-            tensors, places = optimizer.mine, optimizer.places
-        self.tensors = {name: (local(x.detach()), places[name]) for name, x in tensors.items()}
-        for name, x in persistent_buffers(source).items():
-            self.tensors[name] = x, Place(None, (whole_box(x),))
-
-        found = {name: (place.shape, place.pattern) for name, (_, place) in self.tensors.items()}
-        self.senders = {}
-        self.group = None
-        if part.is_pipeline:
-            # COMM: an all-gather over the stages says what each of them has. Who sends a tensor is
-            # the first stage that has it. The ranks of this group have other layers, and the same
-            # entries of what t and e cut. Pinned by
-            # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            self.group = part.grid.dense.get_group("pp")
-            of_stages = [None] * dist.get_world_size(self.group)
-            dist.all_gather_object(of_stages, found, group=self.group)
-            found = {}
-            for stage, of_stage in enumerate(of_stages):
-                for name in of_stage.keys() - found.keys():
-                    self.senders[name] = dist.get_global_rank(self.group, stage)
-                found = of_stage | found
-        self.shapes = {name: shape for name, (shape, _) in found.items()}
-        self.patterns = {name: pattern for name, (_, pattern) in found.items()}
-
-    @torch.no_grad()
-    def gather(self, name, dtype, device, kept=0, shape=None):
-        """Return a tensor on every rank: the whole, or what its first `kept` cuts leave of it.
-
-        dtype, device: of the result, if another stage has the tensor.
-        shape: of the result, if `kept` is not 0. Collective.
-        """
-        if name in self.tensors:
-            x, place = self.tensors[name]
-            x = place.gather(x, kept)
-        else:
-            x = torch.empty(shape or self.shapes[name], dtype=dtype, device=device)
-        if name in self.senders:
-            # COMM: a broadcast over the stages, from the first one that has the tensor. All stages
-            # take the names in one order. Pinned by
-            # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-            x = x.to(device, dtype).contiguous()
-            dist.broadcast(x, src=self.senders[name], group=self.group)
-        return x
+    for name, q in [*target.named_parameters()]:
+        p = sources.get(name)
+        memory = torch.empty_like(q, device=device)
+        if p is not None and p.dtype == q.dtype:
+            if part_of(source).places[name].pattern == target.part.places[name].pattern:
+                memory = p.detach()
+        owner, _, last = name.rpartition(".")
+        setattr(target.get_submodule(owner), last, nn.Parameter(memory, requires_grad=False))
+    for name, buffer in [*target.named_buffers()]:
+        owner, _, last = name.rpartition(".")
+        target.get_submodule(owner)._buffers[last] = torch.zeros_like(buffer, device=device)
 
 
 @torch.no_grad()
@@ -3198,32 +2692,55 @@ def copy_weights(source, target, optimizer=None) -> None:
     parts and one whole tensor are in memory. A parameter that both have in one memory is left out.
     ValueError if names or shapes differ.
     """
-    weights = Weights(source, optimizer, next(target.parameters()).dtype)
-    wanted = tensors_of(target)
-    places = part_of(target).places
+    part = part_of(source)
+    # In compute_dtype a parameter is its master, rounded once. In another dtype it would be rounded
+    # twice. The master itself may be a part of a rank's part (zero1), and then costs more messages.
+    is_rounded = next(target.parameters()).dtype == part.compute_dtype
+    tensors, places = weights_and_places(source, None if is_rounded else optimizer)
+    tensors = tensors | persistent_buffers(source)
+    places = {name: whole_place(x) for name, x in tensors.items()} | places
+
+    # COMM: an all-gather over the stages says what each of them has. Who sends a tensor is the
+    # first stage that has it. The ranks of this group have other layers, and the same entries of
+    # what t and e cut. Pinned by
+    # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+    group = part.grid.group["p"] if part.plan.pp > 1 else None
+    tables = [{name: (places[name].shape, places[name].pattern) for name in tensors}]
+    if group is not None:
+        tables *= group.size()
+        dist.all_gather_object(tables, tables[0], group=group)
 
     # Compared before the first of them moves, and by what every rank knows now.
-    wants = {name: tuple(x.shape) for name, x in wanted.items()}
-    if weights.shapes != wants:
-        differ = sorted({name for name, _ in weights.shapes.items() ^ wants.items()})
-        raise ValueError(f"models differ: {differ}")
+    wanted = dict(target.named_parameters()) | persistent_buffers(target)
+    targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
+    shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
+    differ = shapes.items() ^ {name: targets[name].shape for name in wanted}.items()
+    if differ:
+        raise ValueError(f"models differ: {sorted({name for name, _ in differ})}")
 
     for name, q in wanted.items():
         q = local(q.detach())
-        own, _ = weights.tensors.get(name, (None, None))
-        if own is not None and own.is_set_to(q):
+        x = local(tensors[name].detach()) if name in tensors else None
+        if x is not None and x.is_set_to(q):
             continue
         # Where the source was first cut as the target is, by t and e of one degree, only what was
         # cut after that, by FSDP, is gathered. Degrees decide, so all ranks go the same way.
-        pattern = places[name].pattern if name in places else ()
-        if weights.patterns[name][: len(pattern)] == pattern:
-            q.copy_(weights.gather(name, q.dtype, q.device, len(pattern), q.shape))
-        else:
-            whole = weights.gather(name, q.dtype, q.device)
-            q.copy_(whole[places[name].region])
+        first = next(rank for rank, table in enumerate(tables) if name in table)
+        _, pattern = tables[first][name]
+        there = targets[name]
+        is_cut_alike = pattern[: len(there.cuts)] == there.pattern
+        if x is not None:
+            x = places[name].gather(x, len(there.cuts) if is_cut_alike else 0)
+        if group is not None:
+            # COMM: a broadcast over the stages. All take the names in one order. Pinned by
+            # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
+            shape = q.shape if is_cut_alike else there.shape
+            x = q.new_empty(shape) if x is None else x.to(q).contiguous()
+            dist.broadcast(x, group=group, group_src=first)
+        q.copy_(x if is_cut_alike else x[there.region])
 
 
-# 20. Joining, agreeing, leaving ------------------------------------------------------------------
+# 19. Joining, agreeing, leaving ------------------------------------------------------------------
 #
 # Process groups that survive restarts, errors that name a lost rank, and one last step for all
 # ranks. Read this section if you write a training loop, or if a run does not start.
@@ -3244,18 +2761,15 @@ def connect(device="", *, timeout=60, threads=1) -> str:
         return f"cuda:{torch.cuda.current_device()}" if "nccl" in dist.get_backend() else "cpu"
 
     patience = datetime.timedelta(seconds=timeout)
-    with naming_lost_ranks(lambda: "starting", "look at its error"):
-        store = dist.HashStore()
-        rank = 0
-        world = 1
-        if "RANK" in os.environ:  # torchrun's ranks meet in its store
-            store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-            store = store_of_this_attempt(store, rank, world, timeout)
-        # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    where = dict(store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+        store = store_of_this_attempt(store, rank, world, timeout)
         where = dict(store=store, rank=rank, world_size=world)
-        dist.init_process_group(backend, **where, timeout=patience)
-        wait_for_all()
+    # gloo in addition to NCCL, because Python objects and checkpoints travel as CPU tensors.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, **where, timeout=patience)
+    wait_for_all()
     return device
 
 
@@ -3267,18 +2781,9 @@ def own_device(device) -> str:
                          f"torch.cuda.is_available() is {has_cuda}")  # fmt: skip
     if device == "cpu" or not has_cuda:
         return "cpu"
-    # One process drives one device.
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # one process drives one device
     torch.cuda.set_device(device)
     return device
-
-
-def wait_for_all(device="cpu") -> None:
-    """Return when all ranks of the default group are here."""
-    # COMM: an all-reduce. A rank that refuses its settings next leaves at once. It must not close
-    # the connections, or rank 0 the store, with which another rank still joins a group.
-    # Pinned by tests/test_faults.py::test_no_rank_leaves_while_another_joins.
-    dist.all_reduce(torch.zeros((), device=device))
 
 
 def store_of_this_attempt(store, rank, world, timeout):
@@ -3322,25 +2827,23 @@ def agree(function):
     A ValueError or an OSError becomes a ValueError of the same text on all ranks. Any other error
     of rank 0 is raised there as it is, and as a RuntimeError that quotes it on the other ranks.
     """
-    box = [None, None, ""]  # the value; or the kind of error that the other ranks raise, its text
+    box = [None, None]  # the value, and the error that the other ranks raise
     own_error = None
     if dist.get_rank() == 0:
         try:
             box[0] = function()
-        except (ValueError, OSError) as error:
-            box[1:] = ValueError, str(error)
         except Exception as error:
-            own_error = error
-            box[1:] = RuntimeError, f"rank 0 ended with {type(error).__name__}: {error}"
+            box[1] = own_error = ValueError(str(error))
+            if not isinstance(error, (ValueError, OSError)):
+                own_error = error
+                box[1] = RuntimeError(f"rank 0 ended with {type(error).__name__}: {error}")
     # COMM: rank 0 broadcasts to all ranks. It does so after an error too, so no rank waits for a
     # rank 0 that has failed.
     # Pinned by tests/test_faults.py::test_any_error_of_rank_0_reaches_all_ranks_at_once.
     dist.broadcast_object_list(box, src=0)
-    if own_error is not None:
-        raise own_error
-    value, kind, text = box
-    if kind is not None:
-        raise kind(text)
+    value, error = box
+    if own_error or error:
+        raise own_error or error
     return value
 
 
@@ -3404,13 +2907,24 @@ class Stop:
         return int(number)
 
 
-@contextlib.contextmanager
-def naming_lost_ranks(where, advice):
-    """Turn the error of a collective that lost a rank into a ConnectionError with advice.
+class Progress:
+    """How far a program is, and what its user can do if another rank is lost.
 
-    where: function without arguments. Its text says how far this rank was.
-    advice: str. What the user can do. The newest checkpoint is whole, and saving another one would
-        need the lost rank.
+    where: function without arguments that returns it in words.
+    advice: str. Saving needs the lost rank, and the newest checkpoint is whole.
+    """
+
+    def __init__(self):
+        self.where = lambda: "starting"
+        self.advice = "look at its error"
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(progress):
+    """Turn the error of a collective that lost a rank into a ConnectionError that says so.
+
+    It is wrapped around the whole program, once. Every collective waits at most the timeout of its
+    group, so a rank that is lost, stopped or slow ends the others by such an error.
     """
     try:
         yield
@@ -3423,8 +2937,8 @@ def naming_lost_ranks(where, advice):
             raise
         reason = str(error).splitlines()[0][:160]
         raise ConnectionError(
-            f"{where()}: another rank is gone or silent for too long ({reason}); this rank leaves "
-            f"without saving; {advice}") from error  # fmt: skip
+            f"{progress.where()}: another rank is gone or silent for too long ({reason}); this "
+            f"rank leaves without saving; {progress.advice}") from error  # fmt: skip
 
 
 def is_lost_rank(error) -> bool:
@@ -3440,61 +2954,14 @@ def is_lost_rank(error) -> bool:
     return False
 
 
-# 21. Checkpoints ---------------------------------------------------------------------------------
+# 20. Checkpoints ---------------------------------------------------------------------------------
 #
-# Write the state of a run so that it can go on under any plan, and read it back verified.
-# Skip it unless a checkpoint was refused, or you write checkpoints of your own.
-#
-# DCP (torch.distributed.checkpoint) writes one file per rank, the chunks of its tensors end to end,
-# and a table of contents, .metadata. state.json is written last. It has the run's own state, its
-# own checksum, and for each other file the running checksum at the end of each chunk:
-#
-#     "__0_0.distcp": [[1500, c1], [2700, c2]]     bytes 0 to 1499 sum to c1, 0 to 2699 to c2
-#
-# A CRC can be continued, so a rank that needs bytes 1500 to 2699 reads only these: started at c1,
-# their checksum must be c2. The last pair is the size and the checksum of the whole file.
-
-
+# Write the state of a run so that it can go on under any plan, and read it back verified. DCP
+# (torch.distributed.checkpoint) writes one safetensors file per rank, which says where in each
+# tensor its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has
+# the run's own state, size and checksum of each other file, and its own checksum, the seal.
 class Damaged(ValueError):
     """Files of a checkpoint are not as they were written. An older checkpoint may be whole."""
-
-
-class _SummedFile(io.BufferedWriter):
-    """A file that notes the checksum of its bytes at each flush, {position: checksum}.
-
-    DCP writes from front to back, and flushes after each chunk.
-    """
-
-    def __init__(self, path):
-        super().__init__(io.FileIO(path, "w"))
-        self.sum = 0
-        self.sums = {}
-
-    def write(self, data):
-        self.sum = zlib.crc32(data, self.sum)
-        return super().write(data)
-
-    def flush(self):
-        super().flush()
-        self.sums[self.tell()] = self.sum
-
-    def fileno(self):
-        # DCP asks for the number to sync the file. It syncs .metadata before it flushes it.
-        self.flush()
-        return super().fileno()
-
-
-class _SummedFiles(dcp.filesystem.FileSystem):
-    """DCP's file system, with the checksums of the files that this rank writes, by name."""
-
-    def __init__(self):
-        self.sums = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path, mode):
-        with _SummedFile(path) as file:
-            self.sums[path.name.removesuffix(".tmp")] = file.sums  # .metadata.tmp is renamed
-            yield file
 
 
 def write_checkpoint(path, tensors, state) -> None:
@@ -3513,9 +2980,6 @@ def write_checkpoint(path, tensors, state) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
 
-    # Refuse it before anything is deleted.
-    agree(require_json)
-
     def start():
         # A run that was cut short may have left either directory.
         for stale in (partial, path):
@@ -3523,38 +2987,67 @@ def write_checkpoint(path, tensors, state) -> None:
         partial.mkdir(parents=True)
 
     def finish():
-        files = {name: [*sums.items()] for of_rank in written for name, sums in of_rank.items()}
         with (partial / "state.json").open("w") as file:
-            json.dump(sealed(state | {"files": files}), file)
+            json.dump(sealed(state | {"files": sums}), file)
             file.flush()
             os.fsync(file.fileno())
         partial.rename(path)
 
+    agree(require_json)  # before anything is deleted
     try:
         agree(start)
-        # Names are flat, so the table needs no record of how they were nested. Nor does it need
-        # the path of the checkpoint, which `storage_meta` would add.
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        writer = dcp.FileSystemWriter(partial)
-        writer.storage_meta = lambda: None
-        writer.fs = _SummedFiles()
-        dcp.save(tensors, storage_writer=writer, planner=planner)
-
-        # COMM: each rank sends the checksums of the chunks that it wrote. No rank reads a file of
-        # another rank while the others wait for it.
-        # Pinned by tests/test_parallel_faults.py::test_slow_files_do_not_end_a_run.
-        written = [None] * dist.get_world_size()
-        dist.all_gather_object(written, writer.fs.sums)
+        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer)
+        names = sorted(file.name for file in partial.glob("*.safetensors"))
+        sums = on_all_ranks(lambda: sums_of_share(partial, names))
         agree(finish)
-    except (dcp.CheckpointException, ValueError) as error:  # raised on every rank, whichever failed
-        failures = getattr(error, "failures", {0: [error]})
-        reason = "; ".join(f"rank {rank}: {e[0]}" for rank, e in failures.items())
+    except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)  # unfinished files take room
         raise OSError(
-            f"checkpoint {path} not written ({reason}); older ones are whole: make room or mend "
-            f"the directory, then go on with --resume --out {path.parent}"
-        ) from error
+            f"checkpoint {path} not written ({reason_of(error)}); older ones are whole: make room "
+            f"or mend the directory, then go on with --resume --out {path.parent}") from error
+
+
+def reason_of(error) -> str:
+    """Say which rank failed at what, if DCP says it."""
+    failures = getattr(error, "failures", {})
+    return "; ".join(f"rank {rank}: {e[0]}" for rank, e in failures.items()) or str(error)
+
+
+def sums_of_share(path, names, alone=False) -> dict:
+    """Return {name: [size, checksum]} of this rank's share of a checkpoint's files."""
+    # File n is read by rank n mod world, so that each is read once. alone: this rank reads all.
+    share = names if alone else names[dist.get_rank() :: dist.get_world_size()]
+    sums = {}
+    for name in share:
+        size = total = 0
+        with (Path(path) / name).open("rb") as file:
+            while block := file.read(16 << 20):
+                size += len(block)
+                total = zlib.crc32(block, total)
+        sums[name] = [size, total]
+    return sums
+
+
+def on_all_ranks(function) -> dict:
+    """Merge the dicts that function() returns on all ranks; or raise the first error on every rank.
+
+    What one rank refuses, all refuse, so that none waits for a rank that has left. Collective.
+    """
+    found = None
+    try:
+        found = function()
+    except (ValueError, OSError) as error:
+        found = error
+    # COMM: an all-gather over all ranks, of results or errors. Pinned by
+    # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
+    results = [None] * dist.get_world_size()
+    dist.all_gather_object(results, found)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return {name: value for result in results for name, value in result.items()}
 
 
 def sealed(state) -> dict:
@@ -3566,41 +3059,23 @@ def sealed(state) -> dict:
     return unsealed | {"seal": zlib.crc32(json.dumps(unsealed, allow_nan=False).encode())}
 
 
-def _sealed_state(path):
-    """Return a checkpoint's JSON state and the bytes of its table.
-
-    `Damaged` unless both have their checksum, and each other file its size. The bytes of the
-    tensors are verified by the ranks that read them.
-    """
+def sealed_state(path) -> dict:
+    """Return a checkpoint's JSON state. `Damaged` unless all files are there, by their sizes."""
     path = Path(path)
     try:
         state = json.loads((path / "state.json").read_text())
         if state != sealed(state):
             raise ValueError("its checksum differs")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        sizes = {name: size for name, (size, _) in state["files"].items()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise Damaged(f"checkpoint {path}: state.json is missing or damaged: {error}") from error
-
-    # A name with a slash would lead out of the directory, and reading a pipe might never end.
-    try:
-        files = state.get("files")
-        if not isinstance(files, dict) or ".metadata" not in files:
-            raise ValueError("state.json lists no .metadata among its files")
-        for name, sums in files.items():
-            if name in (".", "..") or not re.fullmatch(r"[\w.-]+", name):
-                raise ValueError(f"state.json lists {name!r:.80}, not a file of the directory")
-            pairs = sums and all([type(n) for n in pair] == [int, int] for pair in sums)
-            if not pairs or sums != sorted(sums):
-                raise ValueError(f"state.json has no size and checksum of {name}")
-            if not (path / name).is_file():
-                raise ValueError(f"{name} is missing or not a file")
-            if (path / name).stat().st_size != sums[-1][0]:
-                raise ValueError(f"{name} is damaged (its size differs)")
-        raw = (path / ".metadata").read_bytes()
-        if zlib.crc32(raw) != files[".metadata"][-1][1]:
-            raise ValueError(".metadata is damaged (its checksum differs)")
-    except (OSError, ValueError, TypeError) as error:
-        raise Damaged(f"checkpoint {path}: {error}") from error
-    return state, raw
+    # DCP reads whatever tensor files are in the directory, also files of another program.
+    found = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
+    for name in sorted(found.keys() | sizes.keys()):
+        if found.get(name) != sizes.get(name):
+            raise Damaged(f"checkpoint {path}: {name} is damaged: it has {found.get(name)} bytes, "
+                          f"and state.json says {sizes.get(name)}")  # fmt: skip
+    return state
 
 
 def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
@@ -3613,54 +3088,43 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     An error on any rank is a ValueError on every rank, `Damaged` if bytes are not as they were
     written. It leaves `tensors` half filled.
     """
-    mine = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    shapes = [mine] * dist.get_world_size()
-    if not alone:
-        dist.all_gather_object(shapes, mine)  # a pipeline's ranks hold different parameters
-    wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
+    together = (lambda function: function()) if alone else on_all_ranks
 
     def inspect():
-        try:
-            state, raw = _sealed_state(path)
-        except Damaged as error:
-            return error, None  # as a value: `agree` would raise a ValueError like any other
+        state = sealed_state(path)
+        found = sums_of_share(path, sorted(state["files"]), alone)
+        for name, sums in found.items():
+            if sums != state["files"][name]:
+                raise Damaged(f"checkpoint {path}: {name} is damaged (its checksum differs)")
         for name in counts:
             value = state.get(name)
             if type(value) is not int or value < 0:  # True is an int, and not a count
-                raise ValueError(
-                    f"checkpoint {path}: expected {name} in state.json to be an integer of 0 or "
-                    f"more, got {value!r:.80}")  # fmt: skip
+                raise ValueError(f"checkpoint {path}: expected {name} in state.json to be an "
+                                 f"integer of 0 or more, got {value!r:.80}")  # fmt: skip
+        return state
 
-        # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-        table = read_table(path, raw, state["files"])
-        saved = {
-            name: tuple(entry.size)
-            for name, entry in table.state_dict_metadata.items()
-            if name.startswith(only)
-        }
-        for name in sorted(saved.keys() | wanted.keys()):
-            if saved.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
-                    f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
-        return state, table
-
-    # COMM: rank 0 reads the table and broadcasts it, so that all ranks refuse a bad one together.
-    # Pinned by tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    state, table = inspect() if alone else agree(inspect)
-    if table is None:
-        raise state
+    # Files are verified before any of them is loaded. Slow files do not end a run: each rank reads
+    # its share at the same time as the others do.
+    state = together(inspect)
+    wanted = together(lambda: {name: tuple(x.shape) for name, x in tensors.items()})
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # the checksums are right, and the files are of another program
+        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+    # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
+    saved = {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {path} is of another model: {name} is {saved.get(name, 'absent')} "
+                f"there and {wanted.get(name, 'absent')} here")  # fmt: skip
     try:
         with warnings.catch_warnings():  # about `alone`
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=SafeReader(path, table), no_dist=alone)
-    except dcp.CheckpointException as error:  # raised on every rank, whichever failed
-        errors = {rank: e[0] for rank, e in sorted(error.failures.items())}
-        damaged = dict.fromkeys(str(e) for e in errors.values() if isinstance(e, Damaged))
-        if damaged:
-            raise Damaged(f"checkpoint {path}: {'; '.join(damaged)}") from error
-        reason = "; ".join(f"rank {rank}: {e}" for rank, e in errors.items())
-        raise ValueError(f"checkpoint {path} cannot be read: {reason}") from error
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
+    except (dcp.CheckpointException, OSError) as error:  # raised on every rank, whichever failed
+        raise ValueError(f"checkpoint {path} cannot be read: {reason_of(error)}") from error
     return state
 
 
@@ -3679,8 +3143,7 @@ def superseded(directory, step, keep, kind="step"):
     found = checkpoints(directory, kind)
     saved = Path(directory) / f"{kind}-{step:08d}"
     up_to_it = [path for path in found if path <= saved]
-    later = [path for path in found if path > saved]
-    return up_to_it[:-keep] + later
+    return up_to_it[:-keep] + found[len(up_to_it) :]
 
 
 def newest_checkpoint(directory, kind="step"):
@@ -3688,7 +3151,7 @@ def newest_checkpoint(directory, kind="step"):
 
     Only `read_newest` finds out whether the bytes of the tensors are as they were written.
     """
-    return _newest(checkpoints(directory, kind), _sealed_state)[0]
+    return _newest(checkpoints(directory, kind), sealed_state)[0]
 
 
 def read_newest(directory, read, kind="step"):
@@ -3705,7 +3168,6 @@ def read_newest(directory, read, kind="step"):
 
 def _newest(found, read):
     """Implement `read_newest` for the paths of checkpoints, oldest first."""
-    # The newest first. Only damage leads to an older one.
     for path in reversed(found):
         try:
             return str(path), read(path)
@@ -3716,319 +3178,50 @@ def _newest(found, read):
         raise ValueError(
             f"no checkpoint in {found[0].parent} is whole "
             f"({', '.join(path.name for path in found)}): "
-            f"put a copy of one back, or begin again with another --out"
-        )
+            f"put a copy of one back, or begin again with another --out")  # fmt: skip
     return None, None
 
 
-# 22. The table of contents of a checkpoint, read without running it ------------------------------
+# 21. check ---------------------------------------------------------------------------------------
 #
-# DCP pickles its table, and unpickling a stranger's file can run a stranger's program.
-# Skip it unless you load checkpoints that somebody else could have written.
+# The core's plans by the core's functions and by these, and every plan with models.py. Skip it.
+class FullTraining:
+    """What `SimpleTraining` is, by the functions of the full version. Text: "d2t2 zero1"."""
 
+    eps = 0.0
 
-# A pickle is a program for a small stack machine. Its instructions import any object by name, call
-# it, and set attributes of any object, classes included. Three things keep it harmless:
-#
-#     _require_plain     allows the instructions that DCP's table needs, and no tuple as a key
-#     find_class         replaces each name of DCP's by a class that stores what it is called with
-#     read_table         makes DCP's objects, of values of the right type and range
+    def __init__(self, model, text):
+        plan, mode = text.split()
+        self.grid = Grid.make(Plan.parse(plan))
+        options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
+        self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
+        make = functools.partial(torch.optim.AdamW, **ADAMW)
+        self.optimizer = LocalOptimizer(self.model, make, zero=mode == "zero1")
 
-DTYPES = {f"torch.{dtype}": getattr(torch, dtype) for dtype in (
-    "float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool",
-)}  # fmt: skip
-RECORDS = {
-    "torch.Size", "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    *(f"torch.distributed.checkpoint.metadata.{record}" for record in (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
-    )),
-}  # fmt: skip
-TUPLES = {"EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
-INSTRUCTIONS = TUPLES | set(
-    "PROTO FRAME STOP MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
-    "LONG1 SHORT_BINUNICODE BINUNICODE MARK EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS "
-    "STACK_GLOBAL REDUCE NEWOBJ BUILD".split()
-)
+    def reduce_and_clip(self, max_norm):
+        reduce_gradients(self.model)
+        return clip_grad_norm(self.model, max_norm)
 
-
-class _Record:
-    """An object that a pickle asks for: the arguments of its call, and its state."""
-
-    def __new__(cls, *arguments):
-        record = super().__new__(cls)
-        record.arguments = arguments
-        return record
-
-    # Pickle calls it with the state alone. On the class itself that fails: `self` is missing.
-    def __setstate__(self, state):
-        self.state = state
-
-
-class _TableUnpickler(pickle.Unpickler):
-    """An unpickler that makes records, texts and numbers, and never an object of torch."""
-
-    def find_class(self, module, name):
-        full = f"{module}.{name}"
-        if full not in RECORDS and full not in DTYPES:
-            raise ValueError(f"it asks for {module:.60}.{name:.60}: not on the allow-list")
-        return _Record if full in RECORDS else full
-
-
-def _require_plain(raw):
-    """Raise ValueError for a pickle with instructions that DCP's table does not need."""
-    before = ""
-    memo = []  # the instruction that made each object to which the pickle can refer again
-    for opcode, value, _ in pickletools.genops(raw):
-        name = opcode.name
-        if name not in INSTRUCTIONS:
-            raise ValueError(f"instruction {name} is not on the allow-list")
-        if name == "MEMOIZE":
-            memo.append(before)
-            continue
-
-        # A tuple as a key would be hashed with all that is in it. With 60 tuples, each of which
-        # holds the tuple before it twice, that takes years. A very deep tuple exhausts the stack.
-        # DCP's tuples are arguments and states: the next instruction uses them.
-        again = name in ("BINGET", "LONG_BINGET") and memo[value] in TUPLES
-        used = name in ("REDUCE", "NEWOBJ", "BUILD", "TUPLE1")
-        if again or (before in TUPLES and not used):
-            raise ValueError("a tuple that is neither arguments nor a state")
-        before = name
-
-
-def _size(record):
-    """Return the torch.Size that a record asks for: integers of 0 or more, not bools."""
-    (sizes,) = record.arguments
-    if not all(type(n) is int and n >= 0 for n in sizes):
-        raise ValueError("sizes and offsets must be integers of 0 or more")
-    return torch.Size(sizes)
-
-
-def _tensor_entry(name, record) -> dcp.metadata.TensorStorageMetadata:
-    """Return a tensor's dtype and size, and the chunks into which it is cut, which tile it."""
-    # A dtype that DCP may load, and the one layout whose chunks can be narrowed.
-    dtype, layout, *_ = record.state["properties"].state
-    if not isinstance(name, str) or layout.arguments != ("torch.strided",):
-        raise ValueError(f"{name!r:.80} is not a strided tensor with a name")
-    properties = dcp.metadata.TensorProperties(dtype=DTYPES[dtype])
-
-    # Where its chunks lie. A table with a hole, or with two chunks over one entry, would load half.
-    size = _size(record.state["size"])
-    chunks = []
-    for chunk in record.state["chunks"]:
-        offsets, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
-        chunks.append(dcp.metadata.ChunkStorageMetadata(offsets, sizes))
-    _require_tiled(name, size, chunks)
-    return dcp.metadata.TensorStorageMetadata(properties, size, chunks)
-
-
-def _require_tiled(name, size, chunks):
-    """Raise ValueError unless every entry of a tensor is in exactly one of its chunks."""
-    # Inside the tensor, with as many entries as it has, and no two over one entry.
-    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    ends = [[o + s for o, s in zip(c.offsets, c.sizes, strict=True)] for c in filled]
-    inside = all(end <= n for row in ends for end, n in zip(row, size, strict=True))
-    count = sum(math.prod(chunk.sizes) for chunk in filled)
-    if not inside or count != math.prod(size):
-        raise ValueError(f"the chunks of {name:.80} do not tile it")
-
-    # Two boxes meet if they meet in every dimension. C chunks, D dimensions, c chunks after n.
-    begin_CD = np.array([chunk.offsets for chunk in filled], dtype=np.int64)
-    end_CD = np.array(ends, dtype=np.int64)
-    for n in range(len(filled) - 1):
-        meets_cD = (begin_CD[n + 1 :] < end_CD[n]) & (begin_CD[n] < end_CD[n + 1 :])
-        if meets_cD.all(axis=1).any():
-            raise ValueError(f"chunks of {name:.80} overlap")
-
-
-class Stored(NamedTuple):
-    """A chunk as it is stored: bytes of a file, the checksum up to each end, what they hold."""
-
-    file: str
-    start: int
-    end: int
-    sum_before: int
-    sum_after: int
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-def _places(records, entries, files) -> dict:
-    """Return where each chunk is stored, {index of a chunk: Stored}.
-
-    ValueError unless every chunk is stored once and chunks fill every file end to end. files: as
-    in `read_table`.
-    """
-    chunks = {
-        dcp.metadata.MetadataIndex(name, chunk.offsets): (entry.properties.dtype, chunk.sizes)
-        for name, entry in entries.items()
-        for chunk in entry.chunks
-    }
-    sums = {name: {0: 0} | dict(pairs) for name, pairs in files.items()}
-    spans = {name: [] for name in files}
-    places = {}
-    for index, record in records.items():
-        where = dcp.metadata.MetadataIndex(index.state["fqn"], _size(index.state["offset"]))
-        file, start, length = map(record.state.get, ("relative_path", "offset", "length"))
-        if file not in files:
-            raise ValueError(f"it names the file {file!s:.80}, which state.json does not list")
-        if record.state.get("transform_descriptors"):
-            raise ValueError(f"{where.fqn:.80} would have to be decoded")
-        if where in places or where not in chunks:
-            raise ValueError(f"a chunk of {where.fqn:.80} is stored twice, or is not of a tensor")
-        end = start + length
-        spans[file].append((start, end))
-        ends = sums[file].get(start), sums[file].get(end)
-        places[where] = Stored(file, start, end, *ends, *chunks[where])
-
-    # DCP may leave out a chunk without entries, such as the rows of a rank that has none.
-    if any(math.prod(shape) for where, (_, shape) in chunks.items() if where not in places):
-        raise ValueError("the chunks of its tensors are not those that it stores")
-
-    # Bytes that two chunks share would be loaded into the wrong tensor.
-    for file, found in spans.items():
-        if found and sorted(found) != [*itertools.pairwise([0, *(end for end, _ in files[file])])]:
-            raise ValueError(f"the chunks in {file} do not fill it end to end")
-    return places
-
-
-def read_table(path, raw, files) -> dcp.metadata.Metadata:
-    """Return DCP's table of contents of a checkpoint, made of verified values, else ValueError.
-
-    raw: the bytes of .metadata. files: {name: [[end of a chunk, checksum up to it], ..]} of the
-    checkpoint's files; the table may name no others.
-    """
-    try:
-        _require_plain(raw)
-        table = _TableUnpickler(io.BytesIO(raw)).load().state
-        named = table["state_dict_metadata"]
-        entries = {name: _tensor_entry(name, record) for name, record in named.items()}
-        places = _places(table["storage_data"], entries, files)
-        return dcp.metadata.Metadata(entries, storage_data=places)
-    except Exception as error:  # a damaged program may fail anywhere, and in any way
-        raise ValueError(
-            f"checkpoint {path}: .metadata is damaged or not of this program: "
-            f"{type(error).__name__}: {error!s:.200}") from error  # fmt: skip
-
-
-class SafeReader(dcp.FileSystemReader):
-    """A DCP reader of a verified table: tensors only (`weights_only`), each as the table has it."""
-
-    def __init__(self, path, table):
-        super().__init__(path)
-        self.table = table
-
-    # Without keyword arguments: with them DCP, where this fails on one rank, tries again for a
-    # table of that rank, and if it finds one leaves the others waiting in a collective.
-    def read_metadata(self):
-        return self.table
-
-    def read_data(self, plan, planner):
-        try:
-            for item in plan.items:
-                self._read(item, planner)
-        except Damaged:
-            raise
-        except Exception as error:  # of any kind, and DCP pickles what is raised to tell the others
-            text = str(error).splitlines()[0] if str(error) else ""
-            raise ValueError(f"{type(error).__name__}: {text}") from error
-        done = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, item, planner):
-        """Read one stored chunk, and copy the part that a tensor of this rank wants into it."""
-        index = item.storage_index
-        place = self.table.storage_data[index]
-        try:
-            with (Path(self.path) / place.file).open("rb") as file:
-                file.seek(place.start)
-                raw = file.read(place.end - place.start)
-        except OSError as error:
-            raise Damaged(f"{place.file} is unreadable: {error}") from error
-        if zlib.crc32(raw, place.sum_before) != place.sum_after:
-            raise Damaged(f"{place.file} is damaged (the checksum of {index.fqn} differs)")
-
-        # These bytes of the file are a torch.save of one chunk.
-        saved = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-        tensor = isinstance(saved, torch.Tensor) and saved.layout == torch.strided
-        if not tensor or (saved.dtype, saved.shape) != (place.dtype, place.shape):
-            raise ValueError(f"{place.file}: {index.fqn} is not stored as the table says")
-
-        # A plan with other shards wants a box of the chunk: cut it out, dimension by dimension.
-        target = planner.resolve_tensor(item).detach()
-        for dimension, start in enumerate(item.storage_offsets):
-            saved = saved.narrow(dimension, start, item.lengths[dimension])
-        target.copy_(saved)
-        planner.commit_tensor(item, target)
-
-
-# 23. check ---------------------------------------------------------------------------------------
-#
-# The core's plans, the full version on the core's model, and every plan with models.py. Skip it.
-
-
-class _Toy(ToyTransformer):
-    """The core's model, with the names that `parallelize` needs for d."""
-
-    config = types.SimpleNamespace(
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, intermediate_size=8,
-        sparse_layers=(1, 3),
-    )  # fmt: skip
-
-    def hidden(self, tokens_BS, positions=None, attention=None):
-        return super().hidden(tokens_BS)
-
-
-def _check_toy(rank, mode, folder):
-    """Train two steps in a mode, on 2 ranks with 5 and 2 rows, and leave the error in a file."""
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", f"file://{folder}/{mode}", PATIENCE, 2, rank)
-    torch.manual_seed(0)
-    tokens = torch.randint(VOCAB, (7, 9))
-    truth = _Toy()
-    plan = Plan.parse("d2")
-    model = parallelize(copy.deepcopy(truth), plan, device_mesh=Grid.make(plan), mode=mode)
-    make = functools.partial(torch.optim.AdamW, **ADAMW)
-    truth_optimizer = make(truth.parameters())
-    optimizer = LocalOptimizer(model, make, zero=mode == "zero1")
-    errors = []
-    for max_norm in (0.1, 1e9):  # the first step clips, the second does not
-        for module, rows in ((truth, tokens), (model, tokens[:5] if rank == 0 else tokens[5:])):
-            hidden_BSM = module.hidden(rows[:, :-1])
-            module.check_loss(hidden_BSM, rows[:, 1:], torch.ones(len(rows), 8), 7 * 8).backward()
-        reduce_gradients(model)
-        norm = nn.utils.get_total_norm([p.grad for p in truth.parameters()])
-        for p in truth.parameters():
-            p.grad *= min(1.0, max_norm / norm)
-        errors.append((clip_grad_norm(model, max_norm) - norm).abs())
-        truth_optimizer.step()
-        optimizer.step()
-        for (_, p), whole in zip(model.named_parameters(), truth.parameters(), strict=True):
-            errors += [(full(p.grad) - whole.grad).abs().max(), (full(p) - whole).abs().max()]
-        optimizer.zero_grad()
-        truth_optimizer.zero_grad()
-    if rank == 0:
-        torch.save(torch.stack(errors).max().item(), f"{folder}/error")
-    dist.barrier()
-    dist.destroy_process_group()
+    def parts(self, truth):
+        """Yield this rank's entries of each parameter and gradient, and the true ones."""
+        for name, p in self.model.named_parameters():
+            region = self.model.part.places[name].region
+            whole = truth.get_parameter(name)
+            yield local(p), whole[region]
+            yield local(p.grad), whole.grad[region]
 
 
 def check() -> bool:
     """Compare every plan with one process, print a table of errors, and return whether it is ok."""
     # The core comes first: its ranks are forks, which need a process where autograd has not run.
-    errors = {f"core, {name}": error for name, error in core_main([]).items()}
-    with tempfile.TemporaryDirectory() as folder:
-        for mode in MODES:
-            start_processes(_check_toy, (mode, folder), 2, start_method="fork")
-            errors[f"toy, d2 {mode}"] = torch.load(f"{folder}/error", weights_only=True)
+    errors = {f"core, {name}": x for name, x in check_plans(PLANS, SimpleTraining).items()}
+    plans = {world: [f"{plan} {mode}" for plan in dict.fromkeys(x.split()[0] for x in PLANS[world])
+                     for mode in MODES] for world in PLANS}  # fmt: skip
+    errors |= {f"toy, {name}": x for name, x in check_plans(plans, FullTraining).items()}
     try:
         errors |= _measuring_file().matrix()
     except ImportError as missing:
-        print(f"every other plan: SKIP ({missing}); it would compare them with one process")
+        print(f"every plan with models.py: SKIP ({missing})")
     for name, error in errors.items():
         print(f"{name:36} {error:.1e}  {'ok' if error <= 1e-10 else 'FAILED'}")
     ok = all(error <= 1e-10 for error in errors.values())
@@ -4045,20 +3238,19 @@ def _measuring_file(name="measure_parallel"):
 
 def main(argv) -> int:
     """Run a command and return the exit code; tests/bench/measure_parallel.py has plan, bench."""
-    if argv[:1] == ["core"]:
-        core_main(argv[1:])
-        return 0
-    if argv == ["check"]:
+    if argv == ["core"]:
+        core_main(argv)
+    elif argv == ["check"]:
         return 0 if check() else 1
-
-    # The rest is long, needs what only tests need, and is imported when asked for.
-    if argv[:2] == ["check", "--device"]:
+    elif argv[:2] == ["check", "--device"]:
         return _measuring_file("measure_gpu").check("parallel", argv[1:])
-    if argv and argv[0] in ("plan", "bench"):
+    elif argv and argv[0] in ("plan", "bench"):
         return _measuring_file().main(argv)
-    print("usage: python parallel.py core | check [--device cuda] | plan STRING | bench",
-          file=sys.stderr)  # fmt: skip
-    return 2
+    else:
+        print("usage: python parallel.py core | check [--device cuda] | plan STRING | bench\n\n"
+              f"The letters of a plan string:\n\n{letters_table()}", file=sys.stderr)  # fmt: skip
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

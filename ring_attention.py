@@ -687,11 +687,12 @@ class Mask:
 
     def with_window(self, window):
         """Return the same mask with another window (None: none), for models whose layers differ."""
+        if checked_window(window) == self.window:
+            return self
         # Kept, so that the next layer and the next step find the boxes of this window again.
-        key = ("window", checked_window(window))
-        if key not in self.cache:
-            self.cache[key] = self if window == self.window else self._changed(window=window)
-        return self.cache[key]
+        if ("window", window) not in self.cache:
+            self.cache["window", window] = self._changed(window=window)
+        return self.cache["window", window]
 
     def _changed(self, **changes):
         """Return a copy with some attributes changed and an empty cache."""
@@ -872,7 +873,7 @@ def preorder_depth(end_S):
     #                    3
     #     depth      0 1 2 1
     depth = []
-    open_ends = []
+    open_ends = []  # of the subtrees that the next token may be in
     for token, end in enumerate(end_S.tolist()):
         while open_ends and open_ends[-1] <= token:
             open_ends.pop()
@@ -910,21 +911,38 @@ TILES = {
 def boxes(mask, sizes):
     """Return disjoint Boxes, of at most these sizes, that hold every visible pair of a mask."""
     if ("boxes", sizes) not in mask.cache:
+        found = []
+        for box in whole_boxes(mask, sizes.tile):
+            found += cut(box, sizes)
+        mask.cache["boxes", sizes] = found
+    return mask.cache["boxes", sizes]
+
+
+def whole_boxes(mask, tile):
+    """Return the Boxes of a mask before they are cut: one search for forward and backward."""
+    if ("boxes", tile) not in mask.cache:
         find = boxes_of_bits if isinstance(mask, DenseMask) else boxes_of_intervals
         found = []
         for b in range(mask.shape[0]):
             # A mask with one row serves every row of q.
             batch = slice(b, b + 1) if mask.shape[0] > 1 else ALL
-            for box in find(mask, b, sizes):
-                found += cut(Box(batch, *box), sizes)
-        mask.cache["boxes", sizes] = found
-    return mask.cache["boxes", sizes]
+            found += [Box(batch, *box) for box in find(mask, b, tile)]
+        mask.cache["boxes", tile] = found
+    return mask.cache["boxes", tile]
 
 
 def cut(box, sizes):
-    """Cut a rectangular Box into a grid of Boxes of at most these sizes."""
-    if box.kind == CAUSAL:
+    """Cut a Box into Boxes of at most these sizes: a grid, or the halves of a causal square."""
+    size = box.keys.stop - box.keys.start
+    if box.kind == CAUSAL and size <= sizes.square:
         return [box]
+    if box.kind == CAUSAL:
+        # Two smaller squares, and the rectangle below the first one, of which all is visible.
+        keys = split_slice(box.keys, (size + 1) // 2)
+        rows = split_slice(box.rows, (size + 1) // 2)
+        below = box._replace(rows=rows[1], keys=keys[0], kind=FULL)
+        squares = [box._replace(rows=i, keys=j) for i, j in zip(rows, keys, strict=True)]
+        return [*cut(squares[0], sizes), *cut(below, sizes), *cut(squares[1], sizes)]
     most_rows = sizes.partial if box.kind == PARTIAL else sizes.rows
     most_keys = sizes.partial if box.kind == PARTIAL else sizes.keys
     rows = split_slice(box.rows, most_rows)
@@ -938,21 +956,21 @@ def split_slice(whole, most):
     return [slice(start, min(start + most, whole.stop)) for start in starts]
 
 
-def boxes_of_bits(mask, b, sizes):
+def boxes_of_bits(mask, b, tile):
     """Return strips of a tile's queries, each against the keys from its first visible to its last.
 
     One strip serves all heads: the bias of its box has the bits of each head.
     """
     found = []
     visible_qk = mask.bits[b].any(0).numpy()
-    for rows in split_slice(slice(0, len(visible_qk)), sizes.tile):
+    for rows in split_slice(slice(0, len(visible_qk)), tile):
         seen = np.flatnonzero(visible_qk[rows].any(0)).tolist()
         if seen:
             found.append((rows, slice(seen[0], seen[-1] + 1), PARTIAL))
     return found
 
 
-def boxes_of_intervals(mask, b, sizes):
+def boxes_of_intervals(mask, b, tile):
     """Return [(rows, keys, kind)] of one batch row of a mask."""
     queries = Queries(*(x[b] for x in mask.queries))
     keys = Keys(*(x[b] for x in mask.keys))
@@ -962,7 +980,7 @@ def boxes_of_intervals(mask, b, sizes):
     # PAD among the queries is computed and overwritten later. Only stop after the last real query.
     last_row = queries.index[queries.rows].max(initial=-1) + 1
     keys = keys._replace(end=np.minimum(keys.end, last_row))
-    search = BoxSearch(queries, keys, mask.window, sizes)
+    search = BoxSearch(queries, keys, mask.window, tile)
     search.visit(0, len(keys.index), 0, len(queries.index))
     return search.found
 
@@ -986,11 +1004,11 @@ class BoxSearch:
         keys 4-7   no row sees all of them: cut at 6, then rows 4-5 and rows 6-7: CAUSAL
     """
 
-    def __init__(self, queries, keys, window, sizes):
+    def __init__(self, queries, keys, window, tile):
         self.queries = queries
         self.window = window
-        self.sizes = sizes
-        self.found = []
+        self.tile = tile
+        self.found = []  # (rows, keys, kind) of each box
 
         # A key on the diagonal is seen from its own query on, which is here, in row own_row.
         self.own_row = np.searchsorted(queries.index, keys.index)
@@ -1039,9 +1057,9 @@ class BoxSearch:
 
         # Part 2 waits for the halves of the keys if it has few rows: boxes are then less narrow. It
         # waits too if a tile of keys in it is not seen. Fewer unseen keys are masked.
-        is_tile = length <= self.sizes.tile
+        is_tile = length <= self.tile
         is_large = first == full and partial == last or is_tile or 2 * (partial - full) >= length
-        is_dense = len(seen) == length or np.diff(seen).max() <= self.sizes.tile
+        is_dense = len(seen) == length or np.diff(seen).max() <= self.tile
         rest = [(first, last)]
         if full < partial and is_large and is_dense and self.is_near(full, partial, a, z):
             self.add(full, partial, a, z, FULL if len(seen) == length else PARTIAL)
@@ -1059,7 +1077,7 @@ class BoxSearch:
         """Return whether keys a .. z - 1 make a causal triangle with their own rows, all here."""
         top = self.own_row[a]
         length = z - a
-        if not 1 < length <= self.sizes.square or not low <= top <= high - length:
+        if length == 1 or not low <= top <= high - length:
             return False
         # The rows follow each other without a gap, and none of the keys ends within them.
         return (
@@ -1092,7 +1110,7 @@ class BoxSearch:
             self.add(start, stop, a, z, PARTIAL)
             return
         newest = self.keys.position[a:z].max()
-        for rows in split_slice(slice(start, stop), self.sizes.tile):
+        for rows in split_slice(slice(start, stop), self.tile):
             if self.queries.position[rows].min() - newest < self.window:
                 self.add(rows.start, rows.stop, a, z, PARTIAL)
 
@@ -1134,8 +1152,8 @@ class AttentionConfig:
     """How the boxes of one call are computed."""
 
     fused: bool  # by torch's flash kernel where it can, else by the formulas
-    scale: float
-    softcap: float | None = None
+    scale: float  # of (1)
+    softcap: float | None = None  # c of (6)
 
 
 KEPT_PAIRS = 1 << 22  # of biases that a mask keeps for all layers: 4 to 8 bytes each
@@ -1526,10 +1544,10 @@ class Ring:
     """Ranks of a process group, every `stride`-th from `first` on, and this rank's place."""
 
     group: object  # None if there is one rank
-    rank: int
-    world: int
-    first: int = 0
-    stride: int = 1
+    rank: int  # this rank's place in the ring
+    world: int  # how many ranks the ring has
+    first: int = 0  # rank within the group of the ring's rank 0
+    stride: int = 1  # from one rank of the ring to the next
 
     def member(self, rank):
         """Return the rank within the group of a rank of this ring, which may be -1 or world."""
@@ -1576,7 +1594,7 @@ def indices(length, rank, world, layout="zigzag"):
         raise ValueError(f"expected 0 <= rank < world and length >= 0, got {got}")
 
     # 7 tokens, zigzag, 2 ranks: the edges 0 1 3 5 7 of 4 chunks. Rank 0 holds 0 and 5 6.
-    chunks = [rank]
+    chunks = [rank]  # contiguous
     num_chunks = world
     if layout == "zigzag":
         chunks = [rank, 2 * world - 1 - rank]
@@ -1610,7 +1628,7 @@ class RingSchedule:
 
         # The mask of our queries and heads against the keys of each block, kept for all layers.
         self.masks = [None] * len(blocks)
-        self.hops = len(blocks)
+        self.hops = len(blocks)  # hop 0 included
         self.mask_of_rows = None  # this rank's tokens against all: for one all-gather
         self.padding = None  # what `Mask.padding_tokens` returns, of our queries and our block
         if mask is not None:
@@ -1623,6 +1641,7 @@ class RingSchedule:
             blind_Bs = mask.slice(own, ALL).padding_tokens()[0]
             unseen_Bs = mask.slice(ALL, own).padding_tokens()[1]
             self.padding = blind_Bs, unseen_Bs
+
 
 def hops_needed(mask, blocks):
     """Return how many hops, hop 0 included, until no rank sees anything of the block it holds."""
@@ -1915,8 +1934,8 @@ def unshard(x, /, *, dim, group=None, layout="zigzag", length):
 
     Its gradient is the sum over ranks of the gradients of the whole, cut back to this rank's tokens
     (a reduce-scatter). If all W ranks compute the same loss from the whole, the sum counts the loss
-    W times, and it must be divided by W. Every rank of the group calls it, in
-    forward and backward. Raises ValueError if x does not have the tokens of `indices`.
+    W times, and it must be divided by W. Every rank of the group calls it, in forward and backward.
+    Raises ValueError if x does not have the tokens of `indices`.
     """
     ring = ring_of(group)
     held = len(indices(length, ring.rank, ring.world, layout))
@@ -2004,7 +2023,7 @@ def agree_on_call(ring, q, k, v, mask, options):
     """
     # An error of this rank travels to the others before it is raised, whatever kind it is.
     problem = None
-    facts = {}
+    facts = {}  # what must be equal on all ranks
     try:
         mask = as_mask(mask)
         whole = tuple(q.shape if mask is None else mask.shape)[2:3]
@@ -2016,7 +2035,7 @@ def agree_on_call(ring, q, k, v, mask, options):
         if k.shape[2] != q.shape[2]:
             raise ValueError(f"expected as many keys as queries, got {k.shape[2]}, {q.shape[2]}")
 
-        # All of these must be equal on all ranks; a mask travels as a digest.
+        # A mask travels as a digest.
         facts = {
             "batch size": len(q), "query heads": q.shape[1], "key heads": k.shape[1],
             "head_dim": q.shape[3], "dtype": q.dtype, "options": options,
@@ -2148,6 +2167,7 @@ def digest(*parts):
 # 13. check --------------------------------------------------------------------------------------
 # For: `python ring_attention.py check`: every method and mask against the core's definition.
 # Skip it unless you doubt the numbers; then start here.
+
 
 def examples(length, heads=1):
     """Return one mask of every kind for `length` tokens; a batch of 2 where its rows can differ."""

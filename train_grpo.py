@@ -716,7 +716,7 @@ from parallel import (  # noqa: E402
     read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
-    Cost, TokenTrie, packed_attention, packed_tree, redistribute, tree_backward, wanted_edges,
+    Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,
 )  # fmt: skip
 
 
@@ -849,7 +849,7 @@ class Config(SimpleConfig):
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
-    ac: Literal["none", "full", "layers", "op"] = "none"  # recompute activations; layers: every 2nd
+    ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
     cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
@@ -1144,31 +1144,26 @@ def _help_texts():
     return found
 
 
-def _default_text(f):
-    """Return a field's default, as --help shows it."""
-    if f.name == "advantage":
-        return "'group_mean'; with --teacher 'teacher'"
-    if f.name not in Config.BY_START:
-        return f"{f.default!r}"
-    by_start = Config.BY_START[f.name]
-    return (f"{by_start['random']!r}; with --demos {by_start['demos']!r}; "
-            f"with --model {by_start['model']!r}")  # fmt: skip
-
-
 def add_flags(parser, fields):
     """Add fields of Config to a parser. A flag that is not typed is absent from the result."""
     for f in fields:
         _, text = _help_texts()[f.name]
-        text = text.replace("%", "%%")
-        # A bool is --FLAG or --no-FLAG, and off by default.
-        how = dict(help=f"{text} [{_default_text(f)}]")
+        how = dict(type=f.type, metavar=getattr(f.type, "__name__", ""))
+        if choices := choices_of(f):
+            how = dict(choices=choices, metavar=_shown(choices, "|"))
+
+        # What a default depends on is said. A bool is --FLAG or --no-FLAG, and off by default.
+        default = f"{f.default!r}"
+        if f.name in Config.BY_START:
+            default = "{random!r}; with --demos {demos!r}; with --model {model!r}".format(
+                **Config.BY_START[f.name])
+        if f.name == "advantage":
+            default = "'group_mean'; with --teacher 'teacher'"
+        text = text.replace("%", "%%") + f" [{default}]"
         if f.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction, help=text)
-        elif choices := choices_of(f):
-            how |= dict(choices=choices, metavar=_shown(choices, "|"))
-        else:
-            how |= dict(type=f.type, metavar=f.type.__name__)
-        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, **how)
+            how = dict(action=argparse.BooleanOptionalAction)
+            text = text.removesuffix(" [False]")
+        parser.add_argument(_flag(f.name), default=argparse.SUPPRESS, help=text, **how)
 
 
 def parse_config(argv) -> Config:
@@ -1527,57 +1522,54 @@ def gap_of(t):
     return (t.lp_N - t.smp_N).double()
 
 
+def masked_of(t):
+    """Return which tokens (4) leaves out, or None without (4)."""
+    return None if t.x_N is None else t.x_N == 0
+
+
 METRICS = {
     "reward/mean": Metric("reward of the step's rollouts"),
     "reward/solved": Metric("fraction of them with a reward of at least 1"),
     "reward/groups_none": Metric("fraction of groups in which no rollout is solved"),
     "reward/groups_all": Metric("fraction of groups in which every rollout is solved"),
     "reward/groups_equal": Metric(
-        "fraction of groups of equal rewards; where the whole step is compared, 1 if all are equal"
-    ),
+        "fraction of groups of equal rewards; gae, none_batch: 1 if all are equal"),
     "tokens/generated": Metric("sampled tokens"),
     "tokens/truncated_fraction": Metric("of rollouts, that met max_new_tokens"),
     "length/rollout_mean": Metric("sampled tokens of a rollout"),
     "length/max": Metric("the same of the longest"),
     "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
     "logprob_gap/max": Metric(
-        "|trainer - sampler| of log-probs, first update; with --staleness K of K steps",
-        "first", "max", lambda t: gap_of(t).abs()),
+        "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
+        lambda t: gap_of(t).abs()),
     "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: gap_of(t).abs()),
     "logprob_gap/identical": Metric(
-        "fraction of these tokens whose two log-probs are the same bits",
-        "first", "mean", lambda t: gap_of(t) == 0),
+        "fraction of them that are 0, to the bit", "first", "mean", lambda t: gap_of(t) == 0),
     "logprob_gap/kl": Metric(
-        "KL(sampler, trainer) per token, estimated by k3 on its tokens",
-        "first", "mean", lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
+        "KL(sampler, trainer) per token, by k3", "first", "mean",
+        lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
     "value/token_mean": Metric("with gae: v before the step"),
     "value/explained_variance": Metric("with gae: 1 - Var(g - v) / Var(g) over the step's tokens"),
     "advantage/token_mean": Metric("A of (1) over the sampled tokens that are trained on"),
     "advantage/token_std": Metric("its standard deviation"),
     "lr": Metric("the learning rate of the step"),
-    "policy_age/update_mean": Metric(
-        "optimizer steps between the sampler's weights and an update's"),
-    "policy/age_mean": Metric("steps of the loop between the sampler's weights and the batch's"),
+    "policy_age/update_mean": Metric("optimizer steps from the sampler's weights to an update"),
+    "policy/age_mean": Metric("steps of the loop from the sampler's weights to the batch"),
     "policy/age_max": Metric("the largest of these"),
     "ratio/token_mean": Metric("r of (2)", "mean", "mean", lambda t: t.ratio_N),
     "ratio/max": Metric("the largest r of all updates", "max", "max", lambda t: t.ratio_N),
     "ratio/clipped_fraction": Metric(
         "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
     "importance/masked_fraction": Metric(
-        "of sampled tokens, whose x of (4) is 0",
-        "mean", "mean", lambda t: None if t.x_N is None else t.x_N == 0),
+        "of sampled tokens, whose x of (4) is 0", "mean", "mean", masked_of),
     "entropy/token_mean": Metric("H at `temperature`", "mean", "mean", lambda t: t.entropy_N),
-    "kl/token_mean": Metric(
-        "k of (5), if there is a reference", "mean", "mean", lambda t: t.kl_N),
-    "value/loss": Metric(
-        "with gae: what (6) adds per sampled token", "mean", "mean", lambda t: t.critic_N),
+    "kl/token_mean": Metric("with a reference: k of (5)", "mean", "mean", lambda t: t.kl_N),
+    "value/loss": Metric("with gae: (6), per sampled token", "mean", "mean", lambda t: t.critic_N),
     "loss/policy_token_mean": Metric(
-        "loss/token_mean of (3) and (4) alone, without (5) and (6)",
-        "mean", "sum", lambda t: t.policy_part_N),
+        "loss/token_mean without (5) and (6)", "mean", "sum", lambda t: t.policy_part_N),
     "loss/token_mean": Metric(
         "(7) under any --aggregation, so over its Z", "mean", "sum", lambda t: t.part_N),
-    "experts/load_max": Metric(
-        "an expert's tokens / their mean, at most: of layers and updates", "max"),
+    "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
     "policy_version": Metric("optimizer steps taken"),
@@ -1601,7 +1593,7 @@ def glossary() -> str:
              "A mean, or the largest, of several updates also has the first one's, NAME_first.", ""]
     indent = dict(subsequent_indent=" " * 30, width=100)
     for name, metric in METRICS.items():
-        over = "; mean of updates" if metric.over_updates == "mean" else ""
+        over = {"mean": "; mean of updates", "first": "; first update"}.get(metric.over_updates, "")
         lines.append(textwrap.fill(f"  {name:<27} {metric.text}{over}", **indent))
     return "\n".join(lines)
 
@@ -2079,7 +2071,7 @@ class Sampler:
 
         rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
         """
-        plan = parallel.plan_of(self.model)
+        plan = self.model.part.plan if hasattr(self.model, "part") else Plan()
         if plan.world == plan.dp:
             ended = generate(self.model, rows, ending=ending, **how)
             parallel.end_together(self.model)
@@ -2558,11 +2550,10 @@ def first_weights(model, whole, directory, seed=0):
 
     whole: the whole model, on the meta device. The model may be a rank's part of it.
     """
-    for stage in part_of(model).stages:
-        if directory:
-            models.load_hf(directory, model=stage, whole=whole)
-        else:
-            models.draw_weights(stage, seed, whole)
+    if directory:
+        models.load_hf(directory, model=model, whole=whole)
+    else:
+        models.draw_weights(model, seed, whole)
 
 
 def build_optimizer(config, model):
@@ -2617,14 +2608,14 @@ class ExpertLoads:
         self.coef_of_one = 0.0
         self.parts = []
 
-    def begin(self, batch, sequences=None):
-        """Begin a forward_backward of this rank's batch. sequences: of the step, over all ranks."""
+    def begin(self, batch, num_sequences=None):
+        """Begin a forward_backward of this rank's batch. num_sequences: of the step, all ranks."""
         # The mean of (8) is over the whole step, as Z of (7) is: so nothing depends on the cut.
         self.parts = []
         if self.coef and self.layers:
-            if sequences is None:
-                (sequences,) = summed([len(batch)], self.device)
-            self.coef_of_one = self.coef / max(1, sequences)  # (8)
+            if num_sequences is None:
+                (num_sequences,) = summed([len(batch)], self.device)
+            self.coef_of_one = self.coef / max(1, num_sequences)  # (8)
 
     def balance_of_row(self, sequence_j, token_j, *, num_sequences, groups):
         """Return the callback of the sparse layers of one micro-batch; see `balance_of_rank`."""
@@ -2661,10 +2652,9 @@ class ExpertLoads:
         """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
         if not self.rate:
             return
-        for stage in part_of(model).stages:
-            has = [module.layer for module in stage.modules() if hasattr(module, "votes")]
-            counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
-            models.update_router_bias(stage, counts)
+        has = [module.layer for module in model.modules() if hasattr(module, "votes")]
+        counts = {layer: self.counts_LE[self.layers.index(layer)] for layer in has}
+        models.update_router_bias(model, counts)
 
 
 # 16. Trees: forked rollouts, and prefixes that are run once -----------------------------------
@@ -2715,13 +2705,13 @@ class TreeBatches(RowBatches):
             return batch
         cost = Cost(recomputed=1 / 3 if self.config.recompute else 0.0)
         sequences = [t.tokens for t in batch]
-        _, share = redistribute(sequences, batch, group=self.part.grid.data, cost=cost)
+        _, share = redistribute(sequences, batch, group=self.part.grid.group["dc"], cost=cost)
         return share
 
     def attention_of_row(self, tree, group):
         """Return the attention to a token's path. tree: (TokenTrie, length of the padded row)."""
         how = dict(method=self.config.cp_method, debug=self.config.debug)
-        return packed_attention(*tree, group=group, **how)
+        return packed_tree_attention(*tree, group=group, **how)
 
     def pack_micro_batches(self, sequences, masks):
         """Return the sequences of each tree, as lists of indices, and the `PackedRow` of each."""
@@ -2807,8 +2797,8 @@ BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
 # 17. The trainer: policy, optimizer and generator ---------------------------------------------
-class Trainer:
-    """Hold policy, optimizer and generator, and offer the few calls that a training loop needs.
+class Trainer(SimpleTrainer):
+    """The core's trainer, for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -2832,8 +2822,8 @@ class Trainer:
         self.where = "starting"  # how far the run is, in words
         self.skipped = 0
         self.skipped_in_a_row = 0
-        first = next(model.parameters())
-        self.device = own_device() if first.is_meta else first.device
+        is_empty = next(model.parameters()).is_meta
+        self.device = own_device() if is_empty else next(model.parameters()).device
         self.shape = model.config
         self.size = sum(p.numel() for p in model.parameters())  # numbers of the whole model
 
@@ -2843,7 +2833,6 @@ class Trainer:
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.
-        is_empty = next(model.parameters()).is_meta
         whole = copy.deepcopy(model) if is_empty else None
         compute_dtype = getattr(torch, config.compute) if config.is_mixed else None
         self.model = self.shard_model(keep_states_wide(config, model), compute_dtype)
@@ -2902,13 +2891,13 @@ class Trainer:
         how["aggregation"] = "token_mean" if is_supervised else self.config.aggregation
         return loss_denominator([t.mask for t in batch], **how)
 
-    def forward_backward(self, batch, num_global_valid_tokens, *, sequences=None):
+    def forward_backward(self, batch, num_global_valid_tokens, *, num_sequences=None):
         """Add the gradient of (7) for this rank's trajectories; return metrics of all ranks' batch.
 
         batch: list of Trajectory. Of demonstrations the loss is l_t = -lp_t instead of (2)-(6).
         num_global_valid_tokens: float. Z, the sum of `loss_denominator` over ranks and over all
             calls that precede one `optim_step`. Under sequence_mean it counts sequences.
-        sequences: int. The number of trajectories of these calls, for (8). Default: this call's.
+        num_sequences: int. The trajectories of these calls, for (8). Default: this call's.
 
         ValueError for Z <= 0.
         """
@@ -2934,7 +2923,7 @@ class Trainer:
         # Forward, loss, backward, one micro-batch after the other. Losses are terms of one sum, so
         # their gradients only have to be added, which is what backward() does to .grad. Each layer
         # of experts attaches its term of (8) as it runs.
-        self.experts.begin(batch, sequences)
+        self.experts.begin(batch, num_sequences)
         run.forward_backward([t.tokens for t in together], [t.mask for t in together], loss_of)
         return self.metrics_of_all_ranks(measured, batch, run.tokens_run)
 
@@ -3336,8 +3325,10 @@ def build_teacher(config, task):
     return empty_model(config, shape, config.compute, is_teacher=True).requires_grad_(False)
 
 
-def start_run(config) -> int:
-    """Set up a run and do it. Return the exit code."""
+def start_run(config, progress=None) -> int:
+    """Set up a run and do it. Return the exit code. progress: of `naming_lost_ranks`."""
+    progress = progress or parallel.Progress()
+    progress.where = lambda: "setting up"
     task = make_task(config)
     # A task that does not derive from Task has demonstrations if it has a method `demo`.
     if config.demos and getattr(type(task), "demo", Task.demo) is Task.demo:
@@ -3347,22 +3338,19 @@ def start_run(config) -> int:
     # What only the task, a package or the model can tell is asked before anything is written, the
     # same on all ranks.
     shape = shape_of(config, task)
-    require_plans(config, shape)
     teacher = build_teacher(config, task)
-    if teacher is not None:
-        require_plans(config, teacher.config)
-        require_room(config, task, teacher.config.max_position_embeddings)
-    require_room(config, task, shape.max_position_embeddings)
+    shapes = [shape] if teacher is None else [shape, teacher.config]
+    for one in shapes:
+        require_plans(config, one)
+        require_room(config, task, one.max_position_embeddings)
     tell_of_router_loss(config, shape)
 
     with contextlib.ExitStack() as stack:  # the lock on the run's directory
-        with parallel.naming_lost_ranks(lambda: "setting up", "look at its error"):
-            model, generator, reference = build(config, task)
-            trainer = Trainer(
-                config, model, generator=generator, reference=reference, teacher=teacher)
-            # All that can be refused has been: only now is a directory claimed.
-            out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out)
+        model, generator, reference = build(config, task)
+        trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
+        # All that can be refused has been: only now is a directory claimed.
+        out = agree(lambda: prepare_out(config, stack))
+        return run(config, task, trainer, out, progress)
 
 
 def require_plans(config, shape):
@@ -3424,51 +3412,52 @@ class Interrupted(Exception):
     """A signal, its number, has ended the loop, after the step in which it was seen."""
 
 
-def run(config, task, trainer, out) -> int:
+def run(config, task, trainer, out, progress) -> int:
     """Do the run in the directory `out`. Return the exit code: 0, or 128 + a signal's number."""
     began = time.perf_counter()
     stop = Stop()
-    with parallel.naming_lost_ranks(lambda: trainer.where, advice_of(out)):
-        first_step, origin, pending = restore(config, trainer, out)
-        introduce(config, task, trainer, out, first_step, origin)
-        # A generator has no weights before the first push.
-        trainer.push_weights()
-        try:
-            if first_step < 0:
-                source = Demonstrations(config, task, trainer, first_step)
-                checkpointer = Checkpointer(config, trainer, source, out, stop)
-                log = DemoLog(config, trainer, source, out)
-                logs = Logs(log, checkpointer)
-                train(dataclasses.replace(config, steps=0), source, trainer, logs)
-                log.bar.close()  # the table and its bar stay on the screen
+    progress.where = lambda: trainer.where
+    progress.advice = advice_of(out)
+    first_step, origin, pending = restore(config, trainer, out)
+    introduce(config, task, trainer, out, first_step, origin)
+    # A generator has no weights before the first push.
+    trainer.push_weights()
+    try:
+        if first_step < 0:
+            source = Demonstrations(config, task, trainer, first_step)
+            checkpointer = Checkpointer(config, trainer, source, out, stop)
+            log = Log(config, trainer, source, out)
+            logs = Logs(log, checkpointer)
+            train(dataclasses.replace(config, steps=0), source, trainer, logs)
+            log.bar.close()  # the table and its bar stay on the screen
 
-                # The loop begins with its own reference and optimizer. The second moments of a
-                # converged supervised fit are tiny: kept, they would make the first
-                # policy-gradient steps ten times too long.
-                trainer.optimizer.state.clear()
-                write_reference(out, trainer)
-                checkpointer.save(0)
+            # The loop begins with its own reference and optimizer. The second moments of a
+            # converged supervised fit are tiny: kept, they would make the first
+            # policy-gradient steps ten times too long.
+            trainer.optimizer.state.clear()
+            write_reference(out, trainer)
+            checkpointer.save(0)
 
-            queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
-            log = Log(config, trainer, queue, out)
-            if first_step <= 0:
-                log.before(queue.evaluate(-1))
-            rollouts = RolloutLog(config, task, queue, out)
-            samples = SampleLog(task, queue, out)
-            checkpointer = Checkpointer(config, trainer, queue, out, stop)
-            logs = Logs(rollouts, samples, log, IdleWarning(config), checkpointer)
-            solved = train(config, queue, trainer, logs)
-        except Interrupted as interrupted:
-            return 128 + interrupted.args[0]
+        queue = RolloutQueue(config, task, trainer, max(0, first_step), pending)
+        log = Log(config, trainer, queue, out)
+        if first_step <= 0:
+            log.before(queue.evaluate(-1))
+        rollouts = RolloutLog(config, task, queue, out)
+        checkpointer = Checkpointer(config, trainer, queue, out, stop)
+        logs = Logs(rollouts, log, IdleWarning(config), checkpointer)
+        solved = train(config, queue, trainer, logs)
+    except Interrupted as interrupted:
+        return 128 + interrupted.args[0]
 
-        if solved is None:  # resumed at its last step
-            solved = queue.evaluate(config.steps - 1)
-        log.bar.close()
-        export(config, task, out)
-        samples.end()
-        seconds = time.perf_counter() - began
-        say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
-        return 0
+    if solved is None:  # resumed at its last step
+        solved = queue.evaluate(config.steps - 1)
+    log.bar.close()
+    export(config, task, out)
+    if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
+        say(f"sample: {rollouts.text}")
+    seconds = time.perf_counter() - began
+    say(f"eval/solved {solved:.3f} after {config.steps} steps, {seconds:.0f} s")
+    return 0
 
 
 def advice_of(out) -> str:
@@ -3493,8 +3482,7 @@ def introduce(config, task, trainer, out, first_step, origin):
         say(task.note)
 
     # Lines after the checkpoint belong to steps that are now done again.
-    files = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
-    firsts = dict.fromkeys(files, max(0, first_step))
+    firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
     if c.demos:
         firsts["demos.jsonl"] = c.demos + min(0, first_step)
     for name, step in firsts.items():
@@ -3562,15 +3550,13 @@ class Checkpointer:
         c = self.config
         signalled = self.stop.agreed(self.trainer.device)
         kind = "demos" if step < 0 else "step"
-        done = step if step >= 0 else c.demos + step
+        done = step if step > 0 else c.demos + step
         is_last = step in (0, c.steps)  # of the supervised steps, or of the loop
         if not (is_last or signalled or (c.save_every and done % c.save_every == 0)):
             return
 
-        state = f"saved after {step} steps"
-        if step <= 0:
-            state = f"saved after {c.demos + step} supervised steps"
-        saved = self.write(kind, done)
+        state = f"saved after {step} steps" if step > 0 else f"saved after {done} supervised steps"
+        saved = self.write(kind, 0 if step == 0 else done)
         if not saved:
             out = self.out
             newest = agree(lambda: newest_checkpoint(out) or newest_checkpoint(out, "demos"))
@@ -3617,6 +3603,10 @@ def step_metrics(trainer, batch, metrics, updates, step) -> dict:
         "lr": trainer.learning_rate(step), "policy_version": trainer.policy_version,
         "updates/skipped": trainer.skipped,
     }  # fmt: skip
+    if step < 0 and updates:
+        return found
+    if step < 0:
+        raise ValueError(f"{trainer.where}: the demonstrations hold no token to learn")
     if not updates:
         text = "no update, since nothing was left to train on: every group was dropped, or every"
         warn(f"step {step}: {text} rollout was truncated and filtered")
@@ -3645,36 +3635,53 @@ def do_step(config, source, trainer, step) -> dict:
     return found
 
 
-class Log:
-    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0."""
+COLUMNS = dict(
+    reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
+    entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
+)  # fmt: skip
+DEMO_COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
 
-    FILE = "metrics.jsonl"
-    PREFIX = ""  # of TensorBoard's names
-    COLUMNS = dict(
-        reward="reward/mean", solved="reward/solved", eval="eval/solved", norm="grad_norm",
-        entropy="entropy/token_mean", clipped="ratio/clipped_fraction", gap="logprob_gap/max",
-    )  # fmt: skip
+# A line of demos.jsonl. Here loss/token_mean is the mean negative log-likelihood of a token,
+# whatever --aggregation says of the loop.
+DEMO_METRICS = (
+    "lr", "entropy/token_mean", "loss/token_mean", "grad_norm", "policy_version",
+    "updates/skipped", "tokens/trained", "tokens/trained_flat", "seconds/total",
+)  # fmt: skip
+
+
+class Log:
+    """Write a line of metrics.jsonl for each step, and print a table with a bar, on rank 0.
+
+    The supervised steps have a Log of their own, which counts them from 0 in demos.jsonl.
+    """
+
     EVERY = 5  # steps between rows of the table, in addition to those with an evaluation
 
     def __init__(self, config, trainer, source, out):
-        self.config = config
         self.trainer = trainer
         self.source = source
         self.out = Path(out)
         self.on = dist.get_rank() == 0
         self.solved_before = None  # known in the process that does step 0
+        self.demos = config.demos if source.first_step < 0 else 0
+        self.file = "metrics.jsonl"
+        self.prefix = ""  # of TensorBoard's names
+        self.columns = COLUMNS
+        self.names = [x for name in METRICS for x in (f"{name}_first", name)]
+        if self.demos:
+            self.file = "demos.jsonl"
+            self.prefix = "demos/"
+            self.columns = DEMO_COLUMNS
+            self.names = DEMO_METRICS
         self.events = None
         if config.tensorboard and self.on:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(out)
-        say("  step" + "".join(f"{name:>10}" for name in self.COLUMNS) + "  tokens/s")
-        total, done = self.progress()
+        say("  step" + "".join(f"{name:>10}" for name in self.columns) + "  tokens/s")
+        total = self.demos or config.steps
+        done = self.demos + source.first_step
         self.bar = tqdm(total=total, initial=done, disable=None if self.on else True, unit="step")
-
-    def progress(self):
-        """Return the number of steps of the run, and of those that are done."""
-        return self.config.steps, self.source.first_step
 
     def before(self, solved):
         """Print the row before the loop: what the weights solve with which the loop begins."""
@@ -3689,82 +3696,29 @@ class Log:
             line["eval/solved_before"] = self.solved_before
         if solved is not None:
             line["eval/solved"] = solved
-        self.write(step, line, f"reward {line['reward/mean']:.3f}", solved is not None)
-
-    def write(self, step, line, progress, is_shown):
-        """Write a line, move the bar on, and print a row now and then. is_shown: this time too."""
         if not self.on:
             return
-        names = itertools.chain(*((f"{name}_first", name) for name in METRICS))
-        line = {"step": step} | {name: line[name] for name in names if name in line}
-        append_lines(self.out / self.FILE, [line])
-        self.bar.set_postfix_str(progress, refresh=False)
-        self.bar.update()
+
+        number = self.demos + step
+        line = {name: line[name] for name in self.names if name in line}
+        append_lines(self.out / self.file, [{"step": number} | line])
         if self.events:
             for name, value in line.items():
-                self.events.add_scalar(self.PREFIX + name, value, step)
-        if is_shown or step % self.EVERY == 0:
-            self.row(step, line)
+                self.events.add_scalar(self.prefix + name, value, number)
+        shown, name = next(iter(self.columns.items()))
+        self.bar.set_postfix_str(f"{shown} {line[name]:.3f}", refresh=False)
+        self.bar.update()
+        if solved is not None or step == -1 or number % self.EVERY == 0:
+            self.row(number, line)
 
     def row(self, label, line):
         """Print a row of the table."""
-        shown = [line.get(name) for name in self.COLUMNS.values()]
+        shown = [line.get(name) for name in self.columns.values()]
         cells = [" " * 10 if x is None else f"{x:10.3g}" for x in shown]
         if "seconds/total" in line:
             tokens = line.get("tokens/generated", 0) + line["tokens/trained_flat"]
             cells.append(f"{tokens / line['seconds/total']:10.0f}")
         say(f"{label:>6}{''.join(cells)}".rstrip())
-
-
-class DemoLog(Log):
-    """The Log of the supervised steps: demos.jsonl, which counts them from 0."""
-
-    FILE = "demos.jsonl"
-    PREFIX = "demos/"
-    COLUMNS = dict(loss="loss/token_mean", entropy="entropy/token_mean", norm="grad_norm")
-
-    # Here loss/token_mean is the mean negative log-likelihood of a token, whatever --aggregation
-    # says of the loop.
-    METRICS = (
-        "loss/token_mean", "entropy/token_mean", "grad_norm", "lr", "tokens/trained",
-        "tokens/trained_flat", "policy_version", "updates/skipped", "seconds/total",
-    )  # fmt: skip
-
-    def progress(self):
-        return self.config.demos, self.config.demos + self.source.first_step
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Write a step's line. Collective."""
-        if not updates:
-            raise ValueError(f"{self.trainer.where}: the demonstrations hold no token to learn")
-        found = updates[0] | {"updates/skipped": self.trainer.skipped} | self.source.clock.read()
-        line = {name: found[name] for name in self.METRICS}
-        number = self.config.demos + step
-        self.write(number, line, f"loss {line['loss/token_mean']:.3f}", is_shown=step == -1)
-
-
-class SampleLog:
-    """Write a rollout of each evaluation to samples.jsonl, and print the last one in the end."""
-
-    def __init__(self, task, source, out):
-        self.task = task
-        self.source = source
-        self.path = Path(out) / "samples.jsonl"
-        self.text = None
-
-    def step(self, step, batch, metrics, updates, solved):
-        """Write the rollout that the evaluation after a step has left to read."""
-        shown = self.source.shown
-        if dist.get_rank() != 0 or solved is None or shown is None:
-            return
-        with asking(self.task):
-            self.text = self.task.show(shown.tokens)
-        append_lines(self.path, [{"step": step, "reward": shown.reward, "text": self.text}])
-
-    def end(self):
-        """Print the last one. A run that was resumed at its last step has none."""
-        if self.text is not None:
-            say(f"sample: {self.text}")
 
 
 class IdleWarning:
@@ -3795,25 +3749,31 @@ class IdleWarning:
 
 
 class RolloutLog:
-    """Write rollouts.jsonl for the steps that --log-rollouts says."""
+    """Write rollouts.jsonl, and samples.jsonl with a rollout of each evaluation."""
 
     def __init__(self, config, task, source, out):
         self.config = config
         self.task = task
         self.source = source
-        self.path = Path(out) / "rollouts.jsonl"
+        self.out = Path(out)
+        self.text = None  # of the latest sample
 
     def step(self, step, batch, metrics, updates, solved):
-        """Write the rollouts of a step. Collective."""
+        """Write the rollouts of a step that --log-rollouts says, and its sample. Collective."""
         # A step whose sampler had a checkpoint's weights can be audited from that checkpoint: it is
         # logged whole, and so is the first of a run and of a resumed one. An evaluation shows one
         # group.
         c = self.config
         sampled_at = step - c.staleness
-        whole = step == 0 or sampled_at == self.source.first_step
+        whole = step == 0 or sampled_at == self.source.first_step or c.log_rollouts == "all"
         if c.save_every and sampled_at >= 0:
             whole = whole or sampled_at % c.save_every == 0
-        whole = whole or c.log_rollouts == "all"
+        shown = self.source.shown
+        if solved is not None and shown and dist.get_rank() == 0:
+            with asking(self.task):
+                self.text = self.task.show(shown.tokens)
+            line = {"step": step, "reward": shown.reward, "text": self.text}
+            append_lines(self.out / "samples.jsonl", [line])
         if c.log_rollouts == "none" or not (whole or evaluates(c, step)):
             return
         one = batch.kept[0] if batch.kept else 0
@@ -3825,7 +3785,7 @@ class RolloutLog:
         # Pinned by tests/test_audit.py::test_runs_of_several_ranks_are_audited_by_one.
         for _, group in gather_groups(groups):
             lines = [rollout_line(self.task, step, i, t) for i, t in enumerate(group)]
-            append_lines(self.path, lines)
+            append_lines(self.out / "rollouts.jsonl", lines)
 
 
 def rollout_line(task, step, number, t) -> dict:
@@ -3919,10 +3879,9 @@ def write_reference(out, trainer):
     # A resumed run would else measure its KL against the weights that it resumes with. Both models
     # are sharded identically, so each rank copies its own part.
     if trainer.reference is not None:
-        part_of(trainer.model).reshard()
         reference = parallel.tensors_of(trainer.reference)
         for name, x in parallel.tensors_of(trainer.model).items():
-            local(reference[name]).copy_(local(x).detach())
+            local(reference[name]).copy_(local(x))
         write_checkpoint(f"{out}/reference", reference, {})
 
 
@@ -4201,9 +4160,12 @@ def main(argv) -> int:
         # A run. The settings are checked before a rank waits for another, and at the end all ranks
         # wait for each other, so that none tears down what another still needs.
         config = parse_config(argv).check()
-        connect(config.device, timeout=config.timeout, threads=config.threads)
-        code = start_run(config)
-        with parallel.naming_lost_ranks(lambda: "finished", "what the run saved is whole"):
+        progress = parallel.Progress()
+        with parallel.naming_lost_ranks(progress):
+            connect(config.device, timeout=config.timeout, threads=config.threads)
+            code = start_run(config, progress)
+            progress.where = lambda: "finished"
+            progress.advice = "what the run saved is whole"
             dist.barrier()
     except ERRORS as error:
         return report(error)

@@ -456,6 +456,7 @@ def core_main(argv):
 # arXiv:2506.05433; FlashMask arXiv:2410.01359.
 
 import contextlib  # noqa: E402
+import functools  # noqa: E402
 import inspect  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
@@ -552,7 +553,6 @@ class TokenTrie:
         order = np.argsort(self.ends.numpy(), kind="stable")
         self.order = order.tolist()
         self.shared = lengths[order] - np.diff(self.ends.numpy()[order], prepend=-1)
-        self.cache = {}  # what is made once, for all layers
 
     def __len__(self):
         return len(self.tokens)
@@ -563,13 +563,12 @@ class TokenTrie:
 
     def mask(self, window=None):
         """Return (1) as a `ring_attention.Mask`; a window counts in depth, not in indices."""
-        return self.stretch().mask(window)
+        return self.stretch.mask(window)
 
+    @functools.cached_property
     def stretch(self):
-        """Return the whole tree as a `Stretch`."""
-        if "stretch" not in self.cache:
-            self.cache["stretch"] = Stretch(self, 0, len(self))
-        return self.cache["stretch"]
+        """Return the whole tree as a `Stretch`, made once for all layers."""
+        return Stretch(self, 0, len(self))
 
     def stats(self, flops_per_token=None, flops_per_pair=None):
         """Return what sharing saves, as `Stats`; the two costs are FLOPs of a model per token and
@@ -682,21 +681,22 @@ class Stretch:
         both = np.concatenate([self.above, np.arange(start, stop)])
         self.end = trie.subtree_end.numpy()[both].clip(max=stop) - start + p
         self.depth = trie.positions.numpy()[both]
-        self.cache = {}
+        self.groups = {}  # of `groups_of_tokens`, made once for all layers of a kind
 
     def mask(self, window=None):
         """Return which of the p + n keys each of the n queries sees, as a `ring.Mask`."""
+        return self.mask_without_window.with_window(window)
+
+    @functools.cached_property
+    def mask_without_window(self):
+        """Return (1), made once: a mask keeps its boxes, so that all layers share one search."""
         # In preorder the descendants of token j are the indices j + 1 .. end_j - 1. So the queries
-        # that see key j are an interval, and the mask is two integers per token. The mask keeps the
-        # boxes that it finds, so that all layers share one search.
-        if "mask" not in self.cache:
-            # `Mask.tree` would ask whether the ends form a tree, which they do.
-            p = len(self.above)
-            index = np.arange(len(self.end))
-            whole = ring.Mask(index, self.end, position_BS=self.depth)  # (1)
-            self.cache["mask"] = whole.slice(slice(p, None), ring.ALL) if p else whole
-        mask = self.cache["mask"]
-        return mask if window is None else mask.with_window(window)
+        # that see key j are an interval, and the mask is two integers per token. `Mask.tree` would
+        # ask whether the ends form a tree, which they do.
+        p = len(self.above)
+        index = np.arange(len(self.end))
+        whole = ring.Mask(index, self.end, position_BS=self.depth)  # (1)
+        return whole.slice(slice(p, None), ring.ALL) if p else whole
 
 
 def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, backend=None):
@@ -709,27 +709,27 @@ def tree_attention(q, k, v, /, trie, *, scale=None, window=None, softcap=None, b
 
     Returns (1, H, N, D) in the dtype of q.
     """
-    return stretch_attention(q, k, v, trie.stretch(), scale, window, softcap, backend)
+    return stretch_attention(q, k, v, trie.stretch, scale, window, softcap, backend)
 
 
 def stretch_attention(q, k, v, stretch, scale, window, softcap, backend=None):
     """Compute attention of a `Stretch`: q (1, H, n, D) against k, v (1, G, p + n, D)."""
     mask = stretch.mask(window)
-    if not (backend is None and softcap is None and groups_pay(q, k, stretch)):
-        # A segment against itself is a causal triangle, and everything below it sees all of it: a
-        # full rectangle. Fused kernels compute both without a mask and without a copied key:
-        #
-        #     5 6 7 8 / 5 6 9      0  x               rows 0 to 3 against keys 0 to 3: a triangle
-        #                          1  x x             row 4 against keys 0 1: a rectangle
-        #                          2  x x x           row 4 against key 4: a triangle
-        #                          3  x x x x
-        #                          4  x x . . x       row 4 against keys 2 3: never computed
-        return ring.attend(q, k, v, mask, scale=scale, softcap=softcap, backend=backend)[0]
-
-    # A caller's mistake is the same error as there.
     options = dict(scale=scale, softcap=softcap, backend=backend)
-    scale = ring.checked_config(q, k, v, mask, **options).scale
-    return grouped_attention(q, k, v, stretch, scale, window)
+    if backend is None and softcap is None and groups_pay(q, k, stretch):
+        # A caller's mistake is the same error as in `attend`.
+        scale = ring.checked_config(q, k, v, mask, **options).scale
+        return grouped_attention(q, k, v, stretch, scale, window)
+
+    # A segment against itself is a causal triangle, and everything below it sees all of it: a full
+    # rectangle. Fused kernels compute both without a mask and without a copied key:
+    #
+    #     5 6 7 8 / 5 6 9      0  x               rows 0 to 3 against keys 0 to 3: a triangle
+    #                          1  x x             row 4 against keys 0 1: a rectangle
+    #                          2  x x x           row 4 against key 4: a triangle
+    #                          3  x x x x
+    #                          4  x x . . x       row 4 against keys 2 3: never computed
+    return ring.attend(q, k, v, mask, **options)[0]
 
 
 # Short paths: a tree of many short segments would be very many boxes of few pairs each. Instead,
@@ -793,9 +793,9 @@ def grouped_attention(q_1HnD, k_1GmD, v_1GmD, stretch, scale, window):
     # NUMERICS: scores, softmax and sums are in float32 or better, as in boxes. Pinned by
     # tests/test_tree.py::test_tree_attention_in_low_precision_is_as_good_as_plain_torch.
     wide = torch.promote_types(q_1HnD.dtype, torch.float32)
-    if (window, wide) not in stretch.cache:
-        stretch.cache[window, wide] = groups_of_tokens(stretch, window, wide)
-    keys_UY, bias_U1WY = stretch.cache[window, wide]
+    if (window, wide) not in stretch.groups:
+        stretch.groups[window, wide] = groups_of_tokens(stretch, window, wide)
+    keys_UY, bias_U1WY = stretch.groups[window, wide]
 
     # Queries are in order already, but for the end of the last group. Keys are gathered: each group
     # needs the path above it too, which for short paths is little.
@@ -832,7 +832,7 @@ def packed_tree(trie, length=None):
     return tuple(pad(x, (0, padding))[None] for x in (trie.tokens, trie.positions))
 
 
-def packed_attention(trie, length=None, *, group=None, debug=False, **ring_options):
+def packed_tree_attention(trie, length=None, *, group=None, debug=False, **ring_options):
     """Return what the layers call for a row of `packed_tree`: attention of each token to its path.
 
     group: the ranks that share the row, by `ring_attention` with ring_options. Default: one rank.
@@ -900,6 +900,7 @@ def wanted_edges(trie, masks=None):
 
     Raises ValueError unless each sequence has a mask, of its shape.
     """
+    # Targets are all tokens of a path but the first: 6 7, 6 8 and 9 in 5 6 7 / 5 6 8 / 5 9.
     targets = np.delete(trie.paths.numpy(), trie.begins.numpy())
     if masks is not None:
         if len(masks) != len(trie.lengths):
@@ -925,7 +926,7 @@ def _packed_scores(model, trie, temperature, masks, group, method, layout):
     options = {} if place.world == 1 else dict(group=group, method=method, layout=layout)
     device = next(model.parameters()).device
     tokens_1n, positions_1n = (x[:, tokens_n].to(device) for x in packed_tree(trie))
-    attention = packed_attention(trie, **options)
+    attention = packed_tree_attention(trie, **options)
     hidden_1nM = model.hidden(tokens_1n, positions=positions_1n, attention=attention)
 
     # An edge is scored on the rank that has its parent's state.
@@ -1096,11 +1097,20 @@ class _Losses:
         """Compute (3) and (4) of sequences whose scores are all written."""
         # One call of the loss per sequence, or one for a list of all, which costs less Python.
         calls = [sequences] if self.batched and sequences else sequences
-        results = [self.call(called_for) for called_for in calls]
-        if self.check_finite and calls:
-            _require_finite(calls, results)
-        for loss, _ in results:
+        losses = []
+        finite = []
+        for called_for in calls:
+            loss, is_finite = self.call(called_for)
             self.total = self.total + loss  # (3)
+            losses.append(loss)
+            finite.append(is_finite)
+
+        # One look at all losses of the chunk: on a GPU each look waits for the device.
+        if self.check_finite and calls and not torch.stack(finite).all():
+            k = finite.index(False)
+            name = f"sequences {calls[k]}" if self.batched else f"sequence {calls[k]}"
+            reason = ", its gradient is not finite" if losses[k].isfinite() else ""
+            raise NonFiniteLoss(f"the loss of {name} is {losses[k].item()}{reason}")
 
     def call(self, called_for):
         """Call the loss once; return its value, and whether it and its gradient are finite."""
@@ -1160,7 +1170,7 @@ class _ChunkScores:
 
     def forward(self, chunk, stack, edges_e):
         """Call the model for a chunk, with an attention that reads the chunks on the stack."""
-        stretch = self.trie.stretch()
+        stretch = self.trie.stretch
         if chunk.stop - chunk.start < len(self.trie):
             stretch = Stretch(self.trie, chunk.start, chunk.stop)
         path = self.path_above(chunk, stack)
@@ -1253,11 +1263,11 @@ class _TreeWalk:
                                backward 0: starts from its scores, and from its keys and values
 
     losses: `_Losses`; without a loss_fn the walk is a forward, without memory for any gradient.
-    Takes the arguments of `tree_backward`, and join_only_children of `partition_tree`.
+    Takes the arguments of `tree_backward`.
     """
 
-    def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False,
-                 join_only_children=False, temperature=1.0, masks=None, lockstep=None):  # fmt: skip
+    def __init__(self, model, trie, losses, *, max_tokens=None, recompute=False, temperature=1.0,
+                 masks=None, lockstep=None):  # fmt: skip
         self.model = model
         self.trie = trie
         self.losses = losses
@@ -1266,7 +1276,8 @@ class _TreeWalk:
         self.lockstep = lockstep
         self.scores = _ChunkScores(model, trie, temperature, counts_experts=self.trains)
         self.router_counts = {}  # layer -> (E,)
-        chunks = partition_tree(trie, max_tokens, join_only_children=join_only_children)
+        joins = self.trains and not recompute  # then both chunks' graphs are held anyway
+        chunks = partition_tree(trie, max_tokens, join_only_children=joins)
 
         # Edge t scores token t from its parent's state, so it belongs to the parent's chunk, even
         # if token t is in a chunk below. Sorted by parents, the edges of a chunk are a run.
@@ -1303,7 +1314,9 @@ class _TreeWalk:
             rows = self.scores.open_rows(chunk)
             if not has_children:
                 forward = forward._replace(own_kv={})
-            kv = _leaves_of_rows(forward.own_kv, rows, keep_graph)
+            kv = {}
+            for layer, own_kv in forward.own_kv.items():
+                kv[layer] = [_SummingLeaf(x[:, :, rows], keep_graph) for x in own_kv]
 
             # All scores of the sequences that end here exist now, and no chunk of their paths has
             # gone backward yet.
@@ -1348,24 +1361,13 @@ class _TreeWalk:
             torch.autograd.backward(*zip(*pairs, strict=True))
 
 
-def _leaves_of_rows(own_kv, rows, keep_graph):
-    """Return some rows of a chunk's keys and values, layer -> `_SummingLeaf` of k and of v."""
-    # Where a graph is kept, it holds keys and values anyway, and a view costs nothing. If not, a
-    # view would hold all of the matrix that queries, keys and values come from.
-    leaves = {}
-    for layer, kv in own_kv.items():
-        open_kv = [x[:, :, rows] for x in kv]
-        if not keep_graph:
-            open_kv = [x.clone() for x in open_kv]
-        leaves[layer] = [_SummingLeaf(x) for x in open_kv]
-    return leaves
-
-
 class _SummingLeaf:
     """Keys or values that chunks below read: a leaf, and the sum of the gradients that it gets."""
 
-    def __init__(self, x):
-        self.leaf = leaf_of(x)
+    def __init__(self, x, keep_graph):
+        # Where a graph is kept, it holds keys and values anyway, and a view costs nothing. If not,
+        # a view would hold all of the matrix that queries, keys and values come from.
+        self.leaf = leaf_of(x if keep_graph else x.clone())
         self.sums = sums = []  # at most one tensor
 
         # NUMERICS: the sum over all chunks below is in float32 or better, and is cast once: in bf16
@@ -1424,17 +1426,12 @@ def tree_scores(model, trie, *, temperature=1.0, masks=None, max_tokens=None, lo
     return list(zip(*by_score, strict=True)) if len(trie) else []
 
 
-def tree_logprobs(model, trie, **options):
-    """Return the log-probs (L_i - 1,) of each sequence, in order; options of `tree_scores`."""
-    return [scores[0] for scores in tree_scores(model, trie, **options)]
-
-
 class TreeResult(NamedTuple):
     """What `tree_backward` returns, detached."""
 
     loss: torch.Tensor  # (3)
     logprobs: list  # (L_i - 1,) of each sequence, in order
-    router_counts: dict | None = None  # layer -> (E,): tokens of each expert, once per sequence
+    router_counts: dict  # layer -> (E,): tokens of each expert, once per sequence
 
 
 def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, temperature=1.0,
@@ -1471,9 +1468,8 @@ def tree_backward(model, trie, loss_fn, *, max_tokens=None, recompute=False, tem
     if lockstep is not None and check_finite:
         raise ValueError("with lockstep a rank cannot stop by itself: pass check_finite=False")
     losses = _Losses(model, trie, loss_fn, batched, check_finite)
-    walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute, masks=masks,
-                     join_only_children=not recompute, temperature=temperature,
-                     lockstep=lockstep)  # fmt: skip
+    walk = _TreeWalk(model, trie, losses, max_tokens=max_tokens, recompute=recompute,
+                     temperature=temperature, masks=masks, lockstep=lockstep)  # fmt: skip
 
     # A loss may fail in the middle of the walk, when some chunks have gone backward already. Then
     # .grad must be as it was, or the caller's next step would use half a gradient.
@@ -1554,21 +1550,6 @@ def _all_or_nothing(parameters):
                 p.grad = new
             else:
                 p.grad = old if new is None else old.add_(new)
-
-
-def _require_finite(calls, results):
-    """Raise NonFiniteLoss if one of a chunk's losses, or its gradient, is not finite.
-
-    calls: what the loss was called for, a sequence or a list. results: of `_Losses.call`.
-    """
-    # One look at all losses of the chunk: on a GPU each look waits for the device.
-    losses, finite = zip(*results, strict=True)
-    if torch.stack(finite).all():
-        return
-    k = finite.index(False)
-    sequence = f"sequences {calls[k]}" if isinstance(calls[k], list) else f"sequence {calls[k]}"
-    reason = ", its gradient is not finite" if losses[k].isfinite() else ""
-    raise NonFiniteLoss(f"the loss of {sequence} is {losses[k].item()}{reason}")
 
 
 # 13. Ranks that must make the same calls --------------------------------------------------------
@@ -1802,20 +1783,14 @@ def forests(seed=0):
 
 
 def example_loss(i, logprobs, entropy, values=None):
-    """Return PPO's clipped loss with an advantage and a mask of i's own, and a sequence term."""
-    # All of it depends on i, so that a gradient that reaches the wrong sequence shows. No sum over
-    # tokens can replace the square of the sum.
-    n = torch.arange(len(logprobs)) + 1.0
-    old = torch.sin(n * 3 + i).to(logprobs)
-    weight = torch.sin(n * 7 + i).to(logprobs)
-    advantage = math.cos(5 * i + 1)
-    mask = (weight > -0.5).to(logprobs)
-    ratio = torch.exp(logprobs - logprobs.detach() + 0.3 * old)
-    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-    loss = -(clipped * mask).sum() - 0.01 * entropy.sum() + 0.1 * logprobs.sum().square()
+    """Return the core's `check_loss` with terms of the entropies and of a critic's values."""
+    # All of it depends on i, so that a gradient that reaches the wrong sequence shows. Some tokens
+    # have no entropy term. No sum over tokens can replace the square of the sum in `check_loss`.
+    weights = torch.sin(torch.arange(len(logprobs)) * 7.0 + i).to(logprobs)
+    loss = check_loss(i, logprobs) - 0.1 * (weights.relu() * entropy).sum()
     if values is None:
         return loss
-    return loss + ((values - old) * weight).square().sum()
+    return loss + ((values - 0.5) * weights).square().sum()
 
 
 def _outcome(model, way, *given, **options):

@@ -265,7 +265,7 @@ def test_what_is_not_finite_stays_out_of_other_tiles_and_is_not_hidden(case, poi
     bad, mask, reached, clean = {
         "future": (30, Mask.causal(40), at >= 30, at < 0),
         "document": (12, Mask.documents(doc_ids=at // 10), (at // 10 == 1) & (at >= 12), at < 10),
-        "window": (20, Mask.causal(40, window=9), (at >= 20) & (at < 29), at < 9),
+        "window": (20, Mask.causal(40, window=8), (at >= 20) & (at < 28), at < 12),
     }[case]
     clean = clean & (tile <= 10)
     leaves, dout = draw(40)

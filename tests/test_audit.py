@@ -19,7 +19,7 @@ from conftest import LOOKUP, ROOT, shortened
 from oracles import LiveBytes
 from test_ranks import as_script
 from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
-from test_run import GET, _main, begin, contents, end, flip_a_bit, good, killed
+from test_run import GET, SHARD, _main, begin, contents, end, flip_a_bit, good, killed
 from test_run import runs_made_once
 
 import audit
@@ -630,8 +630,8 @@ def test_what_cannot_be_audited_says_why(copied, tmp_path, capsys):
     assert "no config.json" in refusal(capsys, tmp_path)
     assert "no step 4: its lines are of 0 to 3" in refusal(capsys, run, "--step", 4)
     assert "groups of step 2 are 0 to 3" in refusal(capsys, run, *step, "--group", 4)
-    flip_a_bit(run / "step-00000002" / "__0_0.distcp")
-    assert "step-00000002: __0_0.distcp is damaged" in refusal(capsys, run, *step)
+    flip_a_bit(run / "step-00000002" / SHARD)
+    assert f"step-00000002: {SHARD} is damaged" in refusal(capsys, run, *step)
     (run / "rollouts.jsonl").write_text('{"step": 3, "group": 0, "rollout": 0}\n')
     assert "rollouts.jsonl line 1 is not a rollout" in refusal(capsys, run, "--step", 3)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

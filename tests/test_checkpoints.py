@@ -20,13 +20,10 @@ import torch.distributed as dist
 from conftest import ROOT, complaint_of
 from test_models import model_of
 from test_ranks import ranks
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import models
 from models import Transformer, load_hf, relative_error, save_hf, tiny
-from parallel import full
+from parallel import Grid, Plan, full, local, parallelize
 from train_grpo import read_json_lines
 
 pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
@@ -208,20 +205,13 @@ def test_weights_beyond_the_models_dtype_are_refused(tmp_path):
     assert f"{NORM} has weights that are NaN, or not finite in torch.float16" in said
 
 
-def _split(model, mesh, placements):
-    """Split every parameter by placements(number of its module, parameter)."""
-    for n, module in enumerate(list(model.modules())):
-        for name, p in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(p.data, mesh, placements(n, p))
-            module.register_parameter(name, torch.nn.Parameter(part))
-    return model
-
-
 def _found_by_one(rank, folder):
     """What each rank says where only the last shard of a tensor, or one rank's disk, is bad."""
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    plan, size = Plan(tp=2), dict(vocab_size=53)  # the second rank has the last rows
+    grid = Grid.make(plan)
     first, second, third = (
-        _split(Transformer(tiny()).init_weights(0), mesh, lambda n, p: [Shard(0)]) for _ in range(3)
+        parallelize(Transformer(tiny(**size)).init_weights(0), plan, device_mesh=grid)
+        for _ in range(3)
     )
     said = [complaint_of(load_hf, folder, model=first)]
     here = folder if rank == 0 else folder / "nothing"
@@ -462,37 +452,27 @@ def test_loading_needs_the_model_and_at_most_its_largest_tensor(tmp_path):
     assert most < size + largest + 20e6
 
 
-def _shards(rank, folder, model_type, cut):
-    """Load into a model that is cut like so. The whole parameters, the bytes that this rank read
-    and those that it has, and the files of the model saved again."""
-    config = tiny(model_type)
-    model = Transformer(config).double()
-    sizes = 2, dist.get_world_size() // 2
-    mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-    if cut == "tp and fsdp":
-        plan = {"self_attn.q_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], plan)
-            fully_shard(layer, mesh=mesh["dp"])
-    else:  # every placement of every parameter with two dimensions
-        places = [Shard(0), Shard(1), Replicate(), Shard(0)]
-        _split(model, mesh, lambda n, p: (
-            [Shard(0), Replicate()] if p.dim() < 2 else places[n % 3 : n % 3 + 2]))  # fmt: skip
+def _shards(rank, folder, model_type, text, options):
+    """Load into a model of a plan. The whole parameters, the bytes that this rank read and those
+    that it has, and the files of the model saved again."""
+    plan = Plan.parse(text)
+    model = Transformer(tiny(model_type)).double()
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), **options)
     with bytes_read() as sizes:
         load_hf(folder, model=model)
-    own = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes
-              for p in model.parameters())  # fmt: skip
+    own = sum(local(p).nbytes for p in model.parameters())
     save_hf(model, f"{folder}-again", max_shard_bytes=20_000)
     dist.barrier()
-    whole = {name: full(p.detach()) for name, p in model.named_parameters()}
+    whole = {name: full(p, model.part.places[name]) for name, p in model.named_parameters()}
     return whole, sum(sizes), own, os.listdir(f"{folder}-again")
 
 
-@pytest.mark.parametrize("cut, model_type", [("tp and fsdp", "qwen3"), ("all", "qwen3_moe")])
-def test_each_rank_reads_its_part_and_save_gathers_them(tmp_path, cut, model_type):
+@pytest.mark.parametrize("text, options, model_type", [
+    ("d2t2", dict(mode="fsdp"), "qwen3"), ("(attn:d2t2|ffn:e2t2)", {}, "qwen3_moe")])
+def test_each_rank_reads_its_part_and_save_gathers_them(tmp_path, text, options, model_type):
     truth = model_of(model_type)
     save_hf(truth, tmp_path / "hf")
-    results = ranks(tmp_path, 4, _shards, tmp_path / "hf", model_type, cut)
+    results = ranks(tmp_path, 4, _shards, tmp_path / "hf", model_type, text, options)
     size = sum(p.nbytes for p in truth.parameters())
     for whole, read, own, files in results:
         for name, p in truth.named_parameters():

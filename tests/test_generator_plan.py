@@ -301,19 +301,19 @@ def _bytes(tensors):
 def _bytes_that_come():
     """A list of the bytes that this rank gets by each message of a push."""
     came = []
-    gather, broadcast = parallel.gather_pieces, dist.broadcast
+    gather, broadcast = parallel.Place.gather, dist.broadcast
 
-    def gathering(x, *how):
-        out = gather(x, *how)
+    def gathering(place, x, *how):
+        out = gather(place, x, *how)
         came.append(_bytes([out]) - _bytes([x]))
         return out
 
-    def broadcasting(x, src, group):
-        came.append(_bytes([x]) if dist.get_rank() != src else 0)
-        return broadcast(x, src=src, group=group)
+    def broadcasting(x, group, group_src):
+        came.append(_bytes([x]) if group.rank() != group_src else 0)
+        return broadcast(x, group=group, group_src=group_src)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "gather_pieces", gathering)
+        patch.setattr(parallel.Place, "gather", gathering)
         patch.setattr(dist, "broadcast", broadcasting)
         yield came
 
@@ -337,7 +337,8 @@ def told_by_plan(name):
     return [(stage.generator(sampler, size), stage.pushed(sampler, size)) for stage in stages]
 
 
-QUICK = "d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2"
+QUICK = ("d2|d2 fsdp", "t2|t2", "t2|p2", "t2e2|d2e2", "d4|d2p2", "t2|d2 mixed zero1",
+         "d2|d2 mixed, masters")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", shortened(PUSHES, *QUICK))

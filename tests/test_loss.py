@@ -18,7 +18,7 @@ from conftest import LOOKUP, batch_of
 
 import models
 import train_grpo
-from audit import Recorded, definition, rate_by_hand, score_alone
+from audit import Recorded, loss_definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
     LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, choices_of, collect,
@@ -136,7 +136,7 @@ def test_the_slow_definition_gives_the_loss_its_gradient_and_its_sums(options, c
             names = dict(A="A", old="old", ref="ref_BT", v_old="old_value_BT", g="return_BT")
             vars(s).update({key: x[name][b][on].tolist() for key, name in names.items()})
             rows.append(s)
-        found = definition(rows, 17.0, config)
+        found = loss_definition(rows, 17.0, config)
         (found + 0 * sum(x[name].sum() for name in LEAVES)).backward()
         assert found.item() == pytest.approx(loss, abs=1e-13)
         assert (torch.stack([x[name].grad for name in LEAVES]) - grads).abs().max() < 1e-13
@@ -235,7 +235,7 @@ def alone(trainer, t):
 def gradient_by_definition(trainer, batch, Z):
     trainer.model.zero_grad()
     rows = [alone(trainer, t) for t in batch if t.mask.any()]
-    loss = definition(rows, Z, trainer.config)
+    loss = loss_definition(rows, Z, trainer.config)
     loss.backward()
     return with_gradient(trainer, loss.item())
 

@@ -5,7 +5,6 @@ plans of two ranks, and once, behind `-m slow`, for those of four.
 """
 
 import re
-from types import SimpleNamespace
 
 import measure_parallel
 import numpy as np
@@ -18,7 +17,7 @@ from test_ranks import ranks
 
 import models
 import ring_attention
-from parallel import Grid, PackedBatches, Plan, full, gather_replica, parallelize
+from parallel import Grid, PackedBatches, Plan, full, gather_replica, parallelize, part_of
 from parallel import reduce_gradients
 
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
@@ -110,7 +109,8 @@ def errors(model, truth, mine, micro_tokens=12):
     if dist.is_initialized():
         reduce_gradients(model)
     largest = max(g.abs().max() for g in gradients.values())
-    named = {name: full(p.grad) for name, p in model.named_parameters()}
+    places = part_of(model).places
+    named = {name: full(p.grad, places[name]) for name, p in model.named_parameters()}
     found["gradient"] = max((named[k] - gradients[k]).abs().max() / largest for k in named).item()
     return found
 
@@ -185,52 +185,6 @@ def test_a_batch_that_cannot_be_is_refused_on_every_rank(tmp_path):
     assert first == second
     for text, pattern in zip(first, SAID, strict=True):
         assert re.search(pattern, text), text
-
-
-class _Incomplete(torch.nn.Module):
-    """What somebody might bring: layers and a config, and several names that are others'."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(
-            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sparse_layers=()
-        )
-        self.model = measure_parallel.build("dense", torch.float64).model
-        del self.model.norm, self.model.layers[1].self_attn.q_proj
-        for layer in self.model.layers:
-            del layer.mlp.up_proj
-
-    def hidden(self, tokens, positions=None):
-        return tokens
-
-
-ABSENT = {
-    "d2": ".logprobs .config.intermediate_size .hidden(.., attention=)",
-    "t2": ".logprobs .config.intermediate_size .lm_head_shard .head_weight .model.norm .lm_head "
-    ".config.vocab_size .config.tie_word_embeddings .hidden(.., attention=) "
-    ".model.layers[0].mlp.up_proj.weight .model.layers[1].self_attn.q_proj.weight",
-    "p2": ".logprobs .config.intermediate_size .attention .require_tokens .model.norm .lm_head "
-    ".config.hidden_size .config.tie_word_embeddings .hidden(.., attention=)",
-}
-
-
-def _incomplete(rank):
-    texts = []
-    for text in ABSENT:
-        plan, model = Plan.parse(text), _Incomplete()
-        grid = Grid.make(plan)
-        texts.append(_fails(parallelize, model, plan, device_mesh=grid))
-        assert not hasattr(model, "part")
-    return texts
-
-
-def test_everything_that_a_model_lacks_is_named_at_once(tmp_path):
-    first, second = ranks(tmp_path, 2, _incomplete)
-    assert first == second
-    for (plan, names), text in zip(ABSENT.items(), first, strict=True):
-        start, *absent = re.split(" has no |, no ", text)
-        assert f"for plan {plan}" in start and "_Incomplete" in start
-        assert sorted(absent) == sorted(re.findall(r"\.(?:[^ (]|\([^)]*\))+", names)), text
 
 
 def _by_the_recipe(rank, plans):

@@ -1,8 +1,10 @@
 """Plans against one process in float64; checkpoints across plans; messages; memory."""
 
+import collections
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import sys
 
@@ -12,21 +14,22 @@ import torch.distributed as dist
 from measure_parallel import CASES, ROWS, Training, batch, build, compare, read_cases, truth_of
 from oracles import bytes_of
 from test_ranks import join, ranks, start
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
 import parallel
-from parallel import Grid, LocalOptimizer, Micro, Plan
-from parallel import clip_grad_norm, full, parallelize, read_checkpoint, reduce_gradients
-from parallel import training_tensors, write_checkpoint
+from parallel import (
+    Grid, LocalOptimizer, Plan, clip_grad_norm, full, parallelize, read_checkpoint,
+    reduce_gradients, run_forwards, run_micro_batches, training_tensors, write_checkpoint,
+)  # fmt: skip
 
 # The others join what these are apart, are those that test_parity.py holds against transformers,
 # or train in test_a_checkpoint_of_one_plan_goes_on_under_another.
 DEFAULT = read_cases("""
     d2 dense empty, d4 dense hsdp, t2 dense alone, t2 tied, t2 bias, c2 tied ulysses, c4 dense,
-    d2t2 tied fsdp, d2t2c2 dense, t2 moe, d2t2e4 moe fsdp, d2c2e4 moe, d2e2 starved,
+    d2t2 tied fsdp, d2t2c2 dense, d2t2c2 dense zero1, t2 moe, d2t2e4 moe fsdp, d2c2e4 moe,
+    c2t2e2 moe, t2 moe op, d2e2 starved,
     d2e2 starved fsdp, d2 moe fsdp offload, d2 moe full, p2 tied, p2 deep_tied interleaved,
     p2 deep_tied zbv, p2c2 dense,
 """)
@@ -34,11 +37,12 @@ FLOAT32 = read_cases("d2 dense, t2 dense, c2 dense, d2t2e4 moe, p2 tied")
 MORE = read_cases("d2t2c2 dense, etp moe, p2d2t2 tied, d2t2e4 moe fsdp")
 # The second step has AdamW's moments. `python parallel.py check`, which a slow test of
 # test_readme.py runs, has a third for all plans but those that wait for a compiler.
+SLOW = pytest.mark.slow
 EVERY = [pytest.param(name, 2, torch.float64) for name in DEFAULT]
-EVERY += [pytest.param(name, 3, torch.float64, marks=pytest.mark.slow)
+EVERY += [pytest.param(name, 3, torch.float64, marks=SLOW)
           for name in CASES if "compile" in name]  # fmt: skip
 EVERY += [pytest.param(name, 1, torch.float32) for name in FLOAT32]
-EVERY += [pytest.param(name, 1, torch.float32, marks=pytest.mark.slow) for name in MORE]
+EVERY += [pytest.param(name, 1, torch.float32, marks=SLOW) for name in MORE]
 
 
 @pytest.mark.parametrize("name, steps, dtype", EVERY)
@@ -60,7 +64,7 @@ def _whole(training):
 
 def _checkpointed(rank, text, mode, path, writes):
     """The state of two steps, written or read; the state after one step more."""
-    model = build("moe", torch.float64)
+    model = build("moe", torch.float64, vocab_size=57)  # which t cuts into 29 and 28
     training = Training(model, Grid.make(Plan.parse(text)), batch(is_packed=False), mode=mode)
     for _ in range(2 if writes else 1):  # a reader has begun with another state
         training.backward()
@@ -76,13 +80,11 @@ def _checkpointed(rank, text, mode, path, writes):
     return stored, _whole(training)
 
 
-# (plan, mode) that saves -> (plan, mode) that goes on. In front: whole moments, split experts, rows
-# of FSDP and stages, written and read once each, on four ranks at most.
-CHAIN = [("d4", "zero1"), ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d2t2e4", "zero1"), ("d1", "ddp")]
-PAIRS = [*zip(CHAIN, [*CHAIN[1:], CHAIN[0]])]
-SHORT = [("d2", "zero1"), ("(attn:d2t2|ffn:e2t2)", "fsdp"), ("p2", "ddp")]
-PAIRS = [pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
-PAIRS += zip(SHORT, SHORT[1:])
+# Whole moments, split experts, rows of FSDP, stages and copies. By default two pairs of them.
+WRITERS = [("d2", "zero1"), ("(attn:d2t2|ffn:e2t2)", "fsdp"), ("p2", "ddp"), ("d2t2e4", "zero1"),
+           ("(attn:p2d2t2|ffn:p2e2t2)", "fsdp"), ("d1", "ddp")]  # fmt: skip
+PAIRS = [pytest.param(*pair, marks=[] if pair in zip(WRITERS[:2], WRITERS[1:]) else [SLOW])
+         for pair in itertools.permutations(WRITERS, 2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("writer, reader", PAIRS)
@@ -91,6 +93,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, writer, reader
     for writes, (text, mode) in ((True, writer), (False, reader)):
         given = text, mode, tmp_path / "saved", writes
         found.append(ranks(tmp_path, Plan.parse(text).world, _checkpointed, *given))
+    assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".safetensors", ".json"}
     saved, after = ({k: v for part in found[0] for k, v in part[n].items()} for n in (0, 1))
     for loaded, stepped in found[1]:
         assert loaded and all(torch.equal(loaded[name], saved[name]) for name in loaded)
@@ -100,58 +103,55 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(tmp_path, writer, reader
 # Messages --------------------------------------------------------------------------------------
 
 
-def _dispatched(rank):
-    """All rows go to the first rank's experts, or there are no rows at all."""
-    for counts in ([3, 2, 0, 0], [0, 0, 0, 0]):
-        x_NM = torch.randn(sum(counts), 3, dtype=torch.float64, requires_grad=True)
-        twice = lambda x, counts: x * 2  # noqa: E731
-        group = dist.group.WORLD
-        out_NM = parallel.dispatch_experts(x_NM, torch.tensor(counts), twice, group)
-        out_NM.sum().backward()
-        assert torch.equal(x_NM * 2, out_NM) and (x_NM.grad == 2).all()
-    return True
+class _Calls(TorchDispatchMode):
+    """Counts calls of collectives, and what goes to the host, where a GPU has to be waited for."""
 
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
 
-def test_experts_and_ranks_without_a_token(tmp_path):
-    assert all(ranks(tmp_path, 2, _dispatched))
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op._overloadpacket.__name__
+        self.counts[name] += op.namespace == "c10d" or name == "_local_scalar_dense"
+        return op(*args, **(kwargs or {}))
 
 
 def _counts(rank, text, kind, options):
-    """Collectives of one forward and backward, by name, and P2P sends."""
-    plan, sends, real = Plan.parse(text), [], dist.P2POp.__init__
-    given = dict(attention=None) | options
-    model = parallelize(build(kind, torch.float64), plan, device_mesh=Grid.make(plan), **given)
+    """Collectives of one forward and backward, and of a pipeline of each micro-batch's."""
+    plan = Plan.parse(text)
+    model = parallelize(build(kind, torch.float64), plan, device_mesh=Grid.make(plan), **options)
     tokens = batch().tokens_BS[: ROWS // plan.dp, : 24 // plan.cp]
 
-    def count(self, op, *args, **given):
-        sends.extend([op] * (op is dist.isend))
-        real(self, op, *args, **given)
+    def forward(root, k, x):
+        hidden = root.hidden(tokens if x is None else x)
+        if not model.part.has_head(root):
+            return hidden
+        logprobs, entropies = model.logprobs(hidden.flatten(0, 1), tokens.flatten())
+        return (logprobs + entropies).sum()
 
-    dist.P2POp.__init__ = count
-    if plan.pp > 1:  # CommDebugMode cannot follow a schedule, and counts no P2P
-        micros = [Micro(row[None], torch.arange(24)[None]) for row in tokens]
-        model.forward_backward(micros, lambda k, hidden: hidden.sum())
-        return {"isend": len(sends)}
-    with CommDebugMode() as comm:
-        hidden = model.hidden(tokens).flatten(0, 1)
-        logprobs, entropies = model.logprobs(hidden, tokens.flatten())
-        (logprobs + entropies).sum().backward()
-    names = {op.__name__.split(".")[0]: n for op, n in comm.get_comm_counts().items()}
-    return {name: n for name, n in {"isend": len(sends), **names}.items() if n}
+    like = torch.empty(*tokens.shape, model.config.hidden_size, dtype=torch.float64)
+    with _Calls() as calls:
+        run_micro_batches(model, forward, 3 if plan.pp > 1 else 1, like)
+    counts = calls.counts
+    return {name: n for name, n in counts.items() if n and not name.startswith(("_local", "recv"))}
 
 
 def test_collectives_are_those_of_the_table(tmp_path):
+    """ac="op" keeps what they bring: none is called again, as "full" calls those of a layer."""
     L, sparse = 2, len(build("moe", torch.float64).config.sparse_layers)
     gathers = dict(allgather_=2 * L + 1 + 2 * L + 1, reduce_scatter_=2 * L + 1 + 2 * L)
+    plain = gathers | dict(allreduce_=2 + 1)
+    again = dict(allgather_=plain["allgather_"] + 2 * L, allreduce_=3)
     of_c = dict(attention=models.causal_attention)
+    routed = dict(alltoall_base_=(3 + 2) * sparse)
     cases = [
-        ("t2", "dense", {}, gathers | dict(allreduce_=2 + 1)),
+        ("t2", "dense", {}, plain), ("t2", "dense", dict(ac="op"), plain),
+        ("t2", "dense", dict(ac="full"), again | dict(reduce_scatter_=2 * L + 1 + 2 * L + L)),
         ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
-        ("c2t2", "dense", of_c, gathers | dict(allgather_=gathers["allgather_"] + 1, allreduce_=3)),
-        ("d2", "dense", {}, {}),
-        ("d2e2", "moe", {}, dict(alltoall_base_=(3 + 2) * sparse)),
-        ("p2", "dense", {}, dict(isend=ROWS)),
-    ]
+        ("c2t2", "dense", of_c, plain),
+        ("d2", "dense", {}, {}), ("d2e2", "moe", {}, routed), ("d2e2", "moe", dict(ac="op"), routed),
+        ("p2", "dense", {}, dict(send=3)),
+    ]  # fmt: skip
     for text, kind, options, expected in cases:
         for found in ranks(tmp_path, Plan.parse(text).world, _counts, text, kind, options):
             assert found == expected, (text, options)
@@ -179,16 +179,6 @@ def test_messages_have_a_limit_in_bytes_and_a_large_gradient_has_no_buffer(tmp_p
         assert sent == [(80, False), (40, False), (400, True), (8, False)]
 
 
-class _HostReads(TorchDispatchMode):
-    """Counts how often a value goes to the host, where a GPU would have to be waited for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "_local_scalar_dense" in str(function)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("bad, found", [(None, -1), (7, 7), (0, 0), (29, 29)])
 def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found):
@@ -197,47 +187,47 @@ def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found
     if bad is not None:
         gradients[bad][1] = torch.nan if bad else torch.inf
         gradients[-1][0] = -torch.inf
-    with _HostReads() as reads:
+    with _Calls() as reads:
         assert parallel.first_non_finite(gradients) == found
-    assert reads.count <= 1
+    assert reads.counts["_local_scalar_dense"] <= 1
 
 
 # What else a step must do ----------------------------------------------------------------------
 
 
-def _lengths(rank, text):
+def _lengths(rank, text, schedule):
     """A pipeline whose length changes: its error; bytes after a long step and after others."""
-    plan, whole = Plan.parse(text), build("tied", torch.float64)
-    pipeline = parallelize(build("tied", torch.float64), plan, device_mesh=Grid.make(plan))
-    worst, kept = 0.0, []
+    plan, whole, how = Plan.parse(text), build("deep", torch.float64), dict(schedule=schedule)
+    model = build("deep", torch.float64)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), **how)
+    worst, kept = [0.0], []
+
+    def forward(root, k, x):
+        hidden = root.hidden(tokens[k] if x is None else x, positions=torch.arange(length)[None])
+        if not model.part.has_head(root):
+            return hidden
+        with torch.no_grad():
+            worst.append((hidden - whole.hidden(tokens[k])).abs().max().item())
+        return hidden.square().sum()
+
     for length in (60, 12, *range(58, 20, -2), 12):
         tokens = torch.arange(4 * length).view(4, 1, length) % 56
-        micros = [Micro(x, torch.arange(length)[None]) for x in tokens]
-        found = pipeline.forward(micros)
-        losses = pipeline.forward_backward(
-            micros, lambda k, hidden: hidden.square().sum() * (k + 1)
-        )
-        pipeline.micros.clear()
-        if dist.get_rank(pipeline.group) == 0:
-            assert found is None and losses == []
-        else:
-            true = [whole.hidden(x).detach() for x in tokens]
-            sums = [x.square().sum() * (k + 1) for k, x in enumerate(true)]
-            errors = [float((a - b).abs().max()) for a, b in zip(found, true, strict=True)]
-            errors += [abs(float(a / b) - 1) for a, b in zip(losses, sums, strict=True)]
-            worst = max(worst, *errors)
-        del tokens, micros, found, losses
-        true = sums = None
+        like = torch.empty(1, length, model.config.hidden_size, dtype=torch.float64)
+        with torch.no_grad():
+            run_forwards(model, forward, 4, like)
+        run_micro_batches(model, forward, 4, like)
+        del tokens, like
         gc.collect()
         kept.append(bytes_of(x for x in gc.get_objects() if isinstance(x, torch.Tensor)))
-    return worst, kept
+    return max(worst), kept
 
 
-@pytest.mark.parametrize("plan, world", [("p2", 2), ("d2p2", 4)])
-def test_microbatches_may_change_their_length_and_only_the_last_one_keeps_buffers(
-    tmp_path, plan, world
+@pytest.mark.parametrize("text, schedule", [
+    ("p2", "zbv"), ("p2", "interleaved1f1b"), pytest.param("d2p2", "1f1b", marks=SLOW)])
+def test_micro_batches_may_change_their_length_and_only_the_last_one_keeps_buffers(
+    tmp_path, text, schedule
 ):
-    found = ranks(tmp_path, world, _lengths, plan)
+    found = ranks(tmp_path, Plan.parse(text).world, _lengths, text, schedule)
     assert all(worst < 1e-10 and max(kept[1:]) <= kept[0] for worst, kept in found), found
 
 
@@ -247,11 +237,12 @@ def _frozen(rank):
     for n, p in enumerate(model.parameters()):
         p.requires_grad_(n % 2 == 0)
     training = Training(model, Grid.make(Plan.parse("t2")), batch(is_packed=False))
-    named = dict(training.model.named_parameters())
-    before = {name: full(p.detach()).clone() for name, p in named.items()}
+    named, places = dict(training.model.named_parameters()), training.model.part.places
+    before = {name: full(p, places[name]).clone() for name, p in named.items()}
     training.backward()
     assert training.update() > 0
-    return all(p.requires_grad != full(p).equal(before[name]) for name, p in named.items())
+    return all(p.requires_grad != full(p, places[name]).equal(before[name])
+               for name, p in named.items())  # fmt: skip
 
 
 def test_frozen_parameters_stay_as_they_are(tmp_path):
@@ -288,18 +279,19 @@ def test_a_forward_before_the_step_loses_no_gradient_of_fsdp(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
 
 
-@pytest.mark.parametrize("ac, layers", [("full", [0, 1, 2, 3]), ("layers", [0, 2]), ("op", [])])
-def test_what_checkpointing_computes_again(ac, layers):
+@pytest.mark.parametrize("ac", ["full", "op"])
+def test_what_checkpointing_computes_again(process_group, ac):
+    """What a layer computes in a backward; of products "op" does none again."""
     model = build("deep", torch.float64)
-    again = {}  # layer -> FLOPs of what is computed in a backward
+    again = {}  # layer -> FLOPs
 
-    def counted(n, run, *args):
+    def counted(n, run, *args, **options):
         if torch._C._current_graph_task_id() == -1:  # not in a backward: the first time
-            return run(*args)
+            return run(*args, **options)
         counter = FlopCounterMode(display=False)
         try:  # torch leaves by an exception once it has all that the backward needs
             with counter:
-                return run(*args)
+                return run(*args, **options)
         finally:
             kept = parallel.KEPT if ac == "op" else ()
             by_op = counter.get_flop_counts()["Global"].items()
@@ -307,14 +299,13 @@ def test_what_checkpointing_computes_again(ac, layers):
 
     for n, layer in enumerate(model.model.layers):
         layer.forward = functools.partial(counted, n, layer.forward)
-    parallel.checkpoint_layers(model.model.layers, ac)
+    model = parallelize(model, Plan(), device_mesh=Grid.make(Plan()), ac=ac)
     model.hidden(torch.arange(12)[None]).sum().backward()
     plain = build("deep", torch.float64)
     with FlopCounterMode(display=False) as counter:
         plain.hidden(torch.arange(12)[None])
-    most = counter.get_total_flops() * len(layers) / 4
-    assert [n for n, flops in again.items() if flops] == layers[::-1]
-    assert most / 2 <= sum(again.values()) <= most  # what only a layer's output needs is not
+    most = counter.get_total_flops() if ac == "full" else 0
+    assert [*again] == [3, 2, 1, 0] and most / 2 <= sum(again.values()) <= most
     assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
 
 

@@ -36,7 +36,7 @@ plain - 20 4 --plan d2c2 --data-parallel zero1
 plain - 20 4 --plan d2p2
 plain - 20 4 --plan t2c2 --cp-method allgather
 plain - 20 4 --plan p2t2
-plain - 20 2 --data-parallel fsdp --offload --ac layers
+plain - 20 2 --data-parallel fsdp --offload --ac op
 plain - 20 4 --data-parallel fsdp --shard-ranks 2
 plain - 20 4 --plan d2c2 --data-parallel fsdp --shard-ranks 1
 plain - 20 4 --plan c4

@@ -15,6 +15,7 @@ import pytest
 import test_run
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
@@ -46,7 +47,8 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 
 def gradient(model):
-    return torch.cat([full(p.grad).double().flatten() for p in model.parameters()])
+    return torch.cat([full(p.grad, model.part.places[name]).double().flatten()
+                      for name, p in model.named_parameters()])  # fmt: skip
 
 
 # Every plan is one process ---------------------------------------------------------------------
@@ -213,8 +215,8 @@ def test_gradients_add_up_in_float32(process_group):
 def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     if cast:
-        policy = parallel.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        parallel.fsdp_precision = lambda *given: policy
+        policy = parallel.fsdp.MixedPrecisionPolicy
+        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
     found = []
     for mode in ("ddp", "fsdp"):
         model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -274,7 +276,7 @@ def test_two_hundred_updates_at_1e_6_move_weights_as_in_float32(process_group):
 
 
 def tensors_of(path, prefix):
-    reader = torch.distributed.checkpoint.FileSystemReader(path)
+    reader = dcp.HuggingFaceStorageReader(str(path))
     names = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -282,7 +284,7 @@ def tensors_of(path, prefix):
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is alone
-        torch.distributed.checkpoint.load(tensors, checkpoint_id=path, no_dist=True)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
@@ -325,28 +327,6 @@ def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     out, _ = good(tmp_path, "eval run --samples 1")
     assert json.loads(out.splitlines()[-1])["solved"][0] == line["eval/solved"]
-
-
-def _pushed(rank, more, generator_dtype):
-    flags = [*TINY.split(), *more.split(), "--compute-dtype", "bfloat16"]
-    config = train_grpo.parse_config([*flags, "--generator-dtype", generator_dtype]).check()
-    task = train_grpo.make_task(config)
-    model, generator, _ = train_grpo.build(config, task)
-    trainer = train_grpo.Trainer(config, model, generator=generator)
-    weights = parallel.weights_to_store(trainer.model, trainer.optimizer)
-    trainer.push_weights()
-    pushed = dict(trainer.sampler.model.named_parameters())
-    dtype = getattr(torch, generator_dtype)
-    # Both are gathered, one tensor after the other on all ranks.
-    equal = [torch.equal(full(pushed[name]), full(x).to(dtype)) for name, x in weights.items()]
-    return all(equal), {str(x.dtype) for x in weights.values()}
-
-
-@pytest.mark.parametrize("more", ["--data-parallel zero1", "--plan t2"])
-@pytest.mark.parametrize("generator_dtype", ["bfloat16", "float32"])
-def test_the_push_casts_masters(tmp_path, more, generator_dtype):
-    found = ranks(tmp_path, 2, _pushed, more, generator_dtype)
-    assert found == [(True, {"torch.float32"})] * 2
 
 
 AUDITED = {
@@ -442,7 +422,7 @@ def test_products_finer_than_the_weights_are_refused(process_group):
             Config(dtype=dtype, compute_dtype=compute).check()
     for dtype in ("float32", "float64", "bfloat16"):
         assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
-    for dtype in (torch.float32, torch.float64, torch.int64):
+    for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
             mixed_model(models.tiny_model(dtype=torch.float32), dtype)
     model, _ = mixed_model(models.tiny_model(dtype=torch.float32))

@@ -22,10 +22,10 @@ import zlib
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from conftest import LOOKUP, SORT, shortened, slow
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import train_grpo
 from parallel import checkpoints, sealed
@@ -36,6 +36,7 @@ TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --promp
 TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6"
 FLAGS = f"{TINY} --out run --steps"
 SAVING = f"{TINY} --out run --save-every 2 --steps"
+SHARD = "shard-00001-model-00001-of-00001.safetensors"  # of rank 0, in a checkpoint
 KL, DEMOS = "--kl-coef 0.1", f"--kl-coef 0.1 --task {LOOKUP} --size 2 --demos 2"
 
 
@@ -158,14 +159,26 @@ def verified(path):
     assert state == sealed(state)
     for name, sums in state["files"].items():
         raw = (path / name).read_bytes()
-        assert sums[-1][0] == len(raw) and all(zlib.crc32(raw[:end]) == x for end, x in sums), name
+        assert sums == [len(raw), zlib.crc32(raw)], name
     return state
 
 
+def same_tensors(path, truth):
+    """Two checkpoints, whose seals and checksums hold, have equal tensors in files of one name.
+
+    Their bytes differ: safetensors writes its header in a random order.
+    """
+    files = [verified(folder)["files"].keys() for folder in (path, truth)]
+    assert files[0] == files[1]
+    for name in files[0]:
+        tensors, true = (safetensors.torch.load_file(folder / name) for folder in (path, truth))
+        assert tensors and tensors.keys() == true.keys()
+        assert all(torch.equal(x, true[key]) for key, x in tensors.items())
+
+
 def same_run(run, truth):
-    """Metrics bit for bit but for seconds, and the checksums of the newest checkpoint's tensors."""
-    files = [verified(checkpoints(path)[-1])["files"] for path in (run, truth)]
-    assert len(files[0]) > 1 and files[0]["__0_0.distcp"] == files[1]["__0_0.distcp"]
+    """Metrics bit for bit but for seconds, and the tensors of the newest checkpoint."""
+    same_tensors(*(checkpoints(path)[-1] for path in (run, truth)))
     assert read_metrics(run) == read_metrics(truth)
 
 
@@ -195,12 +208,12 @@ def finished(straight, tmp_path):
 
 GET, RENAME = "train_grpo.RolloutQueue.get", "pathlib.Path.rename"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
-    (1, "", GET, 1), (1, "", "train_grpo.evaluate", 2), (1, "", RENAME, 4), (1, KL, GET, 4),
-    (1, KL, RENAME, 3), (2, KL, "os.fsync", 6),
+    (1, "", GET, 1), (1, "", "train_grpo.evaluate", 2), (1, "", RENAME, 2), (1, KL, GET, 4),
+    (1, KL, RENAME, 2), (2, KL, "os.fsync", 3),
 ]  # fmt: skip
-KILLS += slow(  # a rename is DCP's, or the last of a save
-    (1, "", GET, 4), (1, "", "train_grpo.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 2),
-    (1, "", "os.fsync", 5), (1, "--keep 1", "shutil.rmtree", 4), (1, DEMOS, GET, 6),
+KILLS += slow(  # a rename is the last of a save
+    (1, "", GET, 4), (1, "", "train_grpo.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 3),
+    (1, "", "os.fsync", 2), (1, "--keep 1", "shutil.rmtree", 4), (1, DEMOS, GET, 6),
     (1, DEMOS, "train_grpo.Log.step", 3), (2, "", GET, 4),
 )  # fmt: skip
 
@@ -251,8 +264,9 @@ def flip_a_bit(path, place=None):
     path.write_bytes(raw)
 
 
+
 def _damage(newest, how):
-    data = newest / "__0_0.distcp"
+    data = newest / SHARD
     if how == "unfinished":
         newest.rename(newest.with_name(newest.name + ".tmp"))
     elif how == "truncated":
@@ -265,11 +279,10 @@ def _damage(newest, how):
         (newest / "state.json").write_text(how)
 
 
-HOW = ["unfinished", "truncated", "one bit", "state.json", ".metadata", "__0_0.distcp"]
-HOW += ["{", "[]", "{}", '{"files": []}', '{"files": {"x": 1}}', "\x00\x00"]
+HOW = ["unfinished", "truncated", "one bit", "state.json", SHARD, "{", "[]", "{}", "\x00\x00"]
 
 
-@pytest.mark.parametrize("how", shortened(HOW, *HOW[:5], *HOW[-2:]))
+@pytest.mark.parametrize("how", shortened(HOW, *HOW[:5], HOW[-1]))
 def test_a_damaged_newest_checkpoint_is_passed_over_by_name(straight, finished, how):
     _damage(finished / "step-00000004", how)
     _, err = good(finished.parent, "--resume --out run")
@@ -288,14 +301,12 @@ def test_a_checkpoint_with_damaged_weights_is_not_exported(finished):
     pytest.importorskip("safetensors")
     good(finished.parent, "export run before --step 2")
     newest = finished / "step-00000004"
-    places = pickle.loads((newest / ".metadata").read_bytes()).storage_data
-    place = next(place for index, place in places.items() if index.fqn.startswith("model."))
-    flip_a_bit(newest / place.relative_path, place.offset + place.length // 2)
+    flip_a_bit(newest / SHARD)
     _, err = good(finished.parent, "export run after")
-    assert "warning" in err and "step-00000004: __0_0.distcp is damaged" in err
+    assert "warning" in err and f"step-00000004: {SHARD} is damaged" in err
     written = [finished.parent / name / "model.safetensors" for name in ("before", "after")]
     assert written[0].read_bytes() == written[1].read_bytes()
-    refused(finished.parent, "export run none --step 4", "step-00000004: __0_0.distcp is damaged")
+    refused(finished.parent, "export run none --step 4", f"step-00000004: {SHARD} is damaged")
 
 
 def test_without_save_every_only_the_last_step_is_saved(tmp_path):
@@ -303,39 +314,15 @@ def test_without_save_every_only_the_last_step_is_saved(tmp_path):
     assert [path.name[-1] for path in checkpoints(tmp_path / "run")] == ["5"]
 
 
-class Evil:
-    def __reduce__(self):
-        return os.system, ("touch executed",)
-
-
-def _replace(path, raw, chunks=1):
-    """Write a file of a checkpoint of `chunks` equal chunks, and the state that agrees with it."""
-    path.write_bytes(raw)
-    state = json.loads((path.parent / "state.json").read_text())
-    ends = range(len(raw) // chunks, len(raw) + 1, len(raw) // chunks)
-    state["files"][path.name] = [[end, zlib.crc32(raw[:end])] for end in ends]
-    (path.parent / "state.json").write_text(json.dumps(sealed(state)))
-
-
-@pytest.mark.parametrize("where", ["planner", "entry", "tensor"])
-def test_a_checkpoint_that_would_run_code_is_refused(finished, where):
+@pytest.mark.parametrize("raw", [b"", b"garbage", pickle.dumps(Path("x"))])
+def test_tensors_that_are_not_ours_are_refused_by_name(finished, raw):
+    """Their checksums agree: an error, and no older checkpoint is taken in their place."""
     newest = finished / "step-00000004"
-    metadata = pickle.loads((newest / ".metadata").read_bytes())
-    if where == "planner":
-        metadata.planner_data = Evil()
-    elif where == "entry":  # what is not a tensor would be unpickled by DCP
-        names = metadata.state_dict_metadata
-        metadata.state_dict_metadata = dict.fromkeys(names, BytesStorageMetadata())
-    else:
-        torch.save(Evil(), data := newest / "__0_0.distcp")
-        raw, places = data.read_bytes(), metadata.storage_data.values()
-        _replace(data, raw * len(places), len(places))
-        for n, place in enumerate(places):
-            place.offset, place.length = n * len(raw), len(raw)
-    _replace(newest / ".metadata", pickle.dumps(metadata))
-    codes, _, err = cli(finished.parent, "--resume --out run")
-    assert codes != [0] and not (finished.parent / "executed").exists()
-    assert ("weights_only" if where == "tensor" else "rank 0: error: checkpoint") in err[0]
+    (newest / SHARD).write_bytes(raw)
+    state = json.loads((newest / "state.json").read_text())
+    state["files"][SHARD] = [len(raw), zlib.crc32(raw)]
+    (newest / "state.json").write_text(json.dumps(sealed(state)))
+    refused(finished.parent, "--resume --out run", "checkpoint run/step-00000004 cannot be read")
 
 
 TORN = ['{"step": 2, "rew', '{"step": 9}\n{"step": 2', "\x00\x00", "\n\n", None]
@@ -407,7 +394,7 @@ REFUSED = {
     "--hidden 6": "--hidden 6",
     "--heads 3 --hidden 12": "--heads must", "--task jsonl": "--data",
     "--plan sglang:d2|archon:d2": "only the engine archon runs here, got sglang; leave",
-    "--plan vllm[actor]:d4|megatron:(attn:d2t2|ffn:t2)":
+    "--plan vllm:d4|megatron:(attn:d2t2|ffn:t2)":
         "only the engine archon runs here, got megatron, vllm; leave the name out",
     "--plan sglang:d1": "got sglang; leave",
     "--plan fsdp:d1": "got fsdp; leave the name out (fsdp is --data-parallel fsdp)",
@@ -437,7 +424,7 @@ REFUSED = {
     "--staleness 65": "at most 64", "--staleness -1": "at least 0",
 }  # fmt: skip
 REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
-    "--plan archon[rollout]:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
+    "--plan archon:d2|archon:d2": "expected p * d * c * t = 2 ranks, got 1. Start 2",
     "--plan d2|t2": "plan t2: expected p * d * c * t = 2 ranks, got 1",
     "--plan d2": "plan d2: expected p * d * c * t = 2 ranks, got 1",
     "--data-parallel fsdp --shard-ranks 2": "2 ranks that shard must divide d = 1",

@@ -62,7 +62,7 @@ def tree_check():
     trie = tree_attention.TokenTrie(tree_attention.forests()["forest"])
     loss = tree_attention.example_loss
     for model in (tree_attention.TinyModel(), models.tiny_model("qwen3_moe")):
-        tree_attention.tree_logprobs(model, trie)
+        tree_attention.tree_scores(model, trie)
         for recompute in (False, True):
             tree_attention.tree_backward(model, trie, loss, max_tokens=3, recompute=recompute)
 

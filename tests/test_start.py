@@ -24,9 +24,9 @@ from test_run import TINY, _main, _task, at, begin, cli, end, good, killed, same
 import models
 import train_grpo
 from audit import audited
-from parallel import Grid, Plan, full, local, materialise, parallelize, part_of
+from parallel import Grid, Plan, full, local, materialise, parallelize
 from text import load_policy, settings_of_run
-from train_grpo import Config, DemoLog, IdleWarning, Log, make_task, parse_config
+from train_grpo import DEMO_METRICS, Config, IdleWarning, Log, make_task, parse_config
 
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --kl-coef 0.1 --entropy-coef 0.02 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9"
@@ -84,7 +84,7 @@ def test_the_supervised_start_is_seen(straight):
     run, out = straight()
     lines = read_metrics(run, "demos.jsonl")
     assert [line["step"] for line in lines] == list(range(10))
-    assert all(line.keys() == {"step", *DemoLog.METRICS} - {"seconds/total"} for line in lines)
+    assert all(line.keys() == {"step", *DEMO_METRICS} - {"seconds/total"} for line in lines)
     losses = [line["loss/token_mean"] for line in lines]
     assert losses[-1] < losses[0] - 0.05 and 1.9 < losses[0] < 2
     assert {line["lr"] for line in lines} == {1e-3}  # --lr-warmup 0
@@ -107,7 +107,7 @@ def test_the_supervised_start_is_seen(straight):
 SUPERVISED = "train_grpo.Demonstrations.get"
 WRITE = "train_grpo.Checkpointer.write"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "train_grpo.Log.write", 3),
+    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "train_grpo.Log.step", 3),
     (1, "train_grpo.write_reference", 1), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
     (2, SUPERVISED, 6), (2, WRITE, 3),
 ]  # fmt: skip
@@ -239,7 +239,7 @@ def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_grou
     bar.write = print
     monkeypatch.setattr(train_grpo, "tqdm", bar)
     config = Config(demos=3, steps=5)
-    DemoLog(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
+    Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
     Log(config, None, SimpleNamespace(first_step=0), "run")
     assert bars == [(3, 1), (5, 0)]
 
@@ -313,8 +313,9 @@ def _start(rank, name, directory):
 
     @torch.no_grad()
     def apart(model):
-        named = model.named_parameters()
-        return max((full(p) - truth.get_parameter(name)).abs().max().item() for name, p in named)
+        places = model.part.places
+        return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
+                   for name, p in model.named_parameters())  # fmt: skip
 
     grid = Grid.make(plan)
     with LiveBytes() as counted:
@@ -323,15 +324,13 @@ def _start(rank, name, directory):
             model = models.Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        for part in part_of(model).stages:
-            models.draw_weights(part, 3, whole)
+        models.draw_weights(model, 3, whole)
     found = [apart(model)]
 
     own = [local(p.detach()) for p in model.parameters()]
     for p in own:
         p.fill_(7.0)
-    for part in part_of(model).stages:
-        models.load_hf(directory, model=part, whole=whole)
+    models.load_hf(directory, model=model, whole=whole)
     largest = max(p.numel() * 8 for p in truth.parameters())
     return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
 

@@ -26,7 +26,7 @@ import tree_attention as tree
 from ring_attention import attend, relative
 from tree_attention import Cost, NonFiniteLoss, TinyModel, TokenTrie, definition, example_loss
 from tree_attention import forests, partition, partition_tree, tree_attention, tree_backward
-from tree_attention import tree_logprobs, tree_scores
+from tree_attention import tree_scores
 
 quick = pytest.mark.quick
 
@@ -91,6 +91,10 @@ def one_graph(model, sequences, loss_fn=example_loss, **options):
         return loss.detach(), [score[0].detach() for score in scores]
 
     return outcome(model, packed, TokenTrie(sequences))[0]
+
+
+def tree_logprobs(model, trie, **options):
+    return [score[0] for score in tree_scores(model, trie, **options)]
 
 
 def grads_in(found, model):
@@ -374,8 +378,8 @@ def held_tokens(chunks):
     return max(held)
 
 
-# max_tokens: what the longest paths of chunks of forests 0 to 19 held, in all, when pieces of a
-# path could have subtrees of any fork on it in their chunk.
+# max_tokens: what the longest paths of chunks of forests 0 to 19 held, in all, when the
+# chunks of a path could have subtrees of any fork on it.
 HELD = {1: 276, 2: 282, 3: 291, 7: 405, 13: 607, 40: 1303}
 
 
@@ -1083,7 +1087,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 )  # fmt: skip
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
-    argv = ["plan", str(tmp_path / "x.json"), "--max-tokens", "3", "--world", "2"]
+    argv = ["plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
     assert tree.main(argv) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out

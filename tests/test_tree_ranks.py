@@ -10,7 +10,7 @@ from test_ranks import ranks
 import models
 from ring_attention import relative
 from tree_attention import TinyModel, TokenTrie, definition, example_loss, forests, overlay
-from tree_attention import partition_tree, redistribute, tree_backward, tree_logprobs, tree_scores
+from tree_attention import partition_tree, redistribute, tree_backward, tree_scores
 
 FORESTS = forests() | {"nothing": [], "short": [[3, 1, 2]]}
 
@@ -100,8 +100,8 @@ def _on_a_ring(rank, cases, method, layout):
         trie, across = TokenTrie(sequences), dict(method=method, layout=layout)
         scores = tree_scores(model, trie, temperature=0.7, group=dist.group.WORLD, **across)
         sum(example_loss(i, *score) for i, score in enumerate(scores)).backward()
-        found = tree_logprobs(model, trie, temperature=0.7)  # no group: this process alone
-        errors += worst([x[0] for x in scores], logprobs), worst(found, logprobs)
+        alone = tree_scores(model, trie, temperature=0.7)  # no group: this process alone
+        errors += [worst([x[0] for x in some], logprobs) for some in (scores, alone)]
         errors.append(worst(summed_gradients(model), grads))
     return max(errors)
 

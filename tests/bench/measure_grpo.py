@@ -68,7 +68,7 @@ def rollouts(config, device="cpu"):
     return trainer, batch
 
 
-STEPS = {  # settings that between them reach every line of `definition` and `step_by_hand`
+STEPS = {  # settings that between them reach every line of `loss_definition` and `step_by_hand`
     "group_mean, 2 updates": dict(minibatches=2),
     "group_std, GSPO, KL": dict(
         advantage="group_std", objective="gspo", aggregation="sequence_mean", kl_coef=0.1,
@@ -231,7 +231,7 @@ PLANS = {  # name -> ranks, flags
     "d2p2 zero1": (4, dict(plan="d2p2", data_parallel="zero1")),
     "d2t2e4": (4, dict(plan="d2t2e4")),
     "d2 fsdp offload": (2, dict(plan="d2", data_parallel="fsdp", offload=True)),
-    "4 ranks hsdp": (4, dict(data_parallel="fsdp", shard_ranks=2, ac="layers")),
+    "4 ranks hsdp": (4, dict(data_parallel="fsdp", shard_ranks=2, ac="full")),
     "c4": (4, dict(plan="c4")),
 }
 MIXED = {  # the same, in mixed precision
@@ -262,7 +262,9 @@ def three_steps(config, family, batch, device="cpu"):
     mine = [t for t in batch if t.group % dist.get_world_size() == dist.get_rank()]
 
     def watched(model, most):  # the gradients are whole then, and gone after the step
-        seen["grads"] = {name: full(p.grad).clone() for name, p in model.named_parameters()}
+        places = model.part.places
+        seen["grads"] = {name: full(p.grad, places[name]).clone()
+                         for name, p in model.named_parameters()}  # fmt: skip
         return clip_grad_norm(model, most)
 
     with mock.patch.object(train_grpo, "clip_grad_norm", watched):

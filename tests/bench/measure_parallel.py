@@ -6,6 +6,7 @@ bench: tokens a second by plan, and the bytes handed over.
 """
 
 import argparse
+import copy
 import functools
 import json
 import math
@@ -23,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Pipeline, Plan
-from parallel import clip_grad_norm, full, messages_of, parallelize, reduce_gradients
-from parallel import plans_on_same_ranks, require_generator_plan, stage_part
+from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full
+from parallel import keep_stage_and_ends, messages_of, parallelize, plans_on_same_ranks, part_of
+from parallel import reduce_gradients, require_generator_plan, run_micro_batches
 
 # check ------------------------------------------------------------------------------------------
 
@@ -99,21 +100,26 @@ def backward(model, parts, attentions, total):
     attentions: of each micro-batch, None is the model's own. total: the loss's divisor.
     """
     micros = [Micro(x.tokens_BS, x.positions_BS, of) for x, of in zip(parts, attentions)]
+    part, losses = part_of(model), []
 
-    def loss_of(k, hidden):
-        last = model.last if isinstance(model, Pipeline) else model
+    def forward(root, k, x):
+        hidden = micros[k].through(root, x)
+        if not part.has_head(root):
+            return hidden
         targets = parts[k].targets_BS.flatten()
-        scored = last.logprobs(hidden.flatten(0, 1), targets, temperature=TEMPERATURE)
-        return parts[k].loss(hidden, *scored) / total
+        scored = model.logprobs(hidden.flatten(0, 1), targets, temperature=TEMPERATURE)
+        loss = parts[k].loss(hidden, *scored) / total
+        losses.append(loss.detach())
+        return loss
 
-    losses = []
-    if isinstance(model, Pipeline):
-        losses = model.forward_backward(micros, loss_of)
-    else:
-        for k, micro in enumerate(micros):
-            loss = loss_of(k, micro.through(model, micro.tokens))
-            loss.backward()
-            losses.append(loss.detach())
+    like = None
+    if part.plan.pp > 1:  # the states between stages
+        rows, length = micros[0].tokens.shape
+        length //= part.plan.tp if part.grid.sequence else 1
+        p = next(model.parameters())
+        dtype = getattr(model, "residual_dtype", None) or part.compute_dtype or p.dtype
+        like = torch.empty(rows, length, model.config.hidden_size, dtype=dtype, device=p.device)
+    run_micro_batches(model, forward, len(micros), like)
     return sum(losses, torch.zeros(()))
 
 
@@ -157,7 +163,7 @@ class Training:
         plan, device = grid.plan, next(model.parameters()).device
         count, length = whole.tokens_BS.shape
         if rows is None:
-            rows = torch.arange(count).chunk(plan.dp)[grid.dp_rank]
+            rows = torch.arange(count).chunk(plan.dp)[grid.group["d"].rank()]
         is_packed = bool(whole.documents_BS.any())
 
         def attention(q, k, v, /, *, layer, scale, window=None, softcap=None, of=rows):
@@ -165,7 +171,7 @@ class Training:
             if is_packed:
                 mask = ring.Mask.documents(doc_ids=whole.documents_BS[of], window=window)
             given = dict(mask=mask, method=method, scale=scale, softcap=softcap)
-            return ring.ring_attention(q, k, v, group=grid.context, **given)
+            return ring.ring_attention(q, k, v, group=grid.group["c"], **given)
 
         own = attention if is_packed or plan.cp > 1 else None
         self.model = parallelize(model, plan, device_mesh=grid, attention=own, **options)
@@ -174,7 +180,7 @@ class Training:
 
         # The model's own attention is that of all rows.
         of_micros = rows.chunk(micros or (len(rows) if plan.pp > 1 else 1))
-        take = ring.indices(length, dist.get_rank(grid.context), plan.cp, "zigzag")
+        take = ring.indices(length, grid.group["c"].rank(), plan.cp, "zigzag")
         self.parts = [whole.part(some, take, device) for some in of_micros]
         self.attentions = [None] * len(of_micros)
         if is_packed and len(of_micros) > 1:
@@ -198,13 +204,15 @@ class Training:
 
     def results(self, steps):
         """What `one_process` gives, of this rank's parameters; the loss is that of all ranks."""
-        found = []
+        found, places = [], self.model.part.places
         for _ in range(steps):
             loss = self.backward().double() / self.tp  # the ranks of a t group have the same loss
             dist.all_reduce(loss)
-            grads = {name: full(p.grad).cpu().clone() for name, p in self.model.named_parameters()}
+            grads = {name: full(p.grad, places[name]).cpu().clone()
+                     for name, p in self.model.named_parameters()}  # fmt: skip
             found.append((loss.cpu(), grads, self.update().cpu()))
-        return found, {name: full(p.detach()).cpu() for name, p in self.model.named_parameters()}
+        return found, {name: full(p, places[name]).cpu()
+                       for name, p in self.model.named_parameters()}  # fmt: skip
 
 
 def off(found, truth, by_tensor=False):
@@ -254,7 +262,7 @@ OPTIONS = {  # of `parallelize`; method: of ring_attention; shard: of Grid; empt
     "alone": dict(sequence=False), "allgather": dict(method="allgather"),
     "ulysses": dict(method="ulysses"), "interleaved": dict(schedule="interleaved1f1b"),
     "zbv": dict(schedule="zbv"), "full": dict(ac="full"), "op": dict(ac="op"),
-    "layers": dict(ac="layers"), "compile": dict(compile=True), "empty": dict(empty=True),
+    "compile": dict(compile=True), "empty": dict(empty=True),
 }  # fmt: skip
 ETP = {"etp": "(attn:d2t2|ffn:e2t2)", "p2etp": "(attn:p2d2t2|ffn:p2e2t2)"}
 
@@ -273,10 +281,10 @@ def read_cases(text) -> dict:
 CASES = read_cases("""
     d2 dense, d2 dense empty, d4 dense hsdp, d2 tied fsdp, t2 dense, t2 dense alone, t2 tied,
     t2 bias, c2 dense, c2 tied ulysses, c4 dense, d2t2 tied, d2t2 tied fsdp, d2t2c2 dense,
-    d2e2 moe, t2 moe, d2t2e4 moe, etp moe, etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
+    d2t2c2 dense zero1, c2t2e2 moe, t2 moe op, d2e2 moe, t2 moe, d2t2e4 moe, etp moe, etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
     etp moe fsdp, d2c2e4 moe, d2e2 starved, d2e2 starved fsdp, d2 tied zero1, d2 moe fsdp offload,
     d2t2e4 moe zero1, etp moe zero1, c2p2 tied zero1, d2 moe full, t2 tied op,
-    d2t2e4 moe fsdp full, c2 dense layers, c2 dense op, p2 dense full, d2 dense compile,
+    d2t2e4 moe fsdp full, c2 dense op, p2 dense full, d2 dense compile,
     t2 dense compile, d2 dense fsdp full compile, p2 dense, p2 tied, p2 deep interleaved,
     p2 deep_tied interleaved, p2 deep zbv, p2 deep_tied zbv, p2 deep interleaved fsdp,
     p2t2 deep_tied zbv, t2 tied zero1, d2p2 tied fsdp, p2c2 dense, p2d2t2 tied, p2etp moe,
@@ -390,7 +398,10 @@ class Rank:
         model = without_memory(pickle.dumps(config))
         self.numbers = {name: p.numel() for name, p in model.named_parameters()}
         self.whole = sum(self.numbers.values())
-        part = model if plan.pp == 1 else stage_part(model, stage, plan.pp)
+        part = model
+        if plan.pp > 1:
+            part = copy.deepcopy(model)
+            keep_stage_and_ends(part, stage, plan.pp, config.tie_word_embeddings)
         self.dims = {name: p.dim() for name, p in model.named_parameters()}
         self.shapes = {name: [*p.shape] for name, p in part.named_parameters()}
         for name, shape in self.shapes.items():  # before fsdp

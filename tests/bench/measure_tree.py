@@ -181,11 +181,11 @@ def describe(argv) -> int:
     """plan FILE.json: the tree of a list of token lists, its chunks, and its partition."""
     parser = argparse.ArgumentParser("tree_attention.py plan")
     parser.add_argument("file")
-    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--chunk-tokens", type=int)
     parser.add_argument("--world", type=int, default=2)
     options = parser.parse_args(argv)
     sequences = json.loads(Path(options.file).read_text())
-    max_tokens, world = options.max_tokens, options.world
+    max_tokens, world = options.chunk_tokens, options.world
     trie = TokenTrie(sequences)
     print(draw(trie))
     print("\n".join(f"{name:>12} {value}" for name, value in trie.stats()._asdict().items()))
