@@ -207,7 +207,7 @@ def mixture(tmp_path_factory):
 @pytest.fixture
 def flags(mixture):
     """The flags of a run with more flags, which a tree trains without the loss."""
-    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} --kl-coef 0.05 --kl k2"
+    run = f"{TASK} --lr 0.005 --eval-every 2 --model {mixture} --kl-coef 0.05"
 
     def with_more(steps, more="", has_tree=None):
         has_tree = "--tree" in more if has_tree is None else has_tree
@@ -253,7 +253,7 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
     monkeypatch.setattr(audit.Rounding, "undecided", watched)
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
     ranks(tmp_path, world, _train, flags(2, more), run)
-    assert main(["audit", str(run), "--step", "1"]) == 0
+    assert main(["audit", str(run), "--all", "--step", "1"]) == 0
     rows = rows_of(capsys.readouterr().out)
     losses = [] if "--tree" in more else ["balance/loss", "balance/loss_first"]
     for key in (*losses, "experts/load_max", "grad_norm", "votes"):
@@ -275,7 +275,7 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
     changed = losses[0] if losses else "experts/load_max"
     lines[1][changed] *= 1.01
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["audit", str(run), "--step", "1"]) == 1
+    assert main(["audit", str(run), "--all", "--step", "1"]) == 1
     assert rows_of(capsys.readouterr().out)[changed][4] == "OUTSIDE"
 
 
