@@ -70,13 +70,12 @@ class SimpleGrid:
         self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
 
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
-        self.expert_ranks = self.ranks.reshape(p, -1, e)
+        experts = self.ranks.reshape(p, -1, e)
         self.timeout = timeout
         self.made = {}
-        along = self.group_along
-        self.group = {"edp": along(self.expert_ranks, [1]), "e": along(self.expert_ranks, [2])}
+        self.group = {"edp": self.group_along(experts, [1]), "e": self.group_along(experts, [2])}
         for name in ("p", "d", "c", "t", "dc", "dct", "pct", ""):  # pct: with the same rows
-            self.group[name] = along(self.ranks, ["pdct".index(letter) for letter in name])
+            self.group[name] = self.group_along(self.ranks, [*map("pdct".index, name)])
 
     def group_along(self, ranks, axes):
         """Return this rank's group along some axes of a grid of ranks; along none, it is alone."""
@@ -737,6 +736,7 @@ import json  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
 import signal  # noqa: E402
+import textwrap  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
 import uuid  # noqa: E402
@@ -792,12 +792,14 @@ LETTERS = {
 
 
 def letters_table() -> str:
-    """Return LETTERS as text: a line for each letter, and one for what it sends and sums."""
+    """Return LETTERS as text: what each letter splits, sends and sums."""
     lines = []
     for name, letter in LETTERS.items():
-        lines.append(f"{name:8} {letter.splits}")
+        lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
-            lines.append(f"         {field + ':':10} {getattr(letter, field)}")
+            text = f"{field + ':':11}{getattr(letter, field)}"
+            indents = dict(initial_indent=" " * 11, subsequent_indent=" " * 22)
+            lines.append(textwrap.fill(text, 98, **indents))
     return "\n".join(lines)
 
 
@@ -1367,8 +1369,10 @@ def misfits(
     is_sparse = hasattr(model, "config") and bool(model.config.sparse_layers)
     stages = plan.pp * SCHEDULES[schedule][1]
     layers = len(model.model.layers) if plan.pp > 1 else stages
+    names = dict(model.named_parameters(remove_duplicate=False))
     wide = next(model.parameters()).dtype
-    coarser = compute_dtype is None or torch.finfo(compute_dtype).eps > torch.finfo(wide).eps
+    coarser = compute_dtype is None or (
+        compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
         (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
          f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
@@ -1376,6 +1380,8 @@ def misfits(
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
          f"compute_dtype: expected a coarser dtype than the weights' {wide}, got {compute_dtype}"),
+        (plan.tp > 1 and len(names) > len({*map(id, names.values())}),
+         "one parameter with two names cannot be cut; set tie_word_embeddings"),
         (plan.pp == 1 and schedule != "1f1b", f"schedule={schedule!r} needs a pipeline, p"),
         (stages > layers, f"{schedule} cuts {stages} stages, but the model has {layers} layers"),
         (grid.group["replicate"].size() > 1 and not is_fsdp,
@@ -1775,6 +1781,8 @@ def messages_of(gradients):
 
 def sum_in_messages(gradients, group):
     """Sum gradients over a group, in place. Several in a message need a buffer of its size."""
+    # COMM: an all-reduce for each message. All ranks of the group have the same gradients, in the
+    # same order. Pinned by tests/test_parallel.py::test_every_plan_is_one_process.
     for together in messages_of(gradients):
         if len(together) == 1 and together[0].is_contiguous():
             dist.all_reduce(together[0], group=group)
@@ -2046,8 +2054,9 @@ def replica_difference(model, optimizer=None) -> str | None:
     # Nobody can say which of two replicas is right. The largest set comes first.
     name, ranks_of = next(iter(different.items()))
     sets = sorted(ranks_of.values(), key=lambda ranks: (-len(ranks), ranks))
-    said = " / ".join("ranks " + " ".join(map(str, ranks)) for ranks in sets)
-    return f"replicas differ in {name}: {said} hold other bits; {len(different)} tensors differ"
+    said = [f"rank{'s'[: len(ranks) - 1]} {' '.join(map(str, ranks))}" for ranks in sets]
+    return (f"replicas differ in {name}: {' / '.join(said)} hold other bits; {len(different)} "
+            f"tensors differ")  # fmt: skip
 
 
 def lr_factor(

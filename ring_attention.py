@@ -1089,7 +1089,9 @@ class BoxSearch:
 
     def middle(self, a, z):
         """Return the cut nearest to the middle of keys a .. z - 1. Without one, the middle."""
-        middle = (a + z) // 2
+        # Of 3 tiles 2 go to the first half: halves of 1.5 tiles would both be halved again.
+        tiles = -(-(z - a) // self.tile)
+        middle = a + (z - a) * ((tiles + 1) // 2) // tiles
         n = np.searchsorted(self.cuts, middle)
         near = [cut for cut in self.cuts[max(n - 1, 0) : n + 1].tolist() if a < cut < z]
         return min(near, key=lambda cut: abs(cut - middle), default=middle)

@@ -1170,7 +1170,8 @@ def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog=f"{PAPERS}\n{glossary()}", formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{parallel.letters_table()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
         " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
     )  # fmt: skip
@@ -1374,7 +1375,7 @@ class SampledTokens:
         # NUMERICS: in float32 at least, since gspo sums over a sequence. Pinned by
         # tests/test_conformance.py::test_a_right_loss_passes_all.
         self.mask_BT = torch.atleast_2d(mask_BT)
-        self.row_N = self.mask_BT.nonzero()[:, 0]
+        self.row_N, self.column_N = self.mask_BT.nonzero(as_tuple=True)
         self.count_B = self.mask_BT.sum(-1).double()
         self.dtype = torch.promote_types(dtype, torch.float32)
 
@@ -1382,7 +1383,7 @@ class SampledTokens:
         """Return x (N,) for anything that broadcasts to the rows; `default` for None."""
         if x_BT is None:
             return default
-        return x_BT.expand(self.mask_BT.shape)[self.mask_BT].to(self.dtype)
+        return x_BT.expand(self.mask_BT.shape)[self.row_N, self.column_N].to(self.dtype)
 
     def sum_of_sequence(self, x_N):
         """Return for each token the sum of x over its sequence."""
@@ -1458,6 +1459,7 @@ def grpo_loss(
     t = SimpleNamespace(lp_N=tokens.pick(lp_BT), A_N=tokens.pick(advantage_BT), x_N=None)
     t.old_N = tokens.pick(old_BT, t.lp_N.detach())
     t.smp_N = tokens.pick(sampler_BT, t.old_N)
+    t.gap_N = (t.lp_N - t.smp_N).detach().double()  # rounding, if the weights are equal
     t.ref_N, t.entropy_N = tokens.pick(ref_BT), tokens.pick(entropy_BT)
     t.kl_N = None if ref_BT is None else divergence(t.lp_N - t.ref_N, kl)
     t.critic_N = None
@@ -1514,14 +1516,6 @@ class Metric(NamedTuple):
         return reduce[self.over_updates](found)
 
 
-def gap_of(t):
-    """Return log p of the trainer minus log p of the sampler: rounding, if the weights are equal.
-
-    It is the first thing to look at when a run does not learn.
-    """
-    return (t.lp_N - t.smp_N).double()
-
-
 def masked_of(t):
     """Return which tokens (4) leaves out, or None without (4)."""
     return None if t.x_N is None else t.x_N == 0
@@ -1541,13 +1535,13 @@ METRICS = {
     "eval/solved_before": Metric("eval/solved before the first step, after any --demos; in line 0"),
     "logprob_gap/max": Metric(
         "|trainer - sampler| of log-probs; with --staleness K of K steps", "first", "max",
-        lambda t: gap_of(t).abs()),
-    "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: gap_of(t).abs()),
+        lambda t: t.gap_N.abs()),
+    "logprob_gap/mean": Metric("the same", "first", "mean", lambda t: t.gap_N.abs()),
     "logprob_gap/identical": Metric(
-        "fraction of them that are 0, to the bit", "first", "mean", lambda t: gap_of(t) == 0),
+        "fraction of them that are 0, to the bit", "first", "mean", lambda t: t.gap_N == 0),
     "logprob_gap/kl": Metric(
         "KL(sampler, trainer) per token, by k3", "first", "mean",
-        lambda t: torch.expm1(gap_of(t)) - gap_of(t)),
+        lambda t: torch.expm1(t.gap_N) - t.gap_N),
     "value/token_mean": Metric("with gae: v before the step"),
     "value/explained_variance": Metric("with gae: 1 - Var(g - v) / Var(g) over the step's tokens"),
     "advantage/token_mean": Metric("A of (1) over the sampled tokens that are trained on"),
@@ -1606,8 +1600,9 @@ def measured(t) -> dict:
         x_N = metric.of(t) if metric.of else None
         if x_N is not None:
             x_N = x_N.double()
-            largest = metric.over_tokens == "max"
-            sums[name] = torch.cat([x_N, x_N.new_zeros(1)]).max() if largest else x_N.sum()
+            sums[name] = x_N.sum()
+            if metric.over_tokens == "max":  # of no token it is 0
+                sums[name] = torch.cat([x_N, x_N.new_zeros(1)]).max()
     return sums
 
 
@@ -2071,8 +2066,8 @@ class Sampler:
 
         rows: `models.Row`s. Collective under a plan: rows are `ForkingEpisode`s then.
         """
-        plan = self.model.part.plan if hasattr(self.model, "part") else Plan()
-        if plan.world == plan.dp:
+        part = getattr(self.model, "part", None)
+        if part is None or part.plan.world == part.plan.dp:
             ended = generate(self.model, rows, ending=ending, **how)
             parallel.end_together(self.model)
             return ended

@@ -235,14 +235,14 @@ def flipped(model, optimizer):
 # Right before the second comparison, since zero1 sends each row from its one owner to all at every
 # update: a bit that flips in between is either mended or everybody's.
 FLIP = [(1, "parallel.replica_difference", 2, flipped)]
-DIFFER = "replicas differ in .*model.embed_tokens.weight: ranks 0 / ranks 1 hold other"
+DIFFER = "replicas differ in .*model.embed_tokens.weight: rank 0 / rank 1 hold other"
 DIFFER += ".*nothing is saved"
 # name -> more flags; (rank, where, when, what happens) ..; what ranks say; the steps that are saved
 FAULTS = {
     "a full disk, rank 0": ("", [(0, DCP, 2, full, SHARD)], [ROOM], [2]),
     "a full disk, rank 1": ("", [(1, DCP, 2, full, SHARDS[1])], [ROOM], [2]),
-    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
-    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 30000)], [ROOM], [2]),
+    "a disk that fills up, rank 0": ("", [(0, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
+    "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
     "a full disk, state": ("", [(0, "json.dump", 2, full_below)], [ROOM], [2]),
     "a full disk, metrics": (
         "", [(0, "train_grpo.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),
@@ -338,7 +338,7 @@ def test_a_damaged_reference_is_refused_by_name(tmp_path):
 
 
 def test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named(tmp_path):
-    flags = f"{go_on(tmp_path, STEPS)} {ONE_UPDATE}"
+    flags = f"{go_on(tmp_path, STEPS)} {ONE_UPDATE} --save-every 1"
     done = run(tmp_path, flags, *nans(2, 4, 5, 6))
     name = r"first in .*lm_head.weight on rank 1"
     fails(done, rf".*3 optimizer steps in a row.*{name}.*--lr")
@@ -346,7 +346,7 @@ def test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named(tmp_path):
     lines = lines_of(tmp_path / "run")
     assert [line["policy_version"] for line in lines] == [1, 1, 2, 2, 2]
     assert [line["updates/skipped"] for line in lines] == [0, 1, 1, 2, 3]
-    assert newest_checkpoint(tmp_path / "run").endswith("step-00000002")
+    assert newest_checkpoint(tmp_path / "run").endswith("step-00000003")
 
 
 JOIN = "torch.distributed.init_process_group"

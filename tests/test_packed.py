@@ -174,7 +174,7 @@ def _refused_batches(rank):
 SAID = [
     "plan c2 splits rows: give indices=",
     *["ranks 0, 1 work on the same sequences in plan t2, but were given different"] * 2,
-    "sequence 0 has 3 tokens and a mask of 3; it needs .* each of tokens",
+    "sequence 0 has 3 tokens and a mask of 3; it needs .* tokens",
     "sequence 1 has 0 tokens and a mask of 0",
     "expected a mask for each of 1 sequences, got 0",
 ]

@@ -149,8 +149,8 @@ def test_collectives_are_those_of_the_table(tmp_path):
         ("t2", "dense", dict(ac="full"), again | dict(reduce_scatter_=2 * L + 1 + 2 * L + L)),
         ("t2", "dense", dict(sequence=False), dict(allreduce_=(2 * L + 1) + 2 * L + 2 + 1)),
         ("c2t2", "dense", of_c, plain),
-        ("d2", "dense", {}, {}), ("d2e2", "moe", {}, routed), ("d2e2", "moe", dict(ac="op"), routed),
-        ("p2", "dense", {}, dict(send=3)),
+        ("d2", "dense", {}, {}), ("d2e2", "moe", {}, routed),
+        ("d2e2", "moe", dict(ac="op"), routed), ("p2", "dense", {}, dict(send=3)),
     ]  # fmt: skip
     for text, kind, options, expected in cases:
         for found in ranks(tmp_path, Plan.parse(text).world, _counts, text, kind, options):

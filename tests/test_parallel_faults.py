@@ -83,7 +83,7 @@ FILES = {  # what state.json lists
 @pytest.mark.parametrize("name", [*STATES, *FILES])
 def test_a_state_that_is_not_ours_is_refused(whole, tmp_path, name):
     """Of improper counts, or of other files than those that are there."""
-    path, text = shutil.copytree(whole, tmp_path / "saved"), "(state.json|files|safetensors|/dev/null)"
+    path, text = shutil.copytree(whole, tmp_path / "saved"), "(state.json|files|/dev/null|tensors)"
     state = json.loads((path / "state.json").read_text())
     if name in STATES:
         state, text = json.loads(f'{name}, "files": {json.dumps(state["files"])}}}'), STATES[name]
@@ -344,6 +344,9 @@ def _refused(rank):
         (_model(), zero + "'ddp'"),
     ):
         yield _fails(LocalOptimizer, model, torch.optim.AdamW, zero=True), pattern
+    tied = _model()
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    yield _fails(_split, tied, "t2"), "one parameter with two names"
     plan = Plan.parse("d2e2")
     splits = parallel.split_for_decoding, _model(), plan
     yield _fails(*splits, device_mesh=Grid.make(plan)), "expected a model with experts"
@@ -420,7 +423,7 @@ def _compared(rank, cases):
 NORM, UP, GATE = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate"
 EXPERT, VOTES = "model.layers.1.mlp.experts.up_proj", "model.layers.1.mlp.votes"
 Q_NORM = "model.layers.0.self_attn.q_norm.weight"
-BOTH = "ranks 0 / ranks 1"
+BOTH = "rank 0 / rank 1"
 # ranks -> (plan, model, options, (rank whose bit is flipped, where, of which state, who differs))
 COMPARED = {
     2: [
@@ -438,13 +441,13 @@ COMPARED = {
     ],
     4: [
         ("d2t2", "dense", {},
-         [(2, UP, "", "ranks 0 / ranks 2"), (3, NORM, "", "ranks 0 1 2 / ranks 3")]),
+         [(2, UP, "", "rank 0 / rank 2"), (3, NORM, "", "ranks 0 1 2 / rank 3")]),
         ("d2t2", "tied", dict(mode="zero1"),
-         [(1, NORM, "exp_avg", BOTH), (0, NORM, "", "ranks 1 2 3 / ranks 0")]),
-        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "ranks 2 / ranks 3")]),
+         [(1, NORM, "exp_avg", BOTH), (0, NORM, "", "ranks 1 2 3 / rank 0")]),
+        ("d2t2", "tied", dict(mode="fsdp"), [(3, NORM, "", "rank 2 / rank 3")]),
         ("d4", "dense", dict(mode="fsdp", shards=2),
-         [(3, UP, "", "ranks 1 / ranks 3"), (0, UP, "exp_avg", "ranks 0 / ranks 2")]),
-        ("d4e2", "moe", {}, [(3, EXPERT, "", "ranks 1 / ranks 3")]),
+         [(3, UP, "", "rank 1 / rank 3"), (0, UP, "exp_avg", "rank 0 / rank 2")]),
+        ("d4e2", "moe", {}, [(3, EXPERT, "", "rank 1 / rank 3")]),
     ],
 }  # fmt: skip
 

@@ -271,8 +271,9 @@ def _trainer(flags, seed=0):
     trainer.push_weights()
     starts = [(g, *task.prompt(np.random.default_rng(g), g, False)) for g in range(config.prompts)]
     groups = play(config, task, trainer.sampler, starts, key=(seed, 0))
+    # Each rank has all groups here, and the table of the step's rewards is a sum over ranks.
     for n, trajectory in enumerate(t for group in groups for t in group):
-        trajectory.reward = n % 7 / 7
+        trajectory.reward = n % 7 / 7 / dist.get_world_size()
     trainer.prepare(batch_of(groups))
     return trainer, [t for group in groups for t in group]
 

@@ -264,7 +264,6 @@ def flip_a_bit(path, place=None):
     path.write_bytes(raw)
 
 
-
 def _damage(newest, how):
     data = newest / SHARD
     if how == "unfinished":

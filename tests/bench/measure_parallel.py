@@ -14,6 +14,7 @@ import pickle
 import statistics
 import sys
 import time
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,11 @@ from torch.utils._pytree import tree_leaves
 import models
 import ring_attention as ring
 from parallel import KINDS as KINDS_OF_GROUPS
-from parallel import MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full
-from parallel import keep_stage_and_ends, messages_of, parallelize, plans_on_same_ranks, part_of
-from parallel import reduce_gradients, require_generator_plan, run_micro_batches
+from parallel import (
+    MODES, TIED, Grid, LocalOptimizer, Micro, Plan, clip_grad_norm, full, inner_width,
+    keep_stage_and_ends, layout, messages_of, parallelize, part_of, plans_on_same_ranks,
+    reduce_gradients, require_generator_plan, run_micro_batches,
+)  # fmt: skip
 
 # check ------------------------------------------------------------------------------------------
 
@@ -281,7 +284,8 @@ def read_cases(text) -> dict:
 CASES = read_cases("""
     d2 dense, d2 dense empty, d4 dense hsdp, d2 tied fsdp, t2 dense, t2 dense alone, t2 tied,
     t2 bias, c2 dense, c2 tied ulysses, c4 dense, d2t2 tied, d2t2 tied fsdp, d2t2c2 dense,
-    d2t2c2 dense zero1, c2t2e2 moe, t2 moe op, d2e2 moe, t2 moe, d2t2e4 moe, etp moe, etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
+    d2t2c2 dense zero1, c2t2e2 moe, t2 moe op, d2e2 moe, t2 moe, d2t2e4 moe, etp moe,
+    etp moe alone, d2e2 moe fsdp, d2t2e4 moe fsdp,
     etp moe fsdp, d2c2e4 moe, d2e2 starved, d2e2 starved fsdp, d2 tied zero1, d2 moe fsdp offload,
     d2t2e4 moe zero1, etp moe zero1, c2p2 tied zero1, d2 moe full, t2 tied op,
     d2t2e4 moe fsdp full, c2 dense op, p2 dense full, d2 dense compile,
@@ -326,9 +330,6 @@ PUBLISHED = {
         moe_intermediate_size=1536,
     ),
 }  # fmt: skip
-CUT = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens"), 0)
-CUT |= dict(lm_head=0, o_proj=1, down_proj=1)  # the dimension that t splits; experts': one on
-TERMS = "norm.weight", "mlp.gate.weight", "o_proj.bias", "down_proj.bias"  # whole, summed over t
 WIRE = {  # bytes that a rank puts on the wire for each that it hands over, by the ring algorithm
     "allgather": lambda k: k - 1, "reducescatter": lambda k: (k - 1) / k,
     "allreduce": lambda k: 2 * (k - 1) / k, "alltoall": lambda k: (k - 1) / k,
@@ -371,6 +372,11 @@ def without_memory(pickled):
         return models.Transformer(pickle.loads(pickled))
 
 
+def layout_of(name):
+    """The core's `layout` of a parameter in training, where sequence parallelism is on."""
+    return layout(f".{name}", SimpleNamespace(fsdp=False, sequence=True))
+
+
 class Rank:
     """What a rank of a stage holds, and sends in a step: a model in closed form, no measurement.
 
@@ -402,7 +408,6 @@ class Rank:
         if plan.pp > 1:
             part = copy.deepcopy(model)
             keep_stage_and_ends(part, stage, plan.pp, config.tie_word_embeddings)
-        self.dims = {name: p.dim() for name, p in model.named_parameters()}
         self.shapes = {name: [*p.shape] for name, p in part.named_parameters()}
         for name, shape in self.shapes.items():  # before fsdp
             for dim, parts, _ in self.cuts(name):
@@ -431,7 +436,7 @@ class Rank:
 
     def tensor(self):
         """A gather before and a scatter-add after attention and an MLP, unless its experts are
-        whole; 5 numbers a token and a gradient for log-probs; gradients of TERMS once."""
+        whole; 5 numbers a token and a gradient for log-probs; partial gradients once."""
         t, m = self.plan.tp, self.step.micros
         blocks = 2 * len(self.layers) - self.apart
         dropped = 0 if self.config.post_norms else len(self.layers) - self.apart
@@ -439,7 +444,7 @@ class Rank:
         scatters = blocks * (2 + self.again) - dropped * self.again + self.first
         yield Message("t", "allgather", t, m * gathers * self.x / t)
         yield Message("t", "reducescatter", t, m * scatters * self.x)
-        whole = [name for name in self.shapes if name.endswith(TERMS)]
+        whole = [name for name in self.shapes if layout_of(name)["partial"] == "dct"]
         is_fsdp = self.step.mode == "fsdp"
         terms = sum(self.shard(name) if is_fsdp else self.sizes[name] for name in whole)
         once = terms * self.step.size
@@ -547,17 +552,12 @@ class Rank:
     def cuts(self, name, copies=False) -> list:
         """(dimension, parts, how far apart their ranks are) of each cut of a parameter; copies:
         whether ranks with the same part have cut it once more, by rows."""
-        plan, cuts = self.plan, []
-        experts = ".mlp.experts." in name
-        if experts:
-            cuts.append((0, plan.ep, plan.etp))
-        degree = plan.etp if experts else plan.tp
-        for module in name.split("."):
-            dim = CUT.get(module, self.dims[name]) + experts
-            if dim < self.dims[name]:  # biases after g are whole
-                cuts.append((dim, degree, 1))
+        plan, how, inner = self.plan, layout_of(name), self.plan.tp
+        cuts = [(how["dim"], plan.tp, 1)] if how["over"] == "t" else []
+        if how["over"] == "e":
+            inner = plan.ep * plan.etp
+            cuts = [(0, plan.ep, plan.etp), (inner_width(name), plan.etp, 1)]
         if copies:
-            inner = plan.ep * plan.etp if experts else plan.tp
             cuts.append((0, self._copies(name), inner))
         return [cut for cut in cuts if cut[1] > 1]
 
