@@ -107,8 +107,7 @@ class Text:
         ValueError without a template, or with the template's own complaint.
         """
         if self.template is None:
-            raise ValueError(f"{self.directory} has no chat template, neither chat_template.jinja "
-                             f"nor chat_template in tokenizer_config.json")  # fmt: skip
+            raise ValueError(f"{self.directory} has no chat template")
         # A template is a program, written by somebody else: any error may come out of it. That
         # jinja2 is not installed is not its fault.
         how = dict(tokenize=False, add_generation_prompt=add_generation_prompt)
@@ -155,10 +154,8 @@ class Text:
 
         text = self.render(messages, add_generation_prompt=add_generation_prompt)
         if text.count(marker) != 1:
-            raise ValueError(
-                f"the chat template of {self.directory} writes an answer {text.count(marker)} "
-                f"times, not once: nobody can tell what follows it"
-            )
+            raise ValueError(f"the chat template of {self.directory} writes an answer "
+                             f"{text.count(marker)} times, not once")  # fmt: skip
         return text.partition(marker)[2]
 
     def _find_ends(self) -> tuple:
@@ -182,9 +179,8 @@ class Text:
             raise ValueError(f"{path}: eos_token_id: expected ids, got {said}")
         ends += said + list(self.config.eos_token_id)
         if not ends:
-            raise ValueError(f"{self.directory}: nothing ends a turn. Neither generation_config."
-                             f"json nor config.json has an eos_token_id, and no chat template "
-                             f"writes a mark after an answer")  # fmt: skip
+            raise ValueError(f"{self.directory}: nothing ends a turn: no eos_token_id, and no chat "
+                             f"template that writes a mark after an answer")  # fmt: skip
         return tuple(dict.fromkeys(ends))
 
 
@@ -276,10 +272,8 @@ class Jsonl(Task):
         self.template = template_of(config, self.text)
         self.note = ""
         if not config.template and self.template == "raw":
-            self.note = (
-                f"{config.model} has no chat template: prompts are plain text (--template raw), "
-                f"the question, --instruction on the next line, and a newline"
-            )
+            self.note = (f"{config.model} has no chat template: prompts are plain text "
+                         f"(--template raw)")  # fmt: skip
         if config.reward:
             self.reward_file, self.reward = reward_of(config.reward)
         # Threads ask for rewards (see `Task`), unless the function says `threads = False`.
@@ -304,9 +298,7 @@ class Jsonl(Task):
         if not all(self.rows.values()):
             raise ValueError(
                 f"{config.data} is too small to hold every tenth prompt out: by a hash of what it "
-                f"asks, {len(self.rows[True])} of {len(lines)} lines are; give it more that ask "
-                f"something else"
-            )
+                f"asks, {len(self.rows[True])} of {len(lines)} lines are")
         has_question = any("question" in line.row for line in lines)
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
@@ -338,13 +330,9 @@ class Jsonl(Task):
         if line.demo is None:
             raise ValueError(
                 f"{line.where}: it holds no demonstration, neither an answer to its question nor "
-                f"an assistant's message that is the policy's only one"
-            )
+                f"an assistant's message that is the policy's only one")
         tokens = self.text.encode(line.demo)
-        try:
-            self._require_known(tokens)
-        except ValueError as error:
-            raise ValueError(f"{line.where}: {error}") from error
+        self._require_known(tokens, f"{line.where}: ")
         if any(token in self.end for token in tokens):
             raise ValueError(
                 f"{line.where}: the demonstration {line.demo!r} holds a mark that would end it")
@@ -375,8 +363,7 @@ class Jsonl(Task):
         # Without a reward function, which may do without an answer, the row's says what is right.
         # Only `####` could equal an empty one.
         if not self.config.reward and not isinstance(row.get("answer"), str):
-            raise ValueError("it holds no answer, a string, and without --reward nothing else says "
-                             "what is right")  # fmt: skip
+            raise ValueError("it holds no answer, a string, and there is no --reward")
         if not self.config.reward and not gold_of(row["answer"]):
             raise ValueError("its answer is empty, so nothing says what is right")
 
@@ -418,12 +405,12 @@ class Jsonl(Task):
             messages.append({"role": "assistant", "content": row["answer"]})
         return messages
 
-    def _require_known(self, tokens):
+    def _require_known(self, tokens, where=""):
         """Raise a ValueError if the model has no row for one of the tokens."""
         token = max(tokens, default=0)
         if token >= self.vocab_size:
-            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
-                             f"token is {self.vocab_size - 1}")  # fmt: skip
+            raise ValueError(f"{where}it holds token {token}, {self.show([token])!r}; the model's "
+                             f"last token is {self.vocab_size - 1}")  # fmt: skip
 
     def _require_room(self, line):
         """Raise a ValueError if the model has too few positions for a prompt and an answer."""
@@ -442,10 +429,8 @@ class Jsonl(Task):
             self._require_known(tokens)
             said += len(tokens)
         if said + len(line.later) + 1 > limit:
-            raise ValueError(
-                f"{said} tokens are said after the policy's answers, which leaves no room for "
-                f"the answers in --max-new-tokens {limit}"
-            )
+            raise ValueError(f"{said} tokens are said after the policy's answers, which leaves no "
+                             f"room for these in --max-new-tokens {limit}")  # fmt: skip
 
     def _reward(self, line, text) -> float:
         """Score a last answer. ValueError that names the line if the score is not a number."""
@@ -511,9 +496,7 @@ def require_messages(messages):
     for n, message in enumerate(messages, 1):
         good = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not good or message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(
-                f"message {n} has no role (system, user or assistant) and content, a string"
-            )
+            raise ValueError(f"message {n} has no role (system, user or assistant) and content")
         if message["role"] == "system" and n > 1:
             raise ValueError(f"message {n} is the system's, which can only be the first")
 
@@ -530,10 +513,9 @@ def played_turns(messages):
     twice = [n for n in range(1, len(roles)) if roles[n - 1] == roles[n] == "user"]
     cut = min(twice, default=len(roles))
     if "assistant" in roles[cut:]:
-        raise ValueError(
-            f"message {roles.index('assistant', cut) + 1} is the assistant's, after an answer "
-            f"that the policy has to give: two messages of the user stand in a row before it"
-        )
+        place = roles.index("assistant", cut) + 1
+        raise ValueError(f"message {place} is the assistant's, after an answer that the policy has "
+                         f"to give")  # fmt: skip
     return messages[:cut], messages[cut:]
 
 
@@ -858,10 +840,8 @@ def converse(model, text, options, plain):
         positions = model.config.max_position_embeddings
         room = min(options.max_new_tokens, positions - len(row))
         if room < 1:
-            raise ValueError(
-                f"the conversation has {len(row)} tokens, and the model has {positions} positions, "
-                f"so it cannot go on: begin another"
-            )
+            raise ValueError(f"the conversation has {len(row)} tokens, and the model has "
+                             f"{positions} positions: begin another")  # fmt: skip
 
         # The random numbers are a function of the seed and the turn, so that a conversation from a
         # pipe can be repeated, and a second turn is not drawn by the numbers of the first.

@@ -253,7 +253,7 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
     monkeypatch.setattr(audit.Rounding, "undecided", watched)
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
     ranks(tmp_path, world, _train, flags(2, more), run)
-    assert main(["audit", str(run), "--step", "1"]) == 0
+    assert main(["audit", str(run), "--all", "--step", "1"]) == 0
     rows = rows_of(capsys.readouterr().out)
     losses = [] if "--tree" in more else ["balance/loss", "balance/loss_first"]
     for key in (*losses, "experts/load_max", "grad_norm", "votes"):
@@ -275,7 +275,7 @@ def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name
     changed = losses[0] if losses else "experts/load_max"
     lines[1][changed] *= 1.01
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["audit", str(run), "--step", "1"]) == 1
+    assert main(["audit", str(run), "--all", "--step", "1"]) == 1
     assert rows_of(capsys.readouterr().out)[changed][4] == "OUTSIDE"
 
 
