@@ -376,7 +376,7 @@ def run_1f1b(forward, number, like, group):
     """
     stage = dist.get_rank(group)
     stages = dist.get_world_size(group)
-    pending = deque(maxlen=stages - stage)  # (input, output) of micro-batches, until backward
+    pending = deque()  # at most stages - stage (input, output) of micro-batches, until backward
 
     def exchange(neighbor, send=None, receive=False):
         if neighbor not in range(stages) or (send is None and not receive):
@@ -768,11 +768,11 @@ class Letter(NamedTuple):
 
 
 # The one table of letters. The order is the order of the grids, outermost first: p d c t of a
-# stage's ranks, and e and ffn's t of the same ranks for experts. SP, sequence parallelism, is on
-# wherever t trains.
+# stage's ranks, and e and ffn's t of the same ranks for experts. SP is sequence parallelism, which
+# is on by default.
 LETTERS = {
     "p": Letter("pp", "layers", "states to the next stage", "gradients of the states, back",
-                "those of a tied embedding: over the first and the last stage"),
+                "of a tied embedding: over the first and the last stage"),
     "d": Letter("dp", "rows of the batch", "ddp, zero1: nothing. fsdp: a layer's all-gather",
                 "fsdp: an all-gather and a reduce-scatter of a layer",
                 "over d and c; fsdp's backward has summed them"),
@@ -783,11 +783,11 @@ LETTERS = {
                 "reduce-scatter after the embedding, an all-gather of the last states, 2 "
                 "all-reduces of (N,) numbers for log-probs",
                 "the same for a layer. Ends: an all-gather, an all-reduce of the last states",
-                "those of norms, routers and biases after g: over t too"),
+                "of norms, routers and biases after g: over t too"),
     "e": Letter("ep", "experts of a layer", "3 all-to-all: counts, rows, rows back",
                 "2 all-to-all", "of experts: over the d c t / (e etp) ranks with the same ones"),
     "ffn's t": Letter("etp", "the inner width of each expert", "as t, around the experts",
-                      "as t, around the experts", "those of routers: over t too"),
+                      "as t, around the experts", "of routers: over t too"),
 }  # fmt: skip
 
 
@@ -1143,7 +1143,7 @@ class Place(NamedTuple):
     def gather(self, x, kept=0):
         """Undo all cuts of this rank's entries x but the first `kept`. Collective.
 
-        It takes no more memory than the result and a part.
+        It takes no more memory than the result, this rank's entries and a copy of them.
         """
         # 13 rows under t2, and then FSDP over d2:
         #
@@ -1228,12 +1228,12 @@ class Part:
         return [model] if self.pipeline is None else [*self.pipeline.own.values()]
 
     def has_head(self, root) -> bool:
-        """Whether one of `roots` ends in the last norm, so that log-probs can be had of it."""
+        """Return whether one of `roots` has the last norm, so that it can compute log-probs."""
         return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
 def part_of(model) -> Part:
-    """Return the Part that `parallelize` made of a model, or that of a model with whole copies."""
+    """Return a model's Part: what `parallelize` made, or a new one if every rank has it whole."""
     if hasattr(model, "part"):
         return model.part
     if any(isinstance(p, DTensor) for p in model.parameters()):
@@ -1251,7 +1251,7 @@ def whole_place(x) -> Place:
 
 
 def local(tensor):
-    """Return the plain tensor on this rank. That of a DTensor shares its memory."""
+    """Return the plain tensor on this rank. A DTensor shares its memory with it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -1568,8 +1568,8 @@ class Messages(TorchDispatchMode):
 #
 # The core's 1F1B runs one stage a rank. Two schedules of torch idle less, and give a rank two.
 # Interleaved, of 4 stages on 2 ranks rank 0 has 0 and 2 (a and c below), so that a rank waits for
-# half a rank's layers only. zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward's weights
-# are done apart from its inputs. Skip this section unless you use p.
+# half a rank's layers only. zbv: rank r has stages r and 2 p - 1 - r, a V, and a backward
+# computes the gradients of weights later than those of states. Skip this section unless you use p.
 #
 #     rank 0   F0a F1a F0c F1c ..
 #     rank 1   ... F0b F1b F0d ..
@@ -1798,7 +1798,7 @@ def first_non_finite(gradients) -> int:
 
     gradients: list of tensors, or None where there is nothing to look at.
     """
-    # One transfer to the host for all of them: on a GPU each `if` on a tensor waits for the device.
+    # One transfer to the host serves all gradients: on a GPU each `if` on a tensor waits for it.
     indices = [n for n, g in enumerate(gradients) if g is not None]
     finite = [gradients[n].isfinite().all() for n in indices]
     finite = torch.stack(finite).tolist() if finite else []
@@ -1823,14 +1823,15 @@ def clip_grad_norm(model, max_norm: float):
     Returns the norm before that, a 0-d float64 tensor, the same on every rank. If it is not finite,
     no gradient is changed, and the caller must skip the step. Collective.
     """
-    places = part_of(model).places
+    part = part_of(model)
     gradients = {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     # NUMERICS: in float64, as a float32 sum of squares over 100,000 entries of an embedding is off
     # in the fifth digit. An entry that k ranks hold counts 1 / k on each. Pinned by
     # tests/test_parallel.py::test_every_plan_is_one_process.
-    squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / places[name].holders
-               for name, g in gradients.items()]  # fmt: skip
-    sum_of_squares = torch.stack(squares).sum()
+    sum_of_squares = torch.zeros((), dtype=torch.float64, device=part.device)
+    for name, g in gradients.items():
+        square = torch.linalg.vector_norm(g, dtype=torch.float64).square()
+        sum_of_squares += square.to(part.device) / part.places[name].holders
     # COMM: an all-reduce of one number over all ranks. Pinned by
     # tests/test_parallel.py::test_every_plan_is_one_process.
     if dist.is_initialized():
@@ -1839,9 +1840,10 @@ def clip_grad_norm(model, max_norm: float):
 
     # DEVIATES: torch divides by norm + 1e-6, and so does the core. This divides by the norm.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
-    if norm.isfinite() and norm > max_norm:
+    found = norm.item()  # one wait for the device, and not one for each gradient
+    if max_norm < found < math.inf:
         for g in gradients.values():
-            g.mul_(max_norm / norm.item())  # (7)
+            g.mul_(max_norm / found)  # (7)
     return norm
 
 
@@ -2341,7 +2343,7 @@ class PackedBatches:
         x_nM = hidden_1sM[0, torch.searchsorted(local_s, at_n).to(self.device)]
         targets_n = row.targets_N[here_N].to(self.device)
         columns = [*self.model.logprobs(x_nM, targets_n, temperature=self.temperature)]
-        if getattr(self.model.config, "value_head", False):
+        if getattr(getattr(self.model, "config", None), "value_head", False):
             columns.append(self.model.values(x_nM))
 
         # Back into (B, T). The ranks of c have filled in different entries, and the others are 0:
@@ -2386,8 +2388,8 @@ def pack(lengths, micro_tokens, shared=None) -> list:
 
 def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
     """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
-    # A pipeline of p stages idles less the more micro-batches it has: at least 2 p of them, of
-    # about one size, since all are padded to the longest.
+    # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
+    # them, of about one size, since all are padded to the longest.
     plan = part_of(model).plan
     if plan.pp > 1:
         longest = max(lengths, default=0)
@@ -2399,12 +2401,14 @@ def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
 
 def agreed_micro_batches(model, count) -> int:
     """Return how many micro-batches a rank runs that has data for `count` of them. Collective."""
-    # A pipeline of p stages wants at least 2 p, and interleaved schedules a multiple of p: 5
-    # micro-batches on 2 stages become 6.
+    # torch's schedules want at least 2 p micro-batches, and a multiple of p: 5 of them on 2 stages
+    # become 6. 1F1B runs any number from 1, and an empty micro-batch costs it a whole row.
     part = part_of(model)
     p = part.plan.pp
-    if p > 1:
+    if part.pipeline is not None:
         count = max(2 * p, -(-count // p) * p)
+    elif p > 1:
+        count = max(1, count)
     if part.mode == "fsdp" or part.plan.ep > 1:
         # COMM: an all-reduce of one number over all ranks. A sharded forward gathers weights from
         # all, and tokens go to all ranks' experts, so ranks run the same number of micro-batches.
@@ -2581,9 +2585,10 @@ def require_generator_plan(plan) -> None:
 
 
 def split_for_decoding(model, plan, *, device_mesh):
-    """Turn a whole model into this rank's part of a generator's plan, without gradients; return it.
+    """Turn a whole model into this rank's part of a generator's plan, and return it.
 
-    Takes the parameters of `parallelize`. The t ranks of a replica share the decoding: all of
+    model, plan, device_mesh: as in `parallelize`. The result only samples: rows of experts are
+    sent without gradients. The t ranks of a replica share the decoding: all of
     them get the same tokens, and compute the same logits of the whole vocabulary. `gather_replica`
     makes the same batch of their lists. Ranks that exchange rows of experts with other replicas
     need the same number of model calls: `end_together`.
@@ -2599,7 +2604,8 @@ def split_for_decoding(model, plan, *, device_mesh):
     model.part = Part(plan, grid.device, places, grid)
     model.calls = None
 
-    # Experts whose width is not split get each row once all the same.
+    # All t ranks have all rows. Each sends a share of them to experts that are whole, or these
+    # would get every row t times.
     if plan.tp > 1 and plan.etp == 1:
         for layer in model.model.layers:
             if hasattr(layer.mlp, "experts"):
@@ -2708,8 +2714,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     tensors = tensors | persistent_buffers(source)
     places = {name: whole_place(x) for name, x in tensors.items()} | places
 
-    # COMM: an all-gather over the stages says what each of them has. Who sends a tensor is the
-    # first stage that has it. The ranks of this group have other layers, and the same entries of
+    # COMM: an all-gather over the stages says what each of them has. The first stage that has a
+    # tensor sends it. The ranks of this group have other layers, and the same entries of
     # what t and e cut. Pinned by
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
@@ -2718,7 +2724,7 @@ def copy_weights(source, target, optimizer=None) -> None:
         tables *= group.size()
         dist.all_gather_object(tables, tables[0], group=group)
 
-    # Compared before the first of them moves, and by what every rank knows now.
+    # Every rank has all tables now, so all of them find a difference before any weight is sent.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
     targets = {name: whole_place(x) for name, x in wanted.items()} | part_of(target).places
     shapes = {name: shape for table in tables for name, (shape, _) in table.items()}
@@ -2823,7 +2829,7 @@ def store_of_this_attempt(store, rank, world, timeout):
         store.set(f"{attempt}/{rank}", own_number)
         with contextlib.suppress(dist.DistStoreError):
             store.wait([f"{attempt}/go"], datetime.timedelta(seconds=1))
-            if json.loads(store.get(f"{attempt}/go"))[str(rank)] == own_number:
+            if json.loads(store.get(f"{attempt}/go")).get(str(rank)) == own_number:
                 return dist.PrefixStore(attempt, store)
             time.sleep(0.1)
     raise dist.DistStoreError(f"rank 0 did not answer within {timeout} seconds")
@@ -2919,7 +2925,7 @@ class Progress:
     """How far a program is, and what its user can do if another rank is lost.
 
     where: function without arguments that returns it in words.
-    advice: str. Saving needs the lost rank, and the newest checkpoint is whole.
+    advice: str. What the user can do: the remaining ranks cannot save, so it names a checkpoint.
     """
 
     def __init__(self):
@@ -3073,7 +3079,10 @@ def sealed_state(path) -> dict:
         if state != sealed(state):
             raise ValueError("its checksum differs")
         sizes = {name: size for name, (size, _) in state["files"].items()}
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+    # Only a file that is not there is damage. Another OSError may pass, so it is raised: a run that
+    # went on from an older checkpoint would delete this one.
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, AttributeError, KeyError,
+            RecursionError) as error:  # fmt: skip
         raise Damaged(f"checkpoint {path}: state.json is missing or damaged: {error}") from error
     # DCP reads whatever tensor files are in the directory, also files of another program.
     found = {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
@@ -3091,8 +3100,8 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     counts: names in the state that must be integers of 0 or more. only: a prefix of names, or a
     tuple of prefixes; other stored tensors are ignored. "model." leaves out AdamW's state.
     alone: this rank reads by itself, into whole tensors.
-    An error on any rank is a ValueError on every rank, `Damaged` if bytes are not as they were
-    written. It leaves `tensors` half filled.
+    An error on any rank is raised on every rank: a ValueError, `Damaged` if bytes are not as they
+    were written, or an OSError. It leaves `tensors` half filled.
     """
     together = (lambda function: function()) if alone else on_all_ranks
 
@@ -3114,12 +3123,16 @@ def read_checkpoint(path, tensors, *, counts=(), only="", alone=False) -> dict:
     state = together(inspect)
     wanted = together(lambda: {name: tuple(x.shape) for name, x in tensors.items()})
     reader = dcp.HuggingFaceStorageReader(str(path))
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # the checksums are right, and the files are of another program
-        raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+
+    def stored_shapes():
+        try:
+            stored = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # the checksums are right, and the files are of another program
+            raise ValueError(f"checkpoint {path} cannot be read: {error}") from error
+        return {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
+
     # Strict both ways, so that no tensor keeps its first values, and no stored one is lost.
-    saved = {name: tuple(x.size) for name, x in stored.items() if name.startswith(only)}
+    saved = together(stored_shapes)
     for name in sorted(saved.keys() | wanted.keys()):
         if saved.get(name) != wanted.get(name):
             raise ValueError(
