@@ -799,8 +799,8 @@ def letters_table() -> str:
         lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
             text = f"{field + ':':11}{getattr(letter, field)}"
-            text = textwrap.fill(text, 87, subsequent_indent=" " * 11, break_on_hyphens=False)
-            lines.append(textwrap.indent(text, " " * 11))
+            indents = dict(initial_indent=" " * 11, subsequent_indent=" " * 22)
+            lines.append(textwrap.fill(text, 98, **indents))
     return "\n".join(lines)
 
 
