@@ -732,6 +732,7 @@ def core_main(argv):
 import contextlib  # noqa: E402
 import dataclasses  # noqa: E402
 import hashlib  # noqa: E402
+import itertools  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import shutil  # noqa: E402
@@ -798,8 +799,8 @@ def letters_table() -> str:
         lines.append(f"  {name:9}{letter.splits}")
         for field in ("forward", "backward", "gradients"):
             text = f"{field + ':':11}{getattr(letter, field)}"
-            text = textwrap.fill(text, 87, subsequent_indent=" " * 11, break_on_hyphens=False)
-            lines.append(textwrap.indent(text, " " * 11))
+            indents = dict(initial_indent=" " * 11, subsequent_indent=" " * 22)
+            lines.append(textwrap.fill(text, 98, **indents))
     return "\n".join(lines)
 
 
@@ -2971,11 +2972,14 @@ def is_lost_rank(error) -> bool:
 # 20. Checkpoints ---------------------------------------------------------------------------------
 #
 # Write the state of a run so that it can go on under any plan, and read it back verified. DCP
-# (torch.distributed.checkpoint) writes one safetensors file per rank, which says where in each
+# (torch.distributed.checkpoint) writes safetensors files of each rank, which say where in each
 # tensor its parts lie. Reading runs no code: there is no pickle. state.json is written last. It has
 # the run's own state, size and checksum of each other file, and its own checksum, the seal.
 class Damaged(ValueError):
     """Files of a checkpoint are not as they were written. An older checkpoint may be whole."""
+
+
+FILE = 64 << 20  # bytes
 
 
 def write_checkpoint(path, tensors, state) -> None:
@@ -3008,7 +3012,12 @@ def write_checkpoint(path, tensors, state) -> None:
 
     try:
         agree(start)
-        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        # DCP puts a file together in memory. So the tensors of a rank go into files of about FILE
+        # bytes. All ranks follow the table of rank 0, which needs the names of all.
+        sizes = on_all_ranks(lambda: {name: local(x).nbytes for name, x in tensors.items()})
+        ends = itertools.accumulate(sizes.values())
+        file_of = {name: 1 + end // FILE for name, end in zip(sizes, ends)}
+        writer = dcp.HuggingFaceStorageWriter(str(partial), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
         names = sorted(file.name for file in partial.glob("*.safetensors"))
         sums = on_all_ranks(lambda: sums_of_share(partial, names))
