@@ -712,8 +712,8 @@ import ring_attention  # noqa: E402
 from models import ModelConfig, Transformer, generate  # noqa: E402
 from parallel import (  # noqa: E402
     Grid, LocalOptimizer, PackedBatches, Plan, Stop, agree, clip_grad_norm, connect, copy_weights,
-    gather_replica, local, lr_factor, newest_checkpoint, parallelize, part_of, read_checkpoint,
-    read_newest, read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
+    gather_replica, local, lr_factor, newest_checkpoint, parallelize, read_checkpoint, read_newest,
+    read_training, reduce_gradients, summed, training_tensors, write_checkpoint,
 )  # fmt: skip
 from tree_attention import (  # noqa: E402
     Cost, TokenTrie, packed_tree, packed_tree_attention, redistribute, tree_backward, wanted_edges,

@@ -1,7 +1,7 @@
 r"""Four tasks to read, to run, and to begin a task of your own from: in one turn, and with a tool.
 
     python train_grpo.py --task tests/example_tasks.py:Sort --steps 250
-    python train_grpo.py --task tests/example_tasks.py:Lookup --size 5 --demos 40 \
+    python train_grpo.py --task tests/example_tasks.py:Lookup --size 5 --demos 20 \
         --advantage group_std --lr 3e-4 --entropy-coef 0.03
     python train_grpo.py --task tests/example_tasks.py:Calculator --demos 80 --steps 60
     python train_grpo.py --task tests/example_tasks.py:Addition --demos 80 --steps 60 \

@@ -96,7 +96,7 @@ TABLE = {
     "python ring_attention.py stress --model": "action::fifty_steps_in_bf16",
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
-    f"{EXAMPLE}:Lookup --size 5 --demos 40 --advantage group_std "
+    f"{EXAMPLE}:Lookup --size 5 --demos 20 --advantage group_std "
     "--lr 3e-4 --entropy-coef 0.03": " --demos 2" + TINY,
     f"{RUN} --task jsonl --data questions.jsonl --model DIR "
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
