@@ -1619,6 +1619,8 @@ def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report
         lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
         rounded = in_precision(case, lower, first=exact)
         progress.close()
+        if tell is not None and step + 1 in files.checkpoints:
+            tell("comparing the parameters, entry by entry")
         rows = compared_rows(case, exact, rounded, rounding, intro.append)
 
     # Numbers that are in the line and not by hand: what no step determines, and what is unknown.
