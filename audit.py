@@ -1528,13 +1528,14 @@ class Progress:
         tokens = sum(len(s.tokens) for s in rollouts)
         seconds = each * tokens * ((4 + extra + bool(c.proximal)) + (4 + extra))
 
-        # Weights, gradient, two moments, masters where they differ; and the longest rollout's
-        # logits, of which a few copies are alive.
+        # Weights, gradient, two moments, masters where they differ; a few copies of the head, which
+        # is as large as any tensor, and of the longest rollout's logits; and torch itself.
         numbers = sum(p.numel() for p in model.parameters())
         longest = max(len(s.at) for s in rollouts)
-        memory = 8 * (numbers * (5 if c.is_mixed else 4) + 8 * longest * len(model.head_weight))
+        copies = 3 * model.head_weight.numel() + 8 * longest * len(model.head_weight)
+        memory = 8 * (numbers * (5 if c.is_mixed else 4) + copies)
         tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64 and again in lower "
-             f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.4:.1f} GB of "
+             f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.5:.1f} GB of "
              f"memory")  # fmt: skip
         if sys.stderr.isatty():
             self.bar = tqdm(total=self.readings, unit=" readings", leave=False)
@@ -1619,6 +1620,8 @@ def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report
         lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
         rounded = in_precision(case, lower, first=exact)
         progress.close()
+        if tell is not None and step + 1 in files.checkpoints:
+            tell("comparing the parameters, entry by entry")
         rows = compared_rows(case, exact, rounded, rounding, intro.append)
 
     # Numbers that are in the line and not by hand: what no step determines, and what is unknown.

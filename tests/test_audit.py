@@ -339,7 +339,8 @@ def test_a_summary_has_the_rows_that_are_outside(process_group, copied, capsys):
     out, err = capsys.readouterr()
     assert re.search(r"^(\d+) of \1 numbers are within what rounding explains; nearest", out, re.M)
     assert not rows_of(out) and "rollout 0" not in out and out.endswith("audit of step 2: ok\n")
-    said = r"32 rollouts of \d+ tokens, .*: about 0.\d minutes and 0.4 GB of memory\n"
+    said = r"32 rollouts of \d+ tokens, .*: about \d.\d minutes and 0.5 GB of memory\n"
+    said += "comparing the parameters, entry by entry\n"
     assert re.fullmatch(said, err)
     edit_line(run, 2, "grad_norm", digit)
     assert main(["audit", str(run), "--step", "2"]) == 1
