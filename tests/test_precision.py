@@ -27,7 +27,7 @@ import text
 import train_grpo
 from audit import audited
 from models import relative_error as relative
-from parallel import Grid, LocalOptimizer, Plan, full, parallelize, training_tensors
+from parallel import Grid, LocalOptimizer, Plan, full, parallelize, part_of, training_tensors
 from train_grpo import Config
 
 BF16 = "--compute-dtype bfloat16"
@@ -47,7 +47,7 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
 
 
 def gradient(model):
-    return torch.cat([full(p.grad, model.part.places[name]).double().flatten()
+    return torch.cat([full(p.grad, part_of(model).places[name]).double().flatten()
                       for name, p in model.named_parameters()])  # fmt: skip
 
 
