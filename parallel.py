@@ -1341,9 +1341,7 @@ def parallelize(
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
-    is_last = grid.group["p"].rank() == plan.pp - 1
-    if pipeline is not None:
-        is_last = pipeline.last is not None
+    is_last = pipeline.last is not None if pipeline else grid.group["p"].rank() == plan.pp - 1
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
     model.part = Part(
@@ -2994,13 +2992,11 @@ def write_checkpoint(path, tensors, state) -> None:
 
     try:
         sealed(state)
-    except (TypeError, ValueError) as error:  # before anything is deleted, on every rank
+    except (TypeError, ValueError) as error:  # before anything is written, on every rank
         raise ValueError(f"checkpoint {path}: its state is not finite JSON: {error}") from error
 
     def start():
-        # A run that was cut short may have left either directory.
-        for stale in (partial, path):
-            shutil.rmtree(stale, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # a run that was cut short may have left it
         partial.mkdir(parents=True)
 
     def finish():
@@ -3008,6 +3004,8 @@ def write_checkpoint(path, tensors, state) -> None:
             json.dump(sealed(state | {"files": sums}), file)
             file.flush()
             os.fsync(file.fileno())
+        # An older checkpoint of this name goes only now that the new one is whole.
+        shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
 
     try:
@@ -3019,7 +3017,8 @@ def write_checkpoint(path, tensors, state) -> None:
         file_of = {name: 1 + end // FILE for name, end in zip(sizes, ends)}
         writer = dcp.HuggingFaceStorageWriter(str(partial), file_of, save_distributed=True)
         dcp.save(tensors, storage_writer=writer)
-        names = sorted(file.name for file in partial.glob("*.safetensors"))
+        # By rank 0's list: the directories of a network's disk may differ for a moment.
+        names = agree(lambda: sorted(file.name for file in partial.glob("*.safetensors")))
         sums = on_all_ranks(lambda: sums_of_share(partial, names))
         agree(finish)
     except (dcp.CheckpointException, ValueError, OSError) as error:  # raised on every rank
