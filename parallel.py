@@ -883,6 +883,7 @@ class Plan:
         if self.etp not in (1, self.tp):
             raise ValueError(
                 f"plan {self}: expected ffn's t to be 1 or attn's t = {self.tp}, got {self.etp}")
+        # A stage consists of whole groups of experts, each of e times ffn's t ranks.
         product = "d * c * t" if self.etp == 1 else "d * c"
         ranks = self.dp * self.cp * self.tp // self.etp
         if ranks % self.ep:
@@ -1114,6 +1115,7 @@ class Place(NamedTuple):
         ranks = self.mesh[name].size()
         if ranks == 1:
             return self
+        # 7 rows on 2 ranks are 4 and 3. If rows run out, the last ranks have none.
         rows = self.boxes[-1][dim]
         size = math.ceil(len(rows) / ranks)
         first = self.mesh.get_local_rank(name) * size
@@ -1239,6 +1241,7 @@ def part_of(model) -> Part:
         return model.part
     if any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("expected a whole model or one of parallelize, got one with DTensors")
+    # Without a process group there is one rank, and no other rank to sum with.
     world = dist.get_world_size() if dist.is_initialized() else 1
     sums = (dist.group.WORLD,) if world > 1 else ()
     places = {name: whole_place(p)._replace(sums=sums, holders=world)
@@ -3195,6 +3198,7 @@ def read_newest(directory, read, kind="step"):
 
 def _newest(found, read):
     """Implement `read_newest` for the paths of checkpoints, oldest first."""
+    # The newest first. Only damage leads to an older one.
     for path in reversed(found):
         try:
             return str(path), read(path)
@@ -3265,6 +3269,7 @@ def _measuring_file(name="measure_parallel"):
 
 def main(argv) -> int:
     """Run a command and return the exit code; tests/bench/measure_parallel.py has plan, bench."""
+    # What tests/ has is long, needs what only tests need, and is imported when asked for.
     if argv == ["core"]:
         core_main(argv)
     elif argv == ["check"]:

@@ -446,7 +446,9 @@ class Rank:
         yield Message("t", "reducescatter", t, m * scatters * self.x)
         whole = [name for name in self.shapes if layout_of(name)["partial"] == "dct"]
         is_fsdp = self.step.mode == "fsdp"
-        terms = sum(self.shard(name) if is_fsdp else self.sizes[name] for name in whole)
+        # Elsewhere one message sums over d and c too: see `data`.
+        terms = sum(self.shard(name) if is_fsdp else self.sizes[name]
+                    for name in whole if is_fsdp or self._copies(name) == 1)  # fmt: skip
         once = terms * self.step.size
         scores = self.last * m * (5 * self.n * self.wide + self.x)
         yield Message("t", "allreduce", t, once + scores)
@@ -458,8 +460,7 @@ class Rank:
         sent = numbers * ((2 + self.again) * self.step.product + self.wide)
         yield Message("c", "send", c, calls * (c - 1) * sent)
         agreed = 8 * 3  # a problem, a digest and a count of tokens, which the ranks compare
-        lengths = 8 * (self.step.micros if self.plan.pp == 1 else 1) * (self.plan.tp > 1)
-        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed + lengths)
+        yield Message("c", "allgather", c, calls * (1 + self.again) * agreed)
 
     def experts(self):
         """Rows to their experts and back, on average over ranks."""
@@ -485,7 +486,9 @@ class Rank:
                 yield Message("d", "allgather", k, m * given * (1 + (".layers." in name)))
                 yield Message("d", "reducescatter", k, m * shard * k * w)
             else:
-                yield Message("d", "allreduce", k, numbers * w)
+                is_of_t = k > 1 and layout_of(name)["partial"] == "dct"
+                ranks = k * self.plan.tp if is_of_t else k
+                yield Message("d", "allreduce", ranks, numbers * w)
             if mode == "zero1":
                 yield Message("d", "allgather", k, given)
 
