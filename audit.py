@@ -158,7 +158,7 @@ def loss_definition(sequences, Z, c):
             term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
                 d = s.lp[t] - s.ref[t]
-                term["k"] = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[c.kl]
+                term["k"] = {"k1": d, "k3": (-d).exp() + d - 1}[c.kl]
             if c.kl_in == "loss":
                 l = l + c.kl_coef * term["k"]  # (5)
             l = l - c.entropy_coef * s.H[t]  # (5)

@@ -678,14 +678,15 @@ def core_main(argv):
 # so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums;
 # S packed tokens, M the model's width. Small letters are one rank's share.
 #
-# DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); old is the current
-# policy itself if a step has one update and its weights sampled, so that rounding cannot clip; the
-# log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the policy's trunk, and a
-# truncated trajectory ends with value 0. Not in this file: top-p, which biases every ratio. Pinned
-# by tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for
-# all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks
-# stays in Z (verl's rejection takes it out); `none_batch` has a biased variance (verl: unbiased).
-# Pinned by tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
+# DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); without --proximal
+# old is smp, or the current policy itself if a step has one update and its weights sampled, so that
+# rounding cannot clip; the log-ratio of (2) is clamped to +-10 before exp; PPO's critic shares the
+# policy's trunk, and a truncated trajectory ends with value 0. Not in this file: top-p, which
+# biases every ratio. Pinned by tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a
+# sequence has one gradient for all its tokens (verl: each its own, which is another sum if A or x
+# differ); a token that (4) masks stays in Z (verl's rejection takes it out); `none_batch` has a
+# biased variance (verl: unbiased). Pinned by
+# tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 import bisect  # noqa: E402
 import contextlib  # noqa: E402
@@ -796,7 +797,7 @@ class Config(SimpleConfig):
     # the run
     task: str = "guess"  # guess | jsonl | FILE.py:Class
     out: str = ""  # directory of the run; empty: the first free runs/TASK-N
-    resume: bool = False  # go on from the newest checkpoint of the run in --out; no run: begin one
+    resume: bool = False  # go on from the newest checkpoint in --out; begin a run if there is none
     # the task
     data: str = ""  # jsonl: file of lines, {"question", "answer"} or {"messages", "answer"}
     template: str = ""  # jsonl: chat (its own) | raw | text with {question}; empty: chat, else raw
@@ -831,10 +832,10 @@ class Config(SimpleConfig):
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL enters
     entropy_coef: float = None  # weight of the entropy bonus
     proximal: bool = False  # old log-probs from a trainer pass; otherwise the sampler's
-    importance: Literal["truncate", "mask"] = "truncate"  # (4): what becomes of one out of bounds
+    importance: Literal["truncate", "mask"] = "truncate"  # (4): of weights out of bounds
     importance_of: Literal["token", "sequence", "geometric"] = "token"  # whose p_old / p_sampler
-    importance_low: float = 0.0  # its lower bound
-    importance_cap: float = 0.0  # its upper bound; 0: no (4)
+    importance_low: float = 0.0  # lower bound of p_old / p_sampler
+    importance_cap: float = 0.0  # upper bound of p_old / p_sampler; 0: no (4)
     gae_lambda: float = 0.95  # gae: 0: one step and the critic; 1: rewards to the end
     value_coef: float = 0.5  # gae: weight of the critic's loss
     balance_coef: float = 0.0  # experts: weight of the loss that balances them; not with --tree
@@ -844,19 +845,19 @@ class Config(SimpleConfig):
     lr_first_step: Literal["nonzero", "zero"] = "nonzero"  # a warm-up of 5 begins with 1/5, or 0
     lr_decay: Literal["constant", "linear", "cosine"] = "linear"  # from there to the last step
     weight_decay: float = 0.0  # AdamW, decoupled
-    micro_tokens: int = 16384  # tokens a forward, of a tree's with sparse; a longer sequence alone
+    micro_tokens: int = 16384  # tokens of a micro-batch, or of its tree; a longer one runs alone
     data_parallel: Literal["ddp", "fsdp", "zero1"] = "ddp"  # zero1: ddp with its moments sharded
     shard_ranks: int = 0  # fsdp: how many ranks share one copy of the weights (HSDP); 0: all of d
     offload: bool = False  # fsdp: shards, gradients and optimizer stay on the CPU
     compile: bool = False  # torch.compile each layer (needs a C++ compiler on a CPU)
     ac: Literal["none", "full", "op"] = "none"  # recompute activations; op: not products, messages
     plan: str = ""  # d2t2, p2c2, archon:d2; A|B: generator A, trainer B
-    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # the plan's c
+    cp_method: Literal["ring", "allgather", "ulysses"] = "ring"  # of the c ranks of --plan
     debug: bool = False  # the plan's c: raise on all ranks where attention is not finite; slow
-    pp_schedule: Schedule = "1f1b"  # the plan's p
+    pp_schedule: Schedule = "1f1b"  # of the p ranks of --plan
     tree: Literal["disabled", "sparse", "dta"] = "disabled"  # share prefixes; dta: chunk by chunk
-    chunk_tokens: int = 0  # of a chunk with --tree dta
-    recompute: bool = False  # with --tree dta: chunks above are run forward twice, not kept
+    chunk_tokens: int = 0  # tokens of a chunk, with --tree dta
+    recompute: bool = False  # with --tree dta: run the chunks of a path again, not keep them
     # output
     save_every: int = 50  # steps between checkpoints, and the last; 0: only the last
     keep: int = 2  # newest checkpoints kept
@@ -985,6 +986,8 @@ class Config(SimpleConfig):
             "--importance-cap":
                 (self.importance_cap, "importance", "importance_of", "importance_low"),
             "--advantage teacher": (self.advantage == "teacher", "teacher"),
+            "--advantage gae": (self.advantage == "gae", "gae_lambda", "value_coef"),
+            "--kl-coef": (self.kl_coef, "kl", "kl_in"),
             "an --advantage of rewards": (self.advantage != "teacher", "overlong_buffer"),
             "--proximal, or --minibatches 1 and no --staleness: else old is the sampler itself":
                 (old_is_own, "importance_cap"),
@@ -1005,7 +1008,9 @@ class Config(SimpleConfig):
         for name in ("clip_low", "clip_high", "dual_clip", "cispo_bound"):
             if getattr(self, name) != getattr(Config, name):
                 readers = [x for x in OBJECTIVES if name in flags_of(x)]
-                needs[f"--objective {' or '.join(readers)}"] = self.objective in readers, name
+                what = f"--objective {' or '.join(readers)}"
+                _, *names = needs.get(what, (None,))
+                needs[what] = self.objective in readers, *names, name
         return [
             f"{_flag(name)} needs {what}" for what, (is_there, *names) in needs.items()
             for name in names
@@ -1172,8 +1177,8 @@ def parse_config(argv) -> Config:
         prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{parallel.letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--FLAG VALUE ...] | check [--all] | bench | plot RUN .. | audit RUN"
-        " | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR  (or --help)",
+        usage="%(prog)s [--FLAG VALUE ...] | core | check [--all | --device D] | bench"
+        " | plot RUN .. | audit RUN | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR | --help",
     )  # fmt: skip
 
     # Fields of one title stand together in --help, also where a base class has some of them.
@@ -1550,8 +1555,8 @@ METRICS = {
     "policy_age/update_mean": Metric("optimizer steps from the sampler's weights to an update"),
     "policy/age_mean": Metric("steps of the loop from the sampler's weights to the batch"),
     "policy/age_max": Metric("the largest of these"),
-    "ratio/token_mean": Metric("r of (2)", "mean", "mean", lambda t: t.ratio_N),
-    "ratio/max": Metric("the largest r of all updates", "max", "max", lambda t: t.ratio_N),
+    "ratio/token_mean": Metric("r of (2), with gspo s", "mean", "mean", lambda t: t.ratio_N),
+    "ratio/max": Metric("the largest of them in all updates", "max", "max", lambda t: t.ratio_N),
     "ratio/clipped_fraction": Metric(
         "of sampled tokens, whose gradient (3) bounds", "mean", "mean", lambda t: t.clipped_N),
     "importance/masked_fraction": Metric(
@@ -1566,8 +1571,8 @@ METRICS = {
     "experts/load_max": Metric("an expert's tokens / their mean; of layers and updates", "max"),
     "balance/loss": Metric("(8)", "mean"),
     "grad_norm": Metric("global, before clipping", "mean"),
-    "policy_version": Metric("optimizer steps taken"),
-    "updates/skipped": Metric("optimizer steps skipped for a non-finite gradient"),
+    "policy_version": Metric("optimizer steps taken so far, supervised ones included"),
+    "updates/skipped": Metric("optimizer steps skipped so far for a non-finite gradient"),
     "tokens/trained": Metric("tokens run with gradients; of a tree its own tokens", "sum"),
     "tokens/trained_flat": Metric("the same without a tree", "sum"),
     "eval/solved": Metric("greedy, on held-out prompts; at evaluation steps and in the last line"),
@@ -1687,7 +1692,8 @@ def none_batch(rewards_PG, tokens_PG):
     return A_PG / (np.sqrt((share_PG * A_PG**2).mean()) + 1e-8)  # (1)
 
 
-# To add an advantage, write its function and its name here, or below if it is a token's own.
+# To add an advantage, write its function and its name here, or below if it is a token's own. One
+# that compares no rewards within a group is named in NO_GROUP_BASELINE too.
 ADVANTAGES = {
     "group_mean": group_mean, "group_std": group_std, "batch_std": batch_std,
     "leave_one_out": leave_one_out, "none": none, "none_batch": none_batch,
@@ -2101,7 +2107,8 @@ class Sampler:
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
         told = {} if problem else {n: episodes[n].heard[1:] for n in own}
-        parts, _ = gather_replica(self.model, [(told, f"{problem}")])
+        text = problem and (f"{problem}" or type(problem).__name__)
+        parts, _ = gather_replica(self.model, [(told, text)])
         if problem:
             raise problem
         for told, text in parts:
@@ -2792,6 +2799,9 @@ BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 
 # 17. The trainer: policy, optimizer and generator ---------------------------------------------
+# What a step computes, in the order in which `train` calls it. To use the file, skip it.
+
+
 class Trainer(SimpleTrainer):
     """The core's trainer, for every plan, tree, precision, objective and sampler.
 
@@ -3424,7 +3434,7 @@ def run(config, task, trainer, out, progress) -> int:
             log = Log(config, trainer, source, out)
             logs = Logs(log, checkpointer)
             train(dataclasses.replace(config, steps=0), source, trainer, logs)
-            log.bar.close()  # the table and its bar stay on the screen
+            log.close()  # the table and its bar stay on the screen
 
             # The loop begins with its own reference and optimizer. The second moments of a
             # converged supervised fit are tiny: kept, they would make the first
@@ -3439,14 +3449,16 @@ def run(config, task, trainer, out, progress) -> int:
             log.before(queue.evaluate(-1))
         rollouts = RolloutLog(config, task, queue, out)
         checkpointer = Checkpointer(config, trainer, queue, out, stop)
-        logs = Logs(rollouts, log, IdleWarning(config), checkpointer)
+        # `log` is first: it reads the clock, and a step's seconds are without writing rollouts.
+        logs = Logs(log, rollouts, IdleWarning(config), checkpointer)
         solved = train(config, queue, trainer, logs)
     except Interrupted as interrupted:
+        log.close()
         return 128 + interrupted.args[0]
 
     if solved is None:  # resumed at its last step
         solved = queue.evaluate(config.steps - 1)
-    log.bar.close()
+    log.close()
     export(config, task, out)
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
@@ -3461,7 +3473,7 @@ def advice_of(out) -> str:
 
 
 def introduce(config, task, trainer, out, first_step, origin):
-    """Say in three lines what is trained, how and where; cut files back to where it goes on."""
+    """Say in three lines what is trained, how and where, and cut files to that step. Collective."""
     # All settings are in config.json.
     c = config
     world = dist.get_world_size()
@@ -3480,10 +3492,13 @@ def introduce(config, task, trainer, out, first_step, origin):
     firsts = dict.fromkeys(("metrics.jsonl", "samples.jsonl", "rollouts.jsonl"), max(0, first_step))
     if c.demos:
         firsts["demos.jsonl"] = c.demos + min(0, first_step)
-    for name, step in firsts.items():
-        if dist.get_rank() == 0:
+
+    def cut():
+        for name, step in firsts.items():
             with writing(Path(out, name), advice_of(out)):
                 cut_lines(Path(out, name), step)
+
+    agree(cut)
 
 
 def restore(config, trainer, out):
@@ -3705,6 +3720,12 @@ class Log:
         self.bar.update()
         if solved is not None or step == -1 or number % self.EVERY == 0:
             self.row(number, line)
+
+    def close(self):
+        """End the bar, and write the events that TensorBoard's writer still holds."""
+        self.bar.close()
+        if self.events:
+            self.events.close()
 
     def row(self, label, line):
         """Print a row of the table."""
@@ -4129,8 +4150,8 @@ def _measuring_file(name="measure_grpo"):
 def main(argv) -> int:
     """Run what the command line says and return the exit code.
 
-    0: done, target met or not. 1: an audit that disagrees. 2: an error, named on stderr.
-    130, 143: saved after Ctrl-C, SIGTERM.
+    0: done. 1: an audit disagrees with the run. 2: an error, named on stderr.
+    130, 143: the run was saved after Ctrl-C or SIGTERM.
     """
     try:
         # Commands read a run, or measure. They are one process, and none of them trains.
