@@ -1344,7 +1344,9 @@ def parallelize(
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
-    is_last = pipeline.last is not None if pipeline else grid.group["p"].rank() == plan.pp - 1
+    is_last = grid.group["p"].rank() == plan.pp - 1
+    if pipeline is not None:
+        is_last = pipeline.last is not None
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
     model.part = Part(

@@ -2107,7 +2107,9 @@ class Sampler:
         # COMM: one message of each rank for all turns that a decoding step has ended; states stay.
         # Pinned by tests/test_generator_plan.py::test_a_task_is_asked_once.
         told = {} if problem else {n: episodes[n].heard[1:] for n in own}
-        text = problem and (f"{problem}" or type(problem).__name__)
+        text = ""
+        if problem:
+            text = f"{problem}" or type(problem).__name__  # some errors have no text
         parts, _ = gather_replica(self.model, [(told, text)])
         if problem:
             raise problem
