@@ -1047,7 +1047,7 @@ class Config(SimpleConfig):
     def _wrong_combinations(self) -> list[tuple]:
         """Return (is it wrong?, the error) for what would train something else, or fail late."""
         leaves = self.forks ** min(self.fork_turns, 64)  # beyond any group, and quickly computed
-        compares_group = self.advantage not in NO_GROUP_BASELINE
+        compares_group = compared_by(self.advantage) == "group"
         return [
             (self.advantage == "teacher" and not self.teacher,
              "--advantage teacher needs --teacher DIR"),
@@ -1692,11 +1692,19 @@ def none_batch(rewards_PG, tokens_PG):
     return A_PG / (np.sqrt((share_PG * A_PG**2).mean()) + 1e-8)  # (1)
 
 
-# To add an advantage, write its function and its name here, or below if it is a token's own. One
-# that compares no rewards within a group is named in NO_GROUP_BASELINE too.
+class Advantage(NamedTuple):
+    """A function that computes (1), and among which rewards it looks for differences."""
+
+    of: Callable
+    compares: str = "group"  # rewards of a group | of the whole step | nothing
+
+
+# To add an advantage, write its function and its name here, or below if it is a token's own.
 ADVANTAGES = {
-    "group_mean": group_mean, "group_std": group_std, "batch_std": batch_std,
-    "leave_one_out": leave_one_out, "none": none, "none_batch": none_batch,
+    "group_mean": Advantage(group_mean), "group_std": Advantage(group_std),
+    "batch_std": Advantage(batch_std), "leave_one_out": Advantage(leave_one_out),
+    "none": Advantage(none, compares="nothing"),
+    "none_batch": Advantage(none_batch, compares="step"),
 }  # fmt: skip
 
 
@@ -1707,7 +1715,7 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
     tokens_PG: sampled tokens of each rollout, for none_batch. None: equally many.
     """
     tokens_PG = np.ones_like(rewards_PG) if tokens_PG is None else tokens_PG
-    return entry_of(ADVANTAGES, kind, "advantage")(rewards_PG, tokens_PG)
+    return entry_of(ADVANTAGES, kind, "advantage").of(rewards_PG, tokens_PG)
 
 
 def kl_penalties(config, trajectory):
@@ -1873,11 +1881,15 @@ def critic_advantages(trainer, batch) -> dict:
 # Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
 # trajectories' advantages and returns metrics. It is collective.
 TOKEN_ADVANTAGES = {
-    "gae": critic_advantages, "per_branch": per_branch, "teacher": teacher_advantages,
+    "gae": Advantage(critic_advantages, compares="step"), "per_branch": Advantage(per_branch),
+    "teacher": Advantage(teacher_advantages, compares="nothing"),
 }  # fmt: skip
 
-# Those that compare nothing within a group, and learn from groups of equal rewards too.
-NO_GROUP_BASELINE = "none", "none_batch", "gae", "teacher"
+
+def compared_by(kind) -> str:
+    """Return among which rewards an advantage looks for differences: group, step or nothing."""
+    return (ADVANTAGES | TOKEN_ADVANTAGES)[kind].compares
+
 
 # The flags whose values are the names of a table.
 TABLES = {
@@ -2337,10 +2349,10 @@ def collect(config, task, sampler, step):
         )
 
     # Metrics include dropped groups, so that they measure the policy and not the filter. A critic
-    # compares the rewards of the whole step.
+    # learns from any difference within the step, also between two groups.
     solved_PG = rewards_PG >= 1
-    over_groups = config.advantage in ("gae", "none_batch")
-    compared = rewards_PG.reshape(1, -1) if over_groups else rewards_PG
+    compares_step = compared_by(config.advantage) == "step"
+    compared = rewards_PG.reshape(1, -1) if compares_step else rewards_PG
     return rollouts, kept, {
         "reward/mean": rewards_PG.mean(), "reward/solved": solved_PG.mean(),
         "reward/groups_none": (~solved_PG).all(1).mean(),
@@ -3017,7 +3029,10 @@ class Trainer(SimpleTrainer):
         for t in everyone:
             if t.truncated and config.overlong == "filter":
                 t.mask = np.zeros_like(t.mask)
-        metrics = TOKEN_ADVANTAGES.get(config.advantage, reward_advantages)(self, batch)
+        if config.advantage in TOKEN_ADVANTAGES:
+            metrics = TOKEN_ADVANTAGES[config.advantage].of(self, batch)
+        else:
+            metrics = reward_advantages(self, batch)
         return metrics | advantage_metrics(self, everyone)
 
     def total(self, number) -> float:
@@ -3745,7 +3760,7 @@ class IdleWarning:
     STEPS = 3
 
     def __init__(self, config):
-        self.learns = config.advantage in ("teacher", "none")  # from equal rewards too
+        self.learns = compared_by(config.advantage) == "nothing"  # so from equal rewards too
         self.idle = 0  # steps in a row with nothing to learn from, up to now
 
     def step(self, step, batch, metrics, updates, solved):

@@ -125,7 +125,7 @@ def draw(seed, number, models_of) -> Case:
     # The loss. What excludes each other is mostly, and not always, drawn apart.
     flags["advantage"] = one([x for x in CHOICES["advantage"] if x != "teacher"])
     flags["aggregation"] = one(CHOICES["aggregation"])
-    dynamic = flags["advantage"] not in train_grpo.NO_GROUP_BASELINE and chance(0.15)
+    dynamic = train_grpo.compared_by(flags["advantage"]) == "group" and chance(0.15)
     if dynamic:
         flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
     if chance(0.3) and not dynamic:

@@ -37,7 +37,7 @@ def test_an_advantage(run, monkeypatch):
     def of_the_best(rewards_PG, tokens_PG):
         return rewards_PG - rewards_PG.max(-1, keepdims=True)
 
-    monkeypatch.setitem(train_grpo.ADVANTAGES, "of_the_best", of_the_best)
+    monkeypatch.setitem(train_grpo.ADVANTAGES, "of_the_best", train_grpo.Advantage(of_the_best))
     lines = run("--advantage of_the_best")
     assert min(line["advantage/token_mean"] for line in lines) < 0
 
