@@ -36,7 +36,7 @@ import torch
 import models
 import parallel
 import train_grpo
-from models import ModelConfig, Row, generate
+from models import ModelConfig, Row
 from train_grpo import (
     EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking, beside,
     draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
@@ -813,9 +813,11 @@ class Answer(Row):
             self.printed = text
 
 
-def converse(model, text, options, plain):
+def converse(sampler, positions, text, options, plain):
     """Answer every line of the standard input that is not blank, to its end.
 
+    sampler: a Sampler, or an object with its methods.
+    positions: the longest conversation that the model has been built for, in tokens.
     plain: makes a prompt of a line where no chat template is used. None: the chat template is.
     """
     # What was said, as messages for the chat template and as the row that the model sees.
@@ -837,7 +839,6 @@ def converse(model, text, options, plain):
             print(error, file=sys.stderr)
             continue
         row = row + new
-        positions = model.config.max_position_embeddings
         room = min(options.max_new_tokens, positions - len(row))
         if room < 1:
             raise ValueError(f"the conversation has {len(row)} tokens, and the model has "
@@ -847,7 +848,7 @@ def converse(model, text, options, plain):
         # pipe can be repeated, and a second turn is not drawn by the numbers of the first.
         answer = Answer(row, uniforms((options.seed, turn), room), text)
         how = dict(max_new_tokens=room, temperature=options.temperature, end=text.end)
-        generate(model, [answer], **how)
+        sampler.generate([answer], **how)
         answer.print_whole(ended=True)
         print(flush=True)
         if answer.truncated:
@@ -911,7 +912,8 @@ def chat(argv) -> int:
             which = dict(step=options.step, dtype=options.dtype, device=device)
             model, name = load_policy(options.source, **which)
             print(f"{name}: {how}", file=sys.stderr)
-            converse(model, text, options, plain)
+            positions = model.config.max_position_embeddings
+            converse(Sampler(model), positions, text, options, plain)
     except KeyboardInterrupt:
         print(flush=True)  # one leaves by Ctrl-C, or by Ctrl-D, which ends the input
     return 0
