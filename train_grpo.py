@@ -3372,7 +3372,17 @@ def start_run(config, progress=None) -> int:
         trainer = Trainer(config, model, generator=generator, reference=reference, teacher=teacher)
         # All that can be refused has been: only now is a directory claimed.
         out = agree(lambda: prepare_out(config, stack))
-        return run(config, task, trainer, out, progress)
+        code = run(config, task, trainer, out, progress)
+
+        # COMM: ranks wait for each other for the last time. Then nobody needs another rank: rank 0
+        # may write for longer than --timeout, and the others leave. Pinned by
+        # tests/test_faults.py::test_no_rank_waits_for_the_last_export.
+        progress.where = lambda: "finished"
+        progress.advice = "what the run saved is whole"
+        dist.barrier()
+        if code == 0 and dist.get_rank() == 0:
+            export(config, task, out)
+        return code
 
 
 def require_plans(config, shape):
@@ -3476,7 +3486,6 @@ def run(config, task, trainer, out, progress) -> int:
     if solved is None:  # resumed at its last step
         solved = queue.evaluate(config.steps - 1)
     log.close()
-    export(config, task, out)
     if rollouts.text is not None:  # a run that was resumed at its last step has played nothing
         say(f"sample: {rollouts.text}")
     seconds = time.perf_counter() - began
@@ -3843,26 +3852,23 @@ def append_lines(path, lines):
 
 
 def export(config, task, out):
-    """Write the last weights to OUT/hf for transformers, `chat` and --model. Collective."""
+    """Write the last weights to OUT/hf for transformers, `chat` and --model, on rank 0 alone."""
     # Only this needs the package, and the run is over: its checkpoint holds the weights.
     directory = f"{out}/hf"
     if config.router_bias_rate:
         say(f"{directory} is not written: its format has no --router-bias-rate")
         return
-    if not agree(lambda: importlib.util.find_spec("safetensors") is not None):
+    if importlib.util.find_spec("safetensors") is None:
         say(f"{directory} not written: pip install safetensors, and then "
             f"python train_grpo.py export {out} {directory}")  # fmt: skip
         return
 
     # The weights of the last checkpoint in the generator's dtype, or in mixed precision the
     # masters, which are finer.
-    def write():
-        dtype = config.dtype if config.is_mixed else config.rollout_dtype
-        model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
-        with writing(directory, advice_of(out)):
-            write_hf(model, directory, config.model)
-
-    agree(write)
+    dtype = config.dtype if config.is_mixed else config.rollout_dtype
+    model = policy_in(newest_checkpoint(out), config, task, dtype, alone=True)
+    with writing(directory, advice_of(out)):
+        write_hf(model, directory, config.model)
 
 
 def write_hf(model, directory, source):
@@ -4190,22 +4196,20 @@ def main(argv) -> int:
         if argv in (["check"], ["check", "--all"]) or argv[:1] == ["bench"]:
             return _measuring_file().main(argv)
 
-        # A run. The settings are checked before a rank waits for another, and at the end all ranks
-        # wait for each other, so that none tears down what another still needs.
+        # A run. The settings are checked before a rank waits for another.
         config = parse_config(argv).check()
         progress = parallel.Progress()
         with parallel.naming_lost_ranks(progress):
             connect(config.device, timeout=config.timeout, threads=config.threads)
             code = start_run(config, progress)
-            progress.where = lambda: "finished"
-            progress.advice = "what the run saved is whole"
-            dist.barrier()
     except ERRORS as error:
         return report(error)
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
-    dist.destroy_process_group()
+    # Of several ranks, rank 0 leaves last. To destroy a group of theirs might wait for it.
+    if dist.get_world_size() == 1:
+        dist.destroy_process_group()
     return leave(code)
 
 
