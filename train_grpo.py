@@ -674,9 +674,10 @@ def core_main(argv):
 #   (8)  with experts, without --tree, in addition: balance_coef mean_i b_i
 #            b_i: (10) of models.py with coef 1
 #
-# Letters: B trajectories; T positions of their padded log-prob vectors (the targets are tokens[1:],
-# so a trajectory of L tokens has L - 1); P groups of G rollouts each; N sampled tokens; K sums;
-# S packed tokens, M the model's width. Small letters are one rank's share.
+# Letters: T targets of a trajectory, its tokens[1:]; B trajectories, padded to one T; P groups of G
+# rollouts each; N sampled tokens; S packed tokens. In a tree, K targets of all sequences, of which
+# N are different tokens; J pairs (sequence, a token that it holds). L layers of E experts each; M
+# the model's width; X columns of a table. Small letters are one rank's share.
 #
 # DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); without --proximal
 # old is smp, or the current policy itself if a step has one update and its weights sampled, so that
@@ -764,7 +765,7 @@ Schedule = Literal["1f1b", "interleaved1f1b", "zbv"]
 
 
 class Plans(NamedTuple):
-    """What --plan says: A|B, two plans of the same ranks, or B alone."""
+    """The plans of --plan: A|B, two plans of the same ranks, or B alone."""
 
     generator: Plan | None  # A; None: the generator takes t and e of the trainer's plan
     trainer: Plan | None  # B; None without --plan: all ranks are data parallel
@@ -952,7 +953,7 @@ class Config(SimpleConfig):
         # One error a field: the type first, since the comparisons need numbers. An int given for a
         # float is stored as a float.
         wrong = []
-        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MOST_UNDER_WAY)
+        at_most = dict(gae_lambda=1, timeout=self.YEAR, staleness=MAX_STALENESS)
         for f in dataclasses.fields(self):
             flag = _flag(f.name)
             value = getattr(self, f.name)
@@ -1115,7 +1116,7 @@ def flags_of(objective) -> set:
 
 
 def has_smaller_eps(a, b) -> bool:
-    """Compare two dtypes by name: whether a has the smaller unit in the last place."""
+    """Return whether dtype a, by its name, has a smaller unit in the last place than b."""
     return torch.finfo(getattr(torch, a)).eps < torch.finfo(getattr(torch, b)).eps
 
 
@@ -1423,7 +1424,7 @@ VALUE_CLIP = 0.2  # of (6), PPO's: a value that has moved this far to its return
 
 
 def value_loss(value_N, old_N, return_N):
-    """Return the maximum in (6), halved, for each token."""
+    """Return the critic's error of (6) for each token, the larger of two squares, halved."""
     near_N = old_N + (value_N - old_N).clamp(-VALUE_CLIP, VALUE_CLIP)
     return torch.maximum((value_N - return_N).square(), (near_N - return_N).square()) / 2
 
@@ -1435,7 +1436,7 @@ def grpo_loss(
     ref_BT=None, kl="k3", kl_coef=0.0, kl_in="loss", entropy_BT=None, entropy_coef=0.0,
     value_BT=None, old_value_BT=None, return_BT=None, value_coef=0.5,
 ):  # fmt: skip
-    """Compute the whole loss, (2)-(7): a scalar, and a dict of detached sums over sampled tokens.
+    """Return the loss, (2)-(7), a scalar; and a dict of detached sums over sampled tokens.
 
     lp_BT            log-probs of the policy now, with a graph: (B, T), or (T,) for one sequence
     old_BT           log-probs before the step's first update; None: lp, so that every ratio is 1
@@ -1719,7 +1720,7 @@ def advantages(rewards_PG, /, kind="group_mean", *, tokens_PG=None):
 
 
 def kl_penalties(config, trajectory):
-    """Return the KL that is subtracted from the reward at each sampled token: (L - 1,)."""
+    """Return the KL that is subtracted from the reward at each sampled token: (T,)."""
     if not config.kl_coef or config.kl_in != "reward":
         return np.zeros(len(trajectory.mask))
     d = trajectory.sampler_logprobs - trajectory.ref_logprobs
@@ -1739,27 +1740,36 @@ def overlong_penalty(config, t) -> float:
     return max(0, len(t.tokens) - prompt_tokens - free) / config.overlong_buffer
 
 
-def tables_of_step(trainer, batch):
-    """Return rewards, less what they pay, and sampled tokens of all ranks' kept groups: (2, P, G).
+def table_of_groups(numbers, groups, group_size, columns, cells_of):
+    """Return numbers of all ranks' trajectories, (X, P, G), on every rank. Collective.
 
-    Collective.
+    numbers: P group numbers, of all ranks. groups: {number: trajectories} of this rank.
+    columns: X, how many numbers cells_of(trajectory) returns.
     """
-    # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over ranks
-    # has the same bits on each of them.
-    config = trainer.config
-    table_2PG = np.zeros((2, len(batch.kept), config.group))
-    for row, number in enumerate(batch.kept):
-        for n, t in enumerate(batch.groups.get(number, [])):
-            reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
-            table_2PG[:, row, n] = reward, t.sampled.sum()
-    return np.array(summed(table_2PG.tolist(), trainer.device))
+    # Each rank fills in its own groups and leaves zeros elsewhere: the sum over ranks is the whole
+    # table, with the same bits on every rank.
+    table_XPG = np.zeros((columns, len(numbers), group_size))
+    for row, number in enumerate(numbers):
+        for n, t in enumerate(groups.get(number, [])):
+            table_XPG[:, row, n] = cells_of(t)
+    return np.array(summed(table_XPG.tolist(), own_device()))
+
+
+def rewards_of_step(config, batch):
+    """Return the rewards after penalties, and the sampled tokens, of all kept groups: (2, P, G)."""
+
+    def cells_of(t):
+        reward = t.reward - kl_penalties(config, t).sum() - overlong_penalty(config, t)
+        return reward, t.sampled.sum()
+
+    return table_of_groups(batch.kept, batch.groups, config.group, 2, cells_of)
 
 
 def reward_advantages(trainer, batch) -> dict:
     """Give the trajectories of a step the advantages of their rewards, by ADVANTAGES."""
     if not batch.kept:
         return {}
-    rewards_PG, tokens_PG = tables_of_step(trainer, batch)
+    rewards_PG, tokens_PG = rewards_of_step(trainer.config, batch)
     A_PG = advantages(rewards_PG, trainer.config.advantage, tokens_PG=tokens_PG)
     for A_G, number in zip(A_PG, batch.kept):
         for A, t in zip(A_G, batch.groups.get(number, [])):
@@ -1768,7 +1778,7 @@ def reward_advantages(trainer, batch) -> dict:
 
 
 def branch_advantages(rewards_G, paths, /):
-    """Compute (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
+    """Return (1) `per_branch` of a group: for each rollout [(first target index, advantage)].
 
     paths[i] is rollout i's way from the root of the group's tree down to itself: for each segment
     (its first token's index, its first rollout, how many consecutive rollouts share it).
@@ -1794,7 +1804,7 @@ def per_branch(trainer, batch) -> dict:
     """Give the trajectories of a step the advantages of the segments of their trees."""
     if not batch.kept:
         return {}
-    rewards_PG, _ = tables_of_step(trainer, batch)
+    rewards_PG, _ = rewards_of_step(trainer.config, batch)
     for rewards_G, number in zip(rewards_PG, batch.kept):
         group = batch.groups.get(number, [])
         for t, marks in zip(group, branch_advantages(rewards_G, [t.path for t in group])):
@@ -1818,9 +1828,9 @@ def teacher_advantages(trainer, batch) -> dict:
 
 
 def gae(rewards, values, mask, /, lam):
-    """Compute (1) `gae` of one trajectory: advantages and returns (L - 1,), 0 off the mask.
+    """Return (1) `gae` of one trajectory: advantages and returns (T,), 0 off the mask.
 
-    rewards, values: (L - 1,). Only sampled tokens, where mask is on, are actions and follow each
+    rewards, values: (T,). Only sampled tokens, where mask is on, are actions and follow each
     other; the task's replies are part of the environment.
     """
     # A turn's reward may be at a token of the task: it belongs to the sampled token before it.
@@ -1878,6 +1888,18 @@ def critic_advantages(trainer, batch) -> dict:
     return {"value/token_mean": v, "value/explained_variance": explained}
 
 
+def advantage_metrics(trainer, batch) -> dict:
+    """Return mean and standard deviation of all ranks' advantages. Collective."""
+    # The mean is known before the first square is taken: a difference of two large sums would
+    # leave rounding where all advantages are nearly the same.
+    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
+    count, total = summed([len(A_N), A_N.sum()], trainer.device)
+    mean = total / max(1.0, count)
+    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
+    spread = math.sqrt(squares / max(1.0, count))
+    return {"advantage/token_mean": mean, "advantage/token_std": spread}
+
+
 # Advantages of single tokens. Each is a function of the trainer and the step's batch that sets the
 # trajectories' advantages and returns metrics. It is collective.
 TOKEN_ADVANTAGES = {
@@ -1899,7 +1921,7 @@ TABLES = {
 
 
 def choices_of(f) -> tuple:
-    """Return the values that a field of Config may have; () for any."""
+    """Return the values that a field of Config may have, or () if any will do."""
     tables = TABLES.get(f.name)
     return tuple(itertools.chain(*tables)) if tables else get_args(f.type)
 
@@ -1911,7 +1933,7 @@ def choices_of(f) -> tuple:
 
 @dataclass
 class Trajectory:
-    """One rollout. Vectors have one entry per target, tokens[1:], so L - 1 for L tokens."""
+    """One rollout. Its vectors have an entry for each of the T targets, which are tokens[1:]."""
 
     group: int
     tokens: list[int]
@@ -1973,7 +1995,7 @@ class ForkingEpisode(Episode):
         self.heard = ()  # of the turn that has ended: the task's new state, reply and reward
 
     def origin(self) -> tuple:
-        """Return what makes this episode, before its first token: its identity; the rest."""
+        """Return the arguments that make this episode: its identity, and those after `state`."""
         limit = len(self.draws)
         identity = self.key, self.group, self.number
         return identity, (self.tokens, limit, self.count, self.forks_left)
@@ -2005,7 +2027,7 @@ class ForkingEpisode(Episode):
         return children
 
     def trajectories(self) -> list:
-        """Return one for each rollout that it represents, equal ones if it ended unforked."""
+        """Return a Trajectory for each rollout of this episode: equal ones if it never forked."""
         logprobs = np.array(self.logprobs)
         # NUMERICS: a token whose sampler log-prob is not finite has no ratio: it leaves loss and Z.
         # Pinned by tests/test_rollout.py::test_non_finite_sampler_logprobs_leave_the_loss.
@@ -2213,7 +2235,7 @@ def evaluate(config, task, sampler):
 
 
 def demonstrations(task, starts, key, max_new_tokens=4096):
-    """Play by `task.demo`: one trajectory a start, whose mask is where `demo` spoke.
+    """Return a trajectory for each start, played by `task.demo`. Its mask is where `demo` spoke.
 
     A play ends at the turn that reaches max_new_tokens. Draws depend on the key and the group.
     """
@@ -2254,7 +2276,7 @@ def demonstrations(task, starts, key, max_new_tokens=4096):
 # An evaluation in line s is of the weights after step s, whatever K is. A run ends with K batches
 # that are sampled and not trained, because a resume with more --steps trains them.
 
-MOST_UNDER_WAY = 64  # batches: far more than learning bears
+MAX_STALENESS = 64  # steps, far more than learning bears
 
 
 @dataclass
@@ -2296,15 +2318,17 @@ class SampledBatch(Batch):
 
 
 def gather_groups(groups) -> list:
-    """Return [(number, group)] of all ranks, in order, on rank 0, [] elsewhere. Collective."""
+    """Return all ranks' [(number, group)] in order on rank 0, and [] elsewhere. Collective."""
     parts = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(groups, parts)
     return sorted(itertools.chain.from_iterable(part.items() for part in parts or []))
 
 
 def collect(config, task, sampler, step):
-    """Sample the rollouts of a step. Return this rank's {group: trajectories}, the groups of all
-    ranks that are trained on, in order, and metrics. Collective.
+    """Sample the rollouts of a step. Collective.
+
+    Returns this rank's {group: trajectories}; the groups of all ranks that are trained on, in
+    order; and metrics.
     """
     rollouts = {}
     kept = []
@@ -2322,14 +2346,11 @@ def collect(config, task, sampler, step):
         starts = draw_prompts(config, task, ROLLOUT, step, groups, first=first_prompt)
         played = play(config, task, sampler, starts, key=(config.seed, step))
 
-        # Each rank fills in the rows of its own groups and leaves zeros elsewhere: the sum over
-        # ranks is the whole table on every rank, and all ranks drop the same groups.
-        round_3PG = np.zeros((3, len(groups), config.group))
-        for (group, _, _), trajectories in zip(starts, played):
-            rollouts[group] = trajectories
-            cells = [(t.reward, t.mask.sum(), t.truncated) for t in trajectories]
-            round_3PG[:, group - groups[0]] = np.array(cells).T
-        round_3PG = np.array(summed(round_3PG.tolist(), own_device()))
+        # Every rank has the whole table, so all ranks drop the same groups.
+        rollouts |= {group: trajectories for (group, _, _), trajectories in zip(starts, played)}
+        round_3PG = table_of_groups(
+            groups, rollouts, config.group, 3, lambda t: (t.reward, t.mask.sum(), t.truncated)
+        )
         table_3PG = np.concatenate([table_3PG, round_3PG], axis=1)
 
         # DAPO's dynamic sampling: rewards that are all equal have advantage 0, hence no gradient.
@@ -2365,7 +2386,7 @@ def collect(config, task, sampler, step):
 
 
 class RolloutQueue:
-    """Samples the batches of a run, each with the weights that the schedule says.
+    """Sample the batches of a run, each with the weights that the schedule says.
 
     first_step: the first step that will be trained.
     pending: {number: SampledBatch} of the batches from first_step on that a checkpoint held.
@@ -2411,7 +2432,7 @@ class RolloutQueue:
         return SampledBatch(rollouts, kept, self.config.minibatches, version, metrics)
 
     def evaluate(self, step):
-        """`evaluate` the weights after a step: -1 are those with which the loop begins."""
+        """Return what the weights after a step solve. Step -1: those with which the loop begins."""
         with timed(self.clock.seconds, "eval"):
             solved, self.shown = evaluate(self.config, self.task, self.trainer.sampler)
         self.idle_since = time.perf_counter()
@@ -2423,7 +2444,7 @@ class RolloutQueue:
 
 
 class Demonstrations:
-    """The batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
+    """Make the batches of the supervised steps: the steps -K .. -1 of a run with --demos K.
 
     first_step: the first of them that is to do.
     """
@@ -2474,7 +2495,7 @@ def pending_batches(config, trainer, path, state) -> dict:
 
 
 class StepClock:
-    """The seconds and the memory of a step. The batch source starts it, the log reads it."""
+    """Measure the seconds and memory of a step. The batch source starts it, the log reads it."""
 
     def __init__(self, device):
         self.device = device
@@ -2493,8 +2514,10 @@ class StepClock:
                 Path("/proc/self/clear_refs").write_text("5")
 
     def read(self) -> dict:
-        """Return seconds of all phases, and memory/peak: the most megabytes at any moment, of the
-        rank that had most: of its tensors on CUDA, of the process on a CPU. Collective.
+        """Return the seconds of all phases, and the peak of memory, as metrics. Collective.
+
+        memory/peak: the most megabytes at any moment, of the rank that had most: of its tensors on
+        CUDA, of the process on a CPU.
         """
         # What was neither sampling nor evaluation was training.
         total = time.perf_counter() - self.began
@@ -2647,7 +2670,7 @@ class ExpertLoads:
             return {}
 
         # A rank has counted its own tokens in its own layers, so the sum over all ranks is the
-        # whole. A number of tokens is exact in float64, so all ranks cast one vote.
+        # whole. A number of tokens is exact in float64, so all ranks move the biases identically.
         sums = torch.zeros(1 + self.counts_LE.numel(), dtype=torch.float64, device=self.device)
         counts_LE = sums[1:].view_as(self.counts_LE)
         for losses, counts in self.parts:
@@ -2665,7 +2688,7 @@ class ExpertLoads:
         return {"experts/load_max": load_L.max().item()} | balance
 
     def update_bias(self, model):
-        """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
+        """Move the routers' biases by (11) of models.py, after an optimizer step."""
         if not self.rate:
             return
         has = [module.layer for module in model.modules() if hasattr(module, "votes")]
@@ -2792,7 +2815,7 @@ class ChunkBatches(TreeBatches):
 
         # COMM: experts are on other ranks, which have other trees: all make the same number of
         # calls. Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        lockstep = dist.group.WORLD if self.plan.ep > 1 else None
+        sync_group = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:
             model = parallel.PaddedTokens(model, self.plan.tp)
@@ -2800,7 +2823,7 @@ class ChunkBatches(TreeBatches):
         config = self.config
         result = tree_backward(
             model, trie, loss_of_chunk, max_tokens=config.chunk_tokens, recompute=config.recompute,
-            temperature=config.temperature, masks=masks, lockstep=lockstep, batched=True,
+            temperature=config.temperature, masks=masks, lockstep=sync_group, batched=True,
             check_finite=False,
         )  # fmt: skip
 
@@ -2818,6 +2841,9 @@ BATCHES = {"disabled": RowBatches, "sparse": TreeBatches, "dta": ChunkBatches}
 
 class Trainer(SimpleTrainer):
     """The core's trainer, for every plan, tree, precision, objective and sampler.
+
+    Each method does what the core's method of this name does, and calls none of them: these run a
+    whole model on padded rows, and shards, pipelines and packed rows need another order of work.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.
@@ -2976,30 +3002,33 @@ class Trainer(SimpleTrainer):
         measured: the sums of each micro-batch. tokens_run: fewer than the batch's in a tree.
         """
         # Of this rank: sums in float64, since a step may have millions of tokens, and the largest.
-        totals_K = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
-        maxima_K = totals_K.new_zeros(len(self.maxima))
-        absent = totals_K.new_zeros(())  # demonstrations have no reference and no critic
+        own_sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.device)
+        own_maxima = own_sums.new_zeros(len(self.maxima))
+        absent = own_sums.new_zeros(())  # demonstrations have no reference and no critic
         for sums in measured:
-            totals_K += torch.stack([sums.get(name, absent) for name in self.sums])
+            own_sums += torch.stack([sums.get(name, absent) for name in self.sums])
             largest = [sums.get(name, absent) for name in self.maxima]
-            maxima_K = torch.maximum(maxima_K, torch.stack(largest))
+            own_maxima = torch.maximum(own_maxima, torch.stack(largest))
 
         # Sums of sums: ranks hold unequal shares, so no rank's mean may enter. Ranks that work
         # together on the same trajectories have the same sums, and only one of them adds its sums.
-        numbers = [*totals_K.tolist(), tokens_run]
+        numbers = [*own_sums.tolist(), tokens_run]
         if not parallel.speaks_for_replica(self.model):
             numbers = [0.0] * len(numbers)
         flat_tokens = sum(len(t.tokens) for t in batch)
-        dist.all_reduce(maxima_K, op=dist.ReduceOp.MAX)
+        dist.all_reduce(own_maxima, op=dist.ReduceOp.MAX)
         *totals, tokens_run, flat_tokens = summed([*numbers, flat_tokens], self.device)
 
-        totals = dict(zip([*self.sums, *self.maxima], totals + maxima_K.tolist()))
+        totals = dict(zip([*self.sums, *self.maxima], totals + own_maxima.tolist()))
         trained = {"tokens/trained": int(tokens_run), "tokens/trained_flat": int(flat_tokens)}
         return loss_metrics(totals) | trained | self.experts.end()
 
     def prepare(self, batch) -> dict:
-        """Fill in what the loss needs of each trajectory: reference and old log-probs, advantages,
-        the final mask. Return their metrics. Collective, each rank with its own groups."""
+        """Set what the loss needs of each trajectory. Return metrics of it. Collective.
+
+        These are reference and old log-probs, advantages, and the final mask. Each rank has groups
+        of its own.
+        """
         # Everything in (1)-(7) that has no gradient is computed once, before the first update. From
         # then on the policy moves and these numbers do not. A demonstration needs none of them.
         config = self.config
@@ -3051,15 +3080,15 @@ class Trainer(SimpleTrainer):
         return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
 
     def forward_only(self, batch, model=None) -> list:
-        """Return log-probs of the sampled tokens: (L - 1,) for each trajectory, else 0."""
+        """Return log-probs of the sampled tokens, and 0 elsewhere: (T,) for each trajectory."""
         return self.score(batch, model or self.model, 0)
 
     def compute_values(self, batch) -> list:
-        """Return a critic's values, as `forward_only`: V of the state that each token had."""
+        """Return the critic's values of the states before sampled tokens, as `forward_only`."""
         return self.score(batch, self.model, 2)
 
     def score(self, batch, model, column) -> list:
-        """Return column 0 (log-probs), 1 (entropies) or 2 (values) of a model's scores."""
+        """Return a model's log-probs (column 0), entropies (1) or values (2), as `forward_only`."""
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
         together, first = gather_replica(model, batch)
@@ -3069,7 +3098,7 @@ class Trainer(SimpleTrainer):
         return [columns[column].double().numpy() for columns in own]
 
     def optim_step(self, lr: float | None = None) -> dict:
-        """Reduce, clip by the global norm, step, zero the gradients, version + 1.
+        """Sum the gradients over ranks, clip them by their global norm, and update the weights.
 
         A non-finite norm skips the step on all ranks. MOST_SKIPPED in a row end the run.
         """
@@ -3116,7 +3145,7 @@ class Trainer(SimpleTrainer):
         return self.policy_version
 
     def save_checkpoint(self, path, **extra) -> None:
-        """Write weights, optimizer and `extra` (JSON values) to the directory `path`, or none."""
+        """Write weights, optimizer and `extra` (JSON values) to a directory, all or nothing."""
         state = {name: getattr(self, name) for name in self.COUNTS} | extra
         write_checkpoint(path, training_tensors(self.model, self.optimizer), state)
 
@@ -3134,7 +3163,7 @@ class Trainer(SimpleTrainer):
 
 
 class Task:
-    """What a task provides. The rewards of a rollout's turns add up, and 1 or more is solved.
+    """The methods of a task. The rewards of a rollout's turns add up, and 1 or more is solved.
 
     A task need not derive from this class. It may lack `demo` and `demo_prompt`, which only --demos
     needs. With the attribute `threads = False` one thread asks for all replies.
@@ -3172,7 +3201,7 @@ class Task:
 
 
 class TaskError(ValueError):
-    """What a task's own code raised, with its file and line."""
+    """An error of a task's own code, with its file and line."""
 
 
 @contextlib.contextmanager
@@ -3268,18 +3297,6 @@ def make_task(config) -> Task:
 # a directory is touched. If you only want the algorithm, skip this section.
 
 
-def advantage_metrics(trainer, batch) -> dict:
-    """Return mean and standard deviation of all ranks' advantages. Collective."""
-    # The mean is known before the first square is taken: a difference of two large sums would
-    # leave rounding where all advantages are nearly the same.
-    A_N = np.concatenate([t.advantages[t.mask] for t in batch] or [np.zeros(0)])
-    count, total = summed([len(A_N), A_N.sum()], trainer.device)
-    mean = total / max(1.0, count)
-    (squares,) = summed([((A_N - mean) ** 2).sum()], trainer.device)
-    spread = math.sqrt(squares / max(1.0, count))
-    return {"advantage/token_mean": mean, "advantage/token_std": spread}
-
-
 def own_shape(config, task) -> ModelConfig:
     """Return the shape of a model with random weights: the flags', with the task's tokens."""
     return ModelConfig(
@@ -3336,7 +3353,7 @@ def build(config, task):
 
 
 def build_teacher(config, task):
-    """Make the model of --teacher on the meta device, in the policy's compute dtype; or None.
+    """Make the model of --teacher, if there is one, on the meta device in the compute dtype.
 
     That its tokens mean the same is for the user to know: two tokenizers may differ in much.
     """
@@ -3441,7 +3458,7 @@ def say(text):
 
 
 class Interrupted(Exception):
-    """A signal, its number, has ended the loop, after the step in which it was seen."""
+    """Raised to end the loop after a step in which a signal was seen. It holds the number."""
 
 
 def run(config, task, trainer, out, progress) -> int:
@@ -3528,8 +3545,9 @@ def introduce(config, task, trainer, out, first_step, origin):
 
 
 def restore(config, trainer, out):
-    """Bring a trainer to where its run goes on. Return the first step that is to do, where the
-    weights come from in words, and the pending batches. Collective.
+    """Bring a trainer to where its run goes on. Collective.
+
+    Returns the first step to do, the source of the weights in words, and the pending batches.
 
     Supervised steps are the steps -K .. -1 of a run with --demos K, in checkpoints demos-NNNNNNNN
     of their own, which count from 0. When they are done, step-00000000 takes the place of these.
@@ -3607,7 +3625,7 @@ class Checkpointer:
             raise Interrupted(signalled)
 
     def write(self, kind, step) -> bool:
-        """Write a checkpoint and delete what it supersedes. False if nothing was written."""
+        """Write a checkpoint and delete what it supersedes. Return whether it was written."""
         # A run whose last gradients were not finite is about to go wrong. Its checkpoints would
         # push the good ones out. Nothing but this comparison sees a bit that flipped in one rank's
         # memory.
@@ -4038,6 +4056,7 @@ ONE_PROCESS = dict(
     plan="", data_parallel="ddp", ac="none", cp_method="ring", pp_schedule="1f1b", shard_ranks=0,
     offload=False, compile=False,
 )  # fmt: skip
+
 
 @contextlib.contextmanager
 def one_process(command, device="cpu", threads=1):
