@@ -1863,7 +1863,7 @@ def critic_advantages(trainer, batch) -> dict:
     config = trainer.config
     everyone = batch.trained()
     sums = np.zeros(6)  # of 1, A, A^2, g, g^2, v over this rank's sampled tokens
-    for t, t.values in zip(everyone, trainer.compute_values(everyone)):
+    for t, t.values in zip(everyone, trainer.forward_only(everyone, column=2)):
         rewards = -kl_penalties(config, t)
         for at, reward in t.turn_rewards:
             rewards[at] += reward
@@ -3079,18 +3079,14 @@ class Trainer(SimpleTrainer):
             return lr * lr_factor(c.demos + step, decay="constant", **how)
         return c.lr * lr_factor(step, decay=c.lr_decay, first_step=c.lr_first_step, **how)
 
-    def forward_only(self, batch, model=None) -> list:
-        """Return log-probs of the sampled tokens, and 0 elsewhere: (T,) for each trajectory."""
-        return self.score(batch, model or self.model, 0)
+    def forward_only(self, batch, model=None, column=0) -> list:
+        """Return a model's scores of the sampled tokens, 0 elsewhere: (T,) for each trajectory.
 
-    def compute_values(self, batch) -> list:
-        """Return the critic's values of the states before sampled tokens, as `forward_only`."""
-        return self.score(batch, self.model, 2)
-
-    def score(self, batch, model, column) -> list:
-        """Return a model's log-probs (column 0), entropies (1) or values (2), as `forward_only`."""
+        model: Default: the policy. column: 0 log-probs, 1 entropies, 2 a critic's values.
+        """
         # All ranks of a replica run a model together, on what all of them hold. This rank's
         # trajectories begin at `first`.
+        model = model or self.model
         together, first = gather_replica(model, batch)
         run = self.batches(model)
         scores = run.forward([t.tokens for t in together], [t.sampled for t in together])
