@@ -4222,7 +4222,8 @@ def main(argv) -> int:
     except KeyboardInterrupt:  # a Ctrl-C before the first step; from there on Stop has it
         print("interrupted, with nothing to save", file=sys.stderr, flush=True)
         return leave(128 + signal.SIGINT)
-    # Of several ranks, rank 0 leaves last. To destroy a group of theirs might wait for it.
+    # Rank 0 of several ranks may write for long. The others leave their group as it is, because to
+    # destroy it might wait for rank 0.
     if dist.get_world_size() == 1:
         dist.destroy_process_group()
     return leave(code)
