@@ -137,12 +137,11 @@ def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(
 
 
 def test_the_closed_part_is_a_whole_step(honest, process_group, case_of):
-    """A State does what a FullState does, to the last bit, unless a setting asks for more."""
+    """A State does what an Exact does, to the last bit."""
     case = case_of(honest(), 2)
     weights = []
     for kind in (audit.Exact, audit.State):
         full = case.state(audit.Exact, torch.float64)
-        full.room = case.room
         state = full
         if kind is audit.State:
             state = kind(*(getattr(full, field.name) for field in fields(kind)))
