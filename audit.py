@@ -116,8 +116,8 @@ def entry(table, name, title):
 
 
 def divergence(c, d):
-    """Return k of (5) for a difference of log-probs, a 0-d tensor."""
-    return {"k1": d, "k3": (-d).exp() + d - 1}[c.kl]
+    """Return k of (5) for differences of log-probs, a tensor."""
+    return entry({"k1": d, "k3": (-d).exp() + d - 1}, c.kl, "`divergence`")
 
 
 def penalties(c, s) -> list:
@@ -477,6 +477,7 @@ class State:
     teacher: object = None  # the model of --teacher
     version: int = 0  # optimizer steps taken
     skipped: int = 0  # optimizer steps skipped, because a gradient was not finite
+    updates: list = field(default_factory=list)  # of the step, as `step_by_hand` returns them
 
     def keep(self, shrink):
         """Keep an update's gradient if it is needed later. Return how far rounding makes it off."""
@@ -524,7 +525,7 @@ def rate_by_hand(c, step) -> float:
         return c.lr * (step + begun) / warmup
     done = (step - warmup) / (c.steps - warmup)
     left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return c.lr * left[c.lr_decay]
+    return c.lr * entry(left, c.lr_decay, "`rate_by_hand`")
 
 
 def step_by_hand(c, groups, state, lr) -> list:
@@ -603,7 +604,6 @@ from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 import numpy as np  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 import models  # noqa: E402
 import parallel  # noqa: E402
@@ -1473,10 +1473,9 @@ class Progress:
     """
 
     def __init__(self, case, tell):
-        self.tell = tell
+        self.tell = tell or (lambda line: None)
         self.done = 0
         self.told = self.begun = time.monotonic()
-        self.bar = None
         rollouts = [s for group in case.groups.values() for s in group]
         c = case.config
 
@@ -1505,22 +1504,14 @@ class Progress:
         tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64 and again in lower "
              f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.5:.1f} GB of "
              f"memory")  # fmt: skip
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=self.readings, unit=" readings", leave=False)
 
     def watch(self):
-        """Count a reading. On a terminal a bar shows it, elsewhere a line each half minute."""
+        """Count a reading, and say each half minute how many are done."""
         self.done += 1
-        if self.bar is not None:
-            self.bar.update()
-        elif self.tell and time.monotonic() - self.told > 30:
+        if time.monotonic() - self.told > 30:
             self.told = time.monotonic()
             self.tell(f"{min(self.done, self.readings)} of {self.readings} readings done, "
                       f"{(self.told - self.begun) / 60:.1f} minutes")  # fmt: skip
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
 
 
 # 10. The table --------------------------------------------------------------------------------
@@ -1593,11 +1584,9 @@ def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report
         say(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does"
             f"{scaled if rounding.scale != 1 else ''}")  # fmt: skip
         case.groups = groups_again(config, task, step, case.lines)
-        progress = Progress(case, tell)
-        case.watch = progress.watch
+        case.watch = Progress(case, tell).watch
         exact = in_precision(case, (torch.float64, torch.float64), spelled=group)
         rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
-        progress.close()
         if tell is not None and step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
         rows = [*rollout_rows(case, exact, rounded, rounding),
