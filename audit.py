@@ -42,10 +42,11 @@ class Recorded:
     group: int
     number: int  # in its group
     tokens: list
-    at: list  # where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1]
-    smp: list  # log-probs by the sampler, as the run recorded them
-    rewards: list  # (`at` of a turn's last token, reward)
-    truncated: bool
+    # Where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1].
+    at: list = field(default_factory=list)
+    smp: list = field(default_factory=list)  # log-probs by the sampler, as the run recorded them
+    rewards: list = field(default_factory=list)  # (`at` of a turn's last token, reward)
+    truncated: bool = False
     reward: float = 0.0  # the sum of `rewards`
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
@@ -969,8 +970,6 @@ class Displaced(State):
     def keep(self, shrink):
         """Measure the rounding of this update's gradients. Return how far off they are."""
         number = len(self.roundings)
-        if number == len(self.exact):
-            raise ValueError(UNDECIDED)
         off, found = [], {}
         for name, p in self.model.named_parameters():
             # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
@@ -1124,7 +1123,7 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(n, i, line["tokens"], [], [], [], False)
+            s = Recorded(n, i, line["tokens"])
             play_again(config, task, state, prompt, s)
             s.smp = [line["logprobs"][at] for at in s.at]
             groups[n].append(s)
@@ -1408,9 +1407,9 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
     version = counts_in(case.sampler)["policy_version"]
     hand.found |= metrics_by_hand(config, groups, state, case.step, version)
     if first is not None:
-        is_finite = [[math.isfinite(u["norm"]) for u in one.state.updates] for one in (hand, first)]
-        if is_finite[0] != is_finite[1]:
-            raise ValueError(UNDECIDED)
+        for here, there in zip(state.updates, first.state.updates):
+            if math.isfinite(here["norm"]) != math.isfinite(there["norm"]):
+                raise ValueError(UNDECIDED)
 
     # Only what is compared later stays in memory.
     for p in state.model.parameters():
@@ -1459,7 +1458,7 @@ def solve(case, hand, name, model, first):
     # play. If rounding turned that choice around, the run has played a different game.
     margins = []
     for t in plays:
-        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist(), [], [], False)
+        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist())
         top_N2 = read_alone(model, s, 1.0)[0].double().topk(2).values
         margins.append(float((top_N2[:, 0] - top_N2[:, 1]).min()))
     solved = mean_of([t.reward >= 1 for t in plays])
@@ -1469,11 +1468,11 @@ def solve(case, hand, name, model, first):
 class Progress:
     """Says before the audit begins how long it will take and how much memory, then how far it is.
 
-    tell: a function that prints a line. None: nothing is said.
+    tell: a function that gets a line to print.
     """
 
     def __init__(self, case, tell):
-        self.tell = tell or (lambda line: None)
+        self.tell = tell
         self.done = 0
         self.told = self.begun = time.monotonic()
         rollouts = [s for group in case.groups.values() for s in group]
@@ -1483,8 +1482,6 @@ class Progress:
         # gradient for an update, which takes three times as long.
         extra = bool(c.kl_coef) + (c.advantage in ("gae", "teacher"))
         self.readings = len(rollouts) * (2 * (2 + extra) + bool(c.proximal))
-        if tell is None:
-            return
 
         # A reading of the first rollout takes as long for its tokens as any other.
         model = case.sampling_model(case.sampler, torch.float64)
@@ -1556,12 +1553,12 @@ class Report:
                 f"{own + others:.15g}, loss/token_mean by hand")  # fmt: skip
 
 
-def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report:
+def audited(run, step=None, group=None, task="", reward="", tell=lambda line: None) -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
-    tell: a function that prints a line, to say how far the audit is.
+    tell: a function. It gets lines that say how far the audit is.
     """
     files = RunFiles(run, task, reward)
     config = files.config
@@ -1587,7 +1584,7 @@ def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report
         case.watch = Progress(case, tell).watch
         exact = in_precision(case, (torch.float64, torch.float64), spelled=group)
         rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
-        if tell is not None and step + 1 in files.checkpoints:
+        if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
         rows = [*rollout_rows(case, exact, rounded, rounding),
                 sampling_row(case, exact, rounded, sampling, say),

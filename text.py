@@ -35,13 +35,12 @@ import torch
 
 import models
 import parallel
-import train_grpo
 from models import ModelConfig, Row, generate
 from train_grpo import (
-    EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking, beside,
-    draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
-    naming_the_task, one_process, play, policy_in, read_json_lines, require_room, require_rows,
-    resumed_config, uniforms, write_hf,
+    ERRORS, EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking,
+    beside, draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
+    naming_the_task, one_process, play, policy_in, read_json_lines, report, require_room,
+    require_rows, resumed_config, uniforms, write_hf,
 )  # fmt: skip
 
 
@@ -968,8 +967,8 @@ def main(argv) -> int:
         return 2
     try:
         return models.quietly(commands[argv[0]], argv[1:])
-    except train_grpo.ERRORS as error:
-        return train_grpo.report(error)
+    except ERRORS as error:
+        return report(error)
 
 
 if __name__ == "__main__":

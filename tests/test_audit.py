@@ -370,10 +370,13 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
         "audit.py does not know new/metric: add the definition to `metrics_by_hand` in audit.py")
-    monkeypatch.delitem(audit.OBJECTIVES, "clip")
-    assert main(["audit", str(run), "--step", "2"]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "audit.py does not know 'clip': add it to OBJECTIVES in audit.py" in last
+    config = RunFiles(run).config
+    for table, name in (("OBJECTIVES", config.objective), ("ADVANTAGES", config.advantage)):
+        with monkeypatch.context() as patch:
+            patch.delitem(getattr(audit, table), name)
+            assert main(["audit", str(run), "--step", "2"]) == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert f"audit.py does not know {name!r}: add it to {table} in audit.py" in last
 
 
 PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "
