@@ -267,7 +267,7 @@ def clip_terms(c, s, ds=None):
     """Return the terms of l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
     # The gain is r A. The clip takes the worse of the gain and the gain at the clipped ratio: once
     # a token has moved far enough in the direction that A asks for, its gain is a constant, and its
-    # gradient is zero. A move the wrong way is never clipped.
+    # gradient is zero. A move the wrong way is never clipped. A dual clip bounds the r of the gain.
     found = []
     most = c.dual_clip or math.inf
     for d, A in zip(ds or differences(s), s.A):
@@ -1876,8 +1876,11 @@ def equations(report, s, row) -> list:
         f"(2) r = exp({'mean of ' * is_mean}now - old) = {row['r']:.6f}",
     ]
 
-    # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
+    # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss. The equation is
+    # the objective's own, from its docstring, with the values of the settings.
     said = OBJECTIVES[c.objective].__doc__.removeprefix("Return the terms of ").removesuffix(".")
+    for name in ("clip_low", "clip_high", "cispo_bound"):
+        said = said.replace(name, f"{getattr(c, name):g}")
     weight = f", times {row['x']:.6f} (4)" if c.importance_cap else ""
     clipped = ", clipped" if row["clips"] else ""
     lines.append(f"(3) {said}{weight}: {row['policy'] * s.Z / s.w:.6f}{clipped}")
