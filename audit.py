@@ -5,19 +5,24 @@
 This file is for an auditor who does not trust the trainer: no batch, padding, packing, cache, tree,
 plan, sum over ranks, backward or optimizer. It shares no arithmetic with it. It trusts the forward
 of models.py for one sequence at a time, the task, and the ordinary code up to a checkpoint. Above
-the ruler is the whole of GRPO for one step, by loops over tokens, and it needs torch alone.
+the ruler is the whole of a step, by loops over tokens, and it needs torch alone. Below it the
+numbers are compared with a run's files.
 
 For token t of rollout i with reward R_i: lp, old, ref and smp are its log-probs under the policy
 now, the policy before the step, the reference and the sampler. H is the entropy, v a critic's
 value, g the return that it should have predicted. c holds the run's settings.
 
-    (1)  A = (R_i - mean R) * scale       of its group
+    (1)  A = (R_i - mean R) * scale       of its group, or another of ADVANTAGES
     (2)  r = exp(lp - old)
-    (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         or that of another objective
+    (3)  l = -min(r A, clip(r, 1 - low, 1 + high) A)         or another of OBJECTIVES
     (4)  l <- x l                         x = exp(old - smp), truncated or masked
     (5)  l <- l + kl_coef k(lp - ref) - entropy_coef H
     (6)  l <- l + value_coef max((v - g)^2, (clip(v, v_old +- 0.2) - g)^2) / 2
     (7)  loss = sum over all sampled tokens of w l / Z
+    (8)  balance = balance_coef * mean over sequences of E / (K N^2) sum_e counts_e sum_n p_ne
+    (11) votes_e <- votes_e + sign(mean of counts - counts_e)    the bias of the router's choice
+
+Of E experts, the router chooses K for each of a sequence's N tokens; p are its probabilities.
 """
 
 import math
@@ -37,10 +42,11 @@ class Recorded:
     group: int
     number: int  # in its group
     tokens: list
-    at: list  # where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1]
-    smp: list  # log-probs by the sampler, as the run recorded them
-    rewards: list  # (`at` of a turn's last token, reward)
-    truncated: bool
+    # Where the sampled tokens are: tokens[at + 1] is predicted from tokens[: at + 1].
+    at: list = field(default_factory=list)
+    smp: list = field(default_factory=list)  # log-probs by the sampler, as the run recorded them
+    rewards: list = field(default_factory=list)  # (`at` of a turn's last token, reward)
+    truncated: bool = False
     reward: float = 0.0  # the sum of `rewards`
     prompt: int = 0  # number of tokens before the policy's first turn
     differs: int = 0  # wrong or missing tokens in what the task said
@@ -92,6 +98,13 @@ def score_alone(model, s, temperature):
     return lp, H, None if values is None else list(values)
 
 
+@torch.no_grad()
+def numbers_alone(model, s, temperature):
+    """Return the log-probs and the values of `score_alone` as numbers."""
+    lp, _, v = score_alone(model, s, temperature)
+    return numbers_of(lp), numbers_of(v)
+
+
 def entry(table, name, title):
     """Return an entry of a table. ValueError, for a setting that this file does not know."""
     if name not in table:
@@ -100,46 +113,250 @@ def entry(table, name, title):
 
 
 # 2. Advantages --------------------------------------------------------------------------------
-# How much better a rollout was than its group, (1). If you know GRPO's advantage, skip this.
+# Equation (1): how much better a rollout was than its group, and the other choices of --advantage.
 
 
-def group_advantages(kind, group, R):
-    """Set the A of a group's rollouts by (1). R holds their rewards."""
-    # Truncated rollouts count. Equal rewards teach nothing, whatever rounding makes of r - mean.
-    G = len(R)
-    mean = math.fsum(R) / G
-    centered = [r - mean if min(R) < max(R) else 0.0 for r in R]
+def divergence(c, d):
+    """Return k of (5) for differences of log-probs, a tensor."""
+    return entry({"k1": d, "k3": (-d).exp() + d - 1}, c.kl, "`divergence`")
 
+
+def penalties(c, s) -> list:
+    """Return how much of its reward each sampled token loses by `--kl-in reward`."""
+    if c.kl_in != "reward" or not c.kl_coef:
+        return [0.0] * len(s.at)
+    d = torch.tensor(s.smp, dtype=torch.float64) - torch.tensor(s.ref, dtype=torch.float64)
+    return (c.kl_coef * divergence(c, d)).tolist()
+
+
+def overlong_penalty(c, s) -> float:
+    """Return what `--overlong-buffer` takes off a reward: new tokens in the buffer / its size."""
+    if not c.overlong_buffer:
+        return 0.0
+    new = len(s.tokens) - s.prompt
+    return max(0, new - c.max_new_tokens + c.overlong_buffer) / c.overlong_buffer
+
+
+def lowered_rewards(c, group) -> list:
+    """Return the rewards of a group's rollouts, less what lowers them."""
+    return [s.reward - math.fsum(penalties(c, s)) - overlong_penalty(c, s) for s in group]
+
+
+def spread_of(numbers, free=0) -> float:
+    """Return a standard deviation. free: 1 for the estimate of a larger whole, by G - 1 of G."""
+    mean = math.fsum(numbers) / max(1, len(numbers))
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / max(1, len(numbers) - free))
+
+
+def whiten(sequences):
+    """Give the A of all sampled tokens of these sequences the mean 0 and the spread 1."""
+    raw = [A for s in sequences for A in s.A]
+    mean = math.fsum(raw) / max(1, len(raw))
+    spread = spread_of(raw)
+    for s in sequences:
+        s.A = [(A - mean) / (spread + 1e-8) for A in s.A]  # (1)
+
+
+def against_the_group(c, state, groups):
+    """Set A to what a rollout's reward is above the mean of its group, times a scale."""
     # Rewards 1 0 0 0 have the mean 0.25, so A is 0.75 -0.25 -0.25 -0.25. group_std divides by 0.5,
-    # leave_one_out by 3/4: the mean of the others is 0, so the first is 1 better.
-    spread = math.sqrt(math.fsum(x * x for x in centered) / max(1, G - 1)) + 1e-4
-    scales = {"group_mean": 1.0, "group_std": 1 / spread, "leave_one_out": G / max(1, G - 1)}
-    scale = entry(scales, kind, "`group_advantages` or ADVANTAGES")
-    for s, x in zip(group, centered):
-        s.A = [x * scale] * len(s.at)  # (1)
+    # leave_one_out by 3/4: the mean of the others is 0, so the first is 1 better. batch_std divides
+    # by the spread of all groups. Truncated rollouts count.
+    all_R = [lowered_rewards(c, group) for group in groups]
+    for group, R in zip(groups, all_R):
+        G = len(R)
+        spread = spread_of(sum(all_R, []) if c.advantage == "batch_std" else R, free=1)
+        scale = {"group_mean": 1.0, "leave_one_out": G / max(1, G - 1)}
+        for s, r in zip(group, R):
+            # Equal rewards teach nothing, whatever rounding makes of r - mean.
+            centered = r - math.fsum(R) / G if min(R) < max(R) else 0.0
+            s.A = [centered * scale.get(c.advantage, 1 / (spread + 1e-4))] * len(s.at)  # (1)
+
+
+def without_baseline(c, state, groups):
+    """Set A to the reward; `none_batch` whitens it over the step's tokens."""
+    R = [lowered_rewards(c, group) for group in groups]
+    for s, reward in zip(sum(groups, []), sum(R, [])):
+        s.A = [reward] * len(s.at)  # (1)
+    if c.advantage == "none_batch":
+        whiten(sum(groups, []))
+        for s in sum(groups, []) if len({*sum(R, [])}) == 1 else ():
+            s.A = [0.0] * len(s.at)  # equal rewards
+
+
+def of_branches(c, state, groups):
+    """Set A to the mean reward of the rollouts that share a segment, less its parent's."""
+    # With 2 forks at each of 2 turns and rewards 1 0 0 0, the root is worth 1/4, the segment of the
+    # first two rollouts 1/2, and the rest of the first 1. So its A is 0, then 1/4, then 1/2.
+    for group in groups:
+        R = lowered_rewards(c, group)
+        for s in group:
+            s.A = []
+            for at in s.at:
+                worth = [math.fsum(R) / len(R)]
+                for first, share in shares(c, s, at)[: c.fork_turns + 1]:
+                    worth.append(math.fsum(R[first : first + share]) / share)
+                s.A.append(worth[-1] - worth[-2])  # (1)
+
+
+def shares(c, s, at) -> list:
+    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
+    # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
+    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
+    found = []
+    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
+        share = c.forks ** max(0, c.fork_turns - turn)
+        found.append((s.number - s.number % share, share))
+    return found
+
+
+def of_a_critic(c, state, groups):
+    """Set v_old, A and g: A is the sum over n of gae_lambda^n delta_(t+n), whitened."""
+    # The definition sums over all tokens that follow; a trainer has a recursion.
+    sequences = trained(c, sum(groups, []))
+    for s in sequences:
+        _, s.v_old = numbers_alone(state.model, s, c.temperature)
+
+        # A turn's reward belongs to the last token that was sampled in it. After the last token
+        # nothing more is expected.
+        u = [-penalty for penalty in penalties(c, s)]
+        for end, reward in s.rewards:
+            u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
+        u[-1] -= overlong_penalty(c, s)
+        deltas = [u[t] + after - s.v_old[t] for t, after in enumerate([*s.v_old[1:], 0.0])]
+        s.A = []
+        for t in range(len(deltas)):
+            later = [c.gae_lambda**n * delta for n, delta in enumerate(deltas[t:])]
+            s.A.append(math.fsum(later))  # (1)
+        s.g = [v + A for v, A in zip(s.v_old, s.A)]
+    whiten(sequences)
+
+
+def of_a_teacher(c, state, groups):
+    """Set A to the teacher's log-prob less the sampler's."""
+    for s in sum(groups, []):
+        scores, _ = numbers_alone(state.teacher, s, c.temperature)
+        s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
+
+
+ADVANTAGES = {  # name -> f(c, the State before the step, groups), which sets A of all rollouts
+    "group_mean": against_the_group, "group_std": against_the_group,
+    "leave_one_out": against_the_group, "batch_std": against_the_group,
+    "none": without_baseline, "none_batch": without_baseline,
+    "per_branch": of_branches, "gae": of_a_critic, "teacher": of_a_teacher,
+}  # fmt: skip
 
 
 # 3. The loss ----------------------------------------------------------------------------------
 # Equations (2) to (7), token by token. They are also what train_grpo.py's tests compare with.
+# The terms of an objective are (r, whether it clips, l) for each sampled token. The page of
+# `--html` takes the equation from the docstring.
 
 
-def clip_terms(c, s):
-    """Return (r, whether the clip acts, l) of each sampled token, by (2) and (3)."""
+def ratio(d):
+    """Return r for a difference of log-probs, a 0-d tensor."""
+    return d.clamp(-10, 10).exp()  # (2)
+
+
+def differences(s) -> list:
+    """Return lp - old of each sampled token."""
+    return [lp - old for lp, old in zip(s.lp, s.old)]
+
+
+def clip_terms(c, s, ds=None):
+    """Return the terms of l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)."""
+    # The gain is r A. The clip takes the worse of the gain and the gain at the clipped ratio: once
+    # a token has moved far enough in the direction that A asks for, its gain is a constant, and its
+    # gradient is zero. A move the wrong way is never clipped. A dual clip bounds the r of the gain.
     found = []
-    for lp, old, A in zip(s.lp, s.old, s.A):
-        # The gain is r A. The clip takes the worse of the gain and the gain at the clipped ratio:
-        # once a token has moved far enough in the direction that A asks for, its gain is a
-        # constant, and its gradient is zero. A move the wrong way is never clipped.
-        r = (lp - old).clamp(-10, 10).exp()  # (2)
-        gain = min(r, c.dual_clip or math.inf) * A
+    most = c.dual_clip or math.inf
+    for d, A in zip(ds or differences(s), s.A):
+        r = ratio(d)
+        gain = min(r, most) * A
         clipped_gain = min(max(r, 1 - c.clip_low), 1 + c.clip_high) * A
-        clips = clipped_gain < gain or r > (c.dual_clip or math.inf) or abs(lp - old) > 10
+        clips = clipped_gain < gain or r > most or abs(d) > 10
         found.append((r, clips, -min(gain, clipped_gain)))  # (3)
     return found
 
 
-OBJECTIVES = {"clip": clip_terms}  # the others are below the ruler,
-IMPORTANCE = {}  # and so is x of (4): how much too rarely the sampler has drawn a token
+def gspo_terms(c, s):
+    """Return the terms of l = -min(r A, clip(r, ..) A), r = exp(mean of lp - old)."""
+    ds = differences(s)
+    return clip_terms(c, s, [sum(ds) / len(ds)] * len(ds))
+
+
+def reinforce_terms(c, s):
+    """Return the terms of l = -A lp."""
+    return [(ratio(d), False, -A * lp) for d, A, lp in zip(differences(s), s.A, s.lp)]  # (3)
+
+
+def cispo_terms(c, s):
+    """Return the terms of l = -min(r, cispo_bound) A lp, where min(r, ..) is a number."""
+    found = []
+    for d, A, lp in zip(differences(s), s.A, s.lp):
+        r = ratio(d)
+        bounded = min(r.item(), c.cispo_bound)
+        found.append((r, bounded != r.item(), -bounded * A * lp))  # (3)
+    return found
+
+
+def sapo_terms(c, s):
+    """Return the terms of l = -4 / tau sigmoid(tau (r - 1)) A, tau 1 if A > 0 else 1.05."""
+    found = []
+    for d, A in zip(differences(s), s.A):
+        r, tau = ratio(d), 1.0 if A > 0 else 1.05
+        found.append((r, False, -4 / tau * torch.sigmoid(tau * (r - 1)) * A))  # (3)
+    return found
+
+
+def gmpo_terms(c, s):
+    """Return the terms of l = -exp(mean of clipped lp - old) A, clipped by the sign of A."""
+    # A bound is a number, so a clipped token has no gradient.
+    ds = differences(s)
+    kept = [min(d, c.clip_high) if A > 0 else max(d, -c.clip_low) for d, A in zip(ds, s.A)]
+    mean_ratio = ratio(sum(kept) / len(kept) + s.lp[0] * 0)
+    return [(ratio(d), bool(d != bounded), -mean_ratio * A)  # (3)
+            for d, bounded, A in zip(ds, kept, s.A)]  # fmt: skip
+
+
+def dppo_excess(c, lp, old, A) -> float:
+    """Return how far a token's probability is past the bound on its move from exp(old)."""
+    return abs(math.exp(lp) - math.exp(old)) - (c.clip_high if A > 0 else c.clip_low)
+
+
+def dppo_terms(c, s):
+    """Return the terms of l = -min(r, 20) A lp, 0 where the probability has moved too far."""
+    found = []
+    for lp, old, A in zip(s.lp, s.old, s.A):
+        r = ratio(lp - old)
+        clips = dppo_excess(c, lp.item(), old, A) > 0 and (lp.item() > old) == (A > 0)
+        weight = 0.0 if clips else min(r.item(), 20.0)
+        found.append((r, clips, -weight * A * lp))  # (3)
+    return found
+
+
+OBJECTIVES = {
+    "clip": clip_terms, "gspo": gspo_terms, "reinforce": reinforce_terms, "cispo": cispo_terms,
+    "sapo": sapo_terms, "gmpo": gmpo_terms, "dppo": dppo_terms,
+}  # fmt: skip
+
+
+def sampler_weights(c, s) -> list:
+    """Return x of (4) for each sampled token: how much too rarely the sampler has drawn it."""
+    if not c.importance_cap:
+        return [1] * len(s.lp)
+
+    # The weight is of the token, of its sequence, or of the mean of its sequence.
+    log_x = [old - smp for old, smp in zip(s.old, s.smp)]
+    N, total = len(log_x), math.fsum(log_x)
+    choices = {"token": log_x, "sequence": [total] * N, "geometric": [total / N] * N}
+    x = [math.exp(y) for y in entry(choices, c.importance_of, "`sampler_weights`")]
+
+    # Bounds 0.5 and 2: `truncate` makes 3 a 2, `mask` a 0; both keep 1.5.
+    low, high = c.importance_low, c.importance_cap
+    choices = {"truncate": [min(max(y, low), high) for y in x],  # (4)
+               "mask": [y if low <= y <= high else 0.0 for y in x]}  # fmt: skip
+    return entry(choices, c.importance, "`sampler_weights`")
 
 
 def loss_definition(sequences, Z, c):
@@ -148,17 +365,15 @@ def loss_definition(sequences, Z, c):
     sequences: lp, H and v hold 0-d tensors, all other lists numbers. v and ref may be None.
     """
     loss = torch.zeros(())
+    objective = entry(OBJECTIVES, c.objective, "OBJECTIVES")
     for s in sequences:
         s.terms = []
-        x = [1] * len(s.lp)
-        if c.importance_cap:
-            x = entry(IMPORTANCE, (c.importance, c.importance_of), "IMPORTANCE")(c, s)
-        for t, (r, clips, l) in enumerate(entry(OBJECTIVES, c.objective, "OBJECTIVES")(c, s)):
+        x = sampler_weights(c, s)
+        for t, (r, clips, l) in enumerate(objective(c, s)):
             l = x[t] * l  # (4)
             term = dict(r=r, clips=clips, x=x[t], H=s.H[t], policy=s.w * l / Z, k=0.0, value=0.0)
             if s.ref is not None:
-                d = s.lp[t] - s.ref[t]
-                term["k"] = {"k1": d, "k3": (-d).exp() + d - 1}[c.kl]
+                term["k"] = divergence(c, s.lp[t] - s.ref[t])
             if c.kl_in == "loss":
                 l = l + c.kl_coef * term["k"]  # (5)
             l = l - c.entropy_coef * s.H[t]  # (5)
@@ -191,7 +406,64 @@ def weigh(c, batch) -> float:
     return Z
 
 
-# 4. A step ------------------------------------------------------------------------------------
+# 4. Experts -----------------------------------------------------------------------------------
+# The loss that balances experts, and the bias of their choice. If the model has none, skip it.
+
+
+@dataclass
+class Routed:
+    """How the routers routed one sequence by itself."""
+
+    balance: float  # the sequence's part of (8)
+    counts: dict  # layer -> tensor, how many of its tokens went to each expert
+    margins: list  # for each layer and token, the lead of the last chosen expert over the next
+
+
+def route_alone(c, model, s, sequences) -> Routed:
+    """Route all tokens of a sequence, sampled or not, and add the gradient of its part of (8).
+
+    sequences: how many sequences the update trains on.
+    """
+    parts = [torch.zeros(())]
+    found = Routed(0.0, {}, [])
+
+    def look(p_NE, chosen_NK, /, *, layer):
+        # How many tokens chose each expert, times how likely it was to all of them.
+        N, E = p_NE.shape
+        K = chosen_NK.shape[1]
+        counts = torch.bincount(chosen_NK.flatten(), minlength=E)
+        b = (counts * p_NE.sum(0)).sum() * E / (K * N * N)
+        parts.append(c.balance_coef * b / sequences)  # (8)
+        found.counts[layer] = counts.double()
+
+        # Experts are chosen by p plus the bias.
+        mlp = model.model.layers[layer].mlp
+        biased_NE = p_NE.detach() + (mlp.rate * mlp.votes if mlp.rate else 0)
+        if K < E:
+            best = biased_NE.topk(K + 1).values
+            found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
+
+    model.hidden(torch.tensor(s.tokens)[None], on_routing=look)
+    balance = sum(parts)
+    if c.balance_coef:
+        balance.backward()
+    found.balance = float(balance.detach())
+    return found
+
+
+def sum_of_counts(routed) -> dict:
+    """Return layer -> how many tokens of these sequences went to each expert."""
+    return {layer: sum(one.counts[layer] for one in routed) for layer in routed[0].counts}
+
+
+def move_votes(model, routed):
+    """Move the votes of each router by (11): experts with too few tokens become likelier."""
+    for layer, counts in sum_of_counts(routed).items():
+        votes = (counts.mean() - counts).sign().long()  # (11)
+        model.model.layers[layer].mlp.votes += votes
+
+
+# 5. A step ------------------------------------------------------------------------------------
 # The policy's weights with AdamW, and the step itself: all of the above is for `step_by_hand`.
 
 
@@ -203,21 +475,14 @@ class State:
     weights: dict  # name -> what AdamW moves: a parameter, or in mixed precision its master
     moments: dict  # name -> [steps, m, v] of AdamW
     reference: object = None  # the model that the KL is measured against
+    teacher: object = None  # the model of --teacher
     version: int = 0  # optimizer steps taken
     skipped: int = 0  # optimizer steps skipped, because a gradient was not finite
-
-    def set_advantages(self, c, groups):
-        """Set the A of all rollouts of the step. FullState knows all of train_grpo.py's."""
-        for group in groups:
-            group_advantages(c.advantage, group, [s.reward for s in group])
-
-    def add_balance(self, c, batch) -> list:
-        """Add the gradient of an update's other losses. FullState adds the loss of experts."""
-        return []
+    updates: list = field(default_factory=list)  # of the step, as `step_by_hand` returns them
 
     def keep(self, shrink):
-        """Return what stays of an update's gradient, here all of it."""
-        return {name: p.grad for name, p in self.model.named_parameters()}
+        """Keep an update's gradient if it is needed later. Return how far rounding makes it off."""
+        return 0.0
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
@@ -227,13 +492,17 @@ class State:
             wide = torch.promote_types(weight.dtype, torch.float32)
             self.moments[name][0] += 1
             steps, *means = self.moments[name]
-            tensors = weight.detach(), *means, p.grad
-            for piece in zip(*(x.view(-1).split(2**20) for x in tensors)):  # some are large
-                *now, g = [x.to(wide) for x in piece]
-                for x, new in zip(piece, adamw_of(c, lr, steps, *now, shrink * g)):
+            for tensors in pieces([weight.detach(), *means, p.grad]):
+                *now, g = [x.to(wide) for x in tensors]
+                for x, new in zip(tensors, adamw_of(c, lr, steps, *now, shrink * g)):
                     x.copy_(new)
             if weight is not p:
                 p.copy_(weight.to(getattr(torch, c.compute_dtype)))
+
+
+def pieces(tensors):
+    """Cut flat views of tensors of one size, some of which are large, into short pieces."""
+    return zip(*(x.view(-1).split(2**20) for x in tensors))
 
 
 def adamw_of(c, lr, steps, weight, m, v, g):
@@ -246,8 +515,22 @@ def adamw_of(c, lr, steps, weight, m, v, g):
     return (1 - lr * c.weight_decay) * weight - lr * m / (1 - 0.9**steps) / size, m, v
 
 
+def rate_by_hand(c, step) -> float:
+    """Return the learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
+    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
+    # --lr-first-step zero the warm-up is 0 .5.
+    # The warm-up is at most the whole run: the default 5 is 2 under --steps 2, .5 1 of --lr.
+    warmup = min(c.lr_warmup, c.steps)
+    if step < warmup:
+        begun = 1 if c.lr_first_step == "nonzero" else 0
+        return c.lr * (step + begun) / warmup
+    done = (step - warmup) / (c.steps - warmup)
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return c.lr * entry(left, c.lr_decay, "`rate_by_hand`")
+
+
 def step_by_hand(c, groups, state, lr) -> list:
-    """Do a whole step by (1) to (7), in place. Return a dict for each optimizer step.
+    """Do a whole step by (1) to (11), in place. Return a dict for each optimizer step.
 
     groups: lists of Recorded rollouts, the groups that the step trains on, in order.
     state: the State before the step, in the precision to compute in. lr: the learning rate.
@@ -255,15 +538,14 @@ def step_by_hand(c, groups, state, lr) -> list:
     # Before the first update: the reference's log-probs, and `old`, by the policy or the sampler.
     # None: every ratio is 1. An `old` that is set stays; see `in_precision`.
     for s in [s for group in groups for s in group]:
-        with torch.no_grad():
-            if state.reference is not None:
-                s.ref = numbers_of(score_alone(state.reference, s, c.temperature)[0])
-            if c.proximal and s.old is None:
-                s.old = numbers_of(score_alone(state.model, s, c.temperature)[0])
+        if state.reference is not None:
+            s.ref, _ = numbers_alone(state.reference, s, c.temperature)
+        if c.proximal and s.old is None:
+            s.old, _ = numbers_alone(state.model, s, c.temperature)
         if (c.minibatches > 1 or c.staleness) and not c.proximal:
             s.old = s.smp
-    state.set_advantages(c, groups)
-    state.reference = None  # its memory is the gradient's
+    entry(ADVANTAGES, c.advantage, "ADVANTAGES")(c, state, groups)
+    state.reference = state.teacher = None  # their memory is the gradient's
 
     # The updates train on whole groups, in order. Five groups in two updates are 0 1 and 2 3 4.
     updates = []
@@ -283,18 +565,23 @@ def step_by_hand(c, groups, state, lr) -> list:
                 s.old = numbers_of(s.lp)
             loss_definition([s], Z, c).backward()
             s.lp, s.H, s.v = numbers_of(s.lp), numbers_of(s.H), numbers_of(s.v)
-        routed = state.add_balance(c, batch)
+        routed = []
+        if state.model.config.sparse_layers:
+            routed = [route_alone(c, state.model, s, len(batch)) for s in batch]
 
         # Clip the whole gradient by its norm, then AdamW. If it is not finite, it is only counted.
         norms = [p.grad.norm(dtype=torch.float64).item() for p in state.model.parameters()]
         norm = math.hypot(*norms)
         shrink = c.max_grad_norm / norm if norm > c.max_grad_norm else 1.0
         updates.append(dict(batch=batch, version=state.version, norm=norm, shrink=shrink,
-                            gradient=state.keep(shrink), routed=routed))  # fmt: skip
+                            off=state.keep(shrink), routed=routed))  # fmt: skip
         if math.isfinite(norm):
             state.adamw(c, lr, shrink)
-        state.version += math.isfinite(norm)
-        state.skipped += not math.isfinite(norm)
+            if c.router_bias_rate:
+                move_votes(state.model, routed)
+            state.version += 1
+        else:
+            state.skipped += 1
     return updates
 
 
@@ -318,7 +605,6 @@ from types import SimpleNamespace  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 import numpy as np  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 import models  # noqa: E402
 import parallel  # noqa: E402
@@ -330,343 +616,24 @@ from train_grpo import (  # noqa: E402
 )  # fmt: skip
 
 
-# 5. Settings that few runs use ----------------------------------------------------------------
-# The other entries of the tables, a critic, tree rollouts, experts. Like the step by hand this
-# needs torch and numpy alone. If the run has none of them, skip it.
-#
-#     (1)  A = sum over n of gae_lambda^n delta_(t+n), whitened                       `gae`
-#     (1)  A = the mean reward of the rollouts that share a segment, minus the one    `per_branch`
-#              of the segment before
-#     (8)  balance = balance_coef * mean over sequences of E / (K N^2) sum_e counts_e sum_n p_ne
-#     (11) votes_e <- votes_e + sign(mean of counts - counts_e)   the bias of router's choice
-#
-# Of E experts, the router chooses K for each of a sequence's N tokens; p are its probabilities.
-
-
-class FullState(State):
-    """A State for all settings."""
-
-    routed = ()  # of the update in progress, a Routed for each rollout
-    updates = ()  # what `step_by_hand` has returned
-    teacher = None  # the model of --teacher
-
-    def set_advantages(self, c, groups):
-        """Set the A of all rollouts by --advantage, with what lowers a reward."""
-        returns = [[s.reward - math.fsum(penalties(c, s)) - overlong_penalty(c, s) for s in group]
-                   for group in groups]  # fmt: skip
-        if c.advantage in ADVANTAGES:
-            ADVANTAGES[c.advantage](c, self, groups, returns)
-        else:
-            for group, R in zip(groups, returns):
-                group_advantages(c.advantage, group, R)
-        self.teacher = None  # its memory is the gradient's
-
-    def add_balance(self, c, batch):
-        """Add the gradient of (8), of all rollouts of an update; return a Routed for each."""
-        self.routed = []
-        if self.model.config.sparse_layers:
-            self.routed = [route_alone(c, self.model, s, len(batch)) for s in batch]
-        return self.routed
-
-    @torch.no_grad()
-    def adamw(self, c, lr, shrink):
-        """Also move the votes of each router."""
-        super().adamw(c, lr, shrink)
-        self.vote(c)
-
-    def vote(self, c):
-        """Move the votes of each router by (11): experts with too few tokens become likelier."""
-        if c.router_bias_rate:
-            for layer, counts in sum_of_counts(self.routed).items():
-                votes = np.sign(counts.mean() - counts).astype(int)  # (11)
-                self.model.model.layers[layer].mlp.votes += torch.from_numpy(votes)
-
-
-def penalties(c, s):
-    """Return how much of its reward each sampled token loses by `--kl-in reward`."""
-    if c.kl_in != "reward" or not c.kl_coef:
-        return np.zeros(len(s.at))
-    d = np.subtract(s.smp, s.ref)
-    return c.kl_coef * {"k1": d, "k3": np.exp(-d) + d - 1}[c.kl]
-
-
-def overlong_penalty(c, s) -> float:
-    """Return what `--overlong-buffer` takes off a reward: new tokens in the buffer / its size."""
-    if not c.overlong_buffer:
-        return 0.0
-    new = len(s.tokens) - s.prompt
-    return max(0, new - c.max_new_tokens + c.overlong_buffer) / c.overlong_buffer
-
-
-def rewards_alone(c, state, groups, returns):
-    """Set A to the reward, without a baseline; `none_batch` whitens it over the step's tokens."""
-    for s, reward in zip(sum(groups, []), sum(returns, [])):
-        s.A = [reward] * len(s.at)  # (1)
-    if c.advantage == "none_batch":
-        whiten(sum(groups, []))
-        leave_equal_ones(groups, returns)
-
-
-def by_batch_spread(c, state, groups, returns):
-    """Divide what a rollout has more than its group by the spread of all rewards of the step."""
-    spread = float(np.std(sum(returns, []), ddof=1)) + 1e-4
-    for group, R in zip(groups, returns):
-        group_advantages("group_mean", group, R)
-        for s in group:
-            s.A = [A / spread for A in s.A]  # (1)
-    leave_equal_ones(groups, returns)
-
-
-def leave_equal_ones(groups, returns):
-    """Teach nothing where all rewards of a step are equal."""
-    if len({*sum(returns, [])}) == 1:
-        for s in sum(groups, []):
-            s.A = [0.0] * len(s.at)
-
-
-def whiten(sequences):
-    """Give the A of all sampled tokens of these sequences the mean 0 and the spread 1."""
-    raw = [A for s in sequences for A in s.A]
-    mean = math.fsum(raw) / max(1, len(raw))
-    spread = math.sqrt(math.fsum((A - mean) ** 2 for A in raw) / max(1, len(raw)))
-    for s in sequences:
-        s.A = [(A - mean) / (spread + 1e-8) for A in s.A]  # (1)
-
-
-def of_branches(c, state, groups, returns):
-    """Compare the segments of tree rollouts with the segments that they are children of."""
-    # With 2 forks at each of 2 turns and rewards 1 0 0 0, the root is worth 1/4, the segment of the
-    # first two rollouts 1/2, and the rest of the first 1. So its A is 0, then 1/4, then 1/2.
-    for group, R in zip(groups, returns):
-        for s in group:
-            s.A = []
-            for at in s.at:
-                worth = [math.fsum(R) / len(R)]
-                for first, share in shares(c, s, at)[: c.fork_turns + 1]:
-                    worth.append(math.fsum(R[first : first + share]) / share)
-                s.A.append(worth[-1] - worth[-2])  # (1)
-
-
-def shares(c, s, at) -> list:
-    """Return for each turn of s up to target `at` which rollouts share it: the first, how many."""
-    # With 2 forks at each of 2 turns a prompt is played for 4 rollouts until turn 1 ends, then for
-    # 2 until turn 2 ends. Rollout 3 shares its turns with rollouts 0 to 3, with 2 and 3, with none.
-    found = []
-    for turn in range(1 + len([end for end, _ in s.rewards if end < at])):
-        share = c.forks ** max(0, c.fork_turns - turn)
-        found.append((s.number - s.number % share, share))
-    return found
-
-
-def of_a_critic(c, state, groups, returns):
-    """Set v_old, A and g of all sequences of a step by (1), `gae`."""
-    # The definition sums over all tokens that follow; a trainer has a recursion.
-    sequences = trained(c, sum(groups, []))
-    for s in sequences:
-        with torch.no_grad():
-            s.v_old = numbers_of(score_alone(state.model, s, c.temperature)[2])
-
-        # A turn's reward belongs to the last token that was sampled in it. After the last token
-        # nothing more is expected.
-        u = -penalties(c, s)
-        for end, reward in s.rewards:
-            u[max(n for n, at in enumerate(s.at) if at <= end)] += reward
-        u[-1] -= overlong_penalty(c, s)
-        deltas = [u[t] + after - s.v_old[t] for t, after in enumerate([*s.v_old[1:], 0.0])]
-        s.A = []
-        for t in range(len(deltas)):
-            later = [c.gae_lambda**n * delta for n, delta in enumerate(deltas[t:])]
-            s.A.append(math.fsum(later))  # (1)
-        s.g = [v + A for v, A in zip(s.v_old, s.A)]
-    whiten(sequences)
-
-
-def of_a_teacher(c, state, groups, returns):
-    """Set A to the teacher's log-prob less the sampler's."""
-    for s in sum(groups, []):
-        with torch.no_grad():
-            scores = numbers_of(score_alone(state.teacher, s, c.temperature)[0])
-        s.A = [score - smp for score, smp in zip(scores, s.smp)]  # (1)
-
-
-ADVANTAGES = {
-    "none": rewards_alone, "none_batch": rewards_alone, "batch_std": by_batch_spread,
-    "per_branch": of_branches, "gae": of_a_critic, "teacher": of_a_teacher,
-}  # fmt: skip
-
-
-def gspo_terms(c, s):
-    """GSPO: the clip of the geometric mean of a rollout's ratios."""
-    n = len(s.lp)
-    mean = sum(lp - old for lp, old in zip(s.lp, s.old)) / n
-    return clip_terms(c, SimpleNamespace(lp=[mean] * n, old=[0.0] * n, A=s.A))
-
-
-def reinforce_terms(c, s):
-    """REINFORCE: -A lp."""
-    return [(r, False, -A * lp) for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp)]
-
-
-def cispo_terms(c, s):
-    """CISPO: the ratio is a bounded number."""
-    found = []
-    for (r, _, _), A, lp in zip(clip_terms(c, s), s.A, s.lp):
-        bounded = min(r.item(), c.cispo_bound)
-        found.append((r, bounded != r.item(), -bounded * A * lp))  # (3)
-    return found
-
-
-def sapo_terms(c, s):
-    """SAPO: a sigmoid in place of the clip."""
-    found = []
-    for (r, _, _), A in zip(clip_terms(c, s), s.A):
-        tau = 1.0 if A > 0 else 1.05
-        found.append((r, False, -4 / tau * torch.sigmoid(tau * (r - 1)) * A))  # (3)
-    return found
-
-
-def gmpo_terms(c, s):
-    """GMPO: the geometric mean of ratios, of which each is clipped by the sign of A."""
-    # A bound is a number, so a clipped token has no gradient.
-    ds = [lp - old for lp, old in zip(s.lp, s.old)]
-    kept = [min(d, c.clip_high) if A > 0 else max(d, -c.clip_low) for d, A in zip(ds, s.A)]
-    mean_ratio = (sum(kept) / len(kept) + s.lp[0] * 0).clamp(-10, 10).exp()
-    return [(r, bool(d != bounded), -mean_ratio * A)  # (3)
-            for (r, _, _), d, bounded, A in zip(clip_terms(c, s), ds, kept, s.A)]  # fmt: skip
-
-
-def dppo_excess(c, lp, old, A) -> float:
-    """Return how far a token's probability is past the bound on its move from exp(old)."""
-    return abs(math.exp(lp) - math.exp(old)) - (c.clip_high if A > 0 else c.clip_low)
-
-
-def dppo_terms(c, s):
-    """DPPO: a token learns until its probability has moved too far in the direction of A."""
-    found = []
-    for (r, _, _), lp, old, A in zip(clip_terms(c, s), s.lp, s.old, s.A):
-        clips = dppo_excess(c, lp.item(), old, A) > 0 and (lp.item() > old) == (A > 0)
-        weight = 0.0 if clips else min(r.item(), 20.0)
-        found.append((r, clips, -weight * A * lp))  # (3)
-    return found
-
-
-OBJECTIVES = OBJECTIVES | {
-    "reinforce": reinforce_terms, "cispo": cispo_terms, "gspo": gspo_terms, "sapo": sapo_terms,
-    "gmpo": gmpo_terms, "dppo": dppo_terms,
-}  # fmt: skip
-
-
-def clip_margins(c, s) -> list:
-    """Return how far each token of a rollout that was trained on is from where it clips."""
-    # A margin to each bound, not only to the nearest one: a ratio of 1 is in the middle of 0.8 and
-    # 1.2, and rounding would decide which margin is compared.
-    if c.objective == "dppo":
-        return [dppo_excess(c, *token) for token in zip(s.lp, s.old, s.A)]
-    if c.objective == "gmpo":
-        ds = [lp - old for lp, old in zip(s.lp, s.old)]
-        return [d - bound for d in ds for bound in (-c.clip_low, c.clip_high)]
-    bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
-    bounds = {"cispo": [c.cispo_bound], "reinforce": [], "sapo": []}.get(c.objective, bounds)
-    return [term["r"] - bound for term in s.terms for bound in bounds]
-
-
-def weights_of(c, s) -> list:
-    """Return x of (4) for each sampled token: of the token, its sequence, or their mean."""
-    log_x = [old - smp for old, smp in zip(s.old, s.smp)]
-    if c.importance_of != "token":
-        share = len(log_x) if c.importance_of == "geometric" else 1
-        log_x = [math.fsum(log_x) / share] * len(log_x)
-
-    # Bounds 0.5 and 2: `truncate` makes 3 a 2, `mask` a 0; both keep 1.5.
-    low, high = c.importance_low, c.importance_cap
-    x = [math.exp(y) for y in log_x]
-    if c.importance == "truncate":
-        return [min(max(y, low), high) for y in x]  # (4)
-    return [y if low <= y <= high else 0.0 for y in x]  # (4)
-
-
-IMPORTANCE = IMPORTANCE | {
-    (how, what): weights_of
-    for how in ("truncate", "mask") for what in ("token", "sequence", "geometric")
-}  # fmt: skip
-
-
-class Routed(NamedTuple):
-    """How the routers routed one sequence by itself."""
-
-    balance: float  # the sequence's part of (8)
-    counts: dict  # layer -> array, how many of its tokens went to each expert
-    margins: list  # for each layer and token, the lead of the last chosen expert over the next
-
-
-def route_alone(c, model, s, sequences) -> Routed:
-    """Route all tokens of a sequence, sampled or not, and add the gradient of its part of (8).
-
-    sequences: how many sequences the update trains on.
-    """
-    parts = [torch.zeros(())]
-    found = Routed(0.0, {}, [])
-
-    def look(p_NE, chosen_NK, /, *, layer):
-        # How many tokens chose each expert, times how likely it was to all of them.
-        N, E = p_NE.shape
-        K = chosen_NK.shape[1]
-        counts = np.bincount(chosen_NK.flatten(), minlength=E)
-        b = (torch.from_numpy(counts) * p_NE.sum(0)).sum() * E / (K * N * N)
-        parts.append(c.balance_coef * b / sequences)  # (8)
-        found.counts[layer] = counts
-
-        # Experts are chosen by p plus the bias.
-        mlp = model.model.layers[layer].mlp
-        biased_NE = p_NE.detach() + (mlp.rate * mlp.votes if mlp.rate else 0)
-        if K < E:
-            best = biased_NE.topk(K + 1).values
-            found.margins.extend((best[:, K - 1] - best[:, K]).tolist())
-
-    model.hidden(torch.tensor(s.tokens)[None], on_routing=look)
-    balance = sum(parts)
-    if c.balance_coef:
-        balance.backward()
-    return found._replace(balance=float(balance.detach()))
-
-
-def sum_of_counts(routed) -> dict:
-    """Return layer -> how many tokens of these sequences went to each expert."""
-    return {layer: sum(one.counts[layer] for one in routed) for layer in routed[0].counts}
-
-
-def rate_by_hand(config, step) -> float:
-    """Return the learning rate of a step: a linear rise, then `--lr-decay` to the last step."""
-    # Warm-up 2 of 10 steps: .5 1 of --lr, then 1 .875 .75 .. down to .125 where it is linear. With
-    # --lr-first-step zero the warm-up is 0 .5.
-    # The warm-up is at most the whole run: the default 5 is 2 under --steps 2, .5 1 of --lr.
-    warmup = min(config.lr_warmup, config.steps)
-    if step < warmup:
-        begun = 1 if config.lr_first_step == "nonzero" else 0
-        return config.lr * (step + begun) / warmup
-    done = (step - warmup) / (config.steps - warmup)
-    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-    return config.lr * left[config.lr_decay]
-
-
 # 6. The metrics of a step ---------------------------------------------------------------------
 # The numbers of a line of metrics.jsonl, from the rollouts and updates of a step by hand. Each
 # metric's definition is here, a second time.
 
 # What no step determines. A line's other numbers must be found here, or are named as unknown.
 NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/trained")
+OF_UPDATES = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
 
 
 def order() -> list:
     """Return the rows of the table, causes before their effects, by train_grpo.py's METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
-    of_updates = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
     rows = ["rollouts/groups", "rollouts/tokens", "rollouts/sampled", "sampling",
             "rollouts/rewards"]  # fmt: skip
     for name in METRICS:
-        if name == of_updates[0]:
-            rows += ["rollouts/advantage", *(f"{name}_first" for name in of_updates)]
+        if name == OF_UPDATES[0]:
+            rows += ["rollouts/advantage", *(f"{name}_first" for name in OF_UPDATES)]
         rows.append(name)
     return [*rows, "votes", "parameters"]
 
@@ -759,8 +726,7 @@ def metrics_by_hand(config, groups, state, step, sampled_by) -> dict:
     # sees the weights from before the step.
     if len(updates) > 1:
         first = update_metrics(config, updates[:1], sampled_by)
-        found |= {f"{name}_first": x for name, x in first.items()
-                  if METRICS[name].over_updates in ("mean", "max")}  # fmt: skip
+        found |= {f"{name}_first": x for name, x in first.items() if name in OF_UPDATES}
     return found | update_metrics(config, updates, sampled_by) if updates else found
 
 
@@ -804,7 +770,7 @@ def update_metrics(c, updates, sampled_by) -> dict:
     # their squares, which is the length of a vector of all gradients. In float64 `off` is 0, in the
     # second precision how far a gradient is from that.
     gaps = np.array([lp - x for s in batches[0] for lp, x in zip(s.lp, s.smp)])
-    off = np.array([getattr(u["gradient"], "off", 0.0) for u in updates]) / math.sqrt(U)
+    off = np.array([u["off"] for u in updates]) / math.sqrt(U)
     decided = dict(each=1 / max(1, len(terms)))
     margins = np.array([x for s in sequences for x in clip_margins(c, s)])
     found = {
@@ -832,6 +798,19 @@ def update_metrics(c, updates, sampled_by) -> dict:
     return found | expert_metrics(c, updates) if updates[0]["routed"] else found
 
 
+def clip_margins(c, s) -> list:
+    """Return how far each token of a rollout that was trained on is from where it clips."""
+    # A margin to each bound, not only to the nearest one: a ratio of 1 is in the middle of 0.8 and
+    # 1.2, and rounding would decide which margin is compared.
+    if c.objective == "dppo":
+        return [dppo_excess(c, *token) for token in zip(s.lp, s.old, s.A)]
+    if c.objective == "gmpo":
+        return [d - bound for d in differences(s) for bound in (-c.clip_low, c.clip_high)]
+    bounds = [1 - c.clip_low, 1 + c.clip_high] + [c.dual_clip] * (c.dual_clip > 0)
+    bounds = {"cispo": [c.cispo_bound], "reinforce": [], "sapo": []}.get(c.objective, bounds)
+    return [term["r"] - bound for term in s.terms for bound in bounds]
+
+
 def expert_metrics(c, updates) -> dict:
     """Measure the largest load of all updates and layers, and the loss of balance."""
     # Two experts may be so near that rounding decides which of them a token goes to. The token is
@@ -839,14 +818,14 @@ def expert_metrics(c, updates) -> dict:
     routed = [r for u in updates for r in u["routed"]]
     layers = [n for u in updates for n in sum_of_counts(u["routed"]).values()]
     load = max(float(n.max() / n.mean()) for n in layers)
-    each = 1 / min(n.mean() for n in layers)
+    each = 1 / min(float(n.mean()) for n in layers)
     loads = Measured(load, margins=np.concatenate([r.margins for r in routed]), each=each)
     if not c.balance_coef:
         return {"experts/load_max": loads}
 
     # In (8) such a token changes one count, of a sequence of N tokens, by one of K N.
     balance = sum_of([r.balance / len(updates) for r in routed])
-    each = max(c.balance_coef / n.mean() / len(u["routed"])
+    each = max(c.balance_coef / float(n.mean()) / len(u["routed"])
                for u in updates for r in u["routed"] for n in r.counts.values())  # fmt: skip
     balance = balance._replace(margins=loads.margins, each=each)
     return {"experts/load_max": loads, "balance/loss": balance}
@@ -877,6 +856,11 @@ class Audited(NamedTuple):
     @property
     def ok(self):
         return self.difference == 0 or self.difference <= self.allowed
+
+    @property
+    def share(self):
+        """Return the difference as a fraction of what is allowed: the row is outside above 1."""
+        return self.difference / max(self.allowed, 1e-300)
 
 
 class Rounding(NamedTuple):
@@ -937,22 +921,19 @@ class Rounding(NamedTuple):
         return Audited(key, 0.0, worst, worst, self.allowed(*pair))
 
 
-class Exact(FullState):
-    """The State of the step in float64. It keeps its gradients in files."""
+@dataclass
+class Exact(State):
+    """The State of the step in float64. It keeps its gradients in files of a directory."""
 
-    room = None  # the Path of a directory for them
+    case: object = None
 
     def keep(self, shrink):
         """Write an update's clipped gradient, for `kept`."""
-        folder = self.room / f"gradient-{len([*self.room.glob('gradient-*')])}"
+        folder = self.case.room / f"gradient-{len([*self.case.room.glob('gradient-*')])}"
         folder.mkdir()
         for name, p in self.model.named_parameters():
             torch.save(shrink * p.grad, folder / name)
-
-
-def kept(room, number, name):
-    """Return a weight's clipped gradient in an update of the step in float64."""
-    return torch.load(room / f"gradient-{number}" / name, weights_only=True)
+        return 0.0
 
 
 class Gradient(NamedTuple):
@@ -963,116 +944,108 @@ class Gradient(NamedTuple):
     uncertain: torch.Tensor  # for each entry, whether it is anything but 0
 
 
-class Rounded(NamedTuple):
-    """The rounding of an update's gradient: how far off it is, and {name: Gradient}."""
-
-    off: float
-    of: dict
-
-
-class Displaced(FullState):
+@dataclass
+class Displaced(State):
     """The State of the second precision: it measures the rounding of gradients, and by it weights.
 
     AdamW divides by the root of v. So where gradients nearly cancel, rounding decides in which
     direction an entry moves by about lr, and where the gradient is large, rounding changes next to
     nothing. How far rounding has moved some entries is therefore no measure of the others. What is
-    measured is the rounding of a tensor's gradient; `uncertain` says how far an entry may move by
-    it. For the next update the weights are those in float64, each displaced in a random direction
-    as far as usual rounding may move it. Its gradients then show the rounding of both updates.
-
+    measured is the rounding of a tensor's gradient; `after` says how far an entry may move by it.
+    For the next update the weights are those in float64, each displaced in a random direction as
+    far as usual rounding may move it. Its gradients then show the rounding of both updates.
     """
 
-    def follow(self, case, exact):
-        """Take the updates of a Case's step that were done in float64. Return the State."""
-        self.case = case
-        self.exact = exact
-        self.kept = []  # the Rounded of each update
-        self.done = []  # numbers of the updates that moved the weights
-        self.lr = rate_by_hand(case.config, case.step)
-        self.generator = torch.Generator().manual_seed(case.config.seed)
-        return self
+    case: object = None
+    exact: list = ()  # the updates of the step in float64
+    roundings: list = field(default_factory=list)  # of each update, {name: Gradient}
+    done: list = field(default_factory=list)  # numbers of the updates that moved the weights
+    generator: object = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def kept(self, number, name):
+        """Return a weight's clipped gradient in an update of the step in float64."""
+        return torch.load(self.case.room / f"gradient-{number}" / name, weights_only=True)
 
     @torch.no_grad()
     def keep(self, shrink):
-        """Measure the rounding of this update's gradients."""
-        number = len(self.kept)
-        if number == len(self.exact):
-            raise ValueError(UNDECIDED)
+        """Measure the rounding of this update's gradients. Return how far off they are."""
+        number = len(self.roundings)
         off, found = [], {}
         for name, p in self.model.named_parameters():
             # What is 0 in both precisions, as for a token that no sequence has, has no rounding.
             # Clipping hides how long a gradient is, so `off` is of whole ones.
-            exact = kept(self.case.room, number, name)
+            exact = self.kept(number, name)
             off.append((exact / self.exact[number]["shrink"] - p.grad).norm().item())
             away = (exact - shrink * p.grad).abs_()
             usual = away.norm().item() / math.sqrt(away.numel())
             found[name] = Gradient(away.max().item(), usual, (exact != 0) | (p.grad != 0))
-        self.kept.append(Rounded(math.hypot(*off), found))
-        return self.kept[-1]
+        self.roundings.append(found)
+        return math.hypot(*off)
 
     @torch.no_grad()
     def adamw(self, c, lr, shrink):
         """Displace the weights by the rounding of the updates so far."""
-        self.vote(c)
-        self.done.append(len(self.kept) - 1)
+        self.done.append(len(self.roundings) - 1)
         for name, *stored in self.case.stored(self.model):
             # A distance is as good in one direction as in the other.
             p = self.model.get_parameter(name)
-            changes = [[self.kept[n].of[name].usual] for n in self.done]
-            weight, distance = self.uncertain(name, stored, changes, torch.finfo(p.dtype).eps)
+            changes = [[self.roundings[n][name].usual] for n in self.done]
+            weight, distance = self.after(name, stored, changes, torch.finfo(p.dtype).eps)
             sign = 2 * torch.randint(0, 2, p.shape, generator=self.generator) - 1
             self.weights[name].copy_(weight + sign * distance)
             p.copy_(self.weights[name])
 
     def allowed(self, name, stored, scale, unit):
         """Return a weight after the step in float64, and how far a run's may be from it."""
-        largest = [scale * self.kept[n].of[name].largest for n in self.done]
-        return self.uncertain(name, stored, [[x, TIMES * x] for x in largest], unit)
+        largest = [scale * self.roundings[n][name].largest for n in self.done]
+        return self.after(name, stored, [[x, TIMES * x] for x in largest], unit)
 
-    def uncertain(self, name, stored, changes, unit):
+    def after(self, name, stored, changes, unit):
         """Return a weight after the updates so far, in float64, and how far rounding may move it.
 
         stored: the weight before the step, and AdamW's steps, m and v.
         changes: for each update, of which sizes a change of its gradient may be.
         unit: of the weights' precision, relative.
         """
+        c, lr = self.case.config, rate_by_hand(self.case.config, self.case.step)
         begun, steps, *means = stored
         weight, distance = (torch.empty(begun.shape, dtype=torch.float64) for _ in range(2))
-        tensors = [begun, *means, weight, distance]
+        tensors = [weight, distance, begun, *means]
         for n in self.done:
-            tensors += [kept(self.case.room, n, name), self.kept[n].of[name].uncertain]
-        for piece in zip(*(x.reshape(-1).split(2**20) for x in tensors)):
-            now = [x.double() for x in piece[:3]]
-            self.bound(now, steps, piece[3:5], piece[5:], (changes, unit))
+            tensors += [self.kept(n, name), self.roundings[n][name].uncertain]
+        for x, far, *before in pieces(tensors):
+            state = [number.double() for number in before[:3]]
+            gradients, uncertain = before[3::2], before[4::2]
+            moves = moves_of(c, lr, steps, state, gradients)
+            x.copy_(state[0] + moves.sum(0))
+
+            # An entry moves by its own gradients alone. It may go as far astray as it does if one
+            # of them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all
+            # moves are summed, so that none cancels another. Besides, each update rounds a weight
+            # twice, and the length of its step a few times.
+            far.copy_(len(changes) * unit * (state[0].abs() + TIMES * lr))
+            for n, sizes in enumerate(changes):
+                astray = []
+                for by in [by for size in sizes for by in (size, -size)]:
+                    changed = [*gradients]
+                    changed[n] = changed[n] + by * uncertain[n]
+                    other = moves_of(c, lr, steps, state, changed)
+                    astray.append((other - moves).abs().sum(0))
+                far += torch.stack(astray).amax(0)
         return weight, distance
 
-    def bound(self, begun, steps, results, gradients, rounding):
-        """Fill `results`, weight and distance of some entries; see `uncertain`.
 
-        gradients: of each update the gradient, and whether it is uncertain.
-        """
-        changes, unit = rounding
+def moves_of(c, lr, steps, state, gradients):
+    """Return how far updates with these gradients move a weight: (updates, entries).
 
-        def moves(changed=None, by=0.0):
-            now, found = begun, []
-            for n, g in enumerate(gradients[::2]):
-                g = g + by * gradients[2 * n + 1] if n == changed else g
-                then = adamw_of(self.case.config, self.lr, steps + 1 + n, *now, g)
-                found.append(then[0] - now[0])
-                now = then
-            return torch.stack(found)
-
-        # An entry moves by its own gradients alone. It may go as far astray as it does if one of
-        # them is larger or smaller: near a gradient of 0 by up to 2 lr. The distances of all moves
-        # are summed, so that none cancels another. Besides, each update rounds a weight twice, and
-        # the length of its step a few times.
-        plain = moves()
-        weight, distance = results
-        weight.copy_(begun[0] + plain.sum(0))
-        distance.copy_(len(changes) * unit * (begun[0].abs() + TIMES * self.lr))
-        for n, sizes in enumerate(changes):
-            found = [(moves(n, by) - plain).abs().sum(0) for x in sizes for by in (x, -x)]
-            distance += torch.stack(found).amax(0)
+    state: the weight, m and v before the first of them, after AdamW's step number `steps`.
+    """
+    found = []
+    for n, g in enumerate(gradients, 1):
+        then = adamw_of(c, lr, steps + n, *state, g)
+        found.append(then[0] - state[0])
+        state = then
+    return torch.stack(found)
 
 
 # 8. A run's files -----------------------------------------------------------------------------
@@ -1150,7 +1123,7 @@ def groups_again(config, task, step, lines) -> dict:
     for n, state, prompt in draw_prompts(config, task, ROLLOUT, step, lines, first=first):
         groups[n] = []
         for i, line in enumerate(lines[n]):
-            s = Recorded(n, i, line["tokens"], [], [], [], False)
+            s = Recorded(n, i, line["tokens"])
             play_again(config, task, state, prompt, s)
             s.smp = [line["logprobs"][at] for at in s.at]
             groups[n].append(s)
@@ -1253,9 +1226,13 @@ class Case:
             pending = pending_batches(config, trainer, path, state)
             say(f"from {path.name}, the state before step {start}")
         else:
-            # Step 0 needs none: its weights are drawn from the seed or read from --model.
-            # Supervised steps leave one, which --keep may have deleted.
-            self.supervise(trainer)
+            # Step 0 needs none: its weights are drawn from the seed or read from --model. The
+            # supervised steps of --demos leave one, which --keep may have deleted.
+            source = Demonstrations(config, task, trainer, -config.demos)
+            for n in range(-config.demos, 0):
+                do_step(config, source, trainer, n)
+            trainer.optimizer.state.clear()  # the loop begins with a new optimizer
+            self.again += config.demos
             demos = f", after {config.demos} supervised steps" if config.demos else ""
             say(f"from the first weights, which --seed and --model determine{demos}")
         read_reference(self.files.path, trainer)
@@ -1281,15 +1258,6 @@ class Case:
             self.lines = {n: [rollout_line(task, step, i, t) for i, t in enumerate(rollouts)]
                           for n, rollouts in sorted(queue.get(step).groups.items())}  # fmt: skip
 
-    def supervise(self, trainer):
-        """Do the steps of --demos, with which a run begins."""
-        demos = self.config.demos
-        source = Demonstrations(self.config, self.task, trainer, -demos)
-        for n in range(-demos, 0):
-            do_step(self.config, source, trainer, n)
-        trainer.optimizer.state.clear()  # the loop begins with a new optimizer
-        self.again += demos
-
     def require_the_same(self, n, found):
         """Raise a ValueError if a step on the way has made other rollouts than the run's."""
         for name in ("tokens/generated", "reward/mean"):
@@ -1307,30 +1275,26 @@ class Case:
     def stored(self, model, path=None):
         """Yield of each weight of a model (name, weight, AdamW's steps, m, v), of a checkpoint."""
         # Each call reads the whole table of contents, so small tensors are read together.
-        names, numbers = [], 0
+        together, room = [], 0
         for name, p in model.named_parameters():
-            if numbers + p.numel() > 2**24 and names:
-                yield from self._stored(model, names, path or self.before)
-                names, numbers = [], 0
-            names.append(name)
-            numbers += p.numel()
-        yield from self._stored(model, names, path or self.before)
-
-    def _stored(self, model, names, path):
+            room -= p.numel()
+            if room < 0:
+                together.append([])
+                room = 2**24 - p.numel()
+            together[-1].append(name)
         dtype = getattr(torch, self.config.dtype)
-        tensors = {}
-        for name in names:
-            shape = model.get_parameter(name).shape
-            tensors[f"model.{name}"] = torch.empty(shape, dtype=dtype)
-            for key, size in (("step", ()), ("exp_avg", shape), ("exp_avg_sq", shape)):
-                kind = dtype if size else torch.float32
-                tensors[f"optimizer.{name}.{key}"] = torch.empty(size, dtype=kind)
-        parallel.read_checkpoint(path, tensors, only=tuple(tensors))
-        for name in names:
-            weight = tensors.pop(f"model.{name}")
-            steps, *means = [tensors.pop(f"optimizer.{name}.{key}")
-                             for key in ("step", "exp_avg", "exp_avg_sq")]  # fmt: skip
-            yield name, weight, int(steps), *means
+        for names in together:
+            tensors = {}
+            for name in names:
+                shape = model.get_parameter(name).shape
+                for key in (f"model.{name}", *(f"optimizer.{name}.{x}" for x in MOMENTS)):
+                    tensors[key] = torch.empty(shape, dtype=dtype)
+                tensors[f"optimizer.{name}.step"] = torch.empty((), dtype=torch.float32)
+            parallel.read_checkpoint(path or self.before, tensors, only=tuple(tensors))
+            for name in names:
+                steps = int(tensors[f"optimizer.{name}.step"])
+                means = [tensors.pop(f"optimizer.{name}.{x}") for x in MOMENTS]
+                yield name, tensors.pop(f"model.{name}"), steps, *means
 
     def sampling_model(self, path, dtype):
         """Return the model of a checkpoint as the sampler has it, to compute in `dtype`."""
@@ -1372,11 +1336,17 @@ class Case:
         if kind is Exact:
             for name, _, steps, m, v in self.stored(model):
                 moments[name] = [steps, m.to(wide), v.to(wide)]
-        counts = parallel.read_checkpoint(self.before, {}, only=("no tensor",))
-        counts = counts["policy_version"], counts["skipped"]
-        state = kind(model, weights, moments, self.reference(dtype), *counts)
-        state.teacher = self.teacher(dtype)
-        return state
+        counts = counts_in(self.before)
+        return kind(model, weights, moments, self.reference(dtype), self.teacher(dtype),
+                    counts["policy_version"], counts["skipped"], case=self)  # fmt: skip
+
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+
+
+def counts_in(path) -> dict:
+    """Return what a checkpoint counts, such as `policy_version`."""
+    return parallel.read_checkpoint(path, {}, only=("no tensor",))
 
 
 def widened(model, dtype):
@@ -1431,17 +1401,15 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
         model = case.sampling_model(case.before, dtype)
         solve(case, hand, "eval/solved_before", model, first)
     del model
-    if first is None:
-        state = first_state = case.state(Exact, dtype)
-        state.room = case.room
-    else:
-        first_state = first.state
-        state = case.state(Displaced, dtype).follow(case, first_state.updates)
-    version = parallel.read_checkpoint(case.sampler, {}, only=("no tensor",))["policy_version"]
+    hand.state = state = case.state(Exact if first is None else Displaced, dtype)
+    if first is not None:
+        state.exact = first.state.updates
+    version = counts_in(case.sampler)["policy_version"]
     hand.found |= metrics_by_hand(config, groups, state, case.step, version)
-    both = [[math.isfinite(u["norm"]) for u in one.updates] for one in (state, first_state)]
-    if both[0] != both[1]:
-        raise ValueError(UNDECIDED)
+    if first is not None:
+        for here, there in zip(state.updates, first.state.updates):
+            if math.isfinite(here["norm"]) != math.isfinite(there["norm"]):
+                raise ValueError(UNDECIDED)
 
     # Only what is compared later stays in memory.
     for p in state.model.parameters():
@@ -1453,7 +1421,6 @@ def in_precision(case, dtypes, first=None, spelled=None) -> ByHand:
             p.copy_(state.weights[name].to(getattr(torch, config.rollout_dtype)))
         solve(case, hand, "eval/solved", model, first)
     hand.votes = parallel.persistent_buffers(state.model)
-    hand.state = state
     if first is None:
         state.model, state.weights = None, {}
     return hand
@@ -1491,7 +1458,7 @@ def solve(case, hand, name, model, first):
     # play. If rounding turned that choice around, the run has played a different game.
     margins = []
     for t in plays:
-        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist(), [], [], False)
+        s = Recorded(t.group, 0, t.tokens, np.flatnonzero(t.sampled).tolist())
         top_N2 = read_alone(model, s, 1.0)[0].double().topk(2).values
         margins.append(float((top_N2[:, 0] - top_N2[:, 1]).min()))
     solved = mean_of([t.reward >= 1 for t in plays])
@@ -1501,14 +1468,13 @@ def solve(case, hand, name, model, first):
 class Progress:
     """Says before the audit begins how long it will take and how much memory, then how far it is.
 
-    tell: a function that prints a line. None: nothing is said.
+    tell: a function that gets a line to print.
     """
 
     def __init__(self, case, tell):
         self.tell = tell
         self.done = 0
         self.told = self.begun = time.monotonic()
-        self.bar = None
         rollouts = [s for group in case.groups.values() for s in group]
         c = case.config
 
@@ -1516,8 +1482,6 @@ class Progress:
         # gradient for an update, which takes three times as long.
         extra = bool(c.kl_coef) + (c.advantage in ("gae", "teacher"))
         self.readings = len(rollouts) * (2 * (2 + extra) + bool(c.proximal))
-        if tell is None:
-            return
 
         # A reading of the first rollout takes as long for its tokens as any other.
         model = case.sampling_model(case.sampler, torch.float64)
@@ -1537,22 +1501,14 @@ class Progress:
         tell(f"{len(rollouts)} rollouts of {tokens} tokens, by hand in float64 and again in lower "
              f"precision: about {seconds / 60:.1f} minutes and {memory / 1e9 + 0.5:.1f} GB of "
              f"memory")  # fmt: skip
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=self.readings, unit=" readings", leave=False)
 
     def watch(self):
-        """Count a reading. On a terminal a bar shows it, elsewhere a line each half minute."""
+        """Count a reading, and say each half minute how many are done."""
         self.done += 1
-        if self.bar is not None:
-            self.bar.update()
-        elif self.tell and time.monotonic() - self.told > 30:
+        if time.monotonic() - self.told > 30:
             self.told = time.monotonic()
             self.tell(f"{min(self.done, self.readings)} of {self.readings} readings done, "
                       f"{(self.told - self.begun) / 60:.1f} minutes")  # fmt: skip
-
-    def close(self):
-        if self.bar is not None:
-            self.bar.close()
 
 
 # 10. The table --------------------------------------------------------------------------------
@@ -1566,14 +1522,13 @@ class Report:
     run: str
     step: int
     config: object
-    intro: list  # sentences
-    rows: list  # Audited, in `order`
-    left_out: list  # names of metrics that the step does not determine
-    group: int  # whose tokens are shown
-    sequences: list  # its Recorded rollouts
-    loss: str  # how the parts of all tokens add up
-    updates: int  # of the step: the loss is their mean
-    show: object  # tokens as text
+    rows: list = field(default_factory=list)  # Audited, in `order`
+    intro: list = field(default_factory=list)  # sentences
+    left_out: list = field(default_factory=list)  # metrics that the step does not determine
+    groups: dict = field(default_factory=dict)  # number -> its Recorded rollouts, in float64
+    group: int | None = None  # whose tokens are shown
+    updates: int = 1  # of the step: the loss is their mean
+    show: object = None  # tokens as text
 
     @property
     def wrong(self):
@@ -1585,92 +1540,88 @@ class Report:
         found = "ok" if self.wrong is None else f"{self.wrong} is outside"
         return f"audit of step {self.step}: {found}"
 
+    @property
+    def loss(self):
+        """Return a sentence: how the parts of all tokens add up."""
+        # Each token has a part of the loss of its update, and the loss is the mean of the updates'.
+        parts = {}
+        for n, group in self.groups.items():
+            parts[n] = math.fsum(term["part"] for s in group for term in s.terms) / self.updates
+        own = parts.pop(self.group)
+        others = math.fsum(parts.values())
+        return (f"loss: this group {own:.15g} + the other groups {others:.15g} = "
+                f"{own + others:.15g}, loss/token_mean by hand")  # fmt: skip
 
-def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report:
+
+def audited(run, step=None, group=None, task="", reward="", tell=lambda line: None) -> Report:
     """Do a step of a run again by hand, and compare it with the run's files.
 
     The arguments have the names and meanings of the command line's, see `main`. Without `group`,
     the first group with unequal rewards is shown. Raises ValueError if the step cannot be audited.
-    tell: a function that prints a line, to say how far the audit is.
+    tell: a function. It gets lines that say how far the audit is.
     """
     files = RunFiles(run, task, reward)
     config = files.config
     step = files.chosen_step(step)
     task = make_task(config)
-    intro = []
+    report = Report(str(run), step, config, show=task.show)
+    say = report.intro.append
     with tempfile.TemporaryDirectory() as room:
         case = Case(files, task, step, Path(room), files.rollouts(step, task.vocab_size))
-        case.find_states(intro.append)
-        if group is not None and group not in case.lines:
+        case.find_states(say)
+        if group not in (None, *case.lines):
             last = len(case.lines) - 1
             raise ValueError(f"--group {group}: the groups of step {step} are 0 to {last}")
 
         # The tokens of the rollouts are the run's. Everything else about them is computed again: in
         # float64, and in the precisions that tell what rounding does.
         times = TIMES * (LATER + 2 * case.again) if case.again else TIMES
-        rounding = Rounding.of(config.compute, times)
-        intro.append(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does")
-        if rounding.scale != 1:
-            intro[-1] += (f", times {rounding.scale:.1e}, the ratio of the two units in the last "
-                          f"place")  # fmt: skip
+        rounding, sampling = [Rounding.of(x, times) for x in (config.compute, config.rollout_dtype)]
+        scaled = f", times {rounding.scale:.1e}, the ratio of the two units in the last place"
+        say(f"by hand in float64; {str(rounding.dtype)[6:]} tells what rounding does"
+            f"{scaled if rounding.scale != 1 else ''}")  # fmt: skip
         case.groups = groups_again(config, task, step, case.lines)
-        progress = Progress(case, tell)
-        case.watch = progress.watch
+        case.watch = Progress(case, tell).watch
         exact = in_precision(case, (torch.float64, torch.float64), spelled=group)
-        lower = rounding.dtype, Rounding.of(config.rollout_dtype, times).dtype
-        rounded = in_precision(case, lower, first=exact)
-        progress.close()
-        if tell is not None and step + 1 in files.checkpoints:
+        rounded = in_precision(case, (rounding.dtype, sampling.dtype), first=exact)
+        if step + 1 in files.checkpoints:
             tell("comparing the parameters, entry by entry")
-        rows = compared_rows(case, exact, rounded, rounding, intro.append)
+        rows = [*rollout_rows(case, exact, rounded, rounding),
+                sampling_row(case, exact, rounded, sampling, say),
+                *metric_rows(case, exact, rounded, rounding),
+                *after_rows(case, exact, rounded, rounding, say)]  # fmt: skip
+    report.rows = sorted(rows, key=lambda row: order().index(row.key))
 
     # Numbers that are in the line and not by hand: what no step determines, and what is unknown.
-    line = files.metrics[step]
-    left_out = sorted(line.keys() - exact.found.keys() - {"step"})
-    unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
+    report.left_out = sorted(files.metrics[step].keys() - exact.found.keys() - {"step"})
+    unknown = [name for name in report.left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
-        intro.append(f"audit.py does not know {', '.join(unknown)}: add the definition to "
-                     f"`metrics_by_hand` in audit.py")  # fmt: skip
+        say(f"audit.py does not know {', '.join(unknown)}: add the definition to "
+            f"`metrics_by_hand` in audit.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
-    groups = exact.groups
-    if group is None:
-        learning = [n for n in groups if any(any(s.A or []) for s in groups[n])]
-        group = learning[0] if learning else 0
-
-    # Each token has a part of the loss of its update, and the loss is the mean of the updates'.
-    updates = max(1, len(exact.state.updates))
-    parts = {}
-    for n in groups:
-        parts[n] = math.fsum(term["part"] for s in groups[n] for term in s.terms) / updates
-    own = parts.pop(group)
-    others = math.fsum(parts.values())
-    loss = f"loss: this group {own:.15g} + the other groups {others:.15g} "
-    loss += f"= {own + others:.15g}, loss/token_mean by hand"
-    return Report(
-        run=str(run), step=step, config=config, intro=intro,
-        rows=sorted(rows, key=lambda row: order().index(row.key)), left_out=left_out, group=group,
-        sequences=groups[group], loss=loss, updates=updates, show=task.show,
-    )  # fmt: skip
+    report.groups = exact.groups
+    report.updates = max(1, len(exact.state.updates))
+    learning = [n for n in exact.groups if any(any(s.A or []) for s in exact.groups[n])]
+    report.group = next(iter(learning), 0) if group is None else group
+    return report
 
 
-def compared_rows(case, exact, rounded, rounding, say) -> list:
-    """Compare the draws, the tokens, their advantages, the metrics of the line, the parameters."""
+def metric_rows(case, exact, rounded, rounding) -> list:
+    """Compare the metrics of the step's line."""
     line = case.files.metrics[case.step]
-    rows = rollout_rows(case, exact, rounded, rounding)
-    rows.append(sampling_row(case, exact, rounded, rounding.times, say))
+    rows = []
     for key in line.keys() & exact.found.keys():
         recorded = math.nan if line[key] is None else line[key]
         if not isinstance(recorded, int | float):
             raise ValueError(f"{key} of step {case.step} in metrics.jsonl is not a number")
         rows.append(rounding.row(key, recorded, exact.found[key], rounded.found[key]))
-    return rows + after_rows(case, exact, rounded, rounding, say)
+    return rows
 
 
-def sampling_row(case, exact, rounded, times, say) -> Audited:
+def sampling_row(case, exact, rounded, rounding, say) -> Audited:
     """Compare each draw with its token's interval, and say how many lie outside."""
     config = case.config
-    rounding = Rounding.of(config.rollout_dtype, times)
     draws = []
     for s in [s for group in exact.groups.values() for s in group]:
         for at in s.at:
@@ -1754,7 +1705,7 @@ def after_rows(case, exact, rounded, rounding, say) -> list:
         furthest = int((differences / allowed.clamp(min=1e-300)).argmax())
         found = differences[furthest].item()
         rows[name] = Audited("parameters", 0.0, found, found, allowed[furthest].item())
-    worst = max(rows, key=lambda name: rows[name].difference / max(rows[name].allowed, 1e-300))
+    worst = max(rows, key=lambda name: rows[name].share)
     say(f"parameters after the step: against {path.name}, the worst is {worst}")
     if not case.config.router_bias_rate:
         return [rows[worst]]
@@ -1767,12 +1718,12 @@ def after_rows(case, exact, rounded, rounding, say) -> list:
     wrong = sum(int((there[name] - x).abs().sum()) for name, x in exact.votes.items())
     sizes = [sum(int(x.abs().sum()) for x in votes.values()) for votes in (there, exact.votes)]
     loads = [hand.found["experts/load_max"] for hand in (exact, rounded)]
-    votes = Audited("votes", *sizes, wrong, 4 * rounding.undecided(*loads))
-    return [rows[worst], votes]
+    return [rows[worst], Audited("votes", *sizes, wrong, 4 * rounding.undecided(*loads))]
 
 
-# 11. The report as text -----------------------------------------------------------------------
-# What is outside, or the whole table, and the tokens of one group with their parts of the loss.
+# 11. The report -------------------------------------------------------------------------------
+# What is outside, or the whole table, and the tokens of one group with their parts of the loss: as
+# text, and as a page.
 
 
 def summary(report, everything) -> str:
@@ -1789,7 +1740,7 @@ def summary(report, everything) -> str:
         lines.append(f"{row.key:28}{row.recorded:22.15g}{row.by_hand:22.15g}"
                      f"{row.difference:12.1e}{row.allowed:10.1e}  {verdict}")  # fmt: skip
     good = [row for row in report.rows if row.ok]
-    nearest = max(good, key=lambda row: row.difference and row.difference / row.allowed)
+    nearest = max(good, key=lambda row: row.share)
     lines += [
         f"{len(good)} of {len(report.rows)} numbers are within what rounding explains; nearest to "
         f"its bound is {nearest.key}, {nearest.difference:.1e} of {nearest.allowed:.1e}",
@@ -1816,31 +1767,27 @@ def token_rows(report, s) -> list:
     return rows
 
 
-def print_report(report, everything=True, tokens=True) -> None:
-    """Print the summary, and how the tokens of one group add up to their loss."""
-    print(summary(report, everything))
-    for s in report.sequences if tokens else ():
-        print(f"\ngroup {report.group}, rollout {s.number}, reward {s.reward:g}")
-        print(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}  clip"
-              f"{'advantage':>11}{'part of loss':>14}")  # fmt: skip
+def as_text(report, everything=True, tokens=True) -> str:
+    """Return the summary, and how the tokens of one group add up to their loss."""
+    lines = [summary(report, everything)]
+    for s in report.groups[report.group] if tokens else ():
+        lines.append(f"\ngroup {report.group}, rollout {s.number}, reward {s.reward:g}")
+        lines.append(f"  {'token':>14}  sampled{'sampler':>11}{'old':>11}{'now':>11}{'ratio':>10}"
+                     f"  clip{'advantage':>11}{'part of loss':>14}")  # fmt: skip
         for row in token_rows(report, s):
             # A token that is not in the loss has no numbers.
             if row["part"] is None:
-                print(f"  {row['text']:>14}  {row['why']}")
+                lines.append(f"  {row['text']:>14}  {row['why']}")
                 continue
             clip = "yes" if row["clips"] else "no"
-            print(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
-                  f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
-                  f"{row['part']:14.6e}")  # fmt: skip
-    print(report.loss, report.verdict, sep="\n")
+            lines.append(f"  {row['text']:>14}{'yes':>9}{row['smp']:11.6f}{row['old']:11.6f}"
+                         f"{row['lp']:11.6f}{row['r']:10.6f}{clip:>6}{row['A']:11.6f}"
+                         f"{row['part']:14.6e}")  # fmt: skip
+    return "\n".join([*lines, report.loss, report.verdict])
 
 
-# 12. The report as a page ---------------------------------------------------------------------
-# `--html FILE`: one file of HTML, which loads nothing and runs no script. If you do not show a step
-# to others, skip this.
-
-# A token is a link. Its numbers are hidden until the link is pointed at (:hover) or named in the
-# page's address (:target). No script is needed for that.
+# `--html FILE`: one file of HTML, which loads nothing and runs no script. A token is a link. Its
+# numbers are hidden until the link is pointed at (:hover) or named in the page's address (:target).
 PAGE = string.Template("""\
 <!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>$verdict</title><style>
@@ -1878,31 +1825,22 @@ $rollouts
 """)
 
 
-def page_of(report) -> str:
+def as_page(report) -> str:
     """Return the report as one page of HTML."""
-    # The names of tasks and directories are text, and not markup.
-    return PAGE.substitute(
-        verdict=html.escape(report.verdict), color="ok" if report.wrong is None else "outside",
-        summary=html.escape(summary(report, True)), group=report.group,
-        loss=html.escape(report.loss),
-        rollouts="\n".join(rollouts_as_html(report)),
-    )  # fmt: skip
-
-
-def rollouts_as_html(report) -> list:
-    """Return the group's rollouts as rows, with rollouts that share a prefix next to each other."""
     # Sorted by their tokens, rollouts are the leaves of the tree of their prefixes from left to
     # right. The prefix that a row shares with the row above is drawn pale.
-    largest = max((abs(A) for s in report.sequences for A in s.A or []), default=0.0) or 1.0
+    sequences = sorted(report.groups[report.group], key=lambda s: s.tokens)
+    largest = max((abs(A) for s in sequences for A in s.A or []), default=0.0) or 1.0
     lines = []
     above = []
-    for s in sorted(report.sequences, key=lambda s: s.tokens):
+    for s in sequences:
         shared = len(os.path.commonprefix([above, s.tokens]))
         above = s.tokens
         cells = [f"<th>rollout {s.number}, reward {s.reward:g}</th>"]
         for place, row in enumerate(token_rows(report, s)):
             kinds = {"token": True, "shared": place < shared, "given": row["part"] is None,
                      "clips": row.get("clips")}  # fmt: skip
+            classes = " ".join(kind for kind in kinds if kinds[kind])
             shade = ""
             if not kinds["given"]:
                 # Green for tokens that the step makes likelier, red for the others.
@@ -1911,15 +1849,19 @@ def rollouts_as_html(report) -> list:
 
             # A token links to itself: named in the page's address, it shows its numbers at once.
             name = f"r{s.number}t{place}"
-            numbers = "\n".join(equations(report, s, row))
-            text = html.escape(row["text"])
-            classes = " ".join(kind for kind in kinds if kinds[kind])
+            text, numbers = map(html.escape, (row["text"], "\n".join(equations(report, s, row))))
             cells.append(
                 f'<td><a class="{classes}" id="{name}" href="#{name}"{shade}>{text}</a>'
-                f'<div class="numbers">{html.escape(numbers)}</div></td>'
+                f'<div class="numbers">{numbers}</div></td>'
             )
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return lines
+
+    # The names of tasks and directories are text, and not markup.
+    return PAGE.substitute(
+        verdict=html.escape(report.verdict), color="ok" if report.wrong is None else "outside",
+        summary=html.escape(summary(report, True)), group=report.group,
+        loss=html.escape(report.loss), rollouts="\n".join(lines),
+    )  # fmt: skip
 
 
 def equations(report, s, row) -> list:
@@ -1934,21 +1876,14 @@ def equations(report, s, row) -> list:
         f"(2) r = exp({'mean of ' * is_mean}now - old) = {row['r']:.6f}",
     ]
 
-    # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss.
-    bounded = f"min(r, {c.dual_clip:g})" if c.dual_clip else "r"
-    clip = f"-min({bounded} A, clip(r, {1 - c.clip_low:g}, {1 + c.clip_high:g}) A)"
-    tau = 1.0 if row["A"] > 0 else 1.05
-    text = {
-        "reinforce": "-A now", "clip": clip, "gspo": clip,
-        "cispo": f"-min(r, {c.cispo_bound:g}) A now",
-        "sapo": f"-4 / {tau:g} sigmoid({tau:g} (r - 1)) A",
-        "gmpo": f"-exp(mean of now - old in -{c.clip_low:g} .. {c.clip_high:g}) A",
-        "dppo": "-min(r, 20) A now, 0 where clipped",
-    }.get(c.objective, c.objective)  # fmt: skip
-    if c.importance_cap:
-        text += f", times {row['x']:.6f} (4)"
+    # l after (3) and (4). The token's `policy` is w l / Z, its share in the loss. The equation is
+    # the objective's own, from its docstring, with the values of the settings.
+    said = OBJECTIVES[c.objective].__doc__.removeprefix("Return the terms of ").removesuffix(".")
+    for name in ("clip_low", "clip_high", "cispo_bound"):
+        said = said.replace(name, f"{getattr(c, name):g}")
+    weight = f", times {row['x']:.6f} (4)" if c.importance_cap else ""
     clipped = ", clipped" if row["clips"] else ""
-    lines.append(f"(3) l = {text} = {row['policy'] * s.Z / s.w:.6f}{clipped}")
+    lines.append(f"(3) {said}{weight}: {row['policy'] * s.Z / s.w:.6f}{clipped}")
 
     # What is added to l, and its share in the loss of its update.
     if s.ref is not None and c.kl_in == "loss":
@@ -1963,7 +1898,7 @@ def equations(report, s, row) -> list:
     return lines
 
 
-# 13. The command ------------------------------------------------------------------------------
+# 12. The command ------------------------------------------------------------------------------
 # `python audit.py RUN`, and `python train_grpo.py audit RUN`, which calls `main`.
 
 
@@ -1990,9 +1925,9 @@ def main(argv) -> int:
     def command(o):
         with one_process("an audit"):
             report = audited(o.run, o.step, o.group, o.task, o.reward, tell=say)
-        print_report(report, o.all, o.all or o.group is not None)
+        print(as_text(report, o.all, o.all or o.group is not None))
         if o.html:
-            Path(o.html).write_text(page_of(report))
+            Path(o.html).write_text(as_page(report))
         return 0 if report.wrong is None else 1
 
     try:

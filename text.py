@@ -35,13 +35,12 @@ import torch
 
 import models
 import parallel
-import train_grpo
 from models import ModelConfig, Row
 from train_grpo import (
-    EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking, beside,
-    draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
-    naming_the_task, one_process, play, policy_in, read_json_lines, require_room, require_rows,
-    resumed_config, uniforms, write_hf,
+    ERRORS, EVALUATION, ONE_PROCESS, TASKS, Config, Sampler, Task, TaskError, add_flags, asking,
+    beside, draw_prompts, evaluate, from_file, is_finite_number, is_held_out, make_task, names_code,
+    naming_the_task, one_process, play, policy_in, read_json_lines, report, require_room,
+    require_rows, resumed_config, uniforms, write_hf,
 )  # fmt: skip
 
 
@@ -283,10 +282,8 @@ class Jsonl(Task):
         lines = []
         for number, row in read_json_lines(config.data):
             where = f"{config.data} line {number}"
-            try:
+            with naming_the_line(where):
                 lines.append(self._line(where, row))
-            except ValueError as error:  # of the chat template too, which may refuse a role
-                raise ValueError(f"{where}: {error}") from error
         self.rows = {False: [], True: []}  # by held out
         for line in lines:
             self.rows[is_held_out(line.shown.encode())].append(line)
@@ -303,10 +300,11 @@ class Jsonl(Task):
         if config.instruction != Config.instruction and not has_question:
             raise ValueError(f"--instruction follows a question; {config.data} has none")
         for line in self.rows[False] if config.demos else ():
-            count = len(self.demo((line, ()), None))
-            if count > config.max_new_tokens:  # its end would be cut off, and not be learned
-                raise ValueError(f"{line.where}: a demonstration of {count} tokens is over "
-                                 f"--max-new-tokens {config.max_new_tokens}")  # fmt: skip
+            with naming_the_line(line.where):
+                count = len(self.demo((line, ()), None))
+                if count > config.max_new_tokens:  # its end would be cut off, and not be learned
+                    raise ValueError(f"a demonstration of {count} tokens is over --max-new-tokens "
+                                     f"{config.max_new_tokens}")  # fmt: skip
 
     def prompt(self, rng, index, held_out):
         rows = self.rows[held_out]
@@ -328,14 +326,12 @@ class Jsonl(Task):
         # A line may have no demonstration. The task begins without it, and only --demos needs it.
         line, _ = state
         if line.demo is None:
-            raise ValueError(
-                f"{line.where}: it holds no demonstration, neither an answer to its question nor "
-                f"an assistant's message that is the policy's only one")
+            raise ValueError("it holds no demonstration, neither an answer to its question nor an "
+                             "assistant's message that is the policy's only one")  # fmt: skip
         tokens = self.text.encode(line.demo)
-        self._require_known(tokens, f"{line.where}: ")
+        self._require_known(tokens)
         if any(token in self.end for token in tokens):
-            raise ValueError(
-                f"{line.where}: the demonstration {line.demo!r} holds a mark that would end it")
+            raise ValueError(f"the demonstration {line.demo!r} holds a mark that would end it")
 
         # The chat template may write an answer in another form: Gemma's strips blanks around it,
         # and Qwen3's puts an empty block of thoughts before it. What the template adds after the
@@ -405,12 +401,12 @@ class Jsonl(Task):
             messages.append({"role": "assistant", "content": row["answer"]})
         return messages
 
-    def _require_known(self, tokens, where=""):
+    def _require_known(self, tokens):
         """Raise a ValueError if the model has no row for one of the tokens."""
         token = max(tokens, default=0)
         if token >= self.vocab_size:
-            raise ValueError(f"{where}it holds token {token}, {self.show([token])!r}; the model's "
-                             f"last token is {self.vocab_size - 1}")  # fmt: skip
+            raise ValueError(f"it holds token {token}, {self.show([token])!r}; the model's last "
+                             f"token is {self.vocab_size - 1}")  # fmt: skip
 
     def _require_room(self, line):
         """Raise a ValueError if the model has too few positions for a prompt and an answer."""
@@ -448,6 +444,15 @@ class Jsonl(Task):
             raise ValueError(f"--reward {self.config.reward} gave {reward!r} {where}: rewards must "
                              f"be finite numbers")  # fmt: skip
         return float(reward)
+
+
+@contextlib.contextmanager
+def naming_the_line(where):
+    """Put FILE.jsonl line N before what a ValueError says, of the chat template's too."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def template_of(config, text) -> str:
@@ -571,9 +576,6 @@ def same_answer(a, b):
 # How the three commands below read a run or a Hugging Face directory. Skip it if you only train.
 
 
-CODE = "task", "reward"  # flags that may name a file of Python: see `resumed_config`
-
-
 def is_run(directory) -> bool:
     """Return whether a directory is a run's, else a checkpoint's: both hold a config.json."""
     path = Path(directory) / "config.json"
@@ -581,17 +583,19 @@ def is_run(directory) -> bool:
     return "advantage" in models.read_json(path, what=what)
 
 
-def settings_of_run(run, imported=()) -> Config:
-    """Return what a run was started with.
+def settings_of_run(run, given=None, imported=()) -> Config:
+    """Return what a run was started with, under the settings that are given: {field: value}.
 
-    imported: of the flags in CODE those whose file the caller imports. If the run had a file, a
-        ValueError asks for it again: no file is imported because a directory names it.
+    imported: of `task` and `reward` those whose file the caller imports. If the run had a file and
+        none is given, a ValueError asks for it: no file is imported because a directory names it.
     """
-    # `resumed_config` wants all of CODE again. Flags that nobody imports are given as they stand.
+    # `resumed_config` wants both flags again. A flag that nobody imports is given as it stands.
+    given = given or {}
     path = Path(run) / "config.json"
     stored = models.read_json(path, what="the configuration of a run")
-    again = {name: f"{stored[name]}" for name in CODE if name in stored and name not in imported}
-    return resumed_config(path, again)
+    free = [name for name in ("task", "reward") if name in given or name not in imported]
+    again = {name: f"{stored[name]}" for name in free if name in stored}
+    return dataclasses.replace(resumed_config(path, again), **given)
 
 
 def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
@@ -727,9 +731,8 @@ def settings_of_evaluation(source, given) -> Config:
     # A run's device may be gone, its demonstrations are not learned, and its plan needs other
     # processes.
     if is_run(source):
-        config = settings_of_run(source, imported=[name for name in CODE if name not in given])
         elsewhere = ONE_PROCESS | {"device": "", "demos": 0}
-        return dataclasses.replace(config, **elsewhere | given).check()
+        return settings_of_run(source, elsewhere | given, imported=("task", "reward")).check()
     if "task" not in given:
         raise ValueError(f"{source} is a checkpoint, so say what to ask it: --task NAME, with "
                          f"--data FILE for --task jsonl")  # fmt: skip
@@ -862,14 +865,12 @@ def lines_said():
     """Yield the lines that are typed, or come through a pipe, without blank ones."""
     # Even an empty line has its newline. Nothing at all is the end, Ctrl-D at a terminal.
     prompt = "> " if sys.stdin.isatty() else ""
-    while True:
-        print(prompt, end="", flush=True)
-        line = sys.stdin.readline()
+    print(prompt, end="", flush=True)
+    while line := sys.stdin.readline():
         if line.strip():
             yield line.rstrip("\n")
-        if not line:
-            print(end="\n" if prompt else "")
-            return
+        print(prompt, end="", flush=True)
+    print(end="\n" if prompt else "")
 
 
 def chat(argv) -> int:
@@ -949,10 +950,8 @@ def export(argv) -> int:
         raise ValueError(f"--task is for a run with a task from a file: {options.run} needs none")
     task = None
     if not config.model:
-        imported = () if options.task else ("task",)
         given = {"task": options.task} if options.task else {}
-        known = settings_of_run(options.run, imported=imported)
-        task = make_task(dataclasses.replace(known, **given))
+        task = make_task(settings_of_run(options.run, given, imported=("task",)))
     with one_process("an export"):
         dtype = config.dtype if config.is_mixed else ""  # the masters, as at the run's own end
         model, name = load_policy(options.run, task, step=options.step, dtype=dtype)
@@ -970,8 +969,8 @@ def main(argv) -> int:
         return 2
     try:
         return models.quietly(commands[argv[0]], argv[1:])
-    except train_grpo.ERRORS as error:
-        return train_grpo.report(error)
+    except ERRORS as error:
+        return report(error)
 
 
 if __name__ == "__main__":

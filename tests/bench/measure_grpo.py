@@ -158,7 +158,6 @@ def step_error(device="cpu", **changes) -> float:
         files = SimpleNamespace(path=folder, config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
         state = case.state(Exact, torch.float64)
-        state.room = folder
         groups = groups_again(config, task, 1, lines)
         truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
