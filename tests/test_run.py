@@ -354,9 +354,9 @@ def test_lines_are_cut_back_to_the_checkpoint(straight, finished, torn):
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_output_directory_that_holds_a_run_is_refused(finished, world):
     before = contents(finished)
-    codes, _, err = cli(finished.parent, f"{FLAGS} 2", world)
-    assert codes == [2] * world and contents(finished) == before
-    assert all(re.search("error: run holds a run.*--resume.*--out", text) for text in err)
+    says = "error: run holds a run: --resume to go on with it, or choose another --out"
+    refused(finished.parent, f"{FLAGS} 2", says, world)
+    assert contents(finished) == before
 
 
 @pytest.mark.parametrize("flag", ["", "--resume"])

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,19 +181,12 @@ def test_the_first_screen_is_five_lines(tmp_path):
 
 
 @pytest.mark.quick
-def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_group):
-    bars = []
-
-    def bar(total, initial, **options):
-        bars.append((total, initial))
-        return SimpleNamespace()
-
-    bar.write = print
-    monkeypatch.setattr(train_grpo, "tqdm", bar)
+def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, capsys, process_group):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     config = Config(demos=3, steps=5)
     Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
     Log(config, None, SimpleNamespace(first_step=0), "run")
-    assert bars == [(3, 1), (5, 0)]
+    assert set(re.findall(r"\| (\d/\d) \[", capsys.readouterr().err)) == {"1/3", "0/5"}
 
 
 # Nothing to learn from --------------------------------------------------------------------------
