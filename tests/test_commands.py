@@ -384,7 +384,7 @@ def test_ctrl_c_ends_a_conversation_with_0(talker, chat, monkeypatch):
     def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text_file, "generate", interrupt)
+    monkeypatch.setattr(Answer, "append", interrupt)
     assert chat(talker, "?\n")[:2] == (0, "\n")
     monkeypatch.setattr(Said, "readline", interrupt)
     assert chat(talker, "?\n")[:2] == (0, "\n")

@@ -513,9 +513,9 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     assert train_grpo.main(evaluate.split()) == 0
 
     # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
-    rows, generate = [], text.generate
-    monkeypatch.setattr(text, "generate", lambda model, given, **how: (
-        rows.append(list(given[0].tokens)) or generate(model, given, **how)))  # fmt: skip
+    rows, begin = [], text.Answer.__init__
+    monkeypatch.setattr(text.Answer, "__init__", lambda answer, row, *how: (
+        rows.append([*row]) or begin(answer, row, *how)))  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
     assert train_grpo.main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
     assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err

@@ -17,12 +17,11 @@ import torch
 from conftest import LOOKUP, batch_of
 
 import models
-import train_grpo
 from audit import Recorded, loss_definition, rate_by_hand, score_alone
 from parallel import pack
 from train_grpo import (
-    LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, choices_of, collect,
-    demonstrations, gae, grpo_loss, loss_denominator, make_task,
+    LOSS_SETTINGS, METRICS, Config, Metric, SampledBatch, Trainer, Trajectory, build, choices_of,
+    collect, demonstrations, gae, grpo_loss, loss_denominator, make_task,
 )  # fmt: skip
 from tree_attention import TokenTrie
 
@@ -296,17 +295,17 @@ def test_supervised_steps_follow_the_mean_log_likelihood_of_demonstrations(proce
 
 
 def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
-    """What numpy holds of a batch is float64."""
-    trainer, seen = make_trainer(dtype="float32", kl_coef=1.0), []
+    """What numpy holds of a batch is float64. The gap to the sampler is, on purpose."""
+    seen = {}
 
-    def watched(*columns, **given):
-        tensors = [x for x in (*columns, *given.values()) if isinstance(x, torch.Tensor)]
-        seen.append({x.dtype for x in tensors})
-        return grpo_loss(*columns, **given)
+    def watched(t):
+        seen.update({k: x.dtype for k, x in vars(t).items() if isinstance(x, torch.Tensor)})
+        return t.lp_N
 
-    monkeypatch.setattr(train_grpo, "grpo_loss", watched)
-    trainer.forward_backward(some_batch(), 10.0)
-    assert seen and all(dtypes == {torch.float32, torch.bool} for dtypes in seen)
+    monkeypatch.setitem(METRICS, "watched", Metric("its dtypes", "mean", "mean", watched))
+    make_trainer(dtype="float32", kl_coef=1.0).forward_backward(some_batch(), 10.0)
+    assert seen.pop("gap_N") == torch.float64 and "ref_N" in seen
+    assert {*seen.values()} == {torch.float32, torch.bool}
 
 
 def test_without_a_sampler_the_old_policy_has_sampled():
