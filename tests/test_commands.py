@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow
 from test_ranks import as_script
 from test_rollout import Chat, random_model
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
-from test_run import _main, cli, contents, good, json_lines, killed, refused
+from test_run import _main, _task, cli, contents, good, json_lines, killed, refused
 
 import models
 import text as text_file
@@ -34,20 +34,6 @@ SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prom
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
 SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
 ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".split()
-NAMED = """
-from pathlib import Path
-Path("imported").touch()
-from train_grpo import Task
-class Echo(Task):
-    vocab_size = 3
-    end = (2,)
-    def show(self, tokens):
-        return " ".join("ab!"[t] for t in tokens)
-    def prompt(self, rng, index, held_out):
-        return None, [index % 2]
-    def reply(self, state, answer):
-        return None, None, float(len(answer) == 2)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +46,10 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def echo(tmp_path_factory):
+def named(tmp_path_factory):
     """A directory with a run of a task from a file, whose import leaves a file `imported`."""
-    folder = tmp_path_factory.mktemp("echo")
-    (folder / "echo.py").write_text(NAMED)
-    good(folder, f"{SMALL.replace('--size 3', '--task echo.py:Echo')} 2")
+    folder = tmp_path_factory.mktemp("named")
+    good(folder, _task(folder, top="open('imported', 'w')"))
     (folder / "imported").unlink()
     return folder
 
@@ -255,20 +240,20 @@ def test_commands_are_one_process(run):
         refused(run.parent, command, "is one process: start it without torchrun", world=2)
 
 
-def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(echo, monkeypatch, capsys):
-    monkeypatch.chdir(echo)
+def test_a_file_that_a_run_names_is_imported_only_if_it_is_given(named, monkeypatch, capsys):
+    monkeypatch.chdir(named)
     for command in (["eval", "run"], ["export", "run", "new"]):
         code, _, err = call(capsys, *command)
-        assert code == 2 and "give it again, as --task FILE.py:Echo" in err, err
+        assert code == 2 and "give it again, as --task FILE.py:Mine" in err, err
     call(capsys, "chat", "run")
     call(capsys, "eval", "run/hf", "--task", "guess", "--size", 1)
     assert not Path("imported").exists() and not Path("new").exists()
 
-    code, out, err = call(capsys, "eval", "run", "--task", "echo.py:Echo", "--samples", 4)
+    code, out, err = call(capsys, "eval", "run", "--task", "task.py:Mine", "--samples", 4)
     assert code == 0 and Path("imported").exists(), err
-    assert "prompt: a\n" in out
+    assert "prompt: [0]\n" in out
     assert figures_of(out).keys() == {"solved", "pass@1", "pass@2", "pass@4"}
-    assert call(capsys, "export", "run", "new", "--task", "echo.py:Echo")[0] == 0
+    assert call(capsys, "export", "run", "new", "--task", "task.py:Mine")[0] == 0
     assert contents(Path("new")) == contents(Path("run/hf"))
 
 
@@ -421,9 +406,8 @@ ROAD += "--lr-warmup 0 --lr-decay constant --eval-prompts 8 --max-new-tokens 6 -
 
 
 # The default suite has a small one; behind `-m slow` are 5 to 20 million parameters a family.
-ROADS = [pytest.param("gemma3", dict(layers=2, width=64), id="gemma3 small")]
-ROADS += [pytest.param(family, {}, marks=pytest.mark.slow, id=family)
-          for family in ("qwen2", "qwen3", "qwen3_moe", "gemma3")]  # fmt: skip
+FAMILIES = "qwen2", "qwen3", "qwen3_moe", "gemma3"
+ROADS = [("gemma3", dict(layers=2, width=64)), *slow(*((family, {}) for family in FAMILIES))]
 
 
 @pytest.mark.parametrize("family, size", ROADS)

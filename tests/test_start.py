@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, shortened
+from conftest import LOOKUP, shortened, slow
 from measure_parallel import read_cases
 from oracles import LiveBytes
 from test_precision import tensors_of
@@ -87,10 +87,7 @@ def _stopped(rank, world, port, cwd, log, flags, count):
     _main(rank, world, port, cwd, log, flags, None)
 
 
-LATER = [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 10), (2, 6))]
-
-
-@pytest.mark.parametrize("world, count", [(1, 6), *LATER])
+@pytest.mark.parametrize("world, count", [(1, 6), *slow((1, 10), (2, 6))])
 def test_sigterm_in_the_supervised_start_saves_it(straight, tmp_path, world, count):
     codes, out, err = end(*begin(tmp_path, FLAGS, world, count, _stopped))
     assert codes == [143] * world, err
@@ -213,9 +210,8 @@ PER_PROMPT = "return state, None, 0.5 * (state % 2)"  # equal in a group, not in
 
 @pytest.mark.parametrize("flags, reply, warns", [
     ("", PER_PROMPT, True), ("--advantage gae", PER_PROMPT, False),
-    pytest.param("--advantage gae", "return state, None, 1.0", True, marks=pytest.mark.slow),
-])  # fmt: skip
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+    *slow(("--advantage gae", "return state, None, 1.0", True))])  # fmt: skip
+@pytest.mark.parametrize("world", shortened([1, 2], 1))
 def test_a_run_without_unequal_rewards_warns(tmp_path, world, flags, reply, warns):
     """With a critic, rewards of different prompts can be compared. Rank 0 says it for all."""
     task = _task(tmp_path, state="index", reply=reply)
