@@ -63,11 +63,12 @@ class SimpleGrid:
     """
 
     def __init__(self, text, timeout=None):
-        plan, *words = text.split()
-        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", plan)}
+        if not re.fullmatch(r"([pdcte][1-9]\d*)+( sp| fsdp)*", text):
+            raise ValueError(f"expected a plan such as 'p2d2t2' or 't2 sp', got {text!r}")
+        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", text)}
         p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
-        self.fsdp = "fsdp" in words
-        self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
+        self.fsdp = " fsdp" in text
+        self.sequence = " sp" in text or t == 1  # with one t rank, its shard is all tokens
 
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         experts = self.ranks.reshape(p, -1, e)
@@ -505,16 +506,15 @@ def fully_shard_layer(layer, group):
     whole_layer = nn.Module()
     whole_layer.layer = layer
     whole_layer.forward = layer.forward
-    names = [name for name, _ in whole_layer.named_parameters()]
     for p in layer.parameters():
         p.data = parameter_shard(p, group).data
 
     # The ranks have different tokens and need the same whole weights. The backward of the gather
     # is a reduce-scatter: each rank gets the gradient of its rows, summed over all ranks.
     def gather_and_run(*args):
-        shards = layer.parameters()
-        whole = [Communicate.apply(p, group, all_gather, reduce_scatter) for p in shards]  # (1)
-        return torch.func.functional_call(whole_layer, dict(zip(names, whole)), args)
+        whole = {f"layer.{name}": Communicate.apply(p, group, all_gather, reduce_scatter)  # (1)
+                 for name, p in layer.named_parameters()}  # fmt: skip
+        return torch.func.functional_call(whole_layer, whole, args)
 
     # Autograd would keep the whole weights until the backward. A checkpoint keeps the input only,
     # and runs the layer again in the backward. So weights are gathered, freed, and gathered again.
@@ -804,7 +804,6 @@ def letters_table() -> str:
     return "\n".join(lines)
 
 
-KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"  # of groups
 BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
 PLAN = rf"""
@@ -900,31 +899,16 @@ class Plan:
         """The number of ranks that hold the same experts."""
         return self.world // (self.pp * self.ep * self.etp)
 
-    @property
-    def shapes(self) -> tuple[dict, dict]:
-        """Return the rank grids of attention and of experts, name to degree, outermost first."""
-        attention = {LETTERS[letter].axis: getattr(self, LETTERS[letter].axis) for letter in "pdct"}
-        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
+    def has_degrees_of(self, other) -> bool:
+        """Return whether two plans differ at most by the name of the backend."""
+        return dataclasses.replace(self, backend=other.backend) == other
 
-    def groups(self, kind: str) -> list[list[int]]:
-        """List the ranks of each group of a kind (see KINDS), without making communicators."""
-        if kind not in KINDS:
-            raise ValueError(f"expected a kind of {', '.join(KINDS)}, got {kind!r}")
-        attention, experts = self.shapes
-        names = ("dp", "cp") if kind == "fsdp" else (kind,)
-        shape = attention if names[0] in attention else experts
-        ranks = np.arange(self.world).reshape([*shape.values()])
-        return ranks_along(ranks, [[*shape].index(name) for name in names])
-
-    def require_fits(
-        self, *, world=None, config=None, microbatches=None, ulysses=False, shard=None
-    ) -> None:
-        """Raise ValueError unless the plan fits the ranks, the model and the batch that are given.
+    def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
+        """Raise ValueError unless the plan fits the ranks and the model that are given.
 
         world: int. The number of ranks that were started.
         shard: int. HSDP: how many of the d ranks share the weights.
         config: ModelConfig.
-        microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
         layers = self.pp if config is None else config.num_hidden_layers
@@ -932,8 +916,6 @@ class Plan:
             (world not in (None, self.world),
              f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
              f"or change the plan"),
-            (microbatches is not None and self.pp > max(1, microbatches),
-             f"expected a micro-batch for each of {self.pp} stages, got {microbatches}"),
             (shard is not None and self.dp % shard,
              f"{shard} ranks that shard must divide d = {self.dp}"),
             (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
@@ -956,19 +938,6 @@ class Plan:
             if config is not None and degree > 1 and getattr(config, size) % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
                                  f"got {getattr(config, size)}")  # fmt: skip
-
-    def describe(self) -> str:
-        """Return a line of degrees, then each tensor group on a line with its place in the grid."""
-        degrees = self.shapes[0] | {"ep": self.ep, "etp": self.etp}
-        lines = [" ".join(f"{kind}={degree}" for kind, degree in degrees.items())]
-
-        # Tensor groups are in the order of the grid without its last dimension, tp.
-        width = len(str(self.world - 1))
-        for n, ranks in enumerate(self.groups("tp")):
-            p, d, c = np.unravel_index(n, (self.pp, self.dp, self.cp))
-            row = " ".join(f"{rank:>{width}}" for rank in ranks)
-            lines.append(f"pp {p}  dp {d}  cp {c} | {row}")
-        return "\n".join(lines)
 
     def __str__(self):
         """Return the shortest string that parses to this plan."""
@@ -1000,6 +969,12 @@ def plans_on_same_ranks(text) -> tuple[Plan, ...]:
 class Grid(SimpleGrid):
     """The core's groups of a plan, and its meshes: grids of ranks as torch knows them.
 
+    Making it makes all communicators of the plan, and is collective over the world.
+
+    plan: Plan.
+    device_type: "cpu" or "cuda". Where the model runs.
+    shard: int. HSDP: how many of the d ranks share the weights. Default: all.
+
     dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
         the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
     experts: DeviceMesh (e, etp, edp) of this rank's stage.
@@ -1009,7 +984,7 @@ class Grid(SimpleGrid):
     last. A tensor of a DeviceMesh lists its cuts in this order.
     """
 
-    def __init__(self, plan, device_type, shard):
+    def __init__(self, plan, device_type="cpu", *, shard=None):
         plan.require_fits(world=dist.get_world_size(), shard=shard)
         # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
         backend = dist.group.WORLD._get_backend(torch.device(device_type))
@@ -1037,19 +1012,22 @@ class Grid(SimpleGrid):
             self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
         wait_for_all(device_type)
 
-    @classmethod
-    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """Make all communicators of a plan. Collective over the world.
-
-        device_type: "cpu" or "cuda". Where the model runs.
-        shard: int. HSDP: how many of the d ranks share the weights. Default: all.
-        """
-        return cls(plan, device_type, shard)
-
     @property
     def dp_rank(self) -> int:
         """Which of the d shares of the batch this rank works on."""
         return self.group["d"].rank()
+
+
+def all_gather_objects(item, group=None) -> list:
+    """Return the items of all ranks of a group, in rank order. Collective. Default: of all ranks.
+
+    item: anything that can be pickled.
+    """
+    items = [None] * dist.get_world_size(group)
+    # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
+    # Pinned by tests/test_packed.py::test_ranks_are_one_process.
+    dist.all_gather_object(items, item, group=group)
+    return items
 
 
 def wait_for_all(device="cpu") -> None:
@@ -1128,9 +1106,10 @@ class Place(NamedTuple):
 
     def cut_copies(self) -> "Place":
         """Cut by rows over the ranks with other tokens and the same entries."""
-        return self.cut(0, self.mesh.mesh_dim_names[-1])
+        # A number without dimensions has no rows: each of the ranks has it.
+        return self.cut(0, self.mesh.mesh_dim_names[-1]) if self.shape else self
 
-    def label(self, x):
+    def as_dtensor(self, x):
         """Return this rank's entries x as the DTensor that torch's checkpoints expect."""
         if not self.cuts:
             return x
@@ -1169,10 +1148,10 @@ class Place(NamedTuple):
         return x
 
 
-def place_of(name, shape, grid, mode, has_two_ends) -> Place:
+def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
     """Return the place of a parameter with this shape of the whole: by the core's `layout`.
 
-    has_two_ends: bool. The first and the last stage are on different ranks, and share an embedding.
+    ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
     plan = grid.plan
     how = layout(f".{name}", grid)
@@ -1196,7 +1175,7 @@ def place_of(name, shape, grid, mode, has_two_ends) -> Place:
         place = place.cut_copies()
         partial = "t" if partial == "dct" else ""
     sums = [grid.group[partial]]
-    if has_two_ends and name == TIED and grid.ends is not None:
+    if ends_share_embedding and name == TIED and grid.ends is not None:
         sums.append(grid.ends)
         place = place._replace(holders=2 * place.holders)
     return place._replace(sums=tuple(group for group in sums if group.size() > 1))
@@ -1297,7 +1276,7 @@ def parallelize(
         a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
         meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
-    device_mesh: Grid. `Grid.make(plan)`.
+    device_mesh: Grid. `Grid(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
         HSDP if the grid replicates). Section 8 compares them.
@@ -1330,7 +1309,7 @@ def parallelize(
     plan.require_fits(world=dist.get_world_size(), config=config)
     options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
                    compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
-    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+    for is_wrong, text in option_conflicts(model, plan, device_mesh, **options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
@@ -1338,7 +1317,7 @@ def parallelize(
     grid = with_sequence(device_mesh, sequence)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     is_tied = not hasattr(model, "lm_head")
-    split(model, grid)
+    shard_model(model, grid)
     pipeline = None
     if schedule != "1f1b":
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
@@ -1365,7 +1344,7 @@ def parallelize(
     return model
 
 
-def misfits(
+def option_conflicts(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
 ) -> list:
     """Return (whether it is so, the error) of options that need or exclude one another."""
@@ -1378,8 +1357,8 @@ def misfits(
     coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
-        (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
-         f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
+        (not plan.has_degrees_of(grid.plan),
+         f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
         (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
@@ -1414,7 +1393,7 @@ def with_sequence(grid, sequence) -> Grid:
     return grid
 
 
-def split(model, grid) -> None:
+def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the core's functions."""
     group = grid.group
     if grid.plan.tp > 1:
@@ -1812,10 +1791,9 @@ def first_non_finite(gradients) -> int:
 def name_suspects(model, suspect: int) -> str:
     """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
     names = [name for name, _ in model.named_parameters()][::-1]
-    found = [None] * dist.get_world_size()
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
     # tests/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
-    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
+    found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
@@ -1962,7 +1940,7 @@ def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
 def weights_to_store(model, optimizer=None) -> dict:
     """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
     weights, places = weights_and_places(model, optimizer)
-    return {name: places[name].label(local(x.detach())) for name, x in weights.items()}
+    return {name: places[name].as_dtensor(local(x.detach())) for name, x in weights.items()}
 
 
 def state_of(optimizer, name, p) -> dict:
@@ -1998,14 +1976,15 @@ def training_tensors(model, optimizer) -> dict:
     tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
     places = getattr(optimizer, "places", part_of(model).places)
     for name, p in model.named_parameters():
-        if not state_of(optimizer, name, p):  # as AdamW makes it before its first step
+        # As AdamW makes it before its first step. It makes none of a frozen parameter.
+        if p.requires_grad and not state_of(optimizer, name, p):
             x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
             step = torch.zeros((), dtype=torch.float32, device=x.device)
             zeros = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[x] |= dict(step=step, **zeros)
         for key, x in state_of(optimizer, name, p).items():
             # The number of steps has no dimension, and is the same on all ranks.
-            tensors[f"optimizer.{name}.{key}"] = places[name].label(local(x)) if x.dim() else x
+            tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
 
 
@@ -2043,8 +2022,7 @@ def replica_difference(model, optimizer=None) -> str | None:
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
     # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, digests)
+    tables = all_gather_objects(digests)
     different = {}  # name -> {digest: the ranks that have it}
     for key in dict.fromkeys(key for table in tables for key in table):
         ranks_of = {}
@@ -2283,9 +2261,8 @@ class PackedBatches:
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        replica = self.part.grid.group["pct"]
-        parts = [None] * replica.size()
-        dist.all_gather_object(parts, found if self.part.is_last else None, group=replica)
+        found = found if self.part.is_last else None
+        parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
     def pack_micro_batches(self, sequences, masks):
@@ -2489,8 +2466,7 @@ def gather_replica(model, items):
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
     # tests/test_packed.py::test_ranks_are_one_process.
     replica = part.grid.group["pct"]
-    parts = [None] * replica.size()
-    dist.all_gather_object(parts, items, group=replica)
+    parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
 
@@ -2513,9 +2489,8 @@ def require_batch(model, sequences, masks):
     seen = [(found, "")]
     if part.plan.world > part.plan.dp:
         batch = [[*map(int, x)] for x in (*sequences, *masks)]
-        seen *= part.grid.group["pct"].size()
         digest = zlib.crc32(repr(batch).encode())
-        dist.all_gather_object(seen, (found, digest), group=part.grid.group["pct"])
+        seen = all_gather_objects((found, digest), part.grid.group["pct"])
     found = next((text for text, _ in seen if text), "")
     if not found and len({digest for _, digest in seen}) > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
@@ -2603,7 +2578,7 @@ def split_for_decoding(model, plan, *, device_mesh):
     # One new token in a row cannot be split along the sequence, so between f and g every tensor
     # rank has all rows.
     grid = with_sequence(device_mesh, False)
-    split(model, grid)
+    shard_model(model, grid)
     places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
     model.part = Part(plan, grid.device, places, grid)
     model.calls = None
@@ -2723,10 +2698,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     # what t and e cut. Pinned by
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    tables = [{name: (places[name].shape, places[name].pattern) for name in tensors}]
-    if group is not None:
-        tables *= group.size()
-        dist.all_gather_object(tables, tables[0], group=group)
+    table = {name: (places[name].shape, places[name].pattern) for name in tensors}
+    tables = [table] if group is None else all_gather_objects(table, group)
 
     # Every rank has all tables now, so all of them find a difference before any weight is sent.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
@@ -3067,8 +3040,7 @@ def on_all_ranks(function) -> dict:
         found = error
     # COMM: an all-gather over all ranks, of results or errors. Pinned by
     # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    results = [None] * dist.get_world_size()
-    dist.all_gather_object(results, found)
+    results = all_gather_objects(found)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -3225,7 +3197,7 @@ class FullTraining:
 
     def __init__(self, model, text):
         plan, mode = text.split()
-        self.grid = Grid.make(Plan.parse(plan))
+        self.grid = Grid(Plan.parse(plan))
         options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
         self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
         make = functools.partial(torch.optim.AdamW, **ADAMW)

@@ -2543,8 +2543,8 @@ def shard_generator(config, generator, device, *, policy, grid):
         Its Grid serves the generator too if the degrees are equal.
     """
     plan = plans_of(config).generator
-    if grid.plan.shapes != plan.shapes:
-        grid = Grid.make(plan, device.type)
+    if not plan.has_degrees_of(grid.plan):
+        grid = Grid(plan, device.type)
     parallel.split_for_decoding(generator, plan, device_mesh=grid)
     parallel.share_or_allocate(policy, generator, device)
 
@@ -2836,7 +2836,7 @@ class Trainer(SimpleTrainer):
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
-        self.grid = Grid.make(self.plan, self.device.type, shard=config.shard_ranks or None)
+        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.

@@ -94,7 +94,7 @@ def _packed(rank, plans):
         plan, parts = Plan.parse(text), []
         attention = models.causal_attention if plan.cp > 1 else None
         model = parallelize(
-            experts(), plan, device_mesh=Grid.make(plan), attention=attention, **options)
+            experts(), plan, device_mesh=Grid(plan), attention=attention, **options)
 
         def balance(*pairs, **options):
             made = Balance(*pairs, coef=COEF, **options)

@@ -39,7 +39,7 @@ def mixed_model(model, dtype=torch.bfloat16, plan=None, **options):
     """A model and its optimiser in mixed precision, of a plan of one rank by default."""
     plan = plan or Plan()
     model.residual_dtype = next(model.parameters()).dtype
-    grid = Grid.make(plan)
+    grid = Grid(plan)
     model = parallelize(model, plan, device_mesh=grid, compute_dtype=dtype, **options)
     zero = options.get("mode") == "zero1"
     make = lambda p: torch.optim.AdamW(p, lr=1e-6)  # noqa: E731
