@@ -1192,7 +1192,6 @@ class Part:
     grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
     pipeline: a `TorchPipeline` if a rank has two stages, else None.
-    is_last: bool. Whether this rank has the last stage of a pipeline, or all of the model.
     """
 
     plan: Plan
@@ -1203,14 +1202,25 @@ class Part:
     offload: bool = False
     compute_dtype: torch.dtype | None = None
     pipeline: object = None
-    is_last: bool = True
 
-    def roots(self, model) -> list:
-        """List the modules whose `hidden` runs this rank's layers: the model, or its stages."""
-        return [model] if self.pipeline is None else [*self.pipeline.own.values()]
+    def stages(self, model) -> dict:
+        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages.
+
+        The module of a rank's only stage is the model itself.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.own
+        return {self.grid.group["p"].rank() if self.grid else 0: model}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage of a pipeline, or all of the model."""
+        if self.pipeline is not None:
+            return self.pipeline.last is not None
+        return self.grid is None or self.grid.group["p"].rank() == self.plan.pp - 1
 
     def has_head(self, root) -> bool:
-        """Return whether one of `roots` has the last norm, so that it can compute log-probs."""
+        """Return whether one of `stages` has the last norm, so that it can compute log-probs."""
         return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
@@ -1253,7 +1263,7 @@ def full(tensor, place=None):
 
 def reshard(model) -> None:
     """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-    for root in part_of(model).roots(model):
+    for root in part_of(model).stages(model).values():
         if isinstance(root, fsdp.FSDPModule):
             root.reshard()
 
@@ -1323,13 +1333,9 @@ def parallelize(
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
-    is_last = grid.group["p"].rank() == plan.pp - 1
-    if pipeline is not None:
-        is_last = pipeline.last is not None
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
-    model.part = Part(
-        plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline, is_last)
+    model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
@@ -1339,7 +1345,7 @@ def parallelize(
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     if mode == "fsdp":
-        for root in model.part.roots(model):
+        for root in model.part.stages(model).values():
             apply_fsdp(root, model.part)
     return model
 
@@ -1471,7 +1477,7 @@ def materialise(model) -> None:
     Its content is undefined afterwards. The largest tensor that is ever made is a part's.
     """
     part = part_of(model)
-    for root in part.roots(model):
+    for root in part.stages(model).values():
         root.to_empty(device="cpu" if part.offload else part.device)
 
 
@@ -1585,11 +1591,8 @@ def run_forwards(model, forward, number, like=None) -> None:
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     part = part_of(model)
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    own, rank_of = {0: model}, [0]
-    if group is not None:
-        own, rank_of = {group.rank(): model}, [*range(group.size())]
-    if part.pipeline is not None:
-        own, rank_of = part.pipeline.own, part.pipeline.rank_of
+    own = part.stages(model)
+    rank_of = range(part.plan.pp) if part.pipeline is None else part.pipeline.rank_of
     for n in range(number):
         x = None
         for stage, root in own.items():
@@ -2209,20 +2212,16 @@ class PackedBatches:
         Returns the loss, summed over data shares, float64.
         """
         micro_batches, rows = self.pack_micro_batches(sequences, masks)
-
-        def loss_of_states(k, hidden_1sM):
-            scores = self.score(rows[k], hidden_1sM)
-            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
-                return sum(x_BT.sum() for x_BT in scores)
-            return loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
-
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k], self.balance).through(root, x)
             if not self.part.has_head(root):
                 return x_1sM
-            loss = loss_of_states(k, x_1sM)
+            scores = self.score(rows[k], x_1sM)
+            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
+                return sum(x_BT.sum() for x_BT in scores)
+            loss = loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
             total.add_(loss.detach())
             return loss
 
@@ -2424,21 +2423,13 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
     part = part_of(model)
     plan = part.plan
-    groups = []
-    first = 0  # of local_s, the first that a sparse layer sees
-    taken_s = local_s
-    if plan.cp > 1:
-        groups.append(part.grid.group["c"])
-    if plan.tp > 1:
-        chunk = -(-len(local_s) // plan.tp)
-        start = part.grid.group["t"].rank() * chunk
-        taken_s = local_s[start : start + chunk]
-        first = start if plan.etp == 1 else 0
-        groups.append(part.grid.group["t"])
+    taken_s = own_chunk(local_s, part.grid.group["t"]) if plan.tp > 1 else local_s
+    seen_s = local_s if plan.etp > 1 else taken_s
+    groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
 
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
     is_taken_J = torch.isin(token_J, taken_s)
-    token_j = torch.searchsorted(local_s, token_J[is_taken_J]) - first
+    token_j = torch.searchsorted(seen_s, token_J[is_taken_J])
     num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
     pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
     return balance(*pairs, num_sequences=num_sequences, groups=groups)
@@ -2508,9 +2499,8 @@ class PaddedTokens:
     without a graph. Everything else is the model's.
     """
 
-    def __init__(self, model, multiple):
+    def __init__(self, model):
         self.model = model
-        self.multiple = multiple
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -2518,8 +2508,9 @@ class PaddedTokens:
     def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
+        t = self.model.part.plan.tp
         length = tokens_1S.shape[1]
-        pad = max(1, -(-length // self.multiple)) * self.multiple - length
+        pad = -length % t if length else t
 
         def attention_without_padding(q, k, v, /, **options):
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)

@@ -2783,7 +2783,7 @@ class ChunkBatches(TreeBatches):
         lockstep = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:
-            model = parallel.PaddedTokens(model, self.plan.tp)
+            model = parallel.PaddedTokens(model)
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
         config = self.config
         result = tree_backward(

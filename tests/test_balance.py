@@ -113,7 +113,7 @@ def _packed(rank, plans):
         if plan.tp > 1 and not options:
             trie = TokenTrie([torch.tensor(x) for x in SEQUENCES])
             loss = lambda i, lp, H: 0 * lp.sum()  # noqa: E731
-            result = tree_backward(PaddedTokens(model, 2), trie, loss, max_tokens=3)
+            result = tree_backward(PaddedTokens(model), trie, loss, max_tokens=3)
             assert added([({}, result.router_counts)])[1].equal(truth[1])
     return found
 
