@@ -1946,21 +1946,11 @@ def weights_to_store(model, optimizer=None) -> dict:
     return {name: places[name].as_dtensor(local(x.detach())) for name, x in weights.items()}
 
 
-def state_of(optimizer, name, p) -> dict:
-    """Return a parameter's state in a LocalOptimizer or in an optimizer of torch; empty if none."""
-    # Read with get: asking a torch optimizer for the state of a parameter would make one.
-    key = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-    return optimizer.state.get(key, {})
-
-
 def persistent_buffers(model) -> dict:
     """Return name -> buffer of those that belong to a model's state, such as a router's bias."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
-    return found
+    names = dict(model.named_buffers())
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if name in names}
 
 
 def tensors_of(model) -> dict:
@@ -1979,13 +1969,14 @@ def training_tensors(model, optimizer) -> dict:
     tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
     places = getattr(optimizer, "places", part_of(model).places)
     for name, p in model.named_parameters():
-        # As AdamW makes it before its first step. It makes none of a frozen parameter.
-        if p.requires_grad and not state_of(optimizer, name, p):
-            x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-            step = torch.zeros((), dtype=torch.float32, device=x.device)
-            zeros = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[x] |= dict(step=step, **zeros)
-        for key, x in state_of(optimizer, name, p).items():
+        own = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
+        # Read with get: asking a torch optimizer for the state of a parameter would make one.
+        state = optimizer.state.get(own, {})
+        if p.requires_grad and not state:  # as AdamW makes it before its first step
+            step = torch.zeros((), dtype=torch.float32, device=own.device)
+            zeros = {key: torch.zeros_like(own) for key in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state[own] = dict(step=step, **zeros)
+        for key, x in state.items():
             # The number of steps has no dimension, and is the same on all ranks.
             tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
@@ -2477,7 +2468,7 @@ def require_batch(model, sequences, masks):
     # same batch. Pinned by
     # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
-    seen = [(found, "")]
+    seen = [(found, 0)]
     if part.plan.world > part.plan.dp:
         batch = [[*map(int, x)] for x in (*sequences, *masks)]
         digest = zlib.crc32(repr(batch).encode())
@@ -2508,18 +2499,21 @@ class PaddedTokens:
     def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
-        t = self.model.part.plan.tp
+        part = part_of(self.model)
         length = tokens_1S.shape[1]
-        pad = -length % t if length else t
+        pad = -length % part.plan.tp if length else part.plan.tp
 
         def attention_without_padding(q, k, v, /, **options):
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        def on_routing_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
-            scores_NE = self._of_all_ranks(scores_nE)
-            chosen_NK = self._of_all_ranks(chosen_nK)
-            return on_routing(scores_NE[:length], chosen_NK[:length], layer=layer)
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With t
+        # inside the experts a layer has seen all tokens already. Pinned by
+        # tests/test_balance.py::test_a_rank_sees_some_tokens.
+        def on_routing_of_all_tokens(*found, layer):
+            if part.plan.etp == 1:
+                found = [all_gather(x.detach(), part.grid.group["t"]) for x in found]
+            return on_routing(*(x[:length] for x in found), layer=layer)
 
         options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
         x_1SM = self.model.hidden(
@@ -2527,15 +2521,6 @@ class PaddedTokens:
             attention=attention_without_padding, **options,
         )  # fmt: skip
         return x_1SM[:, :length]
-
-    @torch.no_grad()
-    def _of_all_ranks(self, x_nE):
-        """All-gather what the t ranks' routers found, in the order of the tokens."""
-        # COMM: an all-gather over the t ranks, each of which has a part of the tokens. With t
-        # inside the experts a layer has seen all tokens already. Pinned by
-        # tests/test_balance.py::test_a_rank_sees_some_tokens.
-        part = part_of(self.model)
-        return x_nE if part.plan.etp > 1 else all_gather(x_nE, part.grid.group["t"])
 
 
 # 18. Generators ----------------------------------------------------------------------------------
