@@ -2264,16 +2264,14 @@ class PackedBatches:
         # Other ranks may need more micro-batches than this one has data for.
         lengths = [len(tokens) for tokens in sequences]
         micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
-        contents = []
-        for indices in micro_batches:
-            contents.append(([sequences[i] for i in indices], [masks[i] for i in indices]))
-            if not indices:
-                contents[-1] = [[0]], [[]]
-
-        sizes = row_lengths(self.plan, [sum(map(len, tokens)) for tokens, _ in contents])
-        rows = [pack_row(*content, size) for content, size in zip(contents, sizes, strict=True)]
-        rows = [row if indices else row.without_sequences()
-                for indices, row in zip(micro_batches, rows, strict=True)]  # fmt: skip
+        counts = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        rows = []
+        for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
+            if indices:
+                own = [sequences[i] for i in indices], [masks[i] for i in indices]
+                rows.append(pack_row(*own, length))
+            else:
+                rows.append(pack_row([[0]], [[]], length).without_sequences())
         return micro_batches, rows
 
     def own_tokens(self, row):
@@ -2357,7 +2355,7 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
+def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
     """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
     # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
     # them, of about one size, since all are padded to the longest.
@@ -2365,7 +2363,7 @@ def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
     if plan.pp > 1:
         longest = max(lengths, default=0)
         micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
-    packed = pack(lengths, micro_tokens, shared)
+    packed = pack(lengths, micro_tokens)
     count = agreed_micro_batches(model, len(packed))
     return packed + [[]] * (count - len(packed))
 
@@ -2507,8 +2505,8 @@ class PaddedTokens:
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With t
-        # inside the experts a layer has seen all tokens already. Pinned by
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
+        # t inside the experts a layer has seen all tokens already. Pinned by
         # tests/test_balance.py::test_a_rank_sees_some_tokens.
         def on_routing_of_all_tokens(*found, layer):
             if part.plan.etp == 1:
