@@ -1248,6 +1248,12 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def set_tensor(model, name, x) -> None:
+    """Replace a parameter or a buffer of a model by another one."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, x)
+
+
 def full(tensor, place=None):
     """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
 
@@ -1891,8 +1897,7 @@ class LocalOptimizer:
                 # are added in the master's precision. Pinned by
                 # tests/test_precision.py::test_gradients_add_up_in_float32.
                 rounded.grad_dtype = p.dtype
-                owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, rounded)
+                set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows, p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
@@ -2636,15 +2641,13 @@ def share_or_allocate(source, target, device) -> None:
         sources = dict(source.named_parameters())
     for name, q in [*target.named_parameters()]:
         p = sources.get(name)
-        memory = torch.empty_like(q, device=device)
-        if p is not None and p.dtype == q.dtype:
-            if part_of(source).places[name].pattern == target.part.places[name].pattern:
-                memory = p.detach()
-        owner, _, last = name.rpartition(".")
-        setattr(target.get_submodule(owner), last, nn.Parameter(memory, requires_grad=False))
+        is_shared = p is not None and p.dtype == q.dtype
+        if is_shared:
+            is_shared = part_of(source).places[name].pattern == target.part.places[name].pattern
+        memory = p.detach() if is_shared else torch.empty_like(q, device=device)
+        set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
     for name, buffer in [*target.named_buffers()]:
-        owner, _, last = name.rpartition(".")
-        target.get_submodule(owner)._buffers[last] = torch.zeros_like(buffer, device=device)
+        set_tensor(target, name, torch.zeros_like(buffer, device=device))
 
 
 @torch.no_grad()
