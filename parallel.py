@@ -63,11 +63,12 @@ class SimpleGrid:
     """
 
     def __init__(self, text, timeout=None):
-        plan, *words = text.split()
-        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", plan)}
+        if not re.fullmatch(r"([pdcte][1-9]\d*)+( sp| fsdp)*", text):
+            raise ValueError(f"expected a plan such as 'p2d2t2' or 't2 sp', got {text!r}")
+        degrees = {letter: int(number) for letter, number in re.findall(r"([pdcte])(\d+)", text)}
         p, d, c, t, e = (degrees.get(letter, 1) for letter in "pdcte")
-        self.fsdp = "fsdp" in words
-        self.sequence = "sp" in words or t == 1  # with one t rank, its shard is all tokens
+        self.fsdp = " fsdp" in text
+        self.sequence = " sp" in text or t == 1  # with one t rank, its shard is all tokens
 
         self.ranks = np.arange(dist.get_world_size()).reshape(p, d, c, t)
         experts = self.ranks.reshape(p, -1, e)
@@ -505,16 +506,15 @@ def fully_shard_layer(layer, group):
     whole_layer = nn.Module()
     whole_layer.layer = layer
     whole_layer.forward = layer.forward
-    names = [name for name, _ in whole_layer.named_parameters()]
     for p in layer.parameters():
         p.data = parameter_shard(p, group).data
 
     # The ranks have different tokens and need the same whole weights. The backward of the gather
     # is a reduce-scatter: each rank gets the gradient of its rows, summed over all ranks.
     def gather_and_run(*args):
-        shards = layer.parameters()
-        whole = [Communicate.apply(p, group, all_gather, reduce_scatter) for p in shards]  # (1)
-        return torch.func.functional_call(whole_layer, dict(zip(names, whole)), args)
+        whole = {f"layer.{name}": Communicate.apply(p, group, all_gather, reduce_scatter)  # (1)
+                 for name, p in layer.named_parameters()}  # fmt: skip
+        return torch.func.functional_call(whole_layer, whole, args)
 
     # Autograd would keep the whole weights until the backward. A checkpoint keeps the input only,
     # and runs the layer again in the backward. So weights are gathered, freed, and gathered again.
@@ -804,7 +804,6 @@ def letters_table() -> str:
     return "\n".join(lines)
 
 
-KINDS = "dp", "cp", "tp", "pp", "ep", "etp", "expert-dp", "fsdp"  # of groups
 BACKENDS = "archon", "fsdp", "megatron", "sglang", "vllm"
 DEGREES = "(?:[a-z][1-9][0-9]*)+"  # one or more letters, each with a number of 1 or more
 PLAN = rf"""
@@ -900,31 +899,16 @@ class Plan:
         """The number of ranks that hold the same experts."""
         return self.world // (self.pp * self.ep * self.etp)
 
-    @property
-    def shapes(self) -> tuple[dict, dict]:
-        """Return the rank grids of attention and of experts, name to degree, outermost first."""
-        attention = {LETTERS[letter].axis: getattr(self, LETTERS[letter].axis) for letter in "pdct"}
-        return attention, {"pp": self.pp, "expert-dp": self.edp, "ep": self.ep, "etp": self.etp}
+    def has_degrees_of(self, other) -> bool:
+        """Return whether two plans differ at most by the name of the backend."""
+        return dataclasses.replace(self, backend=other.backend) == other
 
-    def groups(self, kind: str) -> list[list[int]]:
-        """List the ranks of each group of a kind (see KINDS), without making communicators."""
-        if kind not in KINDS:
-            raise ValueError(f"expected a kind of {', '.join(KINDS)}, got {kind!r}")
-        attention, experts = self.shapes
-        names = ("dp", "cp") if kind == "fsdp" else (kind,)
-        shape = attention if names[0] in attention else experts
-        ranks = np.arange(self.world).reshape([*shape.values()])
-        return ranks_along(ranks, [[*shape].index(name) for name in names])
-
-    def require_fits(
-        self, *, world=None, config=None, microbatches=None, ulysses=False, shard=None
-    ) -> None:
-        """Raise ValueError unless the plan fits the ranks, the model and the batch that are given.
+    def require_fits(self, *, world=None, config=None, ulysses=False, shard=None) -> None:
+        """Raise ValueError unless the plan fits the ranks and the model that are given.
 
         world: int. The number of ranks that were started.
         shard: int. HSDP: how many of the d ranks share the weights.
         config: ModelConfig.
-        microbatches: int. The number of micro-batches of a step.
         ulysses: bool. Context parallelism distributes heads, so c must divide them as well.
         """
         layers = self.pp if config is None else config.num_hidden_layers
@@ -932,8 +916,6 @@ class Plan:
             (world not in (None, self.world),
              f"expected p * d * c * t = {self.world} ranks, got {world}. Start {self.world} ranks, "
              f"or change the plan"),
-            (microbatches is not None and self.pp > max(1, microbatches),
-             f"expected a micro-batch for each of {self.pp} stages, got {microbatches}"),
             (shard is not None and self.dp % shard,
              f"{shard} ranks that shard must divide d = {self.dp}"),
             (config is not None and not config.sparse_layers and self.ep * self.etp > 1,
@@ -956,19 +938,6 @@ class Plan:
             if config is not None and degree > 1 and getattr(config, size) % degree:
                 raise ValueError(f"plan {self}: expected {what} divisible by {letters} = {degree}, "
                                  f"got {getattr(config, size)}")  # fmt: skip
-
-    def describe(self) -> str:
-        """Return a line of degrees, then each tensor group on a line with its place in the grid."""
-        degrees = self.shapes[0] | {"ep": self.ep, "etp": self.etp}
-        lines = [" ".join(f"{kind}={degree}" for kind, degree in degrees.items())]
-
-        # Tensor groups are in the order of the grid without its last dimension, tp.
-        width = len(str(self.world - 1))
-        for n, ranks in enumerate(self.groups("tp")):
-            p, d, c = np.unravel_index(n, (self.pp, self.dp, self.cp))
-            row = " ".join(f"{rank:>{width}}" for rank in ranks)
-            lines.append(f"pp {p}  dp {d}  cp {c} | {row}")
-        return "\n".join(lines)
 
     def __str__(self):
         """Return the shortest string that parses to this plan."""
@@ -1000,6 +969,12 @@ def plans_on_same_ranks(text) -> tuple[Plan, ...]:
 class Grid(SimpleGrid):
     """The core's groups of a plan, and its meshes: grids of ranks as torch knows them.
 
+    Making it makes all communicators of the plan, and is collective over the world.
+
+    plan: Plan.
+    device_type: "cpu" or "cuda". Where the model runs.
+    shard: int. HSDP: how many of the d ranks share the weights. Default: all.
+
     dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
         the weights under FSDP. replicate: those that hold copies of them, which HSDP has.
     experts: DeviceMesh (e, etp, edp) of this rank's stage.
@@ -1009,7 +984,7 @@ class Grid(SimpleGrid):
     last. A tensor of a DeviceMesh lists its cuts in this order.
     """
 
-    def __init__(self, plan, device_type, shard):
+    def __init__(self, plan, device_type="cpu", *, shard=None):
         plan.require_fits(world=dist.get_world_size(), shard=shard)
         # By default torch gives each new group 10 or 30 minutes, whatever the first one was given.
         backend = dist.group.WORLD._get_backend(torch.device(device_type))
@@ -1037,19 +1012,22 @@ class Grid(SimpleGrid):
             self.ends = along(self.ranks.reshape(plan.pp, -1)[[0, -1]], [0])
         wait_for_all(device_type)
 
-    @classmethod
-    def make(cls, plan, device_type="cpu", *, shard=None) -> "Grid":
-        """Make all communicators of a plan. Collective over the world.
-
-        device_type: "cpu" or "cuda". Where the model runs.
-        shard: int. HSDP: how many of the d ranks share the weights. Default: all.
-        """
-        return cls(plan, device_type, shard)
-
     @property
     def dp_rank(self) -> int:
         """Which of the d shares of the batch this rank works on."""
         return self.group["d"].rank()
+
+
+def all_gather_objects(item, group=None) -> list:
+    """Return the items of all ranks of a group, in rank order. Collective. Default: of all ranks.
+
+    item: anything that can be pickled.
+    """
+    items = [None] * dist.get_world_size(group)
+    # COMM: an all-gather of pickled objects. The callers say what they gather, and why.
+    # Pinned by tests/test_packed.py::test_ranks_are_one_process.
+    dist.all_gather_object(items, item, group=group)
+    return items
 
 
 def wait_for_all(device="cpu") -> None:
@@ -1128,9 +1106,10 @@ class Place(NamedTuple):
 
     def cut_copies(self) -> "Place":
         """Cut by rows over the ranks with other tokens and the same entries."""
-        return self.cut(0, self.mesh.mesh_dim_names[-1])
+        # A number without dimensions has no rows: each of the ranks has it.
+        return self.cut(0, self.mesh.mesh_dim_names[-1]) if self.shape else self
 
-    def label(self, x):
+    def as_dtensor(self, x):
         """Return this rank's entries x as the DTensor that torch's checkpoints expect."""
         if not self.cuts:
             return x
@@ -1169,10 +1148,10 @@ class Place(NamedTuple):
         return x
 
 
-def place_of(name, shape, grid, mode, has_two_ends) -> Place:
+def place_of(name, shape, grid, mode, ends_share_embedding) -> Place:
     """Return the place of a parameter with this shape of the whole: by the core's `layout`.
 
-    has_two_ends: bool. The first and the last stage are on different ranks, and share an embedding.
+    ends_share_embedding: bool. The first and the last stage share an embedding, on different ranks.
     """
     plan = grid.plan
     how = layout(f".{name}", grid)
@@ -1196,7 +1175,7 @@ def place_of(name, shape, grid, mode, has_two_ends) -> Place:
         place = place.cut_copies()
         partial = "t" if partial == "dct" else ""
     sums = [grid.group[partial]]
-    if has_two_ends and name == TIED and grid.ends is not None:
+    if ends_share_embedding and name == TIED and grid.ends is not None:
         sums.append(grid.ends)
         place = place._replace(holders=2 * place.holders)
     return place._replace(sums=tuple(group for group in sums if group.size() > 1))
@@ -1213,7 +1192,6 @@ class Part:
     grid: Grid. None for a model that `parallelize` has not seen, of which each rank has a copy.
     mode, offload, compute_dtype: as given to `parallelize`.
     pipeline: a `TorchPipeline` if a rank has two stages, else None.
-    is_last: bool. Whether this rank has the last stage of a pipeline, or all of the model.
     """
 
     plan: Plan
@@ -1224,14 +1202,25 @@ class Part:
     offload: bool = False
     compute_dtype: torch.dtype | None = None
     pipeline: object = None
-    is_last: bool = True
 
-    def roots(self, model) -> list:
-        """List the modules whose `hidden` runs this rank's layers: the model, or its stages."""
-        return [model] if self.pipeline is None else [*self.pipeline.own.values()]
+    def stages(self, model) -> dict:
+        """Return {stage: the module whose `hidden` runs its layers} of this rank's stages.
+
+        The module of a rank's only stage is the model itself.
+        """
+        if self.pipeline is not None:
+            return self.pipeline.own
+        return {self.grid.group["p"].rank() if self.grid else 0: model}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage of a pipeline, or all of the model."""
+        if self.pipeline is not None:
+            return self.pipeline.last is not None
+        return self.grid is None or self.grid.group["p"].rank() == self.plan.pp - 1
 
     def has_head(self, root) -> bool:
-        """Return whether one of `roots` has the last norm, so that it can compute log-probs."""
+        """Return whether one of `stages` has the last norm, so that it can compute log-probs."""
         return self.is_last and (self.pipeline is None or root is self.pipeline.last)
 
 
@@ -1259,6 +1248,12 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def set_tensor(model, name, x) -> None:
+    """Replace a parameter or a buffer of a model by another one."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, x)
+
+
 def full(tensor, place=None):
     """Return the whole of a tensor of which this rank has a part. Collective if it is sharded.
 
@@ -1274,7 +1269,7 @@ def full(tensor, place=None):
 
 def reshard(model) -> None:
     """Drop what FSDP gathered: a forward without a backward leaves the root's weights whole."""
-    for root in part_of(model).roots(model):
+    for root in part_of(model).stages(model).values():
         if isinstance(root, fsdp.FSDPModule):
             root.reshard()
 
@@ -1297,7 +1292,7 @@ def parallelize(
         a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
         meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
-    device_mesh: Grid. `Grid.make(plan)`.
+    device_mesh: Grid. `Grid(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
         HSDP if the grid replicates). Section 8 compares them.
@@ -1330,7 +1325,7 @@ def parallelize(
     plan.require_fits(world=dist.get_world_size(), config=config)
     options = dict(attention=attention, mode=mode, sequence=sequence, schedule=schedule, ac=ac,
                    compile=compile, offload=offload, compute_dtype=compute_dtype)  # fmt: skip
-    for is_wrong, text in misfits(model, plan, device_mesh, **options):
+    for is_wrong, text in option_conflicts(model, plan, device_mesh, **options):
         if is_wrong:
             raise ValueError(f"plan {plan}: {text}")
     if attention is not None:
@@ -1338,19 +1333,15 @@ def parallelize(
     grid = with_sequence(device_mesh, sequence)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     is_tied = not hasattr(model, "lm_head")
-    split(model, grid)
+    shard_model(model, grid)
     pipeline = None
     if schedule != "1f1b":
         pipeline = TorchPipeline(model, grid.group["p"], schedule, is_tied)
     elif plan.pp > 1:
         keep_stage_and_ends(model, grid.group["p"].rank(), plan.pp, is_tied)
-    is_last = grid.group["p"].rank() == plan.pp - 1
-    if pipeline is not None:
-        is_last = pipeline.last is not None
     places = {name: place_of(name, shapes[name], grid, mode, is_tied and schedule != "zbv")
               for name, _ in model.named_parameters()}  # fmt: skip
-    model.part = Part(
-        plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline, is_last)
+    model.part = Part(plan, grid.device, places, grid, mode, offload, compute_dtype, pipeline)
 
     # The order matters. What is computed again includes the messages inside a layer. FSDP is last,
     # because it cuts what the others have left.
@@ -1360,12 +1351,12 @@ def parallelize(
         for layer in model.model.layers:
             layer.compile(dynamic=True)
     if mode == "fsdp":
-        for root in model.part.roots(model):
+        for root in model.part.stages(model).values():
             apply_fsdp(root, model.part)
     return model
 
 
-def misfits(
+def option_conflicts(
     model, plan, grid, *, attention, mode, sequence, schedule, ac, compile, offload, compute_dtype
 ) -> list:
     """Return (whether it is so, the error) of options that need or exclude one another."""
@@ -1378,8 +1369,8 @@ def misfits(
     coarser = compute_dtype is None or (
         compute_dtype.is_floating_point and torch.finfo(compute_dtype).eps > torch.finfo(wide).eps)
     return [
-        (plan.shapes != grid.plan.shapes,  # the name of an engine may differ
-         f"expected its grid, got that of plan {grid.plan}; use Grid.make(plan)"),
+        (not plan.has_degrees_of(grid.plan),
+         f"expected its grid, got that of plan {grid.plan}; use Grid(plan)"),
         (hasattr(model, "part") or isinstance(model, fsdp.FSDPModule),
          "expected a whole model, got one that is split or sharded already; split it once"),
         (not coarser,
@@ -1414,7 +1405,7 @@ def with_sequence(grid, sequence) -> Grid:
     return grid
 
 
-def split(model, grid) -> None:
+def shard_model(model, grid) -> None:
     """Cut a whole model by t and e, in place, by the core's functions."""
     group = grid.group
     if grid.plan.tp > 1:
@@ -1492,7 +1483,7 @@ def materialise(model) -> None:
     Its content is undefined afterwards. The largest tensor that is ever made is a part's.
     """
     part = part_of(model)
-    for root in part.roots(model):
+    for root in part.stages(model).values():
         root.to_empty(device="cpu" if part.offload else part.device)
 
 
@@ -1606,11 +1597,8 @@ def run_forwards(model, forward, number, like=None) -> None:
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     part = part_of(model)
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    own, rank_of = {0: model}, [0]
-    if group is not None:
-        own, rank_of = {group.rank(): model}, [*range(group.size())]
-    if part.pipeline is not None:
-        own, rank_of = part.pipeline.own, part.pipeline.rank_of
+    own = part.stages(model)
+    rank_of = range(part.plan.pp) if part.pipeline is None else part.pipeline.rank_of
     for n in range(number):
         x = None
         for stage, root in own.items():
@@ -1812,10 +1800,9 @@ def first_non_finite(gradients) -> int:
 def name_suspects(model, suspect: int) -> str:
     """Say which rank had which non-finite gradient first, from each rank's `reduce_gradients`."""
     names = [name for name, _ in model.named_parameters()][::-1]
-    found = [None] * dist.get_world_size()
     # COMM: an all-gather of one name over all ranks, which all skip the same step. Pinned by
     # tests/test_faults.py::test_a_nan_in_one_ranks_batch_is_skipped_by_all_and_named.
-    dist.all_gather_object(found, names[suspect] if suspect >= 0 else None)
+    found = all_gather_objects(names[suspect] if suspect >= 0 else None)
     named = [f"{name} on rank {rank}" for rank, name in enumerate(found) if name]
     return ", ".join(named) or "no single gradient: their norm overflowed"
 
@@ -1910,8 +1897,7 @@ class LocalOptimizer:
                 # are added in the master's precision. Pinned by
                 # tests/test_precision.py::test_gradients_add_up_in_float32.
                 rounded.grad_dtype = p.dtype
-                owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, rounded)
+                set_tensor(model, name, rounded)
             self.mine[name] = nn.Parameter(rows, p.requires_grad)
         self.inner = make([*self.mine.values()])
         self.param_groups = self.inner.param_groups
@@ -1962,24 +1948,14 @@ def weights_and_places(model, optimizer=None) -> tuple[dict, dict]:
 def weights_to_store(model, optimizer=None) -> dict:
     """Return name -> weight. One of which this rank has a part is a DTensor that shares memory."""
     weights, places = weights_and_places(model, optimizer)
-    return {name: places[name].label(local(x.detach())) for name, x in weights.items()}
-
-
-def state_of(optimizer, name, p) -> dict:
-    """Return a parameter's state in a LocalOptimizer or in an optimizer of torch; empty if none."""
-    # Read with get: asking a torch optimizer for the state of a parameter would make one.
-    key = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-    return optimizer.state.get(key, {})
+    return {name: places[name].as_dtensor(local(x.detach())) for name, x in weights.items()}
 
 
 def persistent_buffers(model) -> dict:
     """Return name -> buffer of those that belong to a model's state, such as a router's bias."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                found[name] = buffer
-    return found
+    names = dict(model.named_buffers())
+    state = model.state_dict(keep_vars=True)
+    return {name: x for name, x in state.items() if name in names}
 
 
 def tensors_of(model) -> dict:
@@ -1998,14 +1974,16 @@ def training_tensors(model, optimizer) -> dict:
     tensors = {f"model.{name}": x for name, x in weights_to_store(model, optimizer).items()}
     places = getattr(optimizer, "places", part_of(model).places)
     for name, p in model.named_parameters():
-        if not state_of(optimizer, name, p):  # as AdamW makes it before its first step
-            x = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
-            step = torch.zeros((), dtype=torch.float32, device=x.device)
-            zeros = {key: torch.zeros_like(x) for key in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[x] |= dict(step=step, **zeros)
-        for key, x in state_of(optimizer, name, p).items():
+        own = optimizer.mine[name] if isinstance(optimizer, LocalOptimizer) else p
+        # Read with get: asking a torch optimizer for the state of a parameter would make one.
+        state = optimizer.state.get(own, {})
+        if p.requires_grad and not state:  # as AdamW makes it before its first step
+            step = torch.zeros((), dtype=torch.float32, device=own.device)
+            zeros = {key: torch.zeros_like(own) for key in ("exp_avg", "exp_avg_sq")}
+            state = optimizer.state[own] = dict(step=step, **zeros)
+        for key, x in state.items():
             # The number of steps has no dimension, and is the same on all ranks.
-            tensors[f"optimizer.{name}.{key}"] = places[name].label(local(x)) if x.dim() else x
+            tensors[f"optimizer.{name}.{key}"] = places[name].as_dtensor(local(x)) if x.dim() else x
     return tensors | {f"buffer.{name}": x for name, x in persistent_buffers(model).items()}
 
 
@@ -2043,8 +2021,7 @@ def replica_difference(model, optimizer=None) -> str | None:
     # COMM: an all-gather of 8 bytes and a name for each tensor, over all ranks. Every rank then
     # compares all tables, so that all say the same. Pinned by
     # tests/test_parallel_faults.py::test_a_flipped_bit_is_named.
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, digests)
+    tables = all_gather_objects(digests)
     different = {}  # name -> {digest: the ranks that have it}
     for key in dict.fromkeys(key for table in tables for key in table):
         ranks_of = {}
@@ -2231,20 +2208,16 @@ class PackedBatches:
         Returns the loss, summed over data shares, float64.
         """
         micro_batches, rows = self.pack_micro_batches(sequences, masks)
-
-        def loss_of_states(k, hidden_1sM):
-            scores = self.score(rows[k], hidden_1sM)
-            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
-                return sum(x_BT.sum() for x_BT in scores)
-            return loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
-
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 
         def forward(root, k, x):
             x_1sM = self.micro(rows[k], self.balance).through(root, x)
             if not self.part.has_head(root):
                 return x_1sM
-            loss = loss_of_states(k, x_1sM)
+            scores = self.score(rows[k], x_1sM)
+            if not micro_batches[k]:  # a loss of 0 with a graph: others wait for its messages
+                return sum(x_BT.sum() for x_BT in scores)
+            loss = loss_fn(micro_batches[k], rows[k].mask_BT.to(self.device), *scores)
             total.add_(loss.detach())
             return loss
 
@@ -2283,9 +2256,8 @@ class PackedBatches:
         # COMM: the last stage has the scores; an all-gather over the replica gives them to its
         # other ranks.
         # Pinned by tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
-        replica = self.part.grid.group["pct"]
-        parts = [None] * replica.size()
-        dist.all_gather_object(parts, found if self.part.is_last else None, group=replica)
+        found = found if self.part.is_last else None
+        parts = all_gather_objects(found, self.part.grid.group["pct"])
         return next(part for part in parts if part is not None)
 
     def pack_micro_batches(self, sequences, masks):
@@ -2297,16 +2269,14 @@ class PackedBatches:
         # Other ranks may need more micro-batches than this one has data for.
         lengths = [len(tokens) for tokens in sequences]
         micro_batches = cut_into_micro_batches(self.model, lengths, self.micro_tokens)
-        contents = []
-        for indices in micro_batches:
-            contents.append(([sequences[i] for i in indices], [masks[i] for i in indices]))
-            if not indices:
-                contents[-1] = [[0]], [[]]
-
-        sizes = row_lengths(self.plan, [sum(map(len, tokens)) for tokens, _ in contents])
-        rows = [pack_row(*content, size) for content, size in zip(contents, sizes, strict=True)]
-        rows = [row if indices else row.without_sequences()
-                for indices, row in zip(micro_batches, rows, strict=True)]  # fmt: skip
+        counts = [sum(lengths[i] for i in indices) or 1 for indices in micro_batches]
+        rows = []
+        for indices, length in zip(micro_batches, row_lengths(self.plan, counts), strict=True):
+            if indices:
+                own = [sequences[i] for i in indices], [masks[i] for i in indices]
+                rows.append(pack_row(*own, length))
+            else:
+                rows.append(pack_row([[0]], [[]], length).without_sequences())
         return micro_batches, rows
 
     def own_tokens(self, row):
@@ -2390,7 +2360,7 @@ def pack(lengths, micro_tokens, shared=None) -> list:
     return packed
 
 
-def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
+def cut_into_micro_batches(model, lengths, micro_tokens) -> list:
     """Call `pack` for a model of any plan. Add [] if other ranks have more. Collective."""
     # A pipeline of p stages idles less the more micro-batches it has. This limit gives about 2 p of
     # them, of about one size, since all are padded to the longest.
@@ -2398,7 +2368,7 @@ def cut_into_micro_batches(model, lengths, micro_tokens, shared=None) -> list:
     if plan.pp > 1:
         longest = max(lengths, default=0)
         micro_tokens = min(micro_tokens, sum(lengths) // (2 * plan.pp) + longest)
-    packed = pack(lengths, micro_tokens, shared)
+    packed = pack(lengths, micro_tokens)
     count = agreed_micro_batches(model, len(packed))
     return packed + [[]] * (count - len(packed))
 
@@ -2447,21 +2417,13 @@ def balance_of_rank(model, sequence_J, token_J, local_s, balance):
     #     t2, 6 tokens, rank 1     takes 3 4 5    a layer sees them as 0 1 2, with etp 2 as 3 4 5
     part = part_of(model)
     plan = part.plan
-    groups = []
-    first = 0  # of local_s, the first that a sparse layer sees
-    taken_s = local_s
-    if plan.cp > 1:
-        groups.append(part.grid.group["c"])
-    if plan.tp > 1:
-        chunk = -(-len(local_s) // plan.tp)
-        start = part.grid.group["t"].rank() * chunk
-        taken_s = local_s[start : start + chunk]
-        first = start if plan.etp == 1 else 0
-        groups.append(part.grid.group["t"])
+    taken_s = own_chunk(local_s, part.grid.group["t"]) if plan.tp > 1 else local_s
+    seen_s = local_s if plan.etp > 1 else taken_s
+    groups = [part.grid.group[x] for x, degree in (("c", plan.cp), ("t", plan.tp)) if degree > 1]
 
     # Tokens are numbered as the layer sees them, and sequences as in the whole row.
     is_taken_J = torch.isin(token_J, taken_s)
-    token_j = torch.searchsorted(local_s, token_J[is_taken_J]) - first
+    token_j = torch.searchsorted(seen_s, token_J[is_taken_J])
     num_sequences = int(sequence_J.max()) + 1 if len(sequence_J) else 0
     pairs = sequence_J[is_taken_J].to(part.device), token_j.to(part.device)
     return balance(*pairs, num_sequences=num_sequences, groups=groups)
@@ -2489,8 +2451,7 @@ def gather_replica(model, items):
     # COMM: an all-gather over the c, t and p ranks of one data share. Pinned by
     # tests/test_packed.py::test_ranks_are_one_process.
     replica = part.grid.group["pct"]
-    parts = [None] * replica.size()
-    dist.all_gather_object(parts, items, group=replica)
+    parts = all_gather_objects(items, replica)
     first = sum(len(part) for part in parts[: replica.rank()])
     return [item for part in parts for item in part], first
 
@@ -2510,12 +2471,11 @@ def require_batch(model, sequences, masks):
     # same batch. Pinned by
     # tests/test_packed.py::test_a_batch_that_cannot_be_is_refused_on_every_rank.
     part = part_of(model)
-    seen = [(found, "")]
+    seen = [(found, 0)]
     if part.plan.world > part.plan.dp:
         batch = [[*map(int, x)] for x in (*sequences, *masks)]
-        seen *= part.grid.group["pct"].size()
         digest = zlib.crc32(repr(batch).encode())
-        dist.all_gather_object(seen, (found, digest), group=part.grid.group["pct"])
+        seen = all_gather_objects((found, digest), part.grid.group["pct"])
     found = next((text for text, _ in seen if text), "")
     if not found and len({digest for _, digest in seen}) > 1:
         ranks = ", ".join(map(str, dist.get_process_group_ranks(part.grid.group["pct"])))
@@ -2533,9 +2493,8 @@ class PaddedTokens:
     without a graph. Everything else is the model's.
     """
 
-    def __init__(self, model, multiple):
+    def __init__(self, model):
         self.model = model
-        self.multiple = multiple
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -2543,17 +2502,21 @@ class PaddedTokens:
     def hidden(self, tokens_1S, /, *, positions, attention, on_routing=None):
         # Sequence parallelism gives each rank 1/t of the tokens: 5 of them become 6 for t = 2. A
         # rank without any still runs t, because the other ranks wait for it.
+        part = part_of(self.model)
         length = tokens_1S.shape[1]
-        pad = max(1, -(-length // self.multiple)) * self.multiple - length
+        pad = -length % part.plan.tp if length else part.plan.tp
 
         def attention_without_padding(q, k, v, /, **options):
             out = attention(*(x[:, :, :length] for x in (q, k, v)), **options)
             return F.pad(out, (0, 0, 0, pad))
 
-        def on_routing_of_all_tokens(scores_nE, chosen_nK, /, *, layer):
-            scores_NE = self._of_all_ranks(scores_nE)
-            chosen_NK = self._of_all_ranks(chosen_nK)
-            return on_routing(scores_NE[:length], chosen_NK[:length], layer=layer)
+        # COMM: an all-gather over the t ranks, each of which has routed a part of the tokens. With
+        # t inside the experts a layer has seen all tokens already. Pinned by
+        # tests/test_balance.py::test_a_rank_sees_some_tokens.
+        def on_routing_of_all_tokens(*found, layer):
+            if part.plan.etp == 1:
+                found = [all_gather(x.detach(), part.grid.group["t"]) for x in found]
+            return on_routing(*(x[:length] for x in found), layer=layer)
 
         options = {} if on_routing is None else {"on_routing": on_routing_of_all_tokens}
         x_1SM = self.model.hidden(
@@ -2561,15 +2524,6 @@ class PaddedTokens:
             attention=attention_without_padding, **options,
         )  # fmt: skip
         return x_1SM[:, :length]
-
-    @torch.no_grad()
-    def _of_all_ranks(self, x_nE):
-        """All-gather what the t ranks' routers found, in the order of the tokens."""
-        # COMM: an all-gather over the t ranks, each of which has a part of the tokens. With t
-        # inside the experts a layer has seen all tokens already. Pinned by
-        # tests/test_balance.py::test_a_rank_sees_some_tokens.
-        part = part_of(self.model)
-        return x_nE if part.plan.etp > 1 else all_gather(x_nE, part.grid.group["t"])
 
 
 # 18. Generators ----------------------------------------------------------------------------------
@@ -2603,7 +2557,7 @@ def split_for_decoding(model, plan, *, device_mesh):
     # One new token in a row cannot be split along the sequence, so between f and g every tensor
     # rank has all rows.
     grid = with_sequence(device_mesh, False)
-    split(model, grid)
+    shard_model(model, grid)
     places = {name: place_of(name, shape, grid, "ddp", False) for name, shape in shapes.items()}
     model.part = Part(plan, grid.device, places, grid)
     model.calls = None
@@ -2687,15 +2641,13 @@ def share_or_allocate(source, target, device) -> None:
         sources = dict(source.named_parameters())
     for name, q in [*target.named_parameters()]:
         p = sources.get(name)
-        memory = torch.empty_like(q, device=device)
-        if p is not None and p.dtype == q.dtype:
-            if part_of(source).places[name].pattern == target.part.places[name].pattern:
-                memory = p.detach()
-        owner, _, last = name.rpartition(".")
-        setattr(target.get_submodule(owner), last, nn.Parameter(memory, requires_grad=False))
+        is_shared = p is not None and p.dtype == q.dtype
+        if is_shared:
+            is_shared = part_of(source).places[name].pattern == target.part.places[name].pattern
+        memory = p.detach() if is_shared else torch.empty_like(q, device=device)
+        set_tensor(target, name, nn.Parameter(memory, requires_grad=False))
     for name, buffer in [*target.named_buffers()]:
-        owner, _, last = name.rpartition(".")
-        target.get_submodule(owner)._buffers[last] = torch.zeros_like(buffer, device=device)
+        set_tensor(target, name, torch.zeros_like(buffer, device=device))
 
 
 @torch.no_grad()
@@ -2723,10 +2675,8 @@ def copy_weights(source, target, optimizer=None) -> None:
     # what t and e cut. Pinned by
     # tests/test_plan_run.py::test_every_plan_gives_the_run_of_one_process.
     group = part.grid.group["p"] if part.plan.pp > 1 else None
-    tables = [{name: (places[name].shape, places[name].pattern) for name in tensors}]
-    if group is not None:
-        tables *= group.size()
-        dist.all_gather_object(tables, tables[0], group=group)
+    table = {name: (places[name].shape, places[name].pattern) for name in tensors}
+    tables = [table] if group is None else all_gather_objects(table, group)
 
     # Every rank has all tables now, so all of them find a difference before any weight is sent.
     wanted = dict(target.named_parameters()) | persistent_buffers(target)
@@ -3067,8 +3017,7 @@ def on_all_ranks(function) -> dict:
         found = error
     # COMM: an all-gather over all ranks, of results or errors. Pinned by
     # tests/test_parallel_faults.py::test_what_one_rank_cannot_read_is_refused_by_all.
-    results = [None] * dist.get_world_size()
-    dist.all_gather_object(results, found)
+    results = all_gather_objects(found)
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -3225,7 +3174,7 @@ class FullTraining:
 
     def __init__(self, model, text):
         plan, mode = text.split()
-        self.grid = Grid.make(Plan.parse(plan))
+        self.grid = Grid(Plan.parse(plan))
         options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
         self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
         make = functools.partial(torch.optim.AdamW, **ADAMW)

@@ -2578,8 +2578,8 @@ def shard_generator(config, generator, device, *, policy, grid):
         Its Grid serves the generator too if the degrees are equal.
     """
     plan = plans_of(config).generator
-    if grid.plan.shapes != plan.shapes:
-        grid = Grid.make(plan, device.type)
+    if not plan.has_degrees_of(grid.plan):
+        grid = Grid(plan, device.type)
     parallel.split_for_decoding(generator, plan, device_mesh=grid)
     parallel.share_or_allocate(policy, generator, device)
 
@@ -2818,7 +2818,7 @@ class ChunkBatches(TreeBatches):
         sync_group = dist.group.WORLD if self.plan.ep > 1 else None
         model = self.model
         if self.plan.tp > 1:
-            model = parallel.PaddedTokens(model, self.plan.tp)
+            model = parallel.PaddedTokens(model)
         # check_finite=False: a NaN is optim_step's to find, on all ranks at once.
         config = self.config
         result = tree_backward(
@@ -2874,7 +2874,7 @@ class Trainer(SimpleTrainer):
 
         # There is always a plan: n ranks with whole copies have d = n, and one process has d = 1.
         self.plan = plans_of(config).trainer
-        self.grid = Grid.make(self.plan, self.device.type, shard=config.shard_ranks or None)
+        self.grid = Grid(self.plan, self.device.type, shard=config.shard_ranks or None)
 
         # The weights are drawn, or read, for the shapes of the whole model: a stage of a pipeline
         # has some of the tensors only.

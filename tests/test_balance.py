@@ -94,7 +94,7 @@ def _packed(rank, plans):
         plan, parts = Plan.parse(text), []
         attention = models.causal_attention if plan.cp > 1 else None
         model = parallelize(
-            experts(), plan, device_mesh=Grid.make(plan), attention=attention, **options)
+            experts(), plan, device_mesh=Grid(plan), attention=attention, **options)
 
         def balance(*pairs, **options):
             made = Balance(*pairs, coef=COEF, **options)
@@ -113,7 +113,7 @@ def _packed(rank, plans):
         if plan.tp > 1 and not options:
             trie = TokenTrie([torch.tensor(x) for x in SEQUENCES])
             loss = lambda i, lp, H: 0 * lp.sum()  # noqa: E731
-            result = tree_backward(PaddedTokens(model, 2), trie, loss, max_tokens=3)
+            result = tree_backward(PaddedTokens(model), trie, loss, max_tokens=3)
             assert added([({}, result.router_counts)])[1].equal(truth[1])
     return found
 

@@ -425,7 +425,7 @@ def _joins(rank, world, port, folder, late, name):
     setattr(dist, name, counted)
     parallel.connect("cpu")
     if name == "new_subgroups_by_enumeration":
-        parallel.Grid.make(parallel.Plan.parse(f"d{world}"))
+        parallel.Grid(parallel.Plan.parse(f"d{world}"))
     os._exit(0 if made.read_text() == f"{len(calls)}" else 1)
 
 

@@ -258,7 +258,7 @@ def _start(rank, name, directory):
         return max((full(p, places[name]) - truth.get_parameter(name)).abs().max().item()
                    for name, p in model.named_parameters())  # fmt: skip
 
-    grid = Grid.make(plan)
+    grid = Grid(plan)
     with LiveBytes() as counted:
         with torch.device("meta"):
             whole = models.Transformer(shape).double()
