@@ -35,10 +35,10 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from models import (  # noqa: E402
-    SLIDING, Layer, RMSNorm, Rope, Transformer, apply_rope, draw_weights, tiny,
-)  # fmt: skip
-
+from full.check import tiny
+from full.model_config import Rope
+from full.transformer import Layer, RMSNorm, Transformer, draw_weights
+from models import SLIDING, apply_rope
 
 def masked_attention(q_BHTD, k_BGSD, v_BGSD, seen_BTS, /, *, scale):
     """Attend to the keys that a (B, T, S) mask selects. A query that sees nothing gets 0."""

@@ -19,9 +19,9 @@ from example_action_expert import (
 from measure_ring import unshard_replicated
 from test_ranks import as_script, ranks
 
-import ring_attention as ra
-from models import tiny
-
+from full.check import relative, tiny
+from full.masks import Mask
+from full.ring import indices
 SCRIPT = ROOT / "tests/example_action_expert.py"
 
 
@@ -43,7 +43,7 @@ def test_padding_in_the_prefix_changes_nothing():
     prefix = Prefix(torch.zeros_like(padded), torch.arange(8).expand(3, 8) % 4 != 1, positions)
     placed = dict(tokens=padded, positions=positions)
     got = velocity_after(model, expert, batch, prefix, **placed)(batch["noise"], batch["tau"])
-    assert ra.relative(got, want) < 1e-12
+    assert relative(got, want) < 1e-12
 
 
 @pytest.mark.quick
@@ -146,8 +146,8 @@ FAULTS = {  # name: (where, what, what stands there instead)
         2 * x if over == vla.RING else summed(self, x))),
     "a gather that does not sum gradients": (ra, "unshard", unshard_replicated),
     "PAD is seen": (vla, "mask_of", lambda block, valid, at: (
-        ra.Mask(*ra.Mask.blocks(block).keys[1:3], position_BS=at))),
-    "windows count PAD": (vla, "mask_of", lambda block, valid, at: ra.Mask.blocks(block, valid)),
+        Mask(*Mask.blocks(block).keys[1:3], position_BS=at))),
+    "windows count PAD": (vla, "mask_of", lambda block, valid, at: Mask.blocks(block, valid)),
 }  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def test_a_planted_fault_is_seen(found, truth, fault):
 
 @pytest.mark.quick
 def test_every_batch_has_every_kind_of_pad():
-    shards = [ra.indices(vla.P, rank, vla.RING) for rank in range(vla.RING)]
+    shards = [indices(vla.P, rank, vla.RING) for rank in range(vla.RING)]
     for step in range(vla.EPOCH):
         for ring in range(0, vla.WORLD, vla.RING):
             valid = vla.draw(step, ring, torch.float64)["valid"]

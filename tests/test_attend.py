@@ -12,9 +12,12 @@ from oracles import FLASH, Watch, draw, plain_attention, worst
 from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
 
-import ring_attention as ra
-from ring_attention import Mask, Sizes, attend, merge, relative
-
+from full import ring
+from full.attend import DTYPES, KEPT_PAIRS, attend
+from full.check import examples, relative
+from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, as_mask, boxes
+from full.ring import indices
+from ring_attention import merge
 both = pytest.mark.parametrize("backend", ("math", "fused"))
 quick = pytest.mark.quick
 
@@ -27,7 +30,7 @@ def compared(leaves, dout, mask, **options):
     """Ours, and the definition's: out, lse, gradients through out, through lse, through both."""
     every = Mask.full(max(leaves[0].shape[2], leaves[1].shape[2]))
     every = every.slice(slice(leaves[0].shape[2]), slice(leaves[1].shape[2]))
-    visible = (every if mask is None else ra.as_mask(mask)).dense()
+    visible = (every if mask is None else as_mask(mask)).dense()
     scores = {name: options[name] for name in ("scale", "softcap") if name in options}
     pairs = attend(*leaves, mask, **options), plain_attention(*leaves, visible, **scores)
     upstream = dout, noise(pairs[1][1].shape, pairs[1][1].dtype)
@@ -51,21 +54,21 @@ def tile(request, monkeypatch):
 def set_tiles(monkeypatch, tile, *, partial=None, most=None):
     """Cut boxes into small ones: causal squares of a tile in the backward and in the formulas."""
     partial, most = partial or 2 * tile, most or 4 * tile
-    whole = Sizes(tile, ra.NEVER, most, most, partial)
+    whole = Sizes(tile, NEVER, most, most, partial)
     small = whole._replace(square=tile)
     names = {"cpu forward": whole, "cuda": whole, "cpu backward": small, "formulas": small}
-    assert names.keys() == ra.TILES.keys()
-    monkeypatch.setattr(ra, "TILES", names)
+    assert names.keys() == TILES.keys()
+    monkeypatch.setattr("full.attend.TILES", names)
 
 
 def exact_cases():
     """{name: (arguments of `draw`, mask, options, sides of a tile)}."""
     found = {}
-    for kind, mask in ra.examples(41, 4).items():
+    for kind, mask in examples(41, 4).items():
         found[kind] = dict(rows=41), mask, {}, (128, 8, 3)
-        whole = Mask.full(41) if mask is None else ra.as_mask(mask)
+        whole = Mask.full(41) if mask is None else as_mask(mask)
         for name, rows, keys in (
-            ("two shards", ra.indices(41, 1, 3), ra.indices(41, 0, 3)),
+            ("two shards", indices(41, 1, 3), indices(41, 0, 3)),
             ("a corner", slice(9, 41), slice(0, 13)),
         ):
             part = whole.slice(rows, keys)
@@ -103,7 +106,7 @@ def test_attention_and_its_gradients_are_the_plain_attention(name, tile, monkeyp
     for backend in ("math",) if "softcap" in options else ("math", "fused"):
         found, truth = compared(*draw(**shape), mask, backend=backend, **options)
         assert worst(found, truth) < 1e-12
-    if name in ra.examples(8):  # zeros would not pass, but for dv through lse, which is 0
+    if name in examples(8):  # zeros would not pass, but for dv through lse, which is 0
         norms = [x.detach().norm() for x in truth[2:]]
         assert norms.pop(5) == 0 and min(norms) > 1 and relative(0 * truth[2], truth[2]) == 1
 
@@ -146,7 +149,7 @@ def test_expanded_inputs_get_the_sum_of_the_gradients(backend):
 @quick
 def test_a_second_derivative_is_refused():
     leaves, dout = draw(5)
-    for function in (attend, functools.partial(ra.ring_attention, return_lse=True)):
+    for function in (attend, functools.partial(ring.ring_attention, return_lse=True)):
         with pytest.raises(NotImplementedError, match="second derivative"):
             grad_of(function(*leaves)[0], leaves[0], dout, create_graph=True)
 
@@ -156,7 +159,7 @@ def test_a_second_derivative_is_refused():
 def test_nothing_is_written_into_arguments(backend):
     leaves, dout = draw(12)
     before = [x.detach().clone() for x in (*leaves, dout)]
-    out, lse = attend(*leaves, ra.examples(12, 4)["blocks"], backend=backend)
+    out, lse = attend(*leaves, examples(12, 4)["blocks"], backend=backend)
     before += out.detach().clone(), lse.detach().clone()
     out.backward(dout)
     merge(out, lse, out, lse)
@@ -201,10 +204,10 @@ SEE_NOTHING = {  # masks in which some queries see nothing
 @quick
 @both
 @pytest.mark.parametrize("kind", SEE_NOTHING)
-@pytest.mark.parametrize("dtype", ra.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_sees_nothing_is_zero_whatever_arrives(dtype, kind, backend, tile):
     leaves, dout = draw(40, dtype=dtype)
-    mask = ra.as_mask(SEE_NOTHING[kind]).slice(ra.ALL, ra.ALL)  # without boxes of another tile
+    mask = as_mask(SEE_NOTHING[kind]).slice(ALL, ALL)  # without boxes of another tile
     clean = grad_of(attend(*leaves, mask, backend=backend)[0], leaves, dout)
     most = {torch.float64: 1e-12, torch.bfloat16: 1e-2}.get(dtype, 1e-3)  # the way may be another
     arriving = torch.tensor([1.0, 1e300, math.inf, math.nan], dtype=torch.float64).repeat(2)
@@ -238,7 +241,7 @@ PADDED = {
 def test_garbage_in_pad_reaches_nothing(kind, poison, backend, tile):
     """In q, k, v and both upstream gradients at once: every result is equal to the last bit."""
     leaves, dout = draw(40)
-    mask = ra.as_mask(PADDED[kind]).slice(ra.ALL, ra.ALL)  # without boxes of another tile
+    mask = as_mask(PADDED[kind]).slice(ALL, ALL)  # without boxes of another tile
 
     def run(fill):
         tensors = [x.detach().masked_fill(PAD[:, None], fill).requires_grad_() for x in leaves]
@@ -299,7 +302,7 @@ def test_what_selective_checkpointing_keeps_is_not_changed(dtype):
     """A kernel's own results are kept for the backward, and later boxes of the same rows merge."""
     flash = getattr(torch.ops.aten, FLASH).default
     contexts = functools.partial(ckpt.create_selective_checkpoint_contexts, [flash])
-    mask = Mask.causal(512).slice(ra.indices(512, 0, 2), ra.ALL)
+    mask = Mask.causal(512).slice(indices(512, 0, 2), ALL)
     leaves, dout = draw(256, 512, dtype=dtype)
     run = lambda *qkv: attend(*qkv, mask)[0]  # noqa: E731
     kept = ckpt.checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
@@ -453,7 +456,7 @@ def test_a_compiled_model_calls_attention_outside_its_graphs():
     leaves, dout = draw(12)
 
     def model(q, k, v):
-        return ra.ring_attention(2 * q, k, v, mask=Mask.causal(12)) + attend(q, k, v)[0]
+        return ring.ring_attention(2 * q, k, v, mask=Mask.causal(12)) + attend(q, k, v)[0]
 
     compiled = grad_of(torch.compile(model, backend="aot_eager")(*leaves), leaves, dout)
     assert worst(compiled, grad_of(model(*leaves), leaves, dout)) < 1e-14
@@ -489,7 +492,7 @@ def test_nothing_of_size_s_by_s_is_allocated(kind):
 @pytest.mark.parametrize("mask", [None, Mask.full(4096), Mask.causal(4096)])
 def test_a_causal_or_full_mask_is_one_call_on_cuda(mask, monkeypatch):
     """Counted here with the sizes of CUDA: one call forward, one backward, without a bias."""
-    monkeypatch.setattr(ra, "TILES", {name: ra.TILES["cuda"] for name in ra.TILES})
+    monkeypatch.setattr("full.attend.TILES", {name: TILES["cuda"] for name in TILES})
     q, k, v = (torch.randn(1, 1, 4096, 8, requires_grad=True) for _ in range(3))
     with Watch() as watch:
         attend(q, k, v, mask)[0].sum().backward()
@@ -507,16 +510,16 @@ def test_partial_tiles_are_made_once_and_kept_up_to_a_bound(monkeypatch):
     leaves, dout = draw(64)
 
     def three_layers(room):
-        monkeypatch.setattr(ra, "KEPT_PAIRS", room)
+        monkeypatch.setattr("full.attend.KEPT_PAIRS", room)
         mask = Mask.documents(doc_ids=[i // 5 for i in range(64)])
         made.clear()
         for _ in range(3):
             grads = grad_of(attend(*leaves, mask)[0], leaves, dout)
         return grads, len(made), mask
 
-    want, once, mask = three_layers(ra.KEPT_PAIRS)
-    tiles = [box.kind for box in ra.boxes(mask, ra.TILES["cpu forward"])]
-    assert once == tiles.count(ra.PARTIAL) > 3
+    want, once, mask = three_layers(KEPT_PAIRS)
+    tiles = [box.kind for box in boxes(mask, TILES["cpu forward"])]
+    assert once == tiles.count(PARTIAL) > 3
 
     # Room for two tiles, and for none: 3 layers make the others, forward and backward.
     for room, kept in ((512, 2), (0, 0)):

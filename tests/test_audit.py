@@ -22,12 +22,16 @@ from test_rollout import Chat, checkpoint, folder  # noqa: F401, two fixtures
 from test_run import GET, SHARD, _main, begin, contents, end, flip_a_bit, good, killed
 from test_run import runs_made_once
 
-import audit
-import train_grpo
-from audit import RunFiles, audited
-from parallel import training_tensors, write_checkpoint
-from train_grpo import Config, main, make_task
-
+from full.__main__ import main
+from full.audit import Case, Exact, Rounding, RunFiles, audited, groups_again, order, play_again
+from full.byhand import OBJECTIVES, Recorded, State, clip_margins, step_by_hand
+from full.checkpoint import write_checkpoint
+from full.config import Config
+from full.metrics import METRICS
+from full.optimizer import training_tensors
+from full.run import build, locked
+from full.text import make_task
+from full.trainer import Trainer
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
@@ -69,7 +73,7 @@ def case_of(tmp_path):
     def make(run, step):
         files = RunFiles(run)
         task = make_task(files.config)
-        case = audit.Case(files, task, step, tmp_path, files.rollouts(step, task.vocab_size))
+        case = Case(files, task, step, tmp_path, files.rollouts(step, task.vocab_size))
         case.find_states(print)
         return case
 
@@ -100,7 +104,7 @@ def test_the_audit_of_an_honest_run(honest, audit_of):
     undetermined = {"step", "logprob_gap/identical", "memory/peak"}
     undetermined |= {name for name in line if name.startswith("seconds/")}
     assert rows.keys() & line.keys() == line.keys() - undetermined
-    assert list(rows) == [key for key in audit.order() if key in rows]
+    assert list(rows) == [key for key in order() if key in rows]
     assert all(verdict == "ok" for *_, verdict in rows.values())
     loss = rows["loss/token_mean"]
     assert abs(loss[1]) > 1e-4 and 0 < loss[2] <= loss[3] < 1e-5
@@ -140,16 +144,16 @@ def test_the_closed_part_is_a_whole_step(honest, process_group, case_of):
     """A State does what a FullState does, to the last bit, unless a setting asks for more."""
     case = case_of(honest(), 2)
     weights = []
-    for kind in (audit.Exact, audit.State):
-        full = case.state(audit.Exact, torch.float64)
+    for kind in (Exact, State):
+        full = case.state(Exact, torch.float64)
         full.room = case.room
         state = full
-        if kind is audit.State:
+        if kind is State:
             state = kind(*(getattr(full, field.name) for field in fields(kind)))
-        groups = audit.groups_again(case.config, case.task, 2, case.lines)
-        audit.step_by_hand(case.config, [*groups.values()], state, 0.02)
+        groups = groups_again(case.config, case.task, 2, case.lines)
+        step_by_hand(case.config, [*groups.values()], state, 0.02)
         weights.append(torch.cat([p.detach().flatten() for p in state.model.parameters()]))
-    before = case.state(audit.Exact, torch.float64).model
+    before = case.state(Exact, torch.float64).model
     before = torch.cat([p.detach().flatten() for p in before.parameters()])
     assert torch.equal(*weights) and not torch.equal(weights[1], before)
 
@@ -161,7 +165,7 @@ def test_adamw_by_hand_computes_in_float32_and_stores_in_bfloat16():
     p = model.weight
     m, v = torch.randn_like(p), torch.rand_like(p)
     p.grad = torch.randn_like(p)
-    state = audit.State(model, {"weight": p}, {"weight": [4, m, v]})
+    state = State(model, {"weight": p}, {"weight": [4, m, v]})
     wide = p.detach().float().requires_grad_()
     theirs = torch.optim.AdamW([wide], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1)
     theirs.state[wide] = dict(step=torch.tensor(4.0), exp_avg=m.float(), exp_avg_sq=v.float())
@@ -200,14 +204,14 @@ CLIPPED = dict(objective="clip", clip_low=0.2, clip_high=0.3, dual_clip=0,
 def test_a_margin_is_the_distance_from_each_bound(changes, margins):
     """Of a token with a ratio of 1.1; for gmpo its logarithm, here 0.05."""
     s = SimpleNamespace(terms=[dict(r=1.1)], lp=[-1.0], old=[-1.05])
-    found = audit.clip_margins(SimpleNamespace(**CLIPPED | changes), s)
+    found = clip_margins(SimpleNamespace(**CLIPPED | changes), s)
     assert found == pytest.approx(margins)
 
 
 @pytest.mark.quick
 def test_many_numbers_are_allowed_what_the_largest_is():
     """8 times the distance of the two precisions, and a unit in the last place of the largest."""
-    rounding = audit.Rounding.of("float32", 8)
+    rounding = Rounding.of("float32", 8)
     row = rounding.row_of_many("key", [1e-12, 2e-12], [1e-3, 2e-3], [1e-3, 2e-3 + 1e-9])
     assert (row.recorded, row.by_hand, row.difference) == (0, 2e-12, 2e-12)
     assert row.allowed == pytest.approx(8e-9 + 2e-3 * 2**-23)
@@ -353,7 +357,7 @@ def test_memory_is_at_most_six_times_the_weights(honest, process_group, name):
     """In float64: weights, gradient, two moments, and room. Mixed precision has masters besides."""
     run = honest(f"{TINY} --steps 2 --layers 3 --hidden 128 --minibatches 2 {name}")
     files = RunFiles(run)
-    model = train_grpo.build(files.config, make_task(files.config))[0]
+    model = build(files.config, make_task(files.config))[0]
     weights = 8 * sum(p.numel() for p in model.parameters())
     del model
     with LiveBytes() as live:
@@ -371,7 +375,7 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
         "audit.py does not know new/metric: add the definition to `metrics_by_hand` in audit.py")
-    monkeypatch.delitem(audit.OBJECTIVES, "clip")
+    monkeypatch.delitem(OBJECTIVES, "clip")
     assert main(["audit", str(run), "--step", "2"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert "audit.py does not know 'clip': add it to OBJECTIVES in audit.py" in last
@@ -442,7 +446,7 @@ def test_the_default_run_made_in_any_way_is_audited(folder, process_group, name)
 
 
 ROUNDED = {"sampling", "rollouts/advantage", "value/token_mean", "value/explained_variance"}
-OF_UPDATES = [name for name, x in train_grpo.METRICS.items() if x.over_updates in ("mean", "max")]
+OF_UPDATES = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
 ROUNDED |= {*OF_UPDATES, *(f"{name}_first" for name in OF_UPDATES)}
 ROUNDED |= {"logprob_gap/max", "logprob_gap/mean", "advantage/token_mean", "advantage/token_std"}
 
@@ -466,8 +470,8 @@ def edit_tensor(run, step, name, factor):
     """Multiply a tensor of a checkpoint, and seal it again, as somebody who means it would."""
     files = RunFiles(run, "")
     path = run / f"step-{step:08d}"
-    model, generator, _ = train_grpo.build(files.config, make_task(files.config))
-    trainer = train_grpo.Trainer(files.config, model, generator=generator)
+    model, generator, _ = build(files.config, make_task(files.config))
+    trainer = Trainer(files.config, model, generator=generator)
     trainer.load_checkpoint(path)
     tensors = training_tensors(trainer.model, trainer.optimizer)
     with torch.no_grad():
@@ -620,8 +624,8 @@ def refusal(capsys, *argv):
 def test_tokens_past_the_end_and_missing_tokens_are_counted(tokens, differs):
     """A lone 9 ends a rollout of `Chat`; another one goes on to the limit, here 4 tokens."""
     task = Chat()
-    s = audit.Recorded(0, 0, [0, 1, *tokens], [], [], [], False)
-    audit.play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False), s)
+    s = Recorded(0, 0, [0, 1, *tokens], [], [], [], False)
+    play_again(Config(max_new_tokens=4), task, *task.prompt(None, 1, False), s)
     assert s.differs == differs
 
 
@@ -666,7 +670,7 @@ def test_no_file_that_the_run_names_is_imported(tmp_path, monkeypatch, capsys):
     assert not Path("imported").exists()
     modes = {path: path.stat().st_mode for path in [Path("run"), *Path("run").rglob("*")]}
     before = contents(Path("run"))
-    with train_grpo.locked("run"):
+    with locked("run"):
         for path, mode in modes.items():
             path.chmod(mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
         assert main(["audit", "run", "--task", "mine.py:Mine"]) == 0

@@ -16,17 +16,26 @@ from test_audit import rows_of
 from test_ranks import TASK, _train, largest_difference, ranks, read_metrics, trained
 from test_ranks import run_of  # noqa: F401, a fixture
 
-import audit
-import models
-import ring_attention
-from models import Balance, Transformer, save_hf, tiny, tiny_model
-from parallel import (
-    Grid, PackedBatches, PaddedTokens, Plan, full, parallelize, persistent_buffers,
-    reduce_gradients,
-)  # fmt: skip
-from train_grpo import Config, Trainer, build, main, make_task, masked_attention
-from tree_attention import TokenTrie, tree_backward
-
+from full.__main__ import main
+from full.audit import Rounding
+from full.batches import masked_attention
+from full.check import tiny, tiny_model
+from full.chunks import tree_backward
+from full.config import Config
+from full.experts import Balance
+from full.hf import save_hf
+from full.masks import Mask
+from full.optimizer import persistent_buffers, reduce_gradients
+from full.packing import PackedBatches, PaddedTokens
+from full.parallelize import parallelize
+from full.places import full
+from full.plans import Grid, Plan
+from full.ring import indices
+from full.run import build
+from full.text import make_task
+from full.trainer import Trainer
+from full.transformer import Transformer, causal_attention
+from full.trie import TokenTrie
 COEF = 0.3
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3, 9, 8, 7, 6], [5], [5, 6, 6, 6]]
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=4,
@@ -92,7 +101,7 @@ def _packed(rank, plans):
     found, truth = [], by_hand(experts())
     for text, options in plans:
         plan, parts = Plan.parse(text), []
-        attention = models.causal_attention if plan.cp > 1 else None
+        attention = causal_attention if plan.cp > 1 else None
         model = parallelize(
             experts(), plan, device_mesh=Grid.make(plan), attention=attention, **options)
 
@@ -102,9 +111,9 @@ def _packed(rank, plans):
             return made
 
         batches = PackedBatches(
-            model, indices=ring_attention.indices, balance=balance, micro_tokens=10,
+            model, indices=indices, balance=balance, micro_tokens=10,
             attention=lambda document_1S, group: masked_attention(
-                ring_attention.Mask.documents(doc_ids=document_1S), group, "ring"))  # fmt: skip
+                Mask.documents(doc_ids=document_1S), group, "ring"))  # fmt: skip
         masks = [[True] * (len(x) - 1) for x in SEQUENCES]
         batches.forward_backward(SEQUENCES, masks, lambda k, mask, lp, H: 0 * lp.sum())
         found.append(error(model, parts, truth))
@@ -244,13 +253,13 @@ AUDITED = "one", "p2", "t2", "sparse t2", "dta t2e2", "float32"
 def test_a_run_of_any_plan_is_audited(flags, tmp_path, capsys, monkeypatch, name):
     """Loss, load, gradient and the bias behind the step, by plain loops."""
     world, more = RUNS[name]
-    run, undecided, each = tmp_path / "run", audit.Rounding.undecided, {}
+    run, undecided, each = tmp_path / "run", Rounding.undecided, {}
 
     def watched(self, exact, rounded):
         each[exact.margins.size, exact.value] = exact.each
         return undecided(self, exact, rounded)
 
-    monkeypatch.setattr(audit.Rounding, "undecided", watched)
+    monkeypatch.setattr(Rounding, "undecided", watched)
     more += " --save-every 1 --keep 9 --prompts 3 --group 4"
     ranks(tmp_path, world, _train, flags(2, more), run)
     assert main(["audit", str(run), "--all", "--step", "1"]) == 0

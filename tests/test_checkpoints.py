@@ -21,11 +21,18 @@ from conftest import ROOT, complaint_of
 from test_models import model_of
 from test_ranks import ranks
 
-import models
-from models import Transformer, load_hf, relative_error, save_hf, tiny
-from parallel import Grid, Plan, full, local, parallelize
-from train_grpo import read_json_lines
-
+from full import hf
+from full.__main__ import main
+from full.check import TINY, relative_error, tiny
+from full.files import read_json_lines
+from full.hf import load_hf, save_hf
+from full.logprobs import all_gather_logits, token_logprobs
+from full.model_config import read_json
+from full.parallelize import parallelize
+from full.places import full, local
+from full.plans import Grid, Plan
+from full.transformer import Transformer
+from models import FULL
 pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
 
 import safetensors.torch  # noqa: E402
@@ -178,13 +185,13 @@ def test_a_bad_later_file_leaves_the_model_untouched(tmp_path):
 def test_a_model_of_another_configuration_is_not_filled(tmp_path):
     assert "config.json" in complaint_of(load_hf, tmp_path)
     stored(tmp_path)
-    rope = Transformer(tiny(rope_parameters={models.FULL: {"rope_theta": 5e5}}))
+    rope = Transformer(tiny(rope_parameters={FULL: {"rope_theta": 5e5}}))
     assert "rope_parameters" in complaint_of(load_hf, tmp_path, model=rope)
     assert "not both" in complaint_of_load(tmp_path, dtype=torch.float64)
     assert "cannot say" in complaint_of(save_hf, Transformer(tiny(qkv_bias=True)), tmp_path)
 
 
-@pytest.mark.parametrize("dtype", models.DTYPES.values())
+@pytest.mark.parametrize("dtype", hf.DTYPES.values())
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, dtype, value):
     _, path = stored(tmp_path, "qwen3_moe", dtype)
@@ -273,7 +280,7 @@ def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path, changes, shard,
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("model_type", models.TINY)
+@pytest.mark.parametrize("model_type", TINY)
 def test_a_new_checkpoint_leaves_nothing_of_the_old_one(tmp_path, model_type):
     model = model_of(model_type)
     save_hf(model, tmp_path, max_shard_bytes=4000)
@@ -495,17 +502,17 @@ def _vocabulary(rank, sizes, dtype):
     for options in ({}, dict(temperature=0.7, softcap=2.0)):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         v = weight[rows].clone().requires_grad_()
-        here = torch.stack(models.token_logprobs(h, v, targets, **split, **options))
-        whole = torch.stack(models.token_logprobs(h, w, targets, chunk=4, **options))
+        here = torch.stack(token_logprobs(h, v, targets, **split, **options))
+        whole = torch.stack(token_logprobs(h, w, targets, chunk=4, **options))
         got = torch.autograd.grad((here * upstream).sum(), (h, v))
         want = torch.autograd.grad((whole * upstream).sum(), (h, w))
         for a, b in (here, whole), (got[0], want[0]), (got[1], want[1][rows]):
             worst = max(worst, relative_error(a.detach(), b.detach()))
-    lost = models.token_logprobs(hidden, weight[rows], targets + 1000, group=dist.group.WORLD)
+    lost = token_logprobs(hidden, weight[rows], targets + 1000, group=dist.group.WORLD)
     parts = -(-sum(sizes) // len(sizes))  # logits are for rows as `parallelize` deals them out
     z_BSV = torch.randn(2, 3, sum(sizes), generator=generator)
     own = z_BSV[..., rank * parts : (rank + 1) * parts]
-    assert models.all_gather_logits(own, dist.group.WORLD, sum(sizes)).equal(z_BSV)
+    assert all_gather_logits(own, dist.group.WORLD, sum(sizes)).equal(z_BSV)
     return worst, lost[0].eq(-torch.inf).all().item()
 
 
@@ -534,7 +541,7 @@ JSON_DAMAGE = {  # a part of the message, and the file's bytes
 def test_a_damaged_json_file_is_named(tmp_path, complaint):
     path = tmp_path / "some.json"
     path.write_bytes(JSON_DAMAGE[complaint])
-    said = complaint_of(models.read_json, path)
+    said = complaint_of(read_json, path)
     kind = r"JSON of another kind: expected an object, got" if "a " in complaint else "not JSON: .*"
     assert re.match(rf"{re.escape(str(path))} is {kind}.*{complaint}", said)
     path.write_bytes(b'{"good": 1}\n\n' + JSON_DAMAGE[complaint] + b'\n{"good": 2}\n')
@@ -545,15 +552,15 @@ def test_a_damaged_json_file_is_named(tmp_path, complaint):
 def test_a_json_file_that_cannot_be_read_is_named(tmp_path):
     loop, no = tmp_path / "loop", tmp_path / "no"
     loop.symlink_to(loop)
-    said = complaint_of(models.read_json, no, what="a run's config")
+    said = complaint_of(read_json, no, what="a run's config")
     assert said == f"no {no}; expected a run's config"
-    for read in (models.read_json, read_json_lines):
+    for read in (read_json, read_json_lines):
         assert complaint_of(read, no).startswith(f"no {no}; expected ")
         assert complaint_of(read, tmp_path) == f"cannot read {tmp_path}: Is a directory"
         assert complaint_of(read, loop).startswith(f"cannot read {loop}: ")
     good = {"a": "é \U0001f600 \u2028", "b": [1.5, None, True], "c": {"d": 10**30}}
     (tmp_path / "good").write_text(json.dumps(good))
-    assert models.read_json(tmp_path / "good") == good
+    assert read_json(tmp_path / "good") == good
 
 
 def test_only_a_last_line_without_an_end_counts_as_torn(tmp_path):
@@ -598,13 +605,13 @@ def test_inspect_says_what_would_be_loaded_or_in_one_line_what_is_wrong(tmp_path
     _, path = stored(tmp_path, "qwen3_moe", torch.bfloat16)
     more = {"extra": torch.ones(2), "model.rotary_emb.inv_freq": torch.ones(5)}
     rewrite(path, lambda tensors: without(tensors, NORM) | more)
-    models.main(["inspect", str(tmp_path)])
+    main(["inspect", str(tmp_path)])
     out = capsys.readouterr().out
     said = "missing ['model.norm.weight'], refused ['extra'], not of the text model 1 tensors"
     assert said in out and "not loaded" in out
     assert "experts.0.up_proj.weight" in out and "-> model.layers.1.mlp.experts.up_proj" in out
     assert f"{EXPERTS}5.up_proj.weight" in out and '"num_experts": 6' in out and "BF16" in out
-    assert models.main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert main(["inspect", str(tmp_path / "nothing")]) == 1
     said = capsys.readouterr().err
     assert said.startswith("no ") and said.count("\n") == 1 and "Traceback" not in said
 

@@ -23,12 +23,13 @@ from test_ranks import as_script
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import _main, cli, contents, good, json_lines, killed
 
-import models
-import text as text_file
-import train_grpo
-from text import Answer, evaluated, pass_at_k, wilson
-from train_grpo import Config, main, make_task
-
+from full.__main__ import main
+from full.config import Config
+from full.generate import generate
+from full.hf import load_hf
+from full.model_config import ModelConfig
+from full.talk import Answer, evaluated, pass_at_k, wilson
+from full.text import Text, make_task
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
 SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
@@ -96,7 +97,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "transformers
     del sys.modules[name]
 sys.path.insert(0, "{ROOT}")
 import train_grpo
-try: train_grpo.main(sys.argv[1:])
+try: main(sys.argv[1:])
 finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
 """
     (tmp_path / "program.py").write_text(program)
@@ -238,7 +239,7 @@ def test_a_word_that_is_no_command_exits_with_two(capsys, name):
 
 def test_commands_are_one_process(run, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(train_grpo, "leave", lambda code: code)
+    monkeypatch.setattr("full.run.leave", lambda code: code)
     for command in (["eval", run], ["export", run, "new"]):
         code, _, err = call(capsys, *command)
         assert code == 2 and "is one process: start it without torchrun" in err
@@ -266,7 +267,7 @@ def test_transformers_reads_the_weights_of_a_task_of_symbols(run):
     transformers = pytest.importorskip("transformers")
     files = {"config.json", "model.safetensors"}
     assert {x.name for x in (run / "hf").iterdir()} == files
-    model = models.load_hf(run / "hf")
+    model = load_hf(run / "hf")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.bfloat16)
     with torch.no_grad():
         logits = [x.float()(torch.tensor([[3, 0, 6, 4]])) for x in (model, theirs)]
@@ -428,9 +429,9 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     # Random weights hardly ever draw an end, and greedily they repeat themselves. Here the token
     # that they say first ends an answer, and so do two tokens of three.
     turn = [{"role": "user", "content": "What is 3 and 3?"}]
-    text = text_file.Text("released")
+    text = Text("released")
     greedy = dict(max_new_tokens=1, temperature=0.0)
-    (row,) = models.generate(models.load_hf("released"), [text.prompt(turn)], **greedy)
+    (row,) = generate(load_hf("released"), [text.prompt(turn)], **greedy)
     ends = [n for n in range(text.vocab_size) if (n - row.tokens[-1]) % 3 != 1]
     path = Path("released/generation_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ends}))
@@ -442,7 +443,7 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     # The same tokenizer and template, and the same numbers.
     theirs = transformers.AutoModelForCausalLM.from_pretrained("run/hf", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained("run/hf")
-    ours, text = models.load_hf("run/hf"), text_file.Text("run/hf")
+    ours, text = load_hf("run/hf"), Text("run/hf")
     prompt = tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]
     assert prompt == text.prompt(turn)
     with torch.no_grad():
@@ -490,4 +491,4 @@ def test_a_released_checkpoint_from_the_first_step_to_a_conversation(
     good(tmp_path, "--resume --out run --steps 4 --reward odd.py:reward")
     assert len(json_lines(Path("run/metrics.jsonl"))) == 4
     good(tmp_path, f"{ROAD} --model again --out more --steps 1")
-    assert models.ModelConfig.from_hf("more/hf") == ours.config
+    assert ModelConfig.from_hf("more/hf") == ours.config

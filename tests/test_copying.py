@@ -17,7 +17,7 @@ from conftest import ROOT
 from test_house import unbound_names
 from torch.utils._pytree import tree_leaves
 
-import models
+from full.check import tiny_model
 
 FILES = ("ring_attention.py", "models.py", "tree_attention.py", "parallel.py", "train_grpo.py")
 SIBLINGS = {file.removesuffix(".py") for file in FILES}
@@ -102,7 +102,7 @@ def randn(*shape):
 
 def run_generate(generate):
     """Greedy and drawn answers, to a prompt that two rows share and to one of another length."""
-    model, prompts = models.tiny_model("gemma3_text"), [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
+    model, prompts = tiny_model("gemma3_text"), [[1, 2, 3, 4, 5], [7, 8], [1, 2, 3, 4, 5]]
     ways = dict(temperature=0), dict(temperature=1.0, seed=3)
     rows = [row for way in ways for row in generate(model, prompts, max_new_tokens=6, **way)]
     return [(row.tokens, row.logprobs) for row in rows]

@@ -24,7 +24,7 @@ def test_a_core_runs_alone_and_prints_its_largest_error(path, tmp_path):
     assert float(out.split("\n")[0].split()[-1]) <= 1e-10
 
 
-# The core of parallel.py takes longest, and `python parallel.py check` runs it too: test_readme.py.
+# The core of parallel.py takes longest, and `python -m full check parallel` runs it too: test_readme.py.
 @pytest.mark.parametrize("stem", shortened([path.stem for path in CORES], *QUICKER))
 def test_the_whole_file_runs_its_core_too(stem, tmp_path):
     code, out, err = as_script(ROOT / f"{stem}.py", "core", *WORDS.get(stem, ()), cwd=tmp_path)

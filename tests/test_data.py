@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from conftest import shortened
 
-import audit
-import text
-import train_grpo
-from train_grpo import Config, demonstrations, draw_prompts, is_held_out, make_task
-
+from full.__main__ import main
+from full.audit import audited
+from full.config import Config
+from full.rollouts import DEMO_PROMPT, Sampler, demonstrations, draw_prompts, play
+from full.tasks import is_finite_number, is_held_out
+from full.text import Text, make_task
 pytest.importorskip("transformers", reason="text needs transformers")
 pytest.importorskip("safetensors", reason="checkpoints are safetensors")
 pytest.importorskip("trl", reason="has the published chat templates")
@@ -212,8 +213,8 @@ def test_a_conversation_is_played_in_the_template_and_rewarded_at_its_end(
 
     start = [(0, (line, ()), line.prompt)]
     config = Config(group=1, max_new_tokens=60, temperature=0)
-    sampler = train_grpo.Sampler(Script(script, vocab=task.vocab_size))
-    [[t]] = train_grpo.play(config, task, sampler, start, key=(0, 0))
+    sampler = Sampler(Script(script, vocab=task.vocab_size))
+    [[t]] = play(config, task, sampler, start, key=(0, 0))
     sampled = [*range(len(prompt), len(first)), *range(last, len(row))]
     assert (t.tokens, t.truncated) == (row, False)
     assert t.turn_rewards == [(len(first) - 2, 0.0), (len(row) - 2, 1.0)]
@@ -300,9 +301,9 @@ def test_a_reward_that_fails_names_its_line_and_the_row(rewarding, name):
 
 def test_a_number_of_numpy_is_one():
     numbers = [np.True_, np.float32(0.5), np.array(0.5), np.array([1]), np.int8(1)]
-    assert all(map(train_grpo.is_finite_number, [True, 1, 0.5, *numbers]))
+    assert all(map(is_finite_number, [True, 1, 0.5, *numbers]))
     others = [None, "1", np.nan, np.float32("inf"), np.array([1, 2]), np.array("a"), [1]]
-    assert not any(map(train_grpo.is_finite_number, others))
+    assert not any(map(is_finite_number, others))
 
 
 # 4. Demonstrations ---------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def test_a_number_of_numpy_is_one():
 def learned(task, count=4, groups=()):
     """Demonstrations as a run's supervised steps make them."""
     config = task.config
-    starts = draw_prompts(config, task, train_grpo.DEMO_PROMPT, 0, groups or range(count))
+    starts = draw_prompts(config, task, DEMO_PROMPT, 0, groups or range(count))
     return demonstrations(task, starts, (0, 4, 1), config.max_new_tokens)
 
 
@@ -362,7 +363,7 @@ SYSTEM_FIRST = """\
 def test_a_demonstration_is_counted_with_the_mark_that_ends_it(task_of, directory, process_group):
     """Its template's mark is not the first end: a template of another form is asked in vain."""
     model = Path(shutil.copytree(directory("qwen2"), "DIR"))
-    mark, document = text.Text(model).end
+    mark, document = Text(model).end
     (model / "chat_template.jinja").write_text(SYSTEM_FIRST)
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [document, mark]}))
     said = [system("Be kind."), user("2 + 2?"), assistant("four")]
@@ -489,7 +490,7 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(directory("qwen2", base=True), "DIR")
     # Random weights draw few ends, so more tokens are: none that an answer to be learned has.
-    said = {x for row in QUESTIONS for x in text.Text("DIR").encode(row["answer"])}
+    said = {x for row in QUESTIONS for x in Text("DIR").encode(row["answer"])}
     ends = {"eos_token_id": [*{*range(0, 3000, 9)} - said]}
     Path("DIR/generation_config.json").write_text(json.dumps(ends))
     write(Path("rows.jsonl"), QUESTIONS)
@@ -504,26 +505,26 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     Path("imported").unlink()
     again = "--resume --out run --steps 2"
     for command in (again, f"{again} --reward rewards.py:word", "audit run"):
-        assert train_grpo.main(command.split()) == 2 and not Path("imported").exists()
+        assert main(command.split()) == 2 and not Path("imported").exists()
         assert "give it again, as --reward FILE.py:close" in capsys.readouterr().err
     good(tmp_path, f"{again} --reward rewards.py:close")
     lines = [json.loads(line) for line in Path("run/rollouts.jsonl").read_text().splitlines()]
     rewards = {reward for line in lines for _, reward in line["rewards"]}
     assert len(rewards) > 1 and rewards < {n / 100 for n in range(999)}
-    assert audit.audited("run", 1, reward="rewards.py:close").wrong is None
+    assert audited("run", 1, reward="rewards.py:close").wrong is None
 
     # An evaluation has the run's settings, but for those of its supervised start.
     evaluate = "eval run --samples 1 --eval-prompts 2 --reward rewards.py:close"
-    assert train_grpo.main(evaluate.split()) == 0
+    assert main(evaluate.split()) == 0
 
     # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
     rows, generate = [], text.generate
     monkeypatch.setattr(text, "generate", lambda model, given, **how: (
         rows.append(list(given[0].tokens)) or generate(model, given, **how)))  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
-    assert train_grpo.main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
+    assert main("chat run --temperature 0 --max-new-tokens 2".split()) == 0
     assert "each line is put into the run's prompt, --template 'raw'" in capsys.readouterr().err
-    first, second = (text.Text("DIR").decode(row, special=True) for row in rows)
+    first, second = (Text("DIR").decode(row, special=True) for row in rows)
     assert first == f"0 + 0?\n{INSTRUCTION}\n" and second.endswith(f"And 1?\n{INSTRUCTION}\n")
 
     # A run does not go on with other questions, and ends at a reward that fails.

@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
-from models import (
-    FULL, SLIDING, KVCache, Row, forward_with_cache, generate, prefill, simple_generate, tiny_model,
-)  # fmt: skip
-from parallel import Grid, Plan, split_for_decoding
-
+from full.check import tiny_model
+from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.plans import Grid, Plan
+from full.weights import split_for_decoding
+from models import FULL, SLIDING, Row, generate as simple_generate
 CASES = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
     "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),
@@ -83,7 +83,7 @@ def require_same(rows, truth):
 @pytest.fixture
 def caches(monkeypatch):
     """All caches that are fed one token a row, with the number of rows of each forward."""
-    fed, forward = [], models.forward_with_cache
+    fed, forward = [], forward_with_cache
 
     def watched(model, cache, tokens, counts=None):
         logits = forward(model, cache, tokens, counts)
@@ -91,7 +91,7 @@ def caches(monkeypatch):
             fed.append((len(cache.lengths), max(x.shape[1] for x in cache.layers.values())))
         return logits
 
-    monkeypatch.setattr(models, "forward_with_cache", watched)
+    monkeypatch.setattr("full.generate.forward_with_cache", watched)
     return fed
 
 
@@ -147,7 +147,7 @@ def test_all_forks_of_a_row_that_has_reached_the_limit_are_truncated():
 def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots, monkeypatch):
     model, rows, computed, prompts = model_of("qwen3"), talks(), [], []
     rows[1].queue.clear()
-    first, sample, begin = models.prefill, models.sample, KVCache.begin
+    first, sample, begin = prefill, models.sample, KVCache.begin
     after = []  # logits of prompts
     model.model.embed_tokens.register_forward_hook(
         lambda _, given, out: computed.append(len(given[0])))  # fmt: skip
@@ -170,8 +170,8 @@ def test_waiting_rows_fill_slots_and_prompts_are_kept_while_rows_need_them(slots
         prompts.extend([other] if options.get("share") else [])
         begin(self, other, rows, **options)
 
-    monkeypatch.setattr(models, "prefill", watched_prefill)
-    monkeypatch.setattr(models, "sample", watched_sample)
+    monkeypatch.setattr("full.generate.prefill", watched_prefill)
+    monkeypatch.setattr("models.sample", watched_sample)
     monkeypatch.setattr(KVCache, "begin", watched_begin)
     generate(model, rows, max_new_tokens=NEW, end=ENDS, slots=slots)
     assert sum(computed) == 3 + sum(row.new - 1 for row in rows)  # three prompts, then each token
@@ -231,7 +231,7 @@ def test_a_queued_token_outside_of_the_vocabulary_is_named(token, before):
 @pytest.mark.parametrize("slots, forwards", [(None, 33), (2, 66)])
 def test_python_waits_only_for_the_tokens_and_their_logprobs(name, slots, forwards, monkeypatch):
     # As on a GPU, where the device checks the ids.
-    monkeypatch.setattr(models, "require_tokens_in_vocabulary", lambda *args, **how: None)
+    monkeypatch.setattr("full.logprobs.require_tokens_in_vocabulary", lambda *args, **how: None)
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: asked.append(x) or tolist(x))
     rows = [Row(prompt, [0.5] * 33) for prompt in ([1, 2, 3, 4, 5], [6], [1, 2, 3, 4, 5])]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from example_tasks import Addition, Calculator, Lookup, Sort, spell
 
-from train_grpo import Config, demonstrations, draw_prompts
+from full.config import Config
+from full.rollouts import demonstrations, draw_prompts
 
 
 def starts(task, count, held_out=False):

@@ -12,11 +12,15 @@ import torch
 from measure_models import their_gradient
 
 import models
-from models import (
-    FAMILIES, FULL, SLIDING, ModelConfig, Transformer, generate, load_hf, save_hf, tiny, tiny_model,
-)  # fmt: skip
-from models import relative_error as relative
-
+from full import check
+from full.check import check_models, relative_error as relative, tiny, tiny_model
+from full.experts import Balance, grouped_linear, update_router_bias
+from full.generate import forward_with_cache, generate
+from full.hf import full_definition, load_hf, save_hf
+from full.logprobs import token_logprobs
+from full.model_config import FAMILIES, QWEN, ModelConfig, rope_frequencies
+from full.transformer import Transformer
+from models import CHECK_FAMILIES, FULL, SLIDING
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
@@ -102,7 +106,7 @@ def make(case, directory):
     return model.eval(), directory
 
 
-FEW = {name: models.CASES[name] for name in ("qwen3", "gemma3_text")}
+FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
@@ -119,17 +123,17 @@ FAULTS = {
         setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
         for row in GENERATE(*given, **how)],
 }  # fmt: skip
-CACHED, LOGPROBS = models.forward_with_cache, models.token_logprobs
-ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, models.generate
+CACHED, LOGPROBS = forward_with_cache, token_logprobs
+ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
 
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
     if fault:
         monkeypatch.setattr(models, fault, FAULTS[fault])
-        monkeypatch.setattr(models, "CHECK_FAMILIES", models.CHECK_FAMILIES[:1])
+        monkeypatch.setattr("models.CHECK_FAMILIES", CHECK_FAMILIES[:1])
     try:
-        passed = models.check(FEW, transformers=False)
+        passed = check_models(FEW, transformers=False)
     except AssertionError:  # the core's check stops where tokens differ
         passed = False
     assert passed == (fault is None)
@@ -205,7 +209,7 @@ def test_rope_frequencies_of_released_sizes_are_transformers(case):
 
     theirs = hf_config(case)
     ours = ModelConfig.from_hf(theirs.to_dict())
-    f, factor = models.rope_frequencies(ours.rope_parameters[FULL], ours.head_dim)
+    f, factor = rope_frequencies(ours.rope_parameters[FULL], ours.head_dim)
     want = ROPE_INIT_FUNCTIONS[case](theirs, "cpu")
     assert torch.allclose(f.float(), want[0], rtol=1e-6) and factor == pytest.approx(want[1])
 
@@ -412,7 +416,7 @@ def test_hostile_rope_parameters_are_taken_or_refused_by_name(rope_type):
             except ValueError as error:
                 assert field in str(error) and "\n" not in str(error)
             else:
-                f, factor = models.rope_frequencies(config.rope_parameters[FULL], config.head_dim)
+                f, factor = rope_frequencies(config.rope_parameters[FULL], config.head_dim)
                 assert f.isfinite().all() and math.isfinite(factor)
     for missing in {"factor", "low_freq_factor", "high_freq_factor"} & good.keys():
         with pytest.raises(ValueError, match=f"missing .*{missing}"):
@@ -442,13 +446,13 @@ def test_a_new_family_is_a_row(tmp_path, monkeypatch):
     pytest.importorskip("safetensors", reason="tests/requirements.txt is not installed")
     own = dict(head_dim=6, hidden_act="gelu", rope_theta=3e3, num_hidden_layers=2)
     fixed = dict(qk_norm=False, scale_embedding=True)
-    monkeypatch.setitem(FAMILIES, "toy", ("ToyForCausalLM", fixed, models.QWEN | own))
+    monkeypatch.setitem(FAMILIES, "toy", ("ToyForCausalLM", fixed, QWEN | own))
     raw = {name: RAW[name] for name in RAW if name not in own} | {"model_type": "toy"}
     config = ModelConfig.from_hf(raw)
     assert config.head_dim == 6 and config.rope_parameters[FULL]["rope_theta"] == 3e3
     model = Transformer(config).double().init_weights(0)
     tokens = torch.arange(9)
-    assert relative(model(tokens[None])[0], models.full_definition(model, tokens)) < 1e-12
+    assert relative(model(tokens[None])[0], full_definition(model, tokens)) < 1e-12
     save_hf(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["ToyForCausalLM"]
     assert load_hf(tmp_path)(tokens[None]).equal(model(tokens[None]))
@@ -462,7 +466,7 @@ def test_a_new_family_is_a_row(tmp_path, monkeypatch):
 def test_grouped_product_is_a_product_per_expert(dtype, bound, counts, width):
     x = torch.randn(sum(counts), width, dtype=dtype, requires_grad=True)
     weight = torch.randn(4, 8, width, dtype=dtype, requires_grad=True)
-    got = models.grouped_linear(x, weight, torch.tensor(counts))
+    got = grouped_linear(x, weight, torch.tensor(counts))
     owner = torch.arange(4).repeat_interleave(torch.tensor(counts))
     truth = torch.einsum("nm,nim->ni", x.double(), weight.double()[owner])
     assert got.dtype == dtype and got.shape == truth.shape
@@ -516,7 +520,7 @@ def test_votes_move_by_the_sign_of_the_load():
     model = tiny_model("qwen3_moe", router_bias_rate=0.1)
     votes = model.model.layers[1].mlp.votes
     before = votes.clone()
-    models.update_router_bias(model, {1: torch.tensor([5, 0, 2, 3, 1, 1])})
+    update_router_bias(model, {1: torch.tensor([5, 0, 2, 3, 1, 1])})
     assert (votes - before).tolist() == [-1, 1, 0, -1, 1, 1]
 
 
@@ -526,15 +530,15 @@ def test_the_router_bias_really_updates_and_balances():
     model = Transformer(tiny("qwen3_moe", router_bias_rate=0.01)).init_weights(0)
     tokens, spread = torch.randint(53, (1, 300)), []
     for _ in range(60):
-        balance = models.Balance(torch.zeros(300, dtype=torch.long))
+        balance = Balance(torch.zeros(300, dtype=torch.long))
         model(tokens, on_routing=balance)
         counts = balance.counts[1]
         assert counts.sum() == 300 * 3
         spread.append((counts.max() / counts.mean()).item())
-        models.update_router_bias(model, balance.counts)
+        update_router_bias(model, balance.counts)
     assert min(spread[-5:]) < 1.15 < 1.3 < spread[0]
     with pytest.raises(ValueError, match="router_bias_rate"):
-        models.update_router_bias(tiny_model("qwen3_moe"), balance.counts)
+        update_router_bias(tiny_model("qwen3_moe"), balance.counts)
     with pytest.raises(ValueError, match="router bias"):
         save_hf(model, "nowhere")
 

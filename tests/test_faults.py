@@ -40,11 +40,11 @@ from test_run import (
     wait_for_steps,
 )  # fmt: skip
 
-import parallel
-from parallel import Damaged, agree, checkpoints, is_lost_rank, newest_checkpoint, read_checkpoint
-from parallel import store_of_this_attempt
-from train_grpo import locked, whole_lines
-
+from full.checkpoint import Damaged, checkpoints, newest_checkpoint, read_checkpoint
+from full.files import whole_lines
+from full.plans import Grid, Plan
+from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
+from full.run import locked
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
 MARGIN = 40  # seconds beyond the timeout that a loaded machine may need
@@ -423,9 +423,9 @@ def _joins(rank, world, port, folder, late, name):
         return group
 
     setattr(dist, name, counted)
-    parallel.connect("cpu")
+    connect("cpu")
     if name == "new_subgroups_by_enumeration":
-        parallel.Grid.make(parallel.Plan.parse(f"d{world}"))
+        Grid.make(Plan.parse(f"d{world}"))
     os._exit(0 if made.read_text() == f"{len(calls)}" else 1)
 
 
@@ -522,7 +522,7 @@ def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
 
 def _forks(rank):
     """The signal that ends a child of this process, and those that this process has seen."""
-    seen = parallel.Stop()
+    seen = Stop()
     child = os.fork()
     if not child:
         time.sleep(60)
@@ -583,17 +583,17 @@ def test_a_process_takes_the_device_of_its_local_rank_if_it_is_there(monkeypatch
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    chosen = [parallel.own_device(name) for name in ("cpu", "", "cuda")]
+    chosen = [own_device(name) for name in ("cpu", "", "cuda")]
     assert chosen == ["cpu", "cuda:3", "cuda:3"]
     assert taken == ["cuda:3"] * 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert parallel.own_device("") == "cpu"
+    assert own_device("") == "cpu"
 
     # One that is not there is refused before ranks meet.
     before = dist.is_initialized()
     for device in ("cuda", "cdua", "cuda:0", "CPU"):
         with pytest.raises(ValueError, match=f"expected .*got '{device}'"):
-            parallel.connect(device)
+            connect(device)
     assert dist.is_initialized() == before and len(taken) == 2
 
 

@@ -26,12 +26,16 @@ import numpy as np
 import pytest
 from conftest import LOOKUP, SORT, shortened
 
-import models
-import train_grpo
+from full.advantages import NO_GROUP_BASELINE, choices_of
+from full.check import tiny
+from full.config import Config
+from full.hf import save_hf
+from full.transformer import Transformer
+from models import FULL, SLIDING
 from test_ranks import join, largest_difference, read_metrics
 from test_run import _main, begin
 
-CHOICES = {f.name: train_grpo.choices_of(f) for f in dataclasses.fields(train_grpo.Config)}
+CHOICES = {f.name: choices_of(f) for f in dataclasses.fields(Config)}
 SLACK = 1e-8  # of metrics against one process, as in test_plan_run.py
 ROUNDING = 1e-6  # a gradient of a smaller norm, other than 0, is rounding
 BATCH = 100  # combinations between two lines of a long run
@@ -125,7 +129,7 @@ def draw(seed, number, models_of) -> Case:
     # The loss. What excludes each other is mostly, and not always, drawn apart.
     flags["advantage"] = one([x for x in CHOICES["advantage"] if x != "teacher"])
     flags["aggregation"] = one(CHOICES["aggregation"])
-    dynamic = flags["advantage"] not in train_grpo.NO_GROUP_BASELINE and chance(0.15)
+    dynamic = flags["advantage"] not in NO_GROUP_BASELINE and chance(0.15)
     if dynamic:
         flags |= {"dynamic-sampling": True, "max-rounds": one([1, 2]), "entropy-coef": 0}
     if chance(0.3) and not dynamic:
@@ -214,7 +218,7 @@ def extremes():
     needs |= dict.fromkeys(("gae-lambda", "value-coef"), {"advantage": "gae"})
     tables = [(table, table is TAME_EXTREMES) for table in (TAME_EXTREMES, WILD_EXTREMES)]
     drawn = [(name, x, tame) for table, tame in tables for name in table for x in table[name]]
-    numbers = [f for f in dataclasses.fields(train_grpo.Config) if f.type in (int, float)]
+    numbers = [f for f in dataclasses.fields(Config) if f.type in (int, float)]
     drawn += [(f.name.replace("_", "-"), x, False) for f in numbers for x in IMPOSSIBLE]
     cases = []
     for name, x, tame in drawn:
@@ -264,13 +268,13 @@ def make_models(folder):
     sizes = dict(vocab_size=12, hidden_size=8, intermediate_size=12, eos_token_id=(1,))
     sizes["num_hidden_layers"] = 4  # as many as the schedules of a pipeline cut stages
     kinds = {
-        "experts": models.tiny(
+        "experts": tiny(
             "qwen3_moe", num_experts=4, moe_intermediate_size=6, sparse_layers=(0, 2, 3), **sizes
         ),
-        "tied": models.tiny("gemma3_text", layer_types=[models.SLIDING, models.FULL] * 2, **sizes),
+        "tied": tiny("gemma3_text", layer_types=[SLIDING, FULL] * 2, **sizes),
     }
     for name, config in kinds.items():
-        models.save_hf(models.Transformer(config).double().init_weights(0), folder / name)
+        save_hf(Transformer(config).double().init_weights(0), folder / name)
     return {name: str(folder / name) for name in kinds}
 
 

@@ -19,12 +19,19 @@ from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents
 from test_start import SHAPE, shape_of
 
-import models
-import parallel
-import train_grpo
-from parallel import full, local, plans_on_same_ranks, tensors_of
-from train_grpo import Config, Task, Trainer, collect, evaluate, make_task
-
+from full.__main__ import main
+from full.batches import collect
+from full.check import tiny, tiny_model
+from full.config import Config
+from full.experts import give_router_bias
+from full.optimizer import tensors_of
+from full.places import Place, full, local
+from full.plans import plans_on_same_ranks
+from full.rollouts import evaluate
+from full.tasks import Task
+from full.text import make_task
+from full.trainer import Trainer
+from full.transformer import Transformer
 FAMILIES = {
     "qwen2": {},
     "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
@@ -51,9 +58,9 @@ EVERY += [pytest.param(*plan, GENERATORS[plan], marks=pytest.mark.slow) for plan
 def model_of(family, seed=2):
     """A random model; 13 tokens, so that two ranks have unequal parts of the vocabulary."""
     shape = dict(model_type=family, vocab_size=13) | FAMILIES[family]
-    model = models.tiny_model(seed=seed, **shape)
+    model = tiny_model(seed=seed, **shape)
     if family == "biased moe":
-        models.give_router_bias(model, 0.05)
+        give_router_bias(model, 0.05)
         for n, votes in enumerate(model.buffers()):
             votes.copy_(torch.arange(len(votes)).roll(n) % 3)
     return model
@@ -64,9 +71,9 @@ def trainer_of(family, plan, **how):
     config = Config(dtype="float64", plan=plan, **dict(group=4, prompts=3) | how).check()
     model = model_of(family)
     with torch.device("meta"):  # for the Trainer to allocate
-        bare = models.Transformer(dataclasses.replace(model.config, router_bias_rate=0.0)).double()
+        bare = Transformer(dataclasses.replace(model.config, router_bias_rate=0.0)).double()
         if model.config.router_bias_rate:
-            models.give_router_bias(bare, model.config.router_bias_rate)
+            give_router_bias(bare, model.config.router_bias_rate)
     trainer = Trainer(config, model, generator=bare.requires_grad_(False))
     trainer.push_weights()
     return trainer, config
@@ -242,7 +249,7 @@ PUSHES = {
 def pushed_shape(family):
     """wide: a model with heads for four ranks."""
     if family == "wide":
-        return models.tiny("qwen3", **SHAPE, num_key_value_heads=4)
+        return tiny("qwen3", **SHAPE, num_key_value_heads=4)
     return shape_of(family)
 
 
@@ -258,11 +265,11 @@ def _pushed(rank, name, told):
 
     with LiveBytes() as counted:
         with torch.device("meta"):
-            model = models.Transformer(shape).double()
-            generator = models.Transformer(shape).to(dtype).requires_grad_(False)
+            model = Transformer(shape).double()
+            generator = Transformer(shape).to(dtype).requires_grad_(False)
         trainer = Trainer(config, model, generator=generator)
         trainer.push_weights()
-    truth = models.Transformer(shape).double().init_weights(3)
+    truth = Transformer(shape).double().init_weights(3)
     assert _equal(trainer.sampler.model, truth, dtype)
     masters = [*trainer.optimizer.mine.values()] if trainer.optimizer.has_masters else []
     with torch.no_grad():
@@ -301,7 +308,7 @@ def _bytes(tensors):
 def _bytes_that_come():
     """A list of the bytes that this rank gets by each message of a push."""
     came = []
-    gather, broadcast = parallel.Place.gather, dist.broadcast
+    gather, broadcast = Place.gather, dist.broadcast
 
     def gathering(place, x, *how):
         out = gather(place, x, *how)
@@ -313,7 +320,7 @@ def _bytes_that_come():
         return broadcast(x, group=group, group_src=group_src)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel.Place, "gather", gathering)
+        patch.setattr(Place, "gather", gathering)
         patch.setattr(dist, "broadcast", broadcasting)
         yield came
 
@@ -361,9 +368,9 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
 
     # One process reads it, whatever made it, and writes the same weights.
     for step in (0, 2):
-        assert train_grpo.main(["audit", str(out), "--step", str(step)]) == 0
+        assert main(["audit", str(out), "--step", str(step)]) == 0
         assert f"audit of step {step}: ok" in capsys.readouterr().out
-    assert train_grpo.main(["export", str(out), str(tmp_path / "hf")]) == 0
+    assert main(["export", str(out), str(tmp_path / "hf")]) == 0
     assert contents(tmp_path / "hf") == contents(out / "hf")
     assert not (out / "hf.tmp").exists()
 

@@ -1,4 +1,4 @@
-"""`python train_grpo.py check | bench`: some of its cells, and that its cells can be wrong."""
+"""`python -m full check grpo | bench`: some of its cells, and that its cells can be wrong."""
 
 import dataclasses
 import json

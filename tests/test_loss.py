@@ -16,16 +16,18 @@ import pytest
 import torch
 from conftest import LOOKUP, batch_of
 
-import models
-import train_grpo
-from audit import Recorded, loss_definition, rate_by_hand, score_alone
-from parallel import pack
-from train_grpo import (
-    LOSS_SETTINGS, Config, SampledBatch, Trainer, Trajectory, build, choices_of, collect,
-    demonstrations, gae, grpo_loss, loss_denominator, make_task,
-)  # fmt: skip
-from tree_attention import TokenTrie
-
+from full.advantages import choices_of, gae
+from full.batches import SampledBatch, collect
+from full.byhand import Recorded, loss_definition, rate_by_hand, score_alone
+from full.check import TINY, tiny_model
+from full.config import LOSS_SETTINGS, Config
+from full.objectives import grpo_loss, loss_denominator
+from full.packing import pack
+from full.rollouts import Trajectory, demonstrations
+from full.run import build
+from full.text import make_task
+from full.trainer import Trainer
+from full.trie import TokenTrie
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}
@@ -256,7 +258,7 @@ def test_the_defaults_of_the_loss_are_those_of_the_flags():
 
 
 GRADIENTS = [(label(options), options) for options in OPTIONS]
-GRADIENTS += [(family, {}) for family in models.TINY] + [("without old", {})]
+GRADIENTS += [(family, {}) for family in TINY] + [("without old", {})]
 
 
 @pytest.mark.parametrize("name, options", GRADIENTS, ids=[name for name, _ in GRADIENTS])
@@ -264,8 +266,8 @@ def test_micro_batches_order_packing_and_calls_do_not_change_the_gradient(
     process_group, name, options
 ):
     trainer, batch = make_trainer(**options), some_batch()
-    if name in models.TINY:
-        trainer = Trainer(trainer.config, models.tiny_model(name, vocab_size=11))
+    if name in TINY:
+        trainer = Trainer(trainer.config, tiny_model(name, vocab_size=11))
     if name == "without old":  # the policy is its own old policy
         batch = [replace(t, old_logprobs=None) for t in batch]
     Z = trainer.loss_denominator(batch)
@@ -304,7 +306,7 @@ def test_a_loss_is_in_the_dtype_of_its_log_probs(process_group, monkeypatch):
         seen.append({x.dtype for x in tensors})
         return grpo_loss(*columns, **given)
 
-    monkeypatch.setattr(train_grpo, "grpo_loss", watched)
+    monkeypatch.setattr("full.trainer.grpo_loss", watched)
     trainer.forward_backward(some_batch(), 10.0)
     assert seen and all(dtypes == {torch.float32, torch.bool} for dtypes in seen)
 

@@ -6,9 +6,8 @@ import torch
 from conftest import shortened
 from measure_ring import work_of
 
-import ring_attention as ra
-from ring_attention import ALL, CAUSAL, FULL, NEVER, DenseMask, Mask, Sizes, boxes, indices
-
+from full.masks import ALL, CAUSAL, FULL, NEVER, PARTIAL, DenseMask, Mask, Sizes, as_mask, boxes
+from full.ring import indices
 pytestmark = pytest.mark.quick
 
 
@@ -269,7 +268,7 @@ def covers(mask, tile):
                 assert torch.equal(box, triangle)
                 assert box.shape[2] == box.shape[3] <= sizes.square
             else:
-                assert kind == ra.PARTIAL and max(box.shape[2:]) <= sizes.partial
+                assert kind == PARTIAL and max(box.shape[2:]) <= sizes.partial
         assert not (seen > 1).any() and not (dense & (seen == 0)).any()
 
 
@@ -357,4 +356,4 @@ def test_memory_is_linear_and_boxes_are_kept():
     assert sum(x.nbytes for x in (mask.keys.start, mask.keys.end)) == 2 * 8 * 1000
     assert boxes(mask, sizes_of(128)) is boxes(mask, sizes_of(128))
     assert mask.with_window(7) is mask.with_window(7)
-    assert ra.as_mask(mask) is mask and ra.as_mask(None) is None
+    assert as_mask(mask) is mask and as_mask(None) is None

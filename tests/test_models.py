@@ -7,15 +7,17 @@ from conftest import complaint_of
 from oracles import Watch, draw, plain_attention, worst
 from test_ranks import ranks
 
-import models
-import parallel
+from full.check import TINY, relative_error as relative, tiny, tiny_model
+from full.experts import Balance
+from full.generate import KVCache, forward_with_cache, generate, prefill
+from full.hf import load_hf, save_hf
+from full.logprobs import all_gather_logits, require_tokens_in_vocabulary, token_logprobs
+from full.parallelize import parallelize
+from full.plans import Grid, Plan
+from full.transformer import RMSNorm, Transformer, causal_attention
 from models import (
-    FULL, KVCache, Row, Transformer, causal_attention, forward_with_cache, generate,
-    prefill, sample, simple_forward_with_cache, simple_packed_attention, tiny, tiny_model,
-    token_logprobs,
+    FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
 )  # fmt: skip
-from models import relative_error as relative
-
 pytestmark = pytest.mark.quick
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 
@@ -28,7 +30,7 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-LENGTHS = [(name, (7, 1, 6, 12, 6)) for name in models.TINY]
+LENGTHS = [(name, (7, 1, 6, 12, 6)) for name in TINY]
 LENGTHS += [("qwen3", (6, 6, 6)), ("gemma3_text", (13, 2, 9, 9, 1, 1, 4, 11, 1)), ("qwen3", (5,))]
 
 
@@ -38,7 +40,7 @@ def test_packed_documents_equal_separate_documents(model_type, lengths):
     documents = [torch.randint(53, (n,), generator=generator) for n in lengths]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    options = dict(positions=positions, attention=simple_packed_attention(ids))
+    options = dict(positions=positions, attention=packed_attention(ids))
     packed = model(torch.cat(documents)[None], **options)[0]
     separate = [model(document[None])[0] for document in documents]
     assert worst(packed.split(list(lengths)), separate) < 1e-12
@@ -68,7 +70,7 @@ ATTENDED += [(torch.zeros(2, 300).long(), n) for n in (1, 2, 5, 127, 128, 129, 3
 
 @pytest.mark.parametrize("ids, window", ATTENDED)
 def test_attention_is_dense_attention_under_its_rule(ids, window):
-    attention = simple_packed_attention(ids) if ids.any() else causal_attention
+    attention = packed_attention(ids) if ids.any() else causal_attention
     qkv, upstream = draw(ids.shape[1], batch=len(ids), width=4)
     got = attention(*qkv, layer=0, scale=0.5, window=window)
     truth, _ = plain_attention(*qkv, visible(ids, window)[:, None], scale=0.5)
@@ -316,7 +318,7 @@ def test_a_row_of_nan_draws_a_token_whose_logprob_is_nan(vocab):
 
 
 def test_rms_norm_accumulates_in_float32():
-    norm = models.RMSNorm(4096, tiny()).to(torch.bfloat16)
+    norm = RMSNorm(4096, tiny()).to(torch.bfloat16)
     x = torch.randn(8, 4096, generator=seeded()).bfloat16()
     truth = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     assert relative(norm(x), truth) < 2**-8  # 0.3 if the sum were in bfloat16, which ends at 2048
@@ -340,7 +342,7 @@ def test_weights_are_the_same_draw_in_every_dtype():
 
 
 def test_gemma_norm_keeps_small_weights():
-    norm = models.RMSNorm(64, tiny("gemma3_text")).to(torch.bfloat16)
+    norm = RMSNorm(64, tiny("gemma3_text")).to(torch.bfloat16)
     with torch.no_grad():
         norm.weight.fill_(2.0**-10)  # 1 + w is 1 in bfloat16
     x = torch.randn(8, 64, generator=seeded()).to(torch.bfloat16)
@@ -372,8 +374,8 @@ def decode(*prompts, max_new_tokens=2, temperature=0.0, **options):
     (decode([1], max_new_tokens=10**6), "32768 positions"),
     *((decode([1], temperature=t), "temperature") for t in (-1, float("nan"), float("inf"))),
     (lambda m: m.values(torch.ones(1, 24)), "add_value_head"),
-    (lambda m: models.Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
-    (lambda m: models.all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
+    (lambda m: Balance(torch.zeros(3), torch.zeros(2)), r"\(J,\), got \(3,\) and \(2,\)"),
+    (lambda m: all_gather_logits(m.head_weight, None, 53), "logits of a split vocabulary"),
 ])  # fmt: skip
 def test_a_callers_mistake_is_named(call, complaint):
     with pytest.raises(ValueError, match=complaint):
@@ -413,7 +415,7 @@ def test_off_the_cpu_the_refusal_is_an_assertion_that_waits_for_nothing(monkeypa
     asserted = []
     monkeypatch.setattr(torch, "_assert_async", lambda *given: asserted.append(given))
     # The meta device stands for a GPU here: to look at one of its values is an error.
-    models.require_tokens_in_vocabulary(torch.ones(2, 3, dtype=torch.long, device="meta"), 53)
+    require_tokens_in_vocabulary(torch.ones(2, 3, dtype=torch.long, device="meta"), 53)
     ((condition, message),) = asserted
     assert condition.shape == () and condition.dtype == torch.bool
     assert message == "a token id is outside of 0..52"
@@ -429,9 +431,9 @@ def test_the_check_of_tokens_can_be_compiled_whole():
 
 def _outside(rank, text, mode):
     """What this rank's part of a model says of a token that does not exist."""
-    plan = parallel.Plan.parse(text)
+    plan = Plan.parse(text)
     model = tiny_model("qwen3", vocab_size=56, dtype=torch.float32)
-    model = parallel.parallelize(model, plan, device_mesh=parallel.Grid.make(plan), mode=mode)
+    model = parallelize(model, plan, device_mesh=Grid.make(plan), mode=mode)
     call = model.require_tokens if plan.pp > 1 else model.hidden
     return complaint_of(call, torch.tensor([[0, 1, 56]]))
 
@@ -451,7 +453,7 @@ def test_a_value_head_is_a_row_of_its_own(tmp_path):
     fresh = model_of().add_value_head()
     assert fresh.values(hidden).eq(0).all() and fresh.config.value_head
     torch.autograd.grad(fresh.values(hidden.detach()).sum(), fresh.score.weight)
-    models.save_hf(model, tmp_path)
-    assert torch.equal(models.load_hf(tmp_path).score.weight, model.score.weight)
+    save_hf(model, tmp_path)
+    assert torch.equal(load_hf(tmp_path).score.weight, model.score.weight)
     with pytest.raises(ValueError, match="value_head"):
-        models.load_hf(tmp_path, model=model_of())
+        load_hf(tmp_path, model=model_of())

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 import measure_objectives
-from train_grpo import (
-    ADVANTAGES, OBJECTIVES, Config, SampledTokens, Trajectory, advantages, grpo_loss,
-    overlong_penalty, sampler_weights,
-)  # fmt: skip
-
+from full.advantages import ADVANTAGES, advantages, overlong_penalty
+from full.config import Config
+from full.objectives import OBJECTIVES, SampledTokens, grpo_loss, sampler_weights
+from full.rollouts import Trajectory
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "golden_objectives.json").read_text())
 INPUT = {name: torch.tensor(x, dtype=torch.float64) for name, x in GOLDEN["input"].items()}

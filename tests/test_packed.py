@@ -15,11 +15,13 @@ from conftest import ROOT
 from conftest import complaint_of as _fails
 from test_ranks import ranks
 
-import models
-import ring_attention
-from parallel import Grid, PackedBatches, Plan, full, gather_replica, parallelize, part_of
-from parallel import reduce_gradients
-
+from full import ring
+from full.optimizer import reduce_gradients
+from full.packing import PackedBatches, gather_replica
+from full.parallelize import parallelize
+from full.places import full, part_of
+from full.plans import Grid, Plan
+from full.transformer import causal_attention
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
 EVERYTHING = [*range(len(LENGTHS))]
 TEMPERATURE = 0.7
@@ -89,7 +91,7 @@ def errors(model, truth, mine, micro_tokens=12):
     together, first = gather_replica(model, mine)
     assert together[first : first + len(mine)] == mine
     batches = PackedBatches(
-        model, attention=attention, indices=ring_attention.indices, micro_tokens=micro_tokens,
+        model, attention=attention, indices=ring.indices, micro_tokens=micro_tokens,
         temperature=TEMPERATURE,
     )  # fmt: skip
     given = [sequences[i] for i in together], [masks[i] for i in together]
@@ -125,7 +127,7 @@ def _under_plans(rank, cases):
         if kind not in truths:
             truths[kind] = truth_of(kind)
         model = measure_parallel.build(kind, torch.float64)
-        stand_in = models.causal_attention if plan.cp > 1 else None
+        stand_in = causal_attention if plan.cp > 1 else None
         place = dict(device_mesh=grids[str(plan)], attention=stand_in)
         model = parallelize(model, plan, **place, **options)
         mine = EVERYTHING[rank :: plan.world]
@@ -158,7 +160,7 @@ def _refused_batches(rank):
     built = {}
     for text in ("t2", "c2"):
         plan, model = Plan.parse(text), measure_parallel.build("dense", torch.float64)
-        place = dict(device_mesh=Grid.make(plan), attention=models.causal_attention)
+        place = dict(device_mesh=Grid.make(plan), attention=causal_attention)
         built[text] = parallelize(model, plan, **place)
     call = PackedBatches(built["t2"], attention=attention).forward_backward
     return [_fails(PackedBatches, built["c2"], attention=attention), *(

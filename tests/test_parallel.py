@@ -17,13 +17,17 @@ from test_ranks import join, ranks, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import models
-import parallel
-from parallel import (
-    Grid, LocalOptimizer, Plan, clip_grad_norm, full, parallelize, read_checkpoint,
-    reduce_gradients, run_forwards, run_micro_batches, training_tensors, write_checkpoint,
+from full.__main__ import main
+from full.checkpoint import read_checkpoint, write_checkpoint
+from full.optimizer import (
+    MESSAGE, LocalOptimizer, clip_grad_norm, first_non_finite, reduce_gradients,
+    sum_in_messages, training_tensors,
 )  # fmt: skip
-
+from full.parallelize import KEPT, parallelize
+from full.pipeline import run_forwards, run_micro_batches
+from full.places import full
+from full.plans import Grid, Plan
+from full.transformer import causal_attention
 # The others join what these are apart, are those that test_parity.py holds against transformers,
 # or train in test_a_checkpoint_of_one_plan_goes_on_under_another.
 DEFAULT = read_cases("""
@@ -35,7 +39,7 @@ DEFAULT = read_cases("""
 """)
 FLOAT32 = read_cases("d2 dense, t2 dense, c2 dense, d2t2e4 moe, p2 tied")
 MORE = read_cases("d2t2c2 dense, etp moe, p2d2t2 tied, d2t2e4 moe fsdp")
-# The second step has AdamW's moments. `python parallel.py check`, which a slow test of
+# The second step has AdamW's moments. `python -m full check parallel`, which a slow test of
 # test_readme.py runs, has a third for all plans but those that wait for a compiler.
 SLOW = pytest.mark.slow
 EVERY = [pytest.param(name, 2, torch.float64) for name in DEFAULT]
@@ -142,7 +146,7 @@ def test_collectives_are_those_of_the_table(tmp_path):
     gathers = dict(allgather_=2 * L + 1 + 2 * L + 1, reduce_scatter_=2 * L + 1 + 2 * L)
     plain = gathers | dict(allreduce_=2 + 1)
     again = dict(allgather_=plain["allgather_"] + 2 * L, allreduce_=3)
-    of_c = dict(attention=models.causal_attention)
+    of_c = dict(attention=causal_attention)
     routed = dict(alltoall_base_=(3 + 2) * sparse)
     cases = [
         ("t2", "dense", {}, plain), ("t2", "dense", dict(ac="op"), plain),
@@ -159,7 +163,7 @@ def test_collectives_are_those_of_the_table(tmp_path):
 
 def _messages(rank):
     """Bytes of each message that sums gradients of 40, 40, 40, 400 and 8 bytes, at most 100."""
-    parallel.MESSAGE = 100
+    MESSAGE = 100
     sent, all_reduce = [], dist.all_reduce
     gradients = [torch.full((n,), rank + 1.0) for n in (10, 10, 10, 100, 2)]
 
@@ -168,7 +172,7 @@ def _messages(rank):
         all_reduce(x, group=group)
 
     dist.all_reduce = recorded
-    parallel.sum_in_messages(gradients, dist.group.WORLD)
+    sum_in_messages(gradients, dist.group.WORLD)
     dist.all_reduce = all_reduce
     assert all((g == 3).all() for g in gradients)
     return sent
@@ -188,7 +192,7 @@ def test_the_first_gradient_that_is_not_finite_is_found_with_one_look(bad, found
         gradients[bad][1] = torch.nan if bad else torch.inf
         gradients[-1][0] = -torch.inf
     with _Calls() as reads:
-        assert parallel.first_non_finite(gradients) == found
+        assert first_non_finite(gradients) == found
     assert reads.counts["_local_scalar_dense"] <= 1
 
 
@@ -293,7 +297,7 @@ def test_what_checkpointing_computes_again(process_group, ac):
             with counter:
                 return run(*args, **options)
         finally:
-            kept = parallel.KEPT if ac == "op" else ()
+            kept = KEPT if ac == "op" else ()
             by_op = counter.get_flop_counts()["Global"].items()
             again[n] = sum(flops for op, flops in by_op if op.__name__ not in kept)
 
@@ -311,7 +315,7 @@ def test_what_checkpointing_computes_again(process_group, ac):
 
 def _bench(rank, flags, log):
     with open(log, "w") as out, contextlib.redirect_stdout(out):
-        sys.exit(parallel.main(["bench", *flags.split()]))
+        sys.exit(main(["bench", *flags.split()]))
 
 
 @pytest.mark.slow

@@ -22,14 +22,17 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import models
-import parallel
-from parallel import (
-    TIED, Damaged, Grid, LocalOptimizer, Plan, clip_grad_norm, copy_weights, local, parallelize,
-    persistent_buffers, read_checkpoint, read_newest, reduce_gradients, replica_difference, reshard,
-    superseded, training_tensors, write_checkpoint,
+from full import checkpoint
+from full.check import tiny_model
+from full.checkpoint import Damaged, read_checkpoint, read_newest, superseded, write_checkpoint
+from full.optimizer import (
+    LocalOptimizer, clip_grad_norm, persistent_buffers, reduce_gradients, replica_difference,
+    training_tensors,
 )  # fmt: skip
-
+from full.parallelize import parallelize
+from full.places import TIED, local, reshard
+from full.plans import Grid, Plan
+from full.weights import copy_weights, split_for_decoding
 
 def equal_on_ranks(tmp_path, world, function, *args):
     """What function returns on every rank."""
@@ -201,9 +204,9 @@ def _slow(rank, folder):
         return zlib.crc32(data, value)
 
     # Each file is summed once for a save and once for a resume.
-    summed, sums_of_share = [], parallel.sums_of_share
+    summed, sums_of_share = [], checkpoint.sums_of_share
     parallel.zlib = SimpleNamespace(crc32=slow)
-    parallel.sums_of_share = lambda *args: summed.append(found := sums_of_share(*args)) or found
+    checkpoint.sums_of_share = lambda *args: summed.append(found := sums_of_share(*args)) or found
     write_checkpoint(folder / "step-00000001", _rows_of(rank, rank + 1, rows), {"step": 1})
     found = _rows_of(rank, 0, rows)
     read_newest(folder, lambda path: read_checkpoint(path, found))
@@ -237,7 +240,7 @@ def test_a_part_of_a_checkpoint_is_read_by_the_beginning_of_its_names(tmp_path, 
 
 def _biased(seed):
     """A model whose routers have a bias, which moves where tokens go."""
-    model = models.tiny_model(
+    model = tiny_model(
         "qwen3_moe", seed=seed, dtype=torch.float64, vocab_size=56, num_experts=4,
         num_hidden_layers=2, router_bias_rate=0.1, sparse_layers=(0, 1))  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
@@ -267,7 +270,7 @@ def _carried(rank, folder):
         reshard(read.model)
         assert torch.equal(copy.hidden(tokens), true.hidden(tokens)), (text, mode)
     other = dict(num_experts=4, num_hidden_layers=2, sparse_layers=(0, 1))
-    copy = models.tiny_model("qwen3_moe", vocab_size=56, **other)
+    copy = tiny_model("qwen3_moe", vocab_size=56, **other)
     assert re.search("models differ: .*votes", _fails(copy_weights, _biased(1), copy))
     return True
 
@@ -348,7 +351,7 @@ def _refused(rank):
     tied.lm_head.weight = tied.model.embed_tokens.weight
     yield _fails(_split, tied, "t2"), "one parameter with two names"
     plan = Plan.parse("d2e2")
-    splits = parallel.split_for_decoding, _model(), plan
+    splits = split_for_decoding, _model(), plan
     yield _fails(*splits, device_mesh=Grid.make(plan)), "expected a model with experts"
 
 

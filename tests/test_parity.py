@@ -19,9 +19,9 @@ import torch.distributed as dist
 from measure_parallel import LENGTH, ROWS, TEMPERATURE, Batch, Training, errors, read_cases
 from test_ranks import ranks
 
-import models
-from parallel import Grid, Plan, local
-
+from full.hf import load_hf
+from full.places import local
+from full.plans import Grid, Plan
 STEPS, BUDGET = 3, 1e-10
 ADAMW = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
 
@@ -89,7 +89,7 @@ def make_truth(family, folder):
             for p in model.parameters():
                 p += 0.1 * torch.randn_like(p)
         model.save_pretrained(folder / "hf")
-        names = [name for name, _ in models.load_hf(folder / "hf").named_parameters()]
+        names = [name for name, _ in load_hf(folder / "hf").named_parameters()]
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -169,7 +169,7 @@ def _run_cases(rank, folder, form, names):
         text, family, options = CASES[form][name]
         if text not in grids:  # communicators are expensive, and do not depend on the model
             grids[text] = Grid.make(Plan.parse(text))
-        model = models.load_hf(folder / family / "hf")
+        model = load_hf(folder / family / "hf")
         training = Training(model, grids[text], batch(), adamw=ADAMW, **options)
         if form == "faulty":
             training.before_sum = functools.partial(_scale, FAULTY[name], iter(range(STEPS)))

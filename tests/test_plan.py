@@ -15,15 +15,17 @@ from measure_parallel import LENGTH, PUBLISHED, Rank, Step, build, memory, read_
 from oracles import bytes_of
 from test_ranks import ranks
 
-import models
-import parallel
 import ring_attention as ring
-import train_grpo
-from parallel import (
-    KINDS, LETTERS, Grid, LocalOptimizer, Plan, connect, local, lr_factor, parallelize,
-    plans_on_same_ranks, reduce_gradients,
-)  # fmt: skip
-
+from full.__main__ import main
+from full.check import tiny
+from full.config import parse_config
+from full.hf import save_hf
+from full.model_config import ModelConfig
+from full.optimizer import LocalOptimizer, lr_factor, reduce_gradients
+from full.parallelize import parallelize
+from full.places import local
+from full.plans import KINDS, LETTERS, Grid, Plan, letters_table, plans_on_same_ranks
+from full.ranks import connect
 # The grammar -----------------------------------------------------------------------------------
 
 GOOD = {
@@ -104,7 +106,7 @@ def test_one_table_of_letters_is_the_plan_its_description_and_the_help(capsys):
         "pp=2 dp=2 cp=1 tp=2 ep=1 etp=1", "pp 0  dp 0  cp 0 | 0 1", "pp 0  dp 1  cp 0 | 2 3",
         "pp 1  dp 0  cp 0 | 4 5", "pp 1  dp 1  cp 0 | 6 7",
     ]  # fmt: skip
-    assert parallel.main(["--help"]) == 2
+    assert main(["--help"]) == 2
     said = "".join(capsys.readouterr().err.split())
     for name, letter in LETTERS.items():
         for text in (f"{name}{letter.splits}", *letter[2:]):
@@ -113,8 +115,8 @@ def test_one_table_of_letters_is_the_plan_its_description_and_the_help(capsys):
             plan = Plan.parse(f"{name}2") if name != "e" else Plan.parse("d2e2")
             assert getattr(plan, letter.axis) == 2
     with pytest.raises(SystemExit):
-        train_grpo.parse_config(["--help"])
-    assert parallel.letters_table() in capsys.readouterr().out
+        parse_config(["--help"])
+    assert letters_table() in capsys.readouterr().out
 
 
 @pytest.mark.quick
@@ -166,8 +168,8 @@ FIELDS = [
     (dict(cp=degree), "expected c to be an integer of 1 or more")
     for degree in (0, -2, 1.5, "2", None)
 ]
-DENSE, SIX = models.tiny("qwen3"), models.tiny("qwen3_moe", num_experts=6)
-FOURTEEN = models.tiny("qwen3", num_attention_heads=14, vocab_size=54)
+DENSE, SIX = tiny("qwen3"), tiny("qwen3_moe", num_experts=6)
+FOURTEEN = tiny("qwen3", num_attention_heads=14, vocab_size=54)
 FITS = [
     ("d2t2", dict(world=8), r"plan d2t2: expected p \* d \* c \* t = 4 ranks, got 8"),
     ("p4", dict(microbatches=3), "expected a micro-batch for each of 4 stages, got 3"),
@@ -201,7 +203,7 @@ def test_what_cannot_be_is_refused():
         for given, message in cases:
             with pytest.raises(ValueError, match=message):
                 call(*given)
-    Plan.parse("d2t2p2").require_fits(world=8, config=models.tiny("qwen3", vocab_size=54))
+    Plan.parse("d2t2p2").require_fits(world=8, config=tiny("qwen3", vocab_size=54))
     Plan.parse("t2c2").require_fits(config=FOURTEEN)
     Plan.parse("d4").require_fits(shard=2)
 
@@ -379,19 +381,19 @@ def test_the_memory_that_plan_tells_is_what_a_rank_holds(tmp_path, text, kind, m
 @pytest.mark.quick
 def test_the_published_shapes_have_their_published_sizes():
     for name, count in (("qwen3-8b", 8_190_735_360), ("qwen3-30b-a3b", 30_532_122_624)):
-        config = models.ModelConfig.from_hf(PUBLISHED[name])
+        config = ModelConfig.from_hf(PUBLISHED[name])
         parts = memory(Plan(), config, Step(size=2))
         assert parts["weights"] == parts["gradients"] == parts["moments"] / 2 == 2 * count
 
 
 @pytest.mark.quick
 def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path, capsys):
-    models.save_hf(build("moe", torch.float32), tmp_path)
+    save_hf(build("moe", torch.float32), tmp_path)
     command = ["plan", "(attn:p2d2t2|ffn:p2e2t2)", "--world", "8", "--model", str(tmp_path)]
-    assert parallel.main(command) == 0
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "ep: [0 2] [1 3] [4 6] [5 7]" in out and "fsdp: " in out and "GiB in all" in out
-    assert parallel.main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
+    assert main(["plan", "sglang:d2", "(attn:d2t2|ffn:e2t2)"]) == 0
     of_8b = ["--model", "qwen3-8b"]
     for argv, message in (
         ([], "usage: "),
@@ -400,7 +402,7 @@ def test_plan_prints_groups_and_memory_and_refuses_what_does_not_divide(tmp_path
         (["plan", "p4", *of_8b, "--micro-batches", "2"], "a micro-batch for each of 4 stages, got"),
         (["plan", "c8", *of_8b, "--tokens", "100"], "100 tokens of a replica must divide by .*64"),
     ):
-        assert parallel.main(argv) == 2
+        assert main(argv) == 2
         assert re.search(message, capsys.readouterr().err)
 
 
@@ -410,7 +412,7 @@ def test_the_rows_of_the_results_are_what_plan_prints(capsys):
     found = re.findall(r"python parallel\.py (plan .*)", page.replace("\\\n", " "))
     assert len(found) > 1
     for command in found:
-        assert parallel.main(shlex.split(command.split("#")[0])) == 0
+        assert main(shlex.split(command.split("#")[0])) == 0
         rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
         assert rows and all(row in page for row in rows)
 
@@ -418,7 +420,7 @@ def test_the_rows_of_the_results_are_what_plan_prints(capsys):
 def test_the_training_commands_of_the_recipes_have_plans_that_fit():
     page = (ROOT / "tests" / "RECIPES.md").read_text()
     page = page.split("## Several machines")[1].split("\n## ")[0]
-    config = models.ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
+    config = ModelConfig.from_hf(PUBLISHED["qwen3-8b"])
     runs = re.findall(r"torchrun --nnodes (\d+) --nproc-per-node (\d+).*?--plan (\S+)", page, re.S)
     assert [int(nodes) for nodes, _, _ in runs] == [2, 64]
     for nodes, each, plan in runs:

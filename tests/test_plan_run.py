@@ -8,7 +8,9 @@ import pytest
 from test_ranks import TASK, _train, largest_difference, learns_something, ranks, read_metrics
 from test_ranks import run_of, trained  # noqa: F401, a fixture
 
-import models
+from full.check import tiny
+from full.hf import save_hf
+from full.transformer import Transformer
 
 SHAPE = f"{TASK} --layers 4 --hidden 16 --heads 4 --lr 0.005"
 BASES = {
@@ -105,9 +107,9 @@ def cases():
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     """The directory of a model with experts."""
-    config = models.tiny("qwen3_moe", vocab_size=12, num_experts=4, eos_token_id=(1,))
+    config = tiny("qwen3_moe", vocab_size=12, num_experts=4, eos_token_id=(1,))
     folder = tmp_path_factory.mktemp("mixture")
-    models.save_hf(models.Transformer(config).double().init_weights(0), folder)
+    save_hf(Transformer(config).double().init_weights(0), folder)
     return folder
 
 

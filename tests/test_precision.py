@@ -21,15 +21,18 @@ from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
 from test_run import GET, begin, end, good, killed, same_run
 
-import models
-import parallel
-import text
-import train_grpo
-from audit import audited
-from models import relative_error as relative
-from parallel import Grid, LocalOptimizer, Plan, full, parallelize, part_of, training_tensors
-from train_grpo import Config
-
+from full.audit import audited
+from full.check import relative_error as relative, tiny, tiny_model
+from full.config import Config
+from full.hf import load_hf
+from full.optimizer import LocalOptimizer, reduce_gradients, training_tensors
+from full.parallelize import parallelize
+from full.places import full, part_of
+from full.plans import Grid, Plan
+from full.talk import load_policy, settings_of_run
+from full.text import make_task
+from full.transformer import Transformer
+from models import FULL, SLIDING
 BF16 = "--compute-dtype bfloat16"
 TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
 TINY += "--lr 0.01 --lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --out run"
@@ -121,7 +124,7 @@ SIZES = dict(
 EXPERTS = dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, sparse_layers=(0, 1, 2, 3)
 )
-LAYERS = [models.SLIDING, models.FULL] * 2
+LAYERS = [SLIDING, FULL] * 2
 FAMILIES = {
     "qwen2": {},
     "qwen3": {},
@@ -133,8 +136,8 @@ FAMILIES = {
 
 def drawn(family, seed):
     """A float32 model with weights as large as a released one's, norms and votes off neutral."""
-    config = models.tiny(**dict(model_type=family) | SIZES | FAMILIES[family])
-    model = models.Transformer(config).init_weights(seed)
+    config = tiny(**dict(model_type=family) | SIZES | FAMILIES[family])
+    model = Transformer(config).init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -191,7 +194,7 @@ def test_gradients_are_as_good_as_those_of_autocast(process_group, family):
 
 def test_gradients_add_up_in_float32(process_group):
     """300 equal micro-batches: 300 times the gradient of one. A bfloat16 sum stops at 256."""
-    model, _ = mixed_model(models.tiny_model("gemma3_text", dtype=torch.float32))
+    model, _ = mixed_model(tiny_model("gemma3_text", dtype=torch.float32))
     tokens = torch.arange(8)[None]
     gradients = []
     for _ in range(300):
@@ -209,11 +212,11 @@ def _far(rank, cast=False):
         parallel.fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
     found = []
     for mode in ("ddp", "fsdp"):
-        model = models.tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
+        model = tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
         model, _ = mixed_model(model, plan=Plan(dp=dist.get_world_size()), mode=mode)
         tokens = (torch.arange(600)[None] + rank) % 53
         model.hidden(tokens).to(torch.float32).pow(3).sum().backward()
-        parallel.reduce_gradients(model)
+        reduce_gradients(model)
         found.append(gradient(model))
     return relative(*found)
 
@@ -229,7 +232,7 @@ def test_fsdp_computes_as_ddp_does(tmp_path):
 def moved(dtype, mixed):
     """How 200 updates at lr 1e-6 have moved the weights."""
     small = SIZES | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    model = models.Transformer(models.tiny("qwen3", **small)).init_weights(0).to(dtype)
+    model = Transformer(tiny("qwen3", **small)).init_weights(0).to(dtype)
     begun = torch.cat([p.detach().double().flatten() for p in model.parameters()])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     if mixed:
@@ -303,15 +306,15 @@ def test_what_a_run_writes_is_its_masters(tmp_path, process_group):
     good(tmp_path, f"{TINY} {BF16} --steps 2")
     run = tmp_path / "run"
     stored = tensors_of(run / "step-00000002", "model.")
-    written = models.load_hf(run / "hf")
+    written = load_hf(run / "hf")
     for name, p in written.named_parameters():
         assert p.dtype == torch.float32 and torch.equal(p, stored[f"model.{name}"])
     good(tmp_path, "export run again")
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         run / "hf" / "model.safetensors").read_bytes()  # fmt: skip
 
-    task = train_grpo.make_task(text.settings_of_run(run))
-    policy, _ = text.load_policy(run, task)
+    task = make_task(settings_of_run(run))
+    policy, _ = load_policy(run, task)
     for name, p in policy.named_parameters():
         assert torch.equal(p, stored[f"model.{name}"].bfloat16())
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -414,4 +417,4 @@ def test_products_finer_than_the_weights_are_refused(process_group):
         assert not Config(dtype=dtype, compute_dtype=dtype).check().is_mixed
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(ValueError, match="expected a coarser dtype than the weights'"):
-            mixed_model(models.tiny_model(dtype=torch.float32), dtype)
+            mixed_model(tiny_model(dtype=torch.float32), dtype)

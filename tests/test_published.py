@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-import models
-from models import FULL, SLIDING, ModelConfig
-
+from full.__main__ import main
+from full.model_config import ModelConfig
+from models import FULL, SLIDING
 QWEN = dict(
     attention_dropout=0.0, bos_token_id=151643, hidden_act="silu", initializer_range=0.02,
     rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16", use_sliding_window=False,
@@ -104,9 +104,9 @@ PUBLISHED = {
 
 
 def inspected(folder, raw, capsys):
-    """(config as printed, last line) of `python models.py inspect` on a config alone."""
+    """(config as printed, last line) of `python -m full inspect` on a config alone."""
     (folder / "config.json").write_text(json.dumps(raw))
-    assert models.main(["inspect", str(folder)]) == 0
+    assert main(["inspect", str(folder)]) == 0
     printed = capsys.readouterr()
     *config, last = printed.out.splitlines()
     assert not printed.err and json.loads("\n".join(config))

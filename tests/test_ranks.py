@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from conftest import LOOKUP, ROOT, batch_of, shortened
 
-import parallel
-import train_grpo
-from parallel import full
-from train_grpo import Trainer, build, make_task, parse_config, play
-
+from full.config import parse_config
+from full.optimizer import clip_grad_norm
+from full.places import full
+from full.rollouts import play
+from full.run import build, start_run
+from full.text import make_task
+from full.trainer import Trainer
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
 TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
@@ -137,7 +139,7 @@ def read_metrics(out, name="metrics.jsonl"):
 
 def _train(rank, flags, out):
     with contextlib.redirect_stdout(None):
-        train_grpo.start_run(parse_config([*flags.split(), "--out", str(out)]).check())
+        start_run(parse_config([*flags.split(), "--out", str(out)]).check())
 
 
 def trained(tmp_path, world, flags):
@@ -403,7 +405,7 @@ def test_the_clip_is_exactly_the_ratio_of_norms(bound):
         p.grad = torch.full_like(p, n + 1.0)
     before = [p.grad.clone() for p in model.parameters()]
     norm = math.sqrt(sum(g.square().sum().item() for g in before))
-    assert parallel.clip_grad_norm(model, bound).item() == pytest.approx(norm, rel=1e-15)
+    assert clip_grad_norm(model, bound).item() == pytest.approx(norm, rel=1e-15)
     for p, g in zip(model.parameters(), before):
         assert torch.allclose(p.grad, g * min(1.0, bound / norm), rtol=1e-15, atol=0)
 
@@ -413,4 +415,4 @@ def test_the_norm_of_many_float32_entries_is_that_of_float64():
     model = torch.nn.Embedding(4096, 32)
     model.weight.grad = torch.randn(4096, 32, generator=torch.Generator().manual_seed(0))
     norm = model.weight.grad.double().square().sum().sqrt().item()
-    assert parallel.clip_grad_norm(model, 1e9).item() == pytest.approx(norm, rel=1e-12)
+    assert clip_grad_norm(model, 1e9).item() == pytest.approx(norm, rel=1e-12)

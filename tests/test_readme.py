@@ -21,7 +21,7 @@ from test_ranks import as_script, join, ranks, start
 from test_rollout import checkpoint, folder  # noqa: F401, fixtures
 from test_run import cli
 
-from train_grpo import Config, parse_config
+from full.config import Config, parse_config
 
 README = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
@@ -46,10 +46,10 @@ TRAIN = "torchrun --nproc-per-node 2 train_grpo.py"
 
 CHECK = "readme::check_passes_alone_with_the_error_of_the_file_table"
 ROAD = "commands::a_released_checkpoint_from_the_first_step_to_a_conversation"
-EXAMPLE = "python train_grpo.py --task tests/example_tasks.py"
+EXAMPLE = "python -m full --task tests/example_tasks.py"
 RESTARTED = "faults::a_killed_rank_is_started_again_and_the_run_goes_on"
 SEVERAL = {command for command in COMMANDS if command.startswith("torchrun --nnodes ")}
-PLAN = {command for command in COMMANDS if command.startswith("python parallel.py plan ")}
+PLAN = {command for command in COMMANDS if command.startswith("python -m full plan ")}
 INSTALL = "-m pip install -q --no-compile -r"
 CUT = [line for line in LINES_OF_SHELL if line.startswith(("for f in ", "(cd core;"))]
 SECTION = RECIPES.split("## A released model")[1].split("\n## ")[0].replace("\\\n", "")
@@ -74,7 +74,7 @@ TABLE = {
                     "house::every_tag_ends_in_a_test_that_exists"),
     **dict.fromkeys(CUT, "cut_system::two_lines_of_the_readme_cut_the_files_out_and_run_them"),
     **dict.fromkeys(["python FILE check", *(f"python {file} check" for file in FILES)], CHECK),
-    "python ring_attention.py core": "cores::the_whole_file_runs_its_core_too",
+    "python ring_attention.py": "cores::the_whole_file_runs_its_core_too",
     f"{RUN} audit runs/guess-0": "audit::the_audit_of_an_honest_run",
     f"{RUN} eval runs/mine": "commands::the_greedy_figure_is_the_runs_own",
     f"{RUN} eval DIR --task jsonl --data FILE.jsonl": ROAD,
@@ -89,11 +89,11 @@ TABLE = {
         f"{RUN} --compute-dtype bfloat16", f"{RUN} --tree sparse", f"{RUN} --staleness 1",
         f"{RUN} --staleness 2 --proximal --importance-cap 2", f"{RUN} --advantage gae",
         f"{RUN} --tree dta --chunk-tokens 2048", f"{EXAMPLE}:Sort --steps 250"), TINY),
-    **dict.fromkeys(("sh tests/gpu.sh", "python models.py check --device cuda"),
+    **dict.fromkeys(("sh tests/gpu.sh", "python -m full check models --device cuda"),
                     "gpu::the_list_names_each_command"),
     "sh tests/gpu.sh results": "gpu::results_shows_what_was_run_and_names_what_was_not",
     **dict.fromkeys(("sh tests/gpu.sh ring", "sh tests/gpu.sh step"), "gpu::each_command_runs"),
-    "python ring_attention.py stress --model": "action::fifty_steps_in_bf16",
+    "python -m full bench ring stress --model": "action::fifty_steps_in_bf16",
     f"{EXAMPLE}:Addition --demos 80 --steps 60 --temperature 0.6": " --demos 1" + TINY,
     f"{EXAMPLE}:Calculator --demos 80 --steps 60": " --demos 1" + TINY,
     f"{EXAMPLE}:Lookup --size 5 --demos 20 --advantage group_std "
@@ -102,9 +102,9 @@ TABLE = {
     "--generator-dtype bfloat16 --proximal --importance-cap 2 --advantage group_std "
     "--max-new-tokens 512 --batch-rows 64 --prompts 32 --group 8 --steps 200 "
     "--save-every 20 --out runs/mine": JSONL,
-    "torchrun --nproc-per-node 8 [--nnodes ..]": " train_grpo.py --task jsonl --model DIR "
+    "torchrun --nproc-per-node 8 [--nnodes ..]": " -m full --task jsonl --model DIR "
     "--data questions.jsonl --data-parallel fsdp --timeout 99 --out runs/mine" + JSONL,
-    "python models.py inspect DIR": " ",
+    "python -m full inspect DIR": " ",
     "python tests/smollm_tasks.py RUN [RUN ..] FILE.png": "smollm::runs_of_both_tasks_are_drawn",
     **dict.fromkeys(RELEASED, "smollm::the_commands_of_the_recipe_run"),
     "python tests/bench/measure_objectives.py runs/objectives 5 objectives.png":
@@ -114,7 +114,7 @@ TABLE = {
     "python tests/conformance.py tests/adapters.py:ours objective=gspo aggregation=sequence_mean":
         "conformance::the_command_prints_a_row_for_each_property",
     "python tests/example_action_expert.py check": "action::the_check_passes_and_fails",
-    "python models.py bench --repeats 7": " --repeats 1",
+    "python -m full bench models --repeats 7": " --repeats 1",
     **dict.fromkeys(SEVERAL, "plan::the_training_commands_of_the_recipes_have_plans_that_fit"),
     **dict.fromkeys(PLAN, "plan::the_rows_of_the_results_are_what_plan_prints"),
     **dict.fromkeys(("torchrun --max-restarts 3", "torchrun --max-restarts 3 .. --resume"),
@@ -123,17 +123,17 @@ TABLE = {
         "flags::random_flags_finish_or_are_refused_by_all_ranks_alike",
     **dict.fromkeys(("python tests/mutate.py", "python tests/mutate.py models.py --seed 1"),
                     "mutate::a_slip_is_caught_or_listed"),
-    "python parallel.py bench": "parallel::bench_runs_at_toy_size",
-    "python ring_attention.py bench --repeats 5": " --repeats 1 --tokens 64",
+    "python -m full bench parallel": "parallel::bench_runs_at_toy_size",
+    "python -m full bench ring --repeats 5": " --repeats 1 --tokens 64",
     "memory": " --tokens 64",
     "longest --budget-mb 100": " --budget-mb 5 --world 1",
-    "python tree_attention.py bench --repeats 7": "tree::bench_runs_at_toy_size",
+    "python -m full bench tree --repeats 7": "tree::bench_runs_at_toy_size",
     "python tests/bench/bench_trl.py --model DIR --prompts 4 --completion 14 --rounds 3":
         "conformance::a_checkpoint_is_measured_on_its_own_prompts",
     "python tests/bench/bench_trl.py --rounds 7":
         "conformance::trl_gives_our_loss_and_gradient_on_its_own_batch",
 }  # fmt: skip
-SLOW = ("python models.py bench", "memory", "longest")
+SLOW = ("python -m full bench models", "memory", "longest")
 COMMANDS_RUN = [pytest.param(command, marks=[pytest.mark.slow] * command.startswith(SLOW))
        for command, how in TABLE.items() if how.startswith(" ")]  # fmt: skip
 

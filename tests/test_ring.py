@@ -17,16 +17,19 @@ from torch.autograd import grad as grad_of
 
 import models
 import ring_attention as ra
-from parallel import Grid, Plan, SimpleGrid
-from ring_attention import Mask, indices, ring_attention, shard, unshard
-
+from full.attend import DTYPES, attend
+from full.check import TINY, by_way, examples, relative, tiny_model
+from full.masks import Mask, as_mask, digest
+from full.plans import Grid, Plan
+from full.ring import Ring, indices, ring_attention, shard, unshard
+from parallel import Grid as SimpleGrid
 METHODS = ("ring", "allgather", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous")
 HEADS = dict(heads=12, groups=2)
 
 
 def dense_of(mask, tokens):
-    return (Mask.full(tokens) if mask is None else ra.as_mask(mask)).dense()
+    return (Mask.full(tokens) if mask is None else as_mask(mask)).dense()
 
 
 def truth_of(leaves, mask, *upstream):
@@ -67,7 +70,7 @@ def _errors(rank, lengths):
     found = {}
     pair = [dist.new_subgroups(2)[0], None] if dist.get_world_size() == 4 else []
     for tokens in lengths:
-        for name, mask in ra.examples(tokens, 12).items():
+        for name, mask in examples(tokens, 12).items():
             qkv, dout = draw(tokens, **HEADS)
             dlse = draw(tokens, width=1, seed=1, **HEADS)[1][..., 0]
             truth = truth_of(qkv, mask, dout, dlse)
@@ -93,16 +96,16 @@ def _errors(rank, lengths):
 @pytest.mark.quick
 def test_messages_name_the_global_rank(monkeypatch):
     monkeypatch.setattr(ra.dist, "get_global_rank", lambda group, member: 10 + member)
-    ring = ra.Ring("a group", rank=0, world=3, first=1, stride=2)
+    ring = Ring("a group", rank=0, world=3, first=1, stride=2)
     assert [ring.name(rank) for rank in (-1, 0, 1, 3)] == [15, 11, 13, 11]
-    assert ra.Ring(None, rank=0, world=1).name(0) == 0
+    assert Ring(None, rank=0, world=1).name(0) == 0
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
 def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
-    monkeypatch.setattr(ra, "ring_of", lambda group: SimpleNamespace(world=world))
-    given = [*ra.by_way(None, lambda **way: (way["method"], way["layout"])).values()]
+    monkeypatch.setattr("full.ring.ring_of", lambda group: SimpleNamespace(world=world))
+    given = [*by_way(None, lambda **way: (way["method"], way["layout"])).values()]
     assert given == [*itertools.product(methods, LAYOUTS)]
 
 
@@ -125,7 +128,7 @@ def test_every_length_is_right_on_every_world(tmp_path, world, lengths):
 
 def _dtype_errors(rank):
     found, options = {}, {"heads": (4, 2), "width": 64, "layout": "zigzag"}
-    given = [(Mask.causal(256), None, dtype, 256) for dtype in ra.DTYPES[1:]]
+    given = [(Mask.causal(256), None, dtype, 256) for dtype in DTYPES[1:]]
     for case in given:
         for method in METHODS:
             found[case[2], method] = multiple_of_sdpa(*case, method=method, **options)
@@ -163,7 +166,7 @@ def _core_errors(rank, fault):
         return real(ops)
 
     dist.batch_isend_irecv = post
-    return ra.core_check()
+    return ra.check()
 
 
 @pytest.mark.parametrize("fault", [None, "block", "gradient"])
@@ -381,8 +384,8 @@ def test_one_change_anywhere_changes_a_digest():
         (numbers, 8), (numbers, "7"), (numbers, None), (7, numbers), (numbers,), (numbers, 7, 7),
         (1, 23), (12, 3),
     ]  # fmt: skip
-    digests = [ra.digest(*parts) for parts in given]
-    assert digests == [ra.digest(*parts) for parts in given]
+    digests = [digest(*parts) for parts in given]
+    assert digests == [digest(*parts) for parts in given]
     assert len(set(digests)) == len(digests) and all(0 <= x < 2**63 for x in digests)
 
 
@@ -416,7 +419,7 @@ def _communicators(rank):
     """The sizes of all groups after attention over all ranks, by the core and every method."""
     q, k, v = (shard(x, dim=2).detach().requires_grad_() for x in draw(16)[0])
     grids = Grid.make(Plan.parse("c2")).group["c"], SimpleGrid("c2").group["c"]
-    out = ra.simple_ring_attention(q, k, v) + ra.simple_ulysses_attention(q, k, v)
+    out = ra.ring_attention(q, k, v) + ra.ulysses_attention(q, k, v)
     for group, method in itertools.product((None, *grids), METHODS):
         out = out + ring_attention(q, k, v, group=group, method=method, mask=Mask.causal(16))
     out.sum().backward()
@@ -496,7 +499,7 @@ def by_intervals(**place):
 
 def of_a_model(kind, attention, index):
     """States of the real tokens `index`, and gradients, of packed documents and PAD."""
-    model, gen = models.tiny_model(kind, seed=5), torch.Generator().manual_seed(0)
+    model, gen = tiny_model(kind, seed=5), torch.Generator().manual_seed(0)
     at = torch.arange(len(DOCUMENTS))
     positions = at - (DOCUMENTS[:, None] == DOCUMENTS).int().argmax(1)
     tokens = torch.randint(53, at.shape, generator=gen)
@@ -511,16 +514,16 @@ def of_a_model(kind, attention, index):
 def _model_error(rank, kind, layout, method):
     """The worst error of this rank's states and of the gradients, over all ranks."""
     index, every = indices(33, rank, dist.get_world_size(), layout), torch.arange(33)
-    packed = models.simple_packed_attention(DOCUMENTS[None])
+    packed = models.packed_attention(DOCUMENTS[None])
     whole, want = of_a_model(kind, packed, every)
     out, grads = of_a_model(kind, by_intervals(layout=layout, method=method), index)
     mine = [int((DOCUMENTS[:i] >= 0).sum()) for i in index if DOCUMENTS[i] >= 0]
-    assert min(ra.relative(0 * x, x) for x in want) == 1  # zeros would not pass
+    assert min(relative(0 * x, x) for x in want) == 1  # zeros would not pass
     return worst([out, *summed(grads)], [whole[mine], *want])
 
 
 @pytest.mark.parametrize("layout, method", [("zigzag", "ring"), ("contiguous", "ulysses")])
-@pytest.mark.parametrize("kind", models.TINY)
+@pytest.mark.parametrize("kind", TINY)
 def test_a_model_over_a_ring_has_the_one_process_states_and_gradients(
     tmp_path, kind, layout, method
 ):
@@ -533,7 +536,7 @@ def test_without_torch_distributed_a_ring_just_attends():
     qkv, _ = draw(9)
     for method in METHODS:
         out = ring_attention(*qkv, mask=Mask.causal(9), method=method)
-        assert torch.equal(out, ra.attend(*qkv, Mask.causal(9))[0])
+        assert torch.equal(out, attend(*qkv, Mask.causal(9))[0])
         with torch.no_grad():
             assert torch.equal(ring_attention(*qkv, mask=Mask.causal(9), method=method), out)
     with pytest.raises(ValueError, match="not initialized"):

@@ -20,14 +20,18 @@ from conftest import batch_of
 from example_tasks import Lookup
 from test_example_tasks import SortThree, converse
 
-import models
-import train_grpo
-from models import Transformer
-from text import final_answer, same_answer
-from train_grpo import (
-    Config, Sampler, Task, Trainer, demonstrations, evaluate, loss_denominator, make_task, uniforms,
-)  # fmt: skip
-
+from full import rollouts
+from full.batches import collect
+from full.check import TINY, tiny, tiny_model
+from full.config import Config
+from full.hf import save_hf
+from full.objectives import loss_denominator
+from full.rollouts import Sampler, demonstrations, evaluate
+from full.tasks import Task
+from full.text import final_answer, make_task, same_answer
+from full.trainer import Trainer
+from full.transformer import Transformer
+from train_grpo import uniforms
 pytestmark = pytest.mark.quick
 END = 9
 
@@ -66,7 +70,7 @@ class Script:
 
 
 def random_model(vocab, seed=0):
-    shape = models.tiny("qwen3", vocab_size=vocab, initializer_range=0.1)
+    shape = tiny("qwen3", vocab_size=vocab, initializer_range=0.1)
     return Transformer(shape).double().init_weights(seed).requires_grad_(False)
 
 
@@ -78,7 +82,7 @@ def play(task, model=None, groups=range(3), key=(0, 0), **options):
     """Lists of trajectories, one for each of the groups."""
     config = Config(**dict(group=4, max_new_tokens=16, temperature=1.0) | options)
     sampler = Sampler(model or random_model(task.vocab_size))
-    return train_grpo.play(config, task, sampler, opening(task, groups), key=key)
+    return rollouts.play(config, task, sampler, opening(task, groups), key=key)
 
 
 def task_of(name, **options):
@@ -143,7 +147,7 @@ def assert_by_hand(model, task, groups, temperature, *, key=(0, 0), room=16, gro
     return played
 
 
-CASES = [(name, "") for name in SMALL] + [("chat", family) for family in models.TINY]
+CASES = [(name, "") for name in SMALL] + [("chat", family) for family in TINY]
 
 
 @pytest.mark.parametrize("name, family", CASES)
@@ -152,7 +156,7 @@ def test_a_rollout_depends_on_seed_step_group_and_number_only(name, family):
     task = SMALL[name]
     model = random_model(task.vocab_size)
     if family:
-        model = models.tiny_model(family, vocab_size=10).requires_grad_(False)
+        model = tiny_model(family, vocab_size=10).requires_grad_(False)
     size = 4 if family else 16
     groups = assert_by_hand(model, task, [7, 4, 3, 0], 0.7, key=(5, 2), group=size)
     if not family:
@@ -208,13 +212,13 @@ def test_every_step_has_prompts_and_random_numbers_of_its_own(process_group):
     how = dict(dynamic_sampling=True, max_rounds=3, entropy_coef=0)
     config, task = Config(prompts=2, group=2, max_new_tokens=2, **how), Counted()
     for step in range(3):
-        assert train_grpo.collect(config, task, Sampler(random_model(10)), step)[1] == []
+        assert collect(config, task, Sampler(random_model(10)), step)[1] == []
     numbers, draws = zip(*task.asked)
     assert numbers == tuple(range(18)) and len({*draws}) == 18
 
     # The first prompt is kept, so that one more is missing.
     task = Counted(unequal=0)
-    assert train_grpo.collect(config, task, Sampler(random_model(10)), 0)[1] == [0]
+    assert collect(config, task, Sampler(random_model(10)), 0)[1] == [0]
     assert [number for number, _ in task.asked] == [0, 1, 2, 3]
 
 
@@ -250,7 +254,7 @@ def test_batch_rows_bounds_what_is_decoded_at_a_time_and_changes_no_token(monkey
     for most in (1024, 8, 1):
         config = Config(group=4, batch_rows=most, max_new_tokens=12)
         starts = opening(task, range(5))
-        groups = train_grpo.play(config, task, Sampler(model), starts, key=(0, 0))
+        groups = rollouts.play(config, task, Sampler(model), starts, key=(0, 0))
         tokens[most] = [[t.tokens for t in group] for group in groups]
         peak[most] = max(rows)
         rows.clear()
@@ -424,10 +428,10 @@ def test_an_error_of_a_reply_is_raised_also_from_a_thread(reply, threads, messag
 def test_a_prompt_that_cannot_be_played_is_refused(prompt):
     starts = [(4, 1, [0]), (5, 1, prompt)]
     config = Config(group=2, max_new_tokens=16, temperature=0)
-    shape = models.tiny("qwen3", vocab_size=10, max_position_embeddings=99)
+    shape = tiny("qwen3", vocab_size=10, max_position_embeddings=99)
     model = Transformer(shape).init_weights(0)
     with pytest.raises(ValueError, match="prompts: expected|0..9|a prompt of 84 tokens"):
-        train_grpo.play(config, Chat(), Sampler(model), starts, key=(0, 0))
+        rollouts.play(config, Chat(), Sampler(model), starts, key=(0, 0))
 
 
 OWN_TASK = """
@@ -499,8 +503,8 @@ def checkpoint(tmp_path_factory):
     tokenizer.train_from_iterator([text for line in LINES for text in line.values()], trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    shape = models.tiny(vocab_size=size, eos_token_id=(0,), max_position_embeddings=48)
-    models.save_hf(Transformer(shape).double().init_weights(0), path)
+    shape = tiny(vocab_size=size, eos_token_id=(0,), max_position_embeddings=48)
+    save_hf(Transformer(shape).double().init_weights(0), path)
     return path
 
 

@@ -28,7 +28,11 @@ import torch.distributed as dist
 from conftest import LOOKUP, SORT, shortened, slow
 
 import train_grpo
-from parallel import checkpoints, sealed
+from full import __main__
+from full.advantages import choices_of
+from full.checkpoint import checkpoints, sealed
+from full.config import Config, parse_config
+from full.metrics import METRICS
 from test_ranks import join, read_metrics, start
 
 SCRIPT = str(Path(train_grpo.__file__).resolve())
@@ -55,7 +59,7 @@ def _main(rank, world, port, cwd, log, flags, die):
         as_torchrun(rank, world, port)
     if die:
         at(*die, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
-    sys.exit(train_grpo.main(flags.split()))
+    sys.exit(__main__.main(flags.split()))
 
 
 def at(where, count, act):
@@ -437,7 +441,7 @@ REFUSED_LATER = {  # only when ranks meet, or a task or a model is made
 def refusal(capsys, flags):
     """What this process says on stderr of flags that it refuses."""
     try:
-        code = train_grpo.main(flags.split())
+        code = __main__.main(flags.split())
     except SystemExit as exit:  # argparse
         code = exit.code
     assert code == 2 and not dist.is_initialized()
@@ -480,7 +484,7 @@ def test_resume_without_a_directory_or_with_other_flags_is_refused(finished, mon
 
 def stored(flags, **changes):
     """What config.json holds of a run of these flags."""
-    config = train_grpo.parse_config(["--lr-decay", "constant", *flags.split()])
+    config = parse_config(["--lr-decay", "constant", *flags.split()])
     return json.dumps(dataclasses.asdict(config) | changes)
 
 
@@ -508,7 +512,7 @@ def test_a_resume_with_other_steps_or_of_a_damaged_configuration_is_refused(tmp_
         (tmp_path / "config.json").write_text(text)
         flags = f"--out {tmp_path} --resume --steps {steps}"
         if says is None:
-            assert train_grpo.parse_config(flags.split()).check().steps == steps
+            assert parse_config(flags.split()).check().steps == steps
         else:
             assert re.search(says, refusal(capsys, flags)), text
 
@@ -582,14 +586,14 @@ def test_every_metric_is_in_the_glossary_and_the_reverse(straight):
     assert len(first) >= 9 and {name.removesuffix("_first") for name in first} <= seen
     seen -= {"step", *first}  # NAME_first, as the glossary says
     seen |= {"balance/loss", "experts/load_max"}  # of experts: tests/test_balance.py has such runs
-    assert seen == train_grpo.METRICS.keys()
+    assert seen == METRICS.keys()
     assert [line["step"] for line in lines] == list(range(6)) and "eval/solved" in lines[-1]
     assert [sample["step"] for sample in samples] == [1, 3, 5]
     assert all(sample["text"].startswith("? ") for sample in samples)
 
 
 @dataclasses.dataclass
-class Longer(train_grpo.Config):
+class Longer(Config):
     # the model
     more: int = 3  # a flag of a subclass
     # the run
@@ -615,12 +619,12 @@ def test_help_shows_every_field_with_its_comment_under_its_title(monkeypatch, ca
     assert once_more.parse_config(["--more", "4"]).more == 4
 
     shown = shown.replace(" ", "")
-    source = inspect.getsource(train_grpo.SimpleConfig) + inspect.getsource(train_grpo.Config)
+    source = inspect.getsource(train_grpo.Config) + inspect.getsource(Config)
     source += inspect.getsource(Longer)
     comments = dict(re.findall(r"^    (\w+): \w.*? = .*?  # (.+)$", source, re.M))
     for field in dataclasses.fields(Longer):
         flag, comment = field.name.replace("_", "-"), re.sub(r"\s", "", comments[field.name])
-        choices = train_grpo.choices_of(field)
+        choices = choices_of(field)
         kind = "|".join(filter(None, choices)) or field.type.__name__
         if field.type is bool:
             kind = f",--no-{flag}"
@@ -632,17 +636,17 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     with monkeypatch.context() as without:
         for name in ("matplotlib", "matplotlib.figure"):
             without.setitem(sys.modules, name, None)
-        assert train_grpo.main(["plot", str(run)]) == 2
+        assert __main__.main(["plot", str(run)]) == 2
     told = capsys.readouterr()
     assert told.err.endswith("error: plot needs matplotlib: pip install matplotlib\n")
     assert not told.out and not (run / "curve.png").exists()
-    assert train_grpo.main(["plot", str(run), str(tmp_path)]) == 2
+    assert __main__.main(["plot", str(run), str(tmp_path)]) == 2
     assert f"{tmp_path} holds no metrics.jsonl" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
-        train_grpo.main(["plot"])
-    assert "usage: train_grpo.py plot [-h] RUN [RUN ...]" in capsys.readouterr().err
+        __main__.main(["plot"])
+    assert "usage: python -m full plot [-h] RUN [RUN ...]" in capsys.readouterr().err
     figure = pytest.importorskip("matplotlib.figure", reason="draws a PNG").Figure
-    assert train_grpo.main(["plot", str(run), str(run)]) == 0
+    assert __main__.main(["plot", str(run), str(run)]) == 0
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
 
     # A run that was killed early.
@@ -650,7 +654,7 @@ def test_plot_is_a_png_or_says_what_to_install(straight, tmp_path, monkeypatch, 
     metrics.write_text(metrics.read_text().splitlines()[0] + '\n{"step": 1, "rew')
     drawn = []
     monkeypatch.setattr(figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
-    assert train_grpo.main(["plot", str(run)]) == 0
+    assert __main__.main(["plot", str(run)]) == 0
     (axes,) = drawn[0].axes
     curve, dots = axes.lines  # the dot is what was solved before the first step
     assert [*curve.get_xdata()] == [1] and [*dots.get_xdata()] == [0] and axes.get_ylim()[1] > 1

@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-import models
-import ring_attention
-import tree_attention
-
+from full import ring
+from full.check import CASES, TinyModel, check_models, example_loss, examples, forests, tiny_model
+from full.chunks import tree_backward, tree_scores
+from full.generate import forward_with_cache, generate, prefill
+from full.trie import TokenTrie
 SUFFIX = re.compile(r"_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$")
 
 
@@ -43,28 +44,28 @@ def disagreements(function, path):
 
 
 def models_check():
-    few = {name: models.CASES[name] for name in ("qwen3", "qwen3_moe", "gemma3_text")}
-    assert models.check(few, transformers=False)
-    model = models.tiny_model("gemma3_text")
+    few = {name: CASES[name] for name in ("qwen3", "qwen3_moe", "gemma3_text")}
+    assert check_models(few, transformers=False)
+    model = tiny_model("gemma3_text")
     for prompts in ([[1, 2, 3], [4], [1, 2, 3]], [[1, 2, 3], [4], [5]]):
-        models.generate(model, prompts, max_new_tokens=9, seed=0, end=range(0, 53, 4), slots=2)
-    cache, _ = models.prefill(model, [[1, 2, 3, 4, 5, 6], [4]])
-    models.forward_with_cache(model, cache, torch.ones(2, 3).long(), [3, 2])
+        generate(model, prompts, max_new_tokens=9, seed=0, end=range(0, 53, 4), slots=2)
+    cache, _ = prefill(model, [[1, 2, 3, 4, 5, 6], [4]])
+    forward_with_cache(model, cache, torch.ones(2, 3).long(), [3, 2])
 
 
 def ring_check():
-    for mask in ring_attention.examples(41, 4).values():
+    for mask in examples(41, 4).values():
         q, k, v = (torch.randn(2, 4, 41, 8, requires_grad=True) for _ in range(3))
-        ring_attention.ring_attention(q, k, v, mask=mask).sum().backward()
+        ring.ring_attention(q, k, v, mask=mask).sum().backward()
 
 
 def tree_check():
-    trie = tree_attention.TokenTrie(tree_attention.forests()["forest"])
-    loss = tree_attention.example_loss
-    for model in (tree_attention.TinyModel(), models.tiny_model("qwen3_moe")):
-        tree_attention.tree_scores(model, trie)
+    trie = TokenTrie(forests()["forest"])
+    loss = example_loss
+    for model in (TinyModel(), tiny_model("qwen3_moe")):
+        tree_scores(model, trie)
         for recompute in (False, True):
-            tree_attention.tree_backward(model, trie, loss, max_tokens=3, recompute=recompute)
+            tree_backward(model, trie, loss, max_tokens=3, recompute=recompute)
 
 
 def wrong():

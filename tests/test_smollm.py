@@ -16,9 +16,9 @@ from test_ranks import as_script
 from test_released import CHAT, same_answer, same_logits, same_tokens, theirs
 from test_transformers import KeepFloat64
 
-from models import generate, load_hf
-from text import Text
-
+from full.generate import generate
+from full.hf import load_hf
+from full.text import Text
 needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
     reason="tests/smollm_requirements.txt is not installed",

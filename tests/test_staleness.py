@@ -18,13 +18,15 @@ from test_ranks import largest_difference, learns_something, ranks, read_metrics
 from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import GET, _main, cli, good, killed, refused
 
-import train_grpo
-from audit import audited
-from parallel import checkpoints, sealed
-from train_grpo import (
-    SampledBatch, Sampler, Trainer, build, collect, do_step, make_task, parse_config,
-)  # fmt: skip
-
+from full.audit import audited
+from full.batches import RolloutQueue, SampledBatch, collect
+from full.checkpoint import checkpoints, sealed
+from full.config import parse_config
+from full.logs import do_step
+from full.rollouts import Sampler, evaluate
+from full.run import build, start_run
+from full.text import make_task
+from full.trainer import Trainer
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
 SETTINGS = {
@@ -58,7 +60,7 @@ def by_the_definition(flags):
         source = SimpleNamespace(get=lambda step, batch=batch: batch)
         metrics = do_step(config, source, trainer, step)
         if step % 2 or step + 1 == config.steps:  # --eval-every 2
-            metrics["eval/solved"], _ = train_grpo.evaluate(config, task, trainer.sampler)
+            metrics["eval/solved"], _ = evaluate(config, task, trainer.sampler)
         lines.append({"step": step} | metrics)
     return lines
 
@@ -102,7 +104,7 @@ PLANS = {
 def _resumed(rank, flags, out, more):
     for again in (flags, f"--resume {more}"):
         words = [*again.split(), "--out", str(out)]
-        train_grpo.start_run(parse_config(words).check())
+        start_run(parse_config(words).check())
 
 
 CASES = [("d2", 4), *slow(*((name, 20) for name in PLANS))]
@@ -213,7 +215,7 @@ def test_a_changed_digit_is_named(finished, process_group, tmp_path, key):
 
 def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
     """As if there were no staleness, for two batches: sampled by weights of one step later."""
-    original = train_grpo.RolloutQueue.get
+    original = RolloutQueue.get
 
     def get(queue, step):
         usual = queue.config
@@ -222,7 +224,7 @@ def _with_fresher_weights(rank, world, port, cwd, log, flags, die):
         queue.config = usual
         return found
 
-    train_grpo.RolloutQueue.get = get
+    RolloutQueue.get = get
     _main(rank, world, port, cwd, log, flags, die)
 
 

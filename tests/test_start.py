@@ -21,13 +21,17 @@ from test_precision import tensors_of
 from test_ranks import ranks, read_metrics
 from test_run import TINY, _main, _task, at, begin, cli, end, good, killed, same_run
 
-import models
-import train_grpo
-from audit import audited
-from parallel import Grid, Plan, full, local, materialise, parallelize
-from text import load_policy, settings_of_run
-from train_grpo import DEMO_METRICS, Config, IdleWarning, Log, make_task, parse_config
-
+from full.audit import audited
+from full.check import tiny
+from full.config import Config, parse_config
+from full.hf import load_hf, save_hf
+from full.logs import DEMO_METRICS, IdleWarning, Log
+from full.parallelize import materialise, parallelize
+from full.places import full, local
+from full.plans import Grid, Plan
+from full.talk import load_policy, settings_of_run
+from full.text import make_task
+from full.transformer import Transformer, draw_weights
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --kl-coef 0.1 --entropy-coef 0.02 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9"
 RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
@@ -298,7 +302,7 @@ FAMILIES = {
 
 
 def shape_of(family):
-    return models.tiny(family, **SHAPE, **FAMILIES.get(family, {}))
+    return tiny(family, **SHAPE, **FAMILIES.get(family, {}))
 
 
 def _start(rank, name, directory):
@@ -306,9 +310,9 @@ def _start(rank, name, directory):
     largest difference from the whole model's weights, drawn and loaded."""
     text, family, options = CASES[name]
     shape, plan = shape_of(family), Plan.parse(text)
-    truth = models.Transformer(shape).double().init_weights(3)
+    truth = Transformer(shape).double().init_weights(3)
     if rank == 0:
-        models.save_hf(truth, directory)
+        save_hf(truth, directory)
     dist.barrier()
 
     @torch.no_grad()
@@ -320,17 +324,17 @@ def _start(rank, name, directory):
     grid = Grid.make(plan)
     with LiveBytes() as counted:
         with torch.device("meta"):
-            whole = models.Transformer(shape).double()
-            model = models.Transformer(shape).double()
+            whole = Transformer(shape).double()
+            model = Transformer(shape).double()
         model = parallelize(model, plan, device_mesh=grid, **options)
         materialise(model)
-        models.draw_weights(model, 3, whole)
+        draw_weights(model, 3, whole)
     found = [apart(model)]
 
     own = [local(p.detach()) for p in model.parameters()]
     for p in own:
         p.fill_(7.0)
-    models.load_hf(directory, model=model, whole=whole)
+    load_hf(directory, model=model, whole=whole)
     largest = max(p.numel() * 8 for p in truth.parameters())
     return sum(p.numel() * 8 for p in own), counted.peak, largest, [*found, apart(model)]
 
@@ -344,5 +348,5 @@ def test_a_rank_holds_its_part_and_the_weights_are_those_of_one_process(tmp_path
         assert apart == [0.0, 0.0]
         assert part <= most <= 1.1 * (part + largest)
     # That fewer bytes than the whole were counted is of use only where a part is less than it.
-    whole = sum(p.numel() * 8 for p in models.Transformer(shape_of(family)).parameters())
+    whole = sum(p.numel() * 8 for p in Transformer(shape_of(family)).parameters())
     assert part < 0.7 * whole or name == "d2 qwen2 zero1" or "e" in text

@@ -9,10 +9,8 @@ import released
 from conftest import complaint_of
 
 transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
-import text as text_file  # noqa: E402
-from models import TEXT_FILES, copy_text_files  # noqa: E402
-from text import Text  # noqa: E402
-
+from full.hf import TEXT_FILES, copy_text_files
+from full.text import Text, load_tokenizer
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 OLD = "special_tokens_map.json"
@@ -414,4 +412,4 @@ def test_no_text_of_another_model_is_left_beside_a_copy(checkpoints, tmp_path):
     assert copy_text_files(tmp_path, tmp_path) == names
     assert {path.name for path in tmp_path.iterdir()} == left
     (tmp_path / "config.json").unlink()  # it is a text of the test's own
-    assert len(text_file.load_tokenizer(tmp_path)) > released.VOCABULARY
+    assert len(load_tokenizer(tmp_path)) > released.VOCABULARY

@@ -13,10 +13,10 @@ from conftest import ROOT, shortened
 from test_families import CASES, SIZES, hf_config
 from test_ranks import ranks
 
-import parallel
-from models import relative_error as relative
-from tree_attention import TokenTrie, tree_backward, tree_scores
-
+from full.check import relative_error as relative
+from full.chunks import tree_backward, tree_scores
+from full.optimizer import reduce_gradients
+from full.trie import TokenTrie
 # Grouped heads in each. The two that slide have layers of both kinds; Gemma's have RoPEs of theirs.
 FAMILIES = {"Qwen3": "qwen3 tied", "Qwen2": "qwen2 slides", "Gemma 3": "gemma3 pattern"}
 OTHERS = {
@@ -181,7 +181,7 @@ def _on_a_ring(rank):
             total = loss.detach().clone()
             dist.all_reduce(total)
             _, alone = errors(total.item(), policy, true_loss, model)
-            parallel.reduce_gradients(policy)
+            reduce_gradients(policy)
             ring = errors(total.item(), policy, true_loss, model)
 
             # All ranks compute the same loss from all scores; a gradient is its rank's tokens'.
@@ -190,7 +190,7 @@ def _on_a_ring(rank):
             scores = tree_scores(policy, TokenTrie(sequences_of_a_tree()), group=dist.group.WORLD)
             loss = sum(loss_fn(i, *score) for i, score in enumerate(scores))
             loss.backward()
-            parallel.reduce_gradients(policy)
+            reduce_gradients(policy)
             tree = errors(loss.item(), policy, true_loss, model)
         found[family] = {"alone": alone, "ring": max(ring), "tree": max(tree)}
     return found

@@ -21,20 +21,21 @@ from torch.autograd import grad as grad_of
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import models
-import tree_attention as tree
-from ring_attention import attend, relative
-from tree_attention import Cost, NonFiniteLoss, TinyModel, TokenTrie, definition, example_loss
-from tree_attention import forests, partition, partition_tree, tree_attention, tree_backward
-from tree_attention import tree_scores
-
+from full.__main__ import main
+from full.attend import attend
+from full.check import TINY, TinyModel, check_tree, example_loss, forests, relative, tiny_model
+from full.chunks import Cost, NonFiniteLoss, partition, partition_tree, tree_backward, tree_scores
+from full.experts import Balance
+from full.tree import SHORT, WIDTH, tree_attention
+from full.trie import TokenTrie
+from tree_attention import definition
 quick = pytest.mark.quick
 
 
 @pytest.fixture(params=[0, 128], ids=["boxes", "groups"])
 def grouped(request, monkeypatch):
     """Whether paths count as short: their tokens attend in groups then, and else in boxes."""
-    monkeypatch.setattr(tree, "SHORT", request.param)
+    monkeypatch.setattr("full.tree.SHORT", request.param)
     return request.param > 0
 
 
@@ -310,17 +311,17 @@ def test_groups_hold_what_torchs_attention_holds_and_nothing_more(dtype):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         tree_attention(*leaves, trie)
-    groups = -(-len(trie) // tree.WIDTH)
-    keys = groups * (int(trie.positions[:: tree.WIDTH].max()) + tree.WIDTH)
-    most = groups * tree.WIDTH * 4 * (8 + 8 + 1) * 4
-    most += keys * (2 * 2 * 8 * 4 + tree.WIDTH * 4 + 2 * 8)  # and which key it is, twice
+    groups = -(-len(trie) // WIDTH)
+    keys = groups * (int(trie.positions[:: WIDTH].max()) + WIDTH)
+    most = groups * WIDTH * 4 * (8 + 8 + 1) * 4
+    most += keys * (2 * 2 * 8 * 4 + WIDTH * 4 + 2 * 8)  # and which key it is, twice
     assert 0.5 * most < sum(storages.values()) <= most
 
 
 def biases_of_groups(watch):
     """The biases of torch's attention over groups of tokens; boxes have fewer or more rows."""
     calls = watch.calls(FLASH)
-    return [kw["attn_mask"] for args, kw in calls if args[0].shape[2] == tree.WIDTH]
+    return [kw["attn_mask"] for args, kw in calls if args[0].shape[2] == WIDTH]
 
 
 @quick
@@ -331,18 +332,18 @@ def test_groups_are_for_short_paths_on_a_cpu_without_a_softcap(monkeypatch):
             tree_attention(*torch.zeros(3, batch, 2, len(trie), 4, device=device), trie, **options)
         return bool(biases_of_groups(watch))
 
-    assert is_grouped() and is_grouped(longest=tree.SHORT) and is_grouped(window=4)
+    assert is_grouped() and is_grouped(longest=SHORT) and is_grouped(window=4)
     for case in (
-        dict(longest=tree.SHORT + 1), dict(device="meta"), dict(batch=2), dict(softcap=2.0),
+        dict(longest=SHORT + 1), dict(device="meta"), dict(batch=2), dict(softcap=2.0),
         dict(backend="math"), dict(backend="fused"),
     ):  # fmt: skip
         assert not is_grouped(**case)
-    monkeypatch.setattr(tree, "GATHERED", 300)
+    monkeypatch.setattr("full.tree.GATHERED", 300)
     assert not is_grouped()
 
 
 def test_groups_and_what_they_see_are_found_once_for_all_layers():
-    model, trie = models.tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
+    model, trie = tiny_model("qwen3", num_hidden_layers=3), TokenTrie([[1, 2], [1, 3]])
     with Watch() as watch:
         tree_scores(model, trie)
     biases = biases_of_groups(watch)
@@ -536,18 +537,18 @@ def test_gradients_are_those_of_every_sequence_by_itself(name):
 
 
 @few_or_every
-@pytest.mark.parametrize("kind", models.TINY)
+@pytest.mark.parametrize("kind", TINY)
 def test_every_family_of_models_has_the_gradients_of_the_flat_batch(kind, chunks):
     """With values; without them the whole check of the file has every family."""
-    model = models.tiny_model(kind)
+    model = tiny_model(kind)
     nn.init.normal_(model.add_value_head().score.weight)
     for name in ("prefixes", "binary", "forest"):
         assert worst_of_walks(model, name, chunks, temperature=0.8) < 1e-10
 
 
-@pytest.mark.parametrize("kind", models.TINY)
+@pytest.mark.parametrize("kind", TINY)
 def test_forward_passes_are_the_definitions_and_leave_no_gradient(kind):
-    model, sequences = models.tiny_model(kind), shape("forest")
+    model, sequences = tiny_model(kind), shape("forest")
     trie = TokenTrie(sequences)
     _, logprobs = definition(model, sequences, example_loss, temperature=0.8)
     assert worst(tree_logprobs(model, trie, temperature=0.8), logprobs) < 1e-12
@@ -570,7 +571,7 @@ def test_forward_passes_are_the_definitions_and_leave_no_gradient(kind):
 @pytest.mark.parametrize("size, recompute", [(None, False), (4, False), (1, True), (3, True)])
 def test_masks_score_what_a_loss_uses_and_nothing_else(size, recompute):
     """Also where a chunk has nothing to score, and only passes on the gradient from below."""
-    model, rng = models.tiny_model("qwen3"), np.random.default_rng(0)
+    model, rng = tiny_model("qwen3"), np.random.default_rng(0)
     sequences = random_forest(3) + [torch.tensor([4, 4, 4, 5, 6, n, n]) for n in (1, 2)]
     trie, options = TokenTrie(sequences), dict(max_tokens=size, recompute=recompute)
     masks = [rng.random(len(x) - 1) < 0.4 for x in sequences[:-2]] + [np.arange(6) > 4] * 2
@@ -599,7 +600,7 @@ def test_masks_score_what_a_loss_uses_and_nothing_else(size, recompute):
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("critic", [False, True])
 def test_a_loss_of_all_sequences_of_a_chunk_is_the_sum_of_theirs(critic, size):
-    model = models.tiny_model("qwen3")
+    model = tiny_model("qwen3")
     sequences = random_forest(5) + [torch.tensor(x) for x in [[0], [1, 1, 1]] * 2]
     if critic:
         model.add_value_head()
@@ -697,7 +698,7 @@ def test_the_loss_is_summed_in_the_models_precision():
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_frozen_parameters_and_no_grad_outside(kind):
-    model, sequences = models.tiny_model(kind), shape("forest")
+    model, sequences = tiny_model(kind), shape("forest")
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(("model.layers.1", "lm_head")))
     truth = flat(model, sequences)
@@ -722,7 +723,7 @@ def counted(model, sequences):
     """The tokens of each expert, by layer, one sequence at a time."""
     counts = {}
     for x in sequences:
-        balance = models.Balance(torch.zeros(len(x)).long())
+        balance = Balance(torch.zeros(len(x)).long())
         model.hidden(x[None], on_routing=balance)
         for layer, n in balance.counts.items():
             counts[layer] = counts.get(layer, 0) + n
@@ -733,7 +734,7 @@ def counted(model, sequences):
 @pytest.mark.parametrize("name", ["lone", "duplicates", "prefixes", "caterpillar", "forest"])
 def test_experts_count_tokens_as_the_flat_batch_does(name, chunks):
     """A token counts for each sequence that has it, and once if its chunk runs twice."""
-    model, sequences = models.tiny_model("qwen3_moe", num_hidden_layers=3), shape(name)
+    model, sequences = tiny_model("qwen3_moe", num_hidden_layers=3), shape(name)
     counts = counted(model, sequences)
     for size, recompute in chunks:
         options = dict(max_tokens=size, recompute=recompute)
@@ -758,7 +759,7 @@ def test_bf16_is_as_good_as_flat_bf16(kind, sizes):
         rng = np.random.default_rng(seed)
         prompt = torch.from_numpy(rng.integers(0, 53, 96))
         star = [torch.cat([prompt, torch.from_numpy(rng.integers(0, 53, 24))]) for _ in range(8)]
-        low = models.tiny_model(kind, seed=seed, dtype=torch.bfloat16, hidden_size=64)
+        low = tiny_model(kind, seed=seed, dtype=torch.bfloat16, hidden_size=64)
         exact = copy.deepcopy(low).float()
         for sequences in (star, [prompt[:n] for n in range(12, 97, 12)]):
             results = {"flat": flat(low, sequences, linear_loss)}
@@ -791,7 +792,7 @@ def star(leaves):
 
 
 def small_model(kind="qwen3"):
-    return models.tiny_model(kind, dtype=torch.float32, hidden_size=64, vocab_size=101)
+    return tiny_model(kind, dtype=torch.float32, hidden_size=64, vocab_size=101)
 
 
 @pytest.mark.parametrize("kind", shortened(["qwen3", "qwen3_moe"], "qwen3_moe"))
@@ -830,7 +831,7 @@ def test_a_path_grows_by_its_keys_and_values_and_their_gradients():
 
 def test_a_walk_leaves_nothing_for_the_garbage_collector():
     """MEMORY: what a chunk held is freed when it is done, not when Python looks for cycles."""
-    model, trie = models.tiny_model("gemma3_text"), TokenTrie(random_forest(0))
+    model, trie = tiny_model("gemma3_text"), TokenTrie(random_forest(0))
     tree_backward(model, trie, linear_loss, max_tokens=4)
     gc.collect()
     gc.disable()
@@ -854,7 +855,7 @@ def test_larger_calls_hold_no_more(monkeypatch):
     assert peak(model, path) > 2.5 * peak(model, path, max_tokens=60, recompute=True)
     joined = [peak(model, trie, max_tokens=60) for trie in (path, star(12))]
     plain = partition_tree
-    monkeypatch.setattr(tree, "partition_tree", lambda *x, join_only_children: plain(*x))
+    monkeypatch.setattr("full.chunks.partition_tree", lambda *x, join_only_children: plain(*x))
     for trie, most in zip((path, star(12)), joined, strict=True):
         assert most < 1.02 * peak(model, trie, max_tokens=60)
 
@@ -874,7 +875,7 @@ CONTEXTS = {  # around attention; and how often a call with a graph runs the ker
 def test_checkpoints_around_attention_change_no_gradient(grouped, context):
     """The walk's callable runs again then. In groups it is one call of the kernel."""
     how, times = CONTEXTS[context]
-    model = models.tiny_model("qwen3")
+    model = tiny_model("qwen3")
     truth, hidden, layers = flat(model, FORK), model.hidden, model.config.num_hidden_layers
 
     def checkpointed(tokens, /, *, positions=None, attention=None):
@@ -898,8 +899,8 @@ def test_checkpoints_around_attention_change_no_gradient(grouped, context):
 @quick
 def test_a_path_in_chunks_makes_two_kernel_calls_a_chunk_and_layer(monkeypatch):
     """Where paths are long: a rectangle of the keys above, and a triangle; no mask in either."""
-    monkeypatch.setattr(tree, "SHORT", 0)
-    model = models.tiny_model("qwen3")
+    monkeypatch.setattr("full.tree.SHORT", 0)
+    model = tiny_model("qwen3")
     layers = model.config.num_hidden_layers
     path = TokenTrie([np.arange(n) % 11 for n in range(5, 1025, 5)])
     with Watch() as watch:
@@ -918,7 +919,7 @@ def test_a_path_in_chunks_makes_two_kernel_calls_a_chunk_and_layer(monkeypatch):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_reentrant_checkpoint_of_whole_layers_is_refused(recompute):
     """It loses the gradient of keys that chunks below read; where none is below, it is fine."""
-    model, sequences = models.tiny_model("qwen3"), random_forest(0)
+    model, sequences = tiny_model("qwen3"), random_forest(0)
     truth, options = flat(model, sequences), dict(max_tokens=4, recompute=recompute)
     forwards = [layer.forward for layer in model.model.layers]
     for use_reentrant in (False, True):
@@ -974,9 +975,9 @@ TWO = [[1, 2, 3], [1, 4, 5]]
         (TinyModel(), TWO, dict(masks=[[True, True]]), "got 1 masks for 2 sequences"),
         (TinyModel(), TWO, dict(masks=[[True, True], [True]]),
          r"mask 1: expected shape \(2,\), got \(1,\)"),
-        (models.tiny_model("qwen3"), [[1, 2], [3, 53]], {},
+        (tiny_model("qwen3"), [[1, 2], [3, 53]], {},
          "sequence 1 has the token id 53; ids are below 53"),
-        (models.tiny_model("qwen3", max_position_embeddings=8), [[1], [1] * 9], {},
+        (tiny_model("qwen3", max_position_embeddings=8), [[1], [1] * 9], {},
          "sequence 1 has 9 tokens, the model's limit is 8"),
     ],
 )  # fmt: skip
@@ -1064,10 +1065,10 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
         next(model.parameters()).grad *= 1 + 1e-8
         return result
 
-    monkeypatch.setattr(tree, "tree_backward", slightly_wrong)
-    monkeypatch.setattr(tree, "forests", lambda: {"a star": SHAPES["star"]})
+    monkeypatch.setattr("full.batches.tree_backward", slightly_wrong)
+    monkeypatch.setattr("full.check.forests", lambda: {"a star": SHAPES["star"]})
     monkeypatch.setitem(sys.modules, "measure_tree", None)  # an ImportError: no families
-    assert tree.check() == 1
+    assert check_tree() == 1
     line = next(x for x in capsys.readouterr().out.splitlines() if "a star" in x)
     assert line.endswith("FAILED")
 
@@ -1088,7 +1089,7 @@ def test_check_fails_where_a_gradient_is_wrong(monkeypatch, capsys):
 def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, words):
     (tmp_path / "x.json").write_text(json.dumps(sequences))
     argv = ["plan", str(tmp_path / "x.json"), "--chunk-tokens", "3", "--world", "2"]
-    assert tree.main(argv) == 0
+    assert main(argv) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words), out
 
@@ -1096,7 +1097,7 @@ def test_plan_prints_tree_chunks_and_partition(tmp_path, capsys, sequences, word
 @pytest.mark.slow  # test_gpu.py runs one of its shapes by default
 def test_bench_runs_at_toy_size(tmp_path, capsys):
     (tmp_path / "x.json").write_text(json.dumps([[[1, 2, 3], [1, 2, 4]]]))
-    assert tree.main(["bench", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
-    assert tree.main(["bench", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
+    assert main(["bench", "--repeats", "1", "--scale", "0.02", "--only", "GRPO"]) == 0
+    assert main(["bench", "--repeats", "1", "--data", str(tmp_path / "x.json")]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {row["way"] for row in last["rows"]} == {"flat", "sparse", "dta N/4", "dta N/8"}

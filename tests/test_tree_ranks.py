@@ -7,17 +7,16 @@ from conftest import complaint_of
 from oracles import worst
 from test_ranks import ranks
 
-import models
-from ring_attention import relative
-from tree_attention import TinyModel, TokenTrie, definition, example_loss, forests, overlay
-from tree_attention import partition_tree, redistribute, tree_backward, tree_scores
-
+from full.check import TinyModel, example_loss, forests, relative, tiny_model
+from full.chunks import overlay, partition_tree, redistribute, tree_backward, tree_scores
+from full.trie import TokenTrie
+from tree_attention import definition
 FORESTS = forests() | {"nothing": [], "short": [[3, 1, 2]]}
 
 
 def case(kind, name):
     """A model, sequences, and their loss, log-probs and gradients, sequence by sequence."""
-    model = TinyModel() if kind == "tiny" else models.tiny_model(kind)
+    model = TinyModel() if kind == "tiny" else tiny_model(kind)
     sequences = [torch.tensor(x) for x in FORESTS[name]]
     loss, logprobs = definition(model, sequences, example_loss, temperature=0.7)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -23,6 +23,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from full import check as check_py
+from full.check import CASES, TinyModel, _tree_rows, path_errors, rows_of_rank, tiny_model
+from full.config import Config
+from full.generate import generate
+from full.model_config import ModelConfig
+from full.plans import Plan
+from full.ranks import connect
+from full.run import build, own_shape
+from full.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- gpu.sh: begin -->", "<!-- gpu.sh: end -->"
@@ -161,14 +170,12 @@ def model_rows(device, few):
     """(row, error, bound) of models.py: every path of every family, and what is sampled."""
     import measure_models
 
-    import models
-
     torch.manual_seed(0)
-    cases = {name: models.CASES[name] for name in (("qwen3",) if few else models.CASES)}
+    cases = {name: CASES[name] for name in (("qwen3",) if few else CASES)}
     for name, (model_type, changes) in cases.items():
-        model = models.tiny_model(model_type, **changes)
-        there = models.tiny_model(model_type, **changes).to(device)
-        for path, error in models.path_errors(model, mine=there):
+        model = tiny_model(model_type, **changes)
+        there = tiny_model(model_type, **changes).to(device)
+        for path, error in path_errors(model, mine=there):
             yield f"{name}: {path}", error, 1e-12
     for name in () if few else measure_models.CASES:
         for path, error in measure_models.rope_errors(name, device):
@@ -178,11 +185,11 @@ def model_rows(device, few):
 
     # The draws are arguments, so a device samples the tokens that the CPU samples.
     for temperature in (0.0, 1.0):
-        model = models.tiny_model("qwen3", max_position_embeddings=64)
+        model = tiny_model("qwen3", max_position_embeddings=64)
         prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
         options = dict(max_new_tokens=20, temperature=temperature, seed=3)
-        want = models.generate(model, prompts, **options)
-        got = models.generate(model.to(device), prompts, **options)
+        want = generate(model, prompts, **options)
+        got = generate(model.to(device), prompts, **options)
         wrong = sum(a.tokens != b.tokens for a, b in zip(got, want, strict=True))
         yield f"sampled at temperature {temperature:g}: other rows than the CPU's", wrong, 0
         errors = [abs(a - b) for x, y in zip(got, want, strict=True)
@@ -192,9 +199,7 @@ def model_rows(device, few):
 
 def ring_rows_of_check(device, few):
     """(row, error, bound) of ring_attention.py on one rank: every mask, way and dtype."""
-    import ring_attention as ring
-
-    for name, row, bound, columns in ring.rows_of_rank(8 if few else 23, device):
+    for name, row, bound, columns in rows_of_rank(8 if few else 23, device):
         for column, error in columns.items():
             yield f"{name}: {row}, {column}", error, bound
 
@@ -202,13 +207,11 @@ def ring_rows_of_check(device, few):
 def tree_rows_of_check(device, few):
     """(row, error, bound) of tree_attention.py: every shape of tree, every size of chunk."""
     import measure_tree
-    import tree_attention as tree
-
-    forests = tree.forests()
+    forests = check_py.forests()
     if few:
         forests = {name: forests[name] for name in ("prefixes", "star")}
-    there = tree.TinyModel().to(device)
-    tables = {"by max_tokens": dict(tree._tree_rows(tree.TinyModel(), forests, there))}
+    there = TinyModel().to(device)
+    tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests, there))}
     if not few:
         tables["families"] = measure_tree.family_rows(device)
     for rows in tables.values():
@@ -309,10 +312,8 @@ def check(file, argv) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda: torch sees no CUDA device here", file=sys.stderr)
         return 2
-    import parallel
-
     # One rank, with the backend that the device has among several.
-    where = parallel.connect(options.device, timeout=600)
+    where = connect(options.device, timeout=600)
     rows = rows_of_check(file, where, options.few)
     dist.destroy_process_group()
     return 0 if show_rows(file, options.device, rows) else 1
@@ -347,8 +348,6 @@ def memory_case(name, size):
     from measure_models import QWEN3_06B
     from measure_parallel import PUBLISHED
 
-    import models
-
     settings = dict(
         dtype="float32", compute_dtype="bfloat16", generator_dtype="bfloat16", ac="full",
         prompts=1, group=8, minibatches=1, entropy_coef=0.0, lr=1e-6, threads=os.cpu_count(),
@@ -365,17 +364,15 @@ def memory_case(name, size):
             num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         )  # fmt: skip
     # The one is a configuration's fields, the other has Hugging Face's names.
-    config = models.ModelConfig(**shape) if name == "0.6b" else models.ModelConfig.from_hf(shape)
+    config = ModelConfig(**shape) if name == "0.6b" else ModelConfig.from_hf(shape)
     return config, settings
 
 
 def planned(shape, settings) -> dict:
-    """Bytes by what they are for, as `python parallel.py plan d1` has them."""
+    """Bytes by what they are for, as `python -m full plan d1` has them."""
     import measure_parallel
 
-    import parallel
-
-    plan = parallel.Plan.parse("d1")
+    plan = Plan.parse("d1")
     tokens = settings["group"] * (settings["size"] + settings["max_new_tokens"])
     step = measure_parallel.Step(
         mode=settings.get("data_parallel", "ddp"), tokens=tokens,
@@ -396,9 +393,6 @@ def memory(name, device, size, steps=3) -> int:
     import measure_grpo
     from oracles import LiveBytes
 
-    import parallel
-    import train_grpo
-
     shape, settings = memory_case(name, size)
     parts = planned(shape, settings)
     host = sum(parts[part] for part in ON_THE_HOST)
@@ -410,13 +404,13 @@ def memory(name, device, size, steps=3) -> int:
         parts = planned(shape, settings)
     if settings.get("offload") and device == "cuda":
         parts = {part: count for part, count in parts.items() if part not in ON_THE_HOST}
-    config = train_grpo.Config(**settings, device=device).check()
+    config = Config(**settings, device=device).check()
     print(f"{name}, GiB as planned: " + ", ".join(f"{k} {v / 2**30:.3g}" for k, v in parts.items()))
 
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
-    parallel.connect(device, threads=config.threads)
+    connect(device, threads=config.threads)
     task = measure_grpo.Work(config, shape.vocab_size)
-    train_grpo.own_shape = lambda config, task: shape
+    own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     cuda, live = device == "cuda", LiveBytes()
 
@@ -436,8 +430,8 @@ def memory(name, device, size, steps=3) -> int:
         return loss["loss/token_mean"]
 
     with contextlib.nullcontext() if cuda else live:
-        model, generator, _ = train_grpo.build(config, task)
-        trainer = train_grpo.Trainer(config, model, generator=generator)
+        model, generator, _ = build(config, task)
+        trainer = Trainer(config, model, generator=generator)
         del model, generator
         for step in range(steps):
             clock = measure_grpo.Clock(device)

@@ -17,7 +17,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from train_grpo import OBJECTIVES  # noqa: E402
+from full.objectives import OBJECTIVES
 
 TARGET = 0.95
 
