@@ -52,7 +52,7 @@ NOT_BY_HAND = ("seconds/", "memory/peak", "logprob_gap/identical", "tokens/train
 
 
 def order() -> list:
-    """Return the rows of the table, causes before their effects, by train_grpo.py's METRICS."""
+    """Return the rows of the table, causes before their effects, by METRICS."""
     # The first row that is outside says where to look. The first update's metrics come before those
     # that a change of the weights has a part in.
     of_updates = [name for name, x in METRICS.items() if x.over_updates in ("mean", "max")]
@@ -1020,8 +1020,8 @@ def audited(run, step=None, group=None, task="", reward="", tell=None) -> Report
     left_out = sorted(line.keys() - exact.found.keys() - {"step"})
     unknown = [name for name in left_out if not name.startswith(NOT_BY_HAND)]
     if unknown:
-        intro.append(f"audit.py does not know {', '.join(unknown)}: add the definition to "
-                     f"`metrics_by_hand` in audit.py")  # fmt: skip
+        intro.append(f"the audit does not know {', '.join(unknown)}: add the definition to "
+                     f"`metrics_by_hand` in full/audit.py")  # fmt: skip
 
     # A group whose rewards are all equal would show nothing but the entropy bonus.
     groups = exact.groups
@@ -1363,7 +1363,7 @@ def main(argv) -> int:
 
     0: every number is within what rounding allows. 1: one is not. 2: no audit is possible.
     """
-    parser = argparse.ArgumentParser("audit.py", allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m full audit", allow_abbrev=False)
     parser.add_argument("run", help="directory of a run; nothing is written there")
     parser.add_argument("--step", type=int, help="[the last that a checkpoint has sampled, or 0]")
     parser.add_argument("--group", type=int, help="spell this group out, by full_definition")

@@ -351,7 +351,7 @@ class ExpertLoads:
         return {"experts/load_max": load_L.max().item()} | balance
 
     def update_bias(self, model):
-        """Apply (11) of models.py, after an optimizer step with gradients of these counts."""
+        """Apply (11) of experts.py, after an optimizer step with gradients of these counts."""
         if not self.rate:
             return
         has = [module.layer for module in model.modules() if hasattr(module, "votes")]

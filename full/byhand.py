@@ -91,7 +91,7 @@ def score_alone(model, s, temperature):
 def entry(table, name, title):
     """Return an entry of a table. ValueError, for a setting that this file does not know."""
     if name not in table:
-        raise ValueError(f"audit.py does not know {name!r}: add it to {title} in audit.py")
+        raise ValueError(f"the audit does not know {name!r}: add it to {title} in full/byhand.py")
     return table[name]
 
 
@@ -116,7 +116,7 @@ def group_advantages(kind, group, R):
 
 
 # The loss ---------------------------------------------------------------------------------------
-# Equations (2) to (7), token by token. They are also what train_grpo.py's tests compare with.
+# Equations (2) to (7), token by token. They are also what the trainer's tests compare with.
 
 
 def clip_terms(c, s):
@@ -204,7 +204,7 @@ class State:
     skipped: int = 0  # optimizer steps skipped, because a gradient was not finite
 
     def set_advantages(self, c, groups):
-        """Set the A of all rollouts of the step. FullState knows all of train_grpo.py's."""
+        """Set the A of all rollouts of the step. FullState knows all."""
         for group in groups:
             group_advantages(c.advantage, group, [s.reward for s in group])
 

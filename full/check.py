@@ -154,13 +154,13 @@ def rows_of_rank(tokens, device):
             row = by_way(groups[world], lambda **way: max(compare(*given, **way)))  # noqa: B023
             rows.append((table, name, 1e-12, row))
 
-        # The core knows the causal mask alone, and shards of one length.
+        # ring_attention.py knows the causal mask alone, and shards of one length.
         if 12 % world == 0 and device == "cpu":
             minimal = [minimal_ring.ring_attention, minimal_ring.allgather_attention,
                        minimal_ring.ulysses_attention]  # fmt: skip
             given = Mask.causal(8 * world), groups[world], torch.float64, 8 * world
             row = {way.__name__[:6]: max(compare(*given, attention=way)) for way in minimal}
-            rows.append((f"float64, core, world {world}", "causal", 1e-12, row))
+            rows.append((f"float64, ring_attention.py, world {world}", "causal", 1e-12, row))
 
     # Lower dtypes are compared with torch's own attention, which is in the folder of tests.
     try:
@@ -172,7 +172,7 @@ def rows_of_rank(tokens, device):
 
 
 def check_ring() -> bool:
-    """Print every error with its budget; return whether none is over. 4 ranks here, or torchrun's."""
+    """Print every error with its budget; return whether all are in it. 4 ranks, or torchrun's."""
     # 23 tokens divide by no number of ranks, so that shards are unequal.
     if "RANK" not in os.environ:
         rows = launch(4, rows_of_rank, 23, "cpu")[0]
@@ -213,7 +213,7 @@ def check_ring() -> bool:
 
 
 class TinyModel(CheckModel):
-    """The core's model with a window and a softcap in every second layer, as in Gemma."""
+    """`CheckModel` with a window and a softcap in every second layer, as in Gemma."""
 
     def __init__(self, seed=0, **sizes):
         super().__init__(seed, **sizes)
@@ -263,7 +263,7 @@ def forests(seed=0):
 
 
 def example_loss(i, logprobs, entropy, values=None):
-    """Return the core's `check_loss` with terms of the entropies and of a critic's values."""
+    """Return `check_loss` with terms of the entropies and of a critic's values."""
     # All of it depends on i, so that a gradient that reaches the wrong sequence shows. Some tokens
     # have no entropy term. No sum over tokens can replace the square of the sum in `check_loss`.
     weights = torch.sin(torch.arange(len(logprobs)) * 7.0 + i).to(logprobs)
@@ -325,7 +325,7 @@ def check_tree() -> bool:
     """Print every error with its budget; return whether none is over."""
     torch.set_num_threads(1)
     tables = {"by max_tokens": dict(_tree_rows(TinyModel(), forests()))}
-    tables["tree_attention.py"] = {"packed, depth first, chunks": {"worst": minimal_tree.check()}}
+    tables["tree_attention.py"] = {"by itself": {"worst": minimal_tree.check()}}
     try:
         tables["families"] = measuring_file("measure_tree").family_rows()
     except ImportError as missing:
@@ -425,8 +425,9 @@ def check_models(cases=None, transformers=True) -> bool:
     float32, <= 1e-5.
     """
     torch.manual_seed(0)
-    core = [models.check_family(family, tau).item() for family in CHECK_FAMILIES for tau in (0.0, 0.8)]
-    rows = [("core: against itself token by token", torch.tensor(core).max().item(), 1e-12)]
+    minimal = [models.check_family(family, tau).item()
+               for family in CHECK_FAMILIES for tau in (0.0, 0.8)]  # fmt: skip
+    rows = [("models.py: against itself token by token", torch.tensor(minimal).max().item(), 1e-12)]
     rows += [
         (f"{name}: {path}", error, 1e-12)
         for name, (model_type, changes) in (cases or CASES).items()
@@ -483,7 +484,7 @@ def path_errors(model, mine=None):
     yield "log-probs and entropy in chunks", relative_error(got, want)
     yield "gradient in chunks, worst parameter", worst_gradient(mine, got, model, want)
 
-    # Seven rows of three prompts in two slots, against the core's generation of all at once.
+    # Seven rows of three prompts in two slots, against `models.generate` of all at once.
     prompts = [documents[n].tolist() for n in (0, 1, 1, 2, 0, 0, 1)]
     draws = torch.rand(7, 9, dtype=torch.float64).tolist()
     ways = [[models.Row(prompt, u) for prompt, u in zip(prompts, draws)] for _ in range(2)]
@@ -519,7 +520,7 @@ def logits_by_cache(model, documents, truth):
 
 
 class FullTraining:
-    """What `parallel.Training` is, by the functions of the full version. Text: "d2t2 zero1"."""
+    """What `parallel.Training` is, by the functions of the folder. Text: "d2t2 zero1"."""
 
     eps = 0.0
 
@@ -546,8 +547,9 @@ class FullTraining:
 
 def check_parallel() -> bool:
     """Compare every plan with one process, print a table of errors, and return whether it is ok."""
-    # The core comes first: its ranks are forks, which need a process where autograd has not run.
-    errors = {f"core, {name}": x for name, x in parallel.check_plans(PLANS, parallel.Training).items()}
+    # parallel.py comes first: its ranks are forks, which need a process where autograd has not run.
+    minimal = parallel.check_plans(PLANS, parallel.Training)
+    errors = {f"parallel.py, {name}": x for name, x in minimal.items()}
     plans = {world: [f"{plan} {mode}" for plan in dict.fromkeys(x.split()[0] for x in PLANS[world])
                      for mode in MODES] for world in PLANS}  # fmt: skip
     errors |= {f"toy, {name}": x for name, x in parallel.check_plans(plans, FullTraining).items()}

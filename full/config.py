@@ -473,7 +473,7 @@ def add_flags(parser, fields):
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
-        prog="train_grpo.py", description=__doc__.split("\n")[0], allow_abbrev=False,
+        prog="python -m full", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [--FLAG VALUE ...] | core | check [--all | --device D] | bench"

@@ -79,7 +79,7 @@ class KVCache(models.KVCache):
         if step.slot_BS is None:
             store[:, :B, :, step.high - S : step.high] = new_2BGSD
         else:
-            # Indexing by tables, as in the core, gives (B, S, 2, G, D).
+            # Indexing by tables, as in `models.KVCache`, gives (B, S, 2, G, D).
             row_B1 = torch.arange(B, device=store.device)[:, None]
             store[:, row_B1, :, step.slot_BS] = new_2BGSD.permute(1, 3, 0, 2, 4)
         k_BGCD, v_BGCD = store[:, :B, :, step.low : step.high]
@@ -120,7 +120,7 @@ class KVCache(models.KVCache):
             self.slots[window] = max(slots, need + 32, need * 3 // 2)
 
         # One new token in each of equally long rows sees all of a slice. Otherwise a mask says what
-        # it sees. Slots are positions up to a constant of the row, so it is the core's mask.
+        # it sees. Slots are positions up to a constant of the row, so it is `models.visible_keys`.
         low = max(0, min(stored) + 1 - reach)
         high = max(stored) + S
         even = min(stored) == max(stored)

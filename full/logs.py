@@ -142,7 +142,8 @@ def do_step(config, source, trainer, step) -> dict:
             found.update(step_metrics(trainer, batch, metrics, updates, step))
 
     one = SimpleNamespace(first_step=step, get=source.get, evaluate=lambda step: None)
-    train_grpo.train(dataclasses.replace(config, steps=step + 1), one, trainer, SimpleNamespace(step=keep))
+    only = dataclasses.replace(config, steps=step + 1)
+    train_grpo.train(only, one, trainer, SimpleNamespace(step=keep))
     return found
 
 

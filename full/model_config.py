@@ -274,7 +274,7 @@ def read_config(raw) -> ModelConfig:
     raw = defaults | raw
     asked = [name for name in REFUSED if raw.get(name)]
     if asked:
-        raise ValueError(f"config asks for {', '.join(asked)}: not implemented in models.py")
+        raise ValueError(f"config asks for {', '.join(asked)}: not implemented here")
 
     # Which layers slide, where no list says so. Files of Gemma spell the 6 in two ways.
     layers = range(raw["num_hidden_layers"])
@@ -342,7 +342,7 @@ def read_rope(raw, kind) -> dict:
     rope = {"rope_theta": theta, "rope_type": "default"} | rope
     partial_factors = rope.pop("partial_rotary_factor", None), raw.get("partial_rotary_factor")
     if any(factor not in (None, 1) for factor in partial_factors):
-        raise ValueError("partial_rotary_factor other than 1: not implemented in models.py")
+        raise ValueError("partial_rotary_factor other than 1: not implemented here")
     trained = raw.get("original_max_position_embeddings")
     if trained and rope["rope_type"] in ("yarn", "llama3"):  # outside the dict in older files
         rope["original_max_position_embeddings"] = trained

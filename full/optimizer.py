@@ -123,7 +123,7 @@ def clip_grad_norm(model, max_norm: float):
         dist.all_reduce(sum_of_squares)
     norm = sum_of_squares.sqrt()  # (6)
 
-    # DEVIATES: torch divides by norm + 1e-6, and so does the core. This divides by the norm.
+    # DEVIATES: torch divides by norm + 1e-6, and so does parallel.py. This divides by the norm.
     # Pinned by tests/test_ranks.py::test_the_clip_is_exactly_the_ratio_of_norms.
     found = norm.item()  # one wait for the device, and not one for each gradient
     if max_norm < found < math.inf:

@@ -35,14 +35,14 @@ def parallelize(
 ):  # fmt: skip
     """Turn a whole model, equal on all ranks, into this rank's part of a plan, and return it.
 
-    model: a `models.Transformer`, or a module with the names of the core's `ToyTransformer`; under
+    model: a `models.Transformer`, or a module with the names of `parallel.ToyTransformer`; under
         a plan of d alone with ddp or zero1, any module. On the device where it will run, or on the
         meta device, for `materialise`. It is changed.
     plan: Plan. Its world is the number of ranks.
     device_mesh: Grid. `Grid.make(plan)`.
     attention: the callable of context parallelism, which the layers call. Needed for c > 1.
     mode: "ddp" (whole copies), "zero1" (copies, with `LocalOptimizer(zero=True)`) or "fsdp" (FSDP2;
-        HSDP if the grid replicates). Section 8 compares them.
+        HSDP if the grid replicates). `parallel.fully_shard_layer` has both.
     sequence: bool. Sequence parallelism: distribute tokens over the t ranks where no matrix is cut.
         t must divide the number of tokens.
     schedule: str. A key of SCHEDULES, for p > 1.
@@ -51,7 +51,7 @@ def parallelize(
     compile: bool. torch.compile each layer by itself, for any length.
     offload: bool. Keep the shards of fsdp, their gradients and the optimizer on the CPU.
     compute_dtype: torch.dtype. Mixed precision: products in this dtype, everything else in the
-        dtype of the weights. Section 16 has the details.
+        dtype of the weights. optimizer.py has the details.
 
     Returns the model, which has a `part`: its parameters are this rank's entries, plain tensors,
     and under fsdp DTensors of FSDP2. ValueError on every rank, before the first message and before
@@ -157,12 +157,12 @@ def with_sequence(grid, sequence) -> Grid:
 
 
 def split(model, grid) -> None:
-    """Cut a whole model by t and e, in place, by the core's functions."""
+    """Cut a whole model by t and e, in place, by the functions of parallel.py."""
     group = grid.group
     if grid.plan.tp > 1:
         parallel.tensor_parallel(model, group["t"], grid.sequence)
         if hasattr(model, "lm_head_shard"):
-            # models.py computes logits and log-probs by itself, in chunks, from a rank's rows.
+            # A `Transformer` computes logits and log-probs itself, in chunks, from a rank's rows.
             del model.logits, model.logprobs
             options = dict(group=group["t"], vocab_start=model.model.embed_tokens.first)
             model.lm_head_shard = lambda: (model.head_weight, options)
@@ -176,15 +176,16 @@ def split(model, grid) -> None:
 
 def expert_tensor_parallel(mlp, grid) -> None:
     """Keep this rank's part of each expert's inner width, in place."""
-    # The core leaves experts whole, and each t rank sends its own tokens to them. If their width is
-    # split, all t ranks need all tokens: f is applied before the router, and g after the experts.
+    # parallel.py leaves experts whole, and each t rank sends its own tokens to them. If their width
+    # is split, all t ranks need all tokens: f is applied before the router, g after the experts.
     region = grid.group["t"], grid.sequence
     mlp.register_forward_pre_hook(
         lambda _, args: (parallel.copy_to_tp_region(args[0], *region), *args[1:])
     )
     mlp.register_forward_hook(lambda _, args, y: parallel.reduce_from_tp_region(y, *region))
     for name, p in list(mlp.experts.named_parameters()):
-        setattr(mlp.experts, name, parallel.parameter_shard(p, grid.group["etp"], inner_width(name)))
+        part = parallel.parameter_shard(p, grid.group["etp"], inner_width(name))
+        setattr(mlp.experts, name, part)
 
 
 def apply_fsdp(root, part) -> None:

@@ -124,7 +124,7 @@ class Place(NamedTuple):
 
 
 def place_of(name, shape, grid, mode, has_two_ends) -> Place:
-    """Return the place of a parameter with this shape of the whole: by the core's `layout`.
+    """Return the place of a parameter with this shape of the whole: by `parallel.layout`.
 
     has_two_ends: bool. The first and the last stage are on different ranks, and share an embedding.
     """

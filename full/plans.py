@@ -87,8 +87,8 @@ class Plan:
         archon:d2t2     with a backend's name in front
 
     LETTERS says what each letter does. A letter appears at most once, and a missing one means 1.
-    The ranks are a grid (p, d, c, t), as in `parallel.Grid`. For experts, the d c t ranks of a stage
-    are numbered again as a grid (expert-dp, ep, etp), where etp, ffn's t, is 1 or t.
+    The ranks are a grid (p, d, c, t), as in `parallel.Grid`. For experts, the d c t ranks of a
+    stage are numbered again as a grid (expert-dp, ep, etp), where etp, ffn's t, is 1 or t.
     """
 
     dp: int = 1
@@ -261,7 +261,7 @@ def plans_on_same_ranks(text) -> tuple[Plan, ...]:
 
 
 class Grid(parallel.Grid):
-    """The core's groups of a plan, and its meshes: grids of ranks as torch knows them.
+    """The groups of `parallel.Grid`, and meshes: grids of ranks as torch knows them.
 
     dense: DeviceMesh (t, replicate, fsdp) of this rank's stage. fsdp: the d and c ranks that share
         the weights under FSDP. replicate: those that hold copies of them, which HSDP has.

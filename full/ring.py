@@ -220,8 +220,8 @@ def ring_backward(dout_BhqD, q_BhqD, k_BgkD, v_BgkD, out, lse, dlse, schedule, c
     out, lse: the results of the forward, over the keys of all ranks.
     q, k, v, schedule, config: as in `ring_forward`.
     """
-    # As in the core, the sum of a block's gradients follows the block one hop later. Two things
-    # differ. The owner keeps its own part, of hop 0, and adds the sum when it returns. And where
+    # As in `RingAttention`, the sum of a block's gradients follows the block one hop later. Two
+    # things differ. The owner keeps its own part, of hop 0, and adds the sum when it returns. Where
     # fewer than W hops are needed, the sum returns from there in one message. Block 0 of 4 ranks,
     # with 3 hops:
     #
@@ -289,7 +289,7 @@ class _RingAttend(torch.autograd.Function):
 
 
 class _AllGather(AllGather):
-    """The core's AllGather, with its gradient summed in float32 or better."""
+    """`AllGather`, with its gradient summed in float32 or better."""
 
     @staticmethod
     def backward(ctx, grad):
@@ -305,7 +305,7 @@ class _TradeHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, schedule, to_tokens, *tensors):
-        # As in the core's AllToAll, each number moves once, and its gradient takes the way back.
+        # As in `AllToAll`, each number moves once, and its gradient takes the way back.
         ctx.way_back = schedule, not to_tokens
         return tuple(trade_heads(x, schedule, to_tokens) for x in tensors)
 

@@ -278,7 +278,7 @@ def play(config, task, sampler, starts, key) -> list:
 
 
 # The first part of every random stream's key after the seed, so that no two streams are the same.
-# ROLLOUT and EVALUATION are the core's.
+# ROLLOUT and EVALUATION are train_grpo.py's.
 DEMO_PROMPT = 3
 
 DEMO_PLAY = 4

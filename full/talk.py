@@ -97,7 +97,7 @@ def load_policy(source, task=None, *, step=None, dtype="", device="cpu"):
 
 def command_parser(name):
     """Return a parser with the flags by which `eval` and `chat` choose a model."""
-    parser = argparse.ArgumentParser(f"train_grpo.py {name}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(f"python -m full {name}", allow_abbrev=False)
     parser.add_argument("source", metavar="RUN_OR_DIR", help="a run, or a Hugging Face directory")
     parser.add_argument("--step", type=int, help="of the run's checkpoint [the newest]")
     parser.add_argument(

@@ -85,7 +85,7 @@ def build_optimizer(config, model):
 
 
 class Trainer(train_grpo.Trainer):
-    """The core's trainer, for every plan, tree, precision, objective and sampler.
+    """`train_grpo.Trainer` for every plan, tree, precision, objective and sampler.
 
     `forward_backward` may be called any number of times before `optim_step`: gradients add up over
     calls and ranks, without an average, as every loss is divided by Z, which the caller has found.

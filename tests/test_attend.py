@@ -18,6 +18,7 @@ from full.check import examples, relative
 from full.masks import ALL, NEVER, PARTIAL, TILES, Mask, Sizes, as_mask, boxes
 from full.ring import indices
 from ring_attention import merge
+
 both = pytest.mark.parametrize("backend", ("math", "fused"))
 quick = pytest.mark.quick
 

@@ -5,6 +5,7 @@ the audit, which has no part in either, is held to the row that it must name.
 """
 
 import json
+import pkgutil
 import re
 import shutil
 import stat
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import LOOKUP, ROOT, shortened
 from oracles import LiveBytes
 from test_ranks import as_script
@@ -32,6 +34,7 @@ from full.optimizer import training_tensors
 from full.run import build, locked
 from full.text import make_task
 from full.trainer import Trainer
+
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --eval-every 3 --eval-prompts 6 --save-every 1 --keep 9 --out run"
 RUN = f"{TINY} --steps 4 --kl-coef 0.05 --clip-high 0.02 --clip-low 0.02"
@@ -118,17 +121,12 @@ def test_the_audit_of_an_honest_run(honest, audit_of):
     assert own + others == pytest.approx(total) and total == pytest.approx(loss[1], abs=1e-14)
 
 
-def test_the_command_of_its_own_and_the_trainers_are_one(honest, tmp_path):
-    """Same text, same exit code, also for what cannot be audited."""
+def test_the_command_says_what_it_needs_or_why_it_cannot(honest, tmp_path):
     for argv in ([str(honest()), "--step", "2"], ["nowhere"]):
-        found = []
-        for file, *words in (["audit.py"], ["train_grpo.py", "audit"]):
-            found.append(as_script(ROOT / file, *words, *argv, cwd=tmp_path))
-        assert found[0][:2] == found[1][:2]
-        assert found[0][0] == (2 if argv == ["nowhere"] else 0), found
-        for _, _, err in found:
-            refused = f"error: {argv[0]} cannot be audited" in err
-            assert refused == (argv == ["nowhere"]) and refused == ("GB of memory" not in err)
+        code, _, err = as_script("full", "audit", *argv, cwd=tmp_path)
+        assert code == (2 if argv == ["nowhere"] else 0), err
+        refused = f"error: {argv[0]} cannot be audited" in err
+        assert refused == (argv == ["nowhere"]) and refused == ("GB of memory" not in err)
 
 
 def test_a_group_can_be_spelled_out_and_the_default_step_is_behind_a_checkpoint(honest, audit_of):
@@ -374,11 +372,11 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
-        "audit.py does not know new/metric: add the definition to `metrics_by_hand` in audit.py")
+        "the audit does not know new/metric: add the definition to `metrics_by_hand` in full/audit.py")
     monkeypatch.delitem(OBJECTIVES, "clip")
     assert main(["audit", str(run), "--step", "2"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "audit.py does not know 'clip': add it to OBJECTIVES in audit.py" in last
+    assert "the audit does not know 'clip': add it to OBJECTIVES in full/byhand.py" in last
 
 
 PROXIMAL = "--device cpu --layers 2 --hidden 48 --heads 4 --prompts 8 --group 8 --eval-prompts 7 "
@@ -568,7 +566,7 @@ def _shifted_mask(real, *args, **how):
 
 def _doubled_gradient(real, trainer, *args, **how):
     found = real(trainer, *args, **how)
-    if train_grpo.dist.get_rank() == train_grpo.dist.get_world_size() - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         for p in trainer.model.parameters():
             if p.grad is not None:
                 p.grad *= 2
@@ -581,20 +579,20 @@ def _old_weights(real, trainer):
 
 FAULTS = {  # function, change(function, its arguments), ranks, flags, the first row outside
     "divided by another count": (
-        "loss_denominator", lambda real, masks, **how: real(masks, **how) + 1, 1, ONE,
+        "full.trainer.loss_denominator", lambda real, masks, **how: real(masks, **how) + 1, 1, ONE,
         "loss/policy_token_mean"),
-    "a mask shifted by one": ("play", _shifted_mask, 1, RUN, "rollouts/sampled"),
+    "a mask shifted by one": ("full.batches.play", _shifted_mask, 1, RUN, "rollouts/sampled"),
     "a gradient doubled on one rank": (
-        "Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
+        "full.trainer.Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
-        "Trainer.push_weights", _old_weights, 1, f"{RUN} --generator-dtype bfloat16", "sampling"),
+        "full.trainer.Trainer.push_weights", _old_weights, 1, f"{RUN} --generator-dtype bfloat16", "sampling"),
 }  # fmt: skip
 
 
 def _planted(rank, world, port, cwd, log, flags, fault):
     name, change, *_ = FAULTS[fault]
     owner, _, function = name.rpartition(".")
-    owner = getattr(train_grpo, owner) if owner else train_grpo
+    owner = pkgutil.resolve_name(owner)
     real = getattr(owner, function)
     setattr(owner, function, lambda *args, **how: change(real, *args, **how))
     _main(rank, world, port, cwd, log, flags, None)

@@ -36,6 +36,7 @@ from full.text import make_task
 from full.trainer import Trainer
 from full.transformer import Transformer, causal_attention
 from full.trie import TokenTrie
+
 COEF = 0.3
 SEQUENCES = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3, 9, 8, 7, 6], [5], [5, 6, 6, 6]]
 SHAPE = dict(vocab_size=12, num_experts=8, num_experts_per_tok=2, num_hidden_layers=4,
@@ -327,7 +328,7 @@ def test_what_the_checkpoint_was_trained_with_is_said(mixture, tmp_path, capfd, 
     flags += f" {BALANCED}" if balanced else ""
     out = tmp_path / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["train_grpo.py"])
+        patch.setattr("sys.argv", ["full"])
         assert main([*flags.split(), "--out", str(out)]) == 0
     text = capfd.readouterr()
     assert text.err.count("router_aux_loss_coef 0.001") == 1

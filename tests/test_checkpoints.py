@@ -620,7 +620,8 @@ def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
     save_hf(model_of(num_hidden_layers=40), tmp_path)
     end, start = os.pipe()
     os.close(end)  # `| head` that has gone already
-    command = [sys.executable, str(ROOT / "models.py"), "inspect", str(tmp_path)]
-    done = subprocess.run(command, stdout=start, stderr=subprocess.PIPE, text=True, timeout=120)
+    command = [sys.executable, "-m", "full", "inspect", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=start, stderr=subprocess.PIPE, text=True, timeout=120)  # fmt: skip
     os.close(start)
     assert done.returncode == 141 and done.stderr == ""

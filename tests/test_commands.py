@@ -30,6 +30,7 @@ from full.hf import load_hf
 from full.model_config import ModelConfig
 from full.talk import Answer, evaluated, pass_at_k, wilson
 from full.text import Text, make_task
+
 SMALL = "--size 3 --turns 3 --device cpu --layers 1 --hidden 32 --heads 2 --prompts 12 --group 8 "
 SMALL += "--lr 0.007 --lr-warmup 0 --lr-decay constant --eval-every 3 --eval-prompts 6 --out run "
 SMALL += "--max-new-tokens 8 --generator-dtype bfloat16 --save-every 3 --keep 9 --steps"
@@ -37,7 +38,7 @@ ASK = "--task guess --size 3 --turns 3 --eval-prompts 6 --max-new-tokens 8".spli
 NAMED = """
 from pathlib import Path
 Path("imported").touch()
-from train_grpo import Task
+from full.tasks import Task
 class Echo(Task):
     vocab_size = 3
     end = (2,)
@@ -96,7 +97,7 @@ import sys
 for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
     del sys.modules[name]
 sys.path.insert(0, "{ROOT}")
-import train_grpo
+from full.__main__ import main
 try: main(sys.argv[1:])
 finally: print(sorted({{'text', 'audit', 'transformers'}} & {{*sys.modules}}))
 """
@@ -160,9 +161,9 @@ def test_figures_are_of_the_groups_that_were_played(monkeypatch):
     rewards = [[1, 1, 2, 1], [0, 0.9, 0, 1], [0, 0, 0.5, 0], [0, 0, 0, 0.5]]
     starts = [(n, state, [0]) for n, state in enumerate("abcc")]
     played = [[SimpleNamespace(reward=r, tokens=[0, 1]) for r in group] for group in rewards]
-    monkeypatch.setattr(text_file, "evaluate", lambda *args: (0.25, None))
-    monkeypatch.setattr(text_file, "draw_prompts", lambda *args, **how: starts)
-    monkeypatch.setattr(text_file, "play", lambda *args, **how: played)
+    monkeypatch.setattr("full.talk.evaluate", lambda *args: (0.25, None))
+    monkeypatch.setattr("full.talk.draw_prompts", lambda *args, **how: starts)
+    monkeypatch.setattr("full.talk.play", lambda *args, **how: played)
     figures, different, shown = evaluated(Config(eval_prompts=4), make_task(Config()), None, 4)
     values = {name: value for name, (value, *_) in figures.items()}
     assert values == {"solved": 0.25, "pass@1": 5 / 16, "pass@2": 1.5 / 4, "pass@4": 0.5}
@@ -374,7 +375,7 @@ def test_ctrl_c_ends_a_conversation_with_0(talker, chat, monkeypatch):
     def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(text_file, "generate", interrupt)
+    monkeypatch.setattr("full.talk.generate", interrupt)
     assert chat(talker, "?\n")[:2] == (0, "\n")
     monkeypatch.setattr(Said, "readline", interrupt)
     assert chat(talker, "?\n")[:2] == (0, "\n")

@@ -1,30 +1,28 @@
-"""The five cores alone, cut out into an empty folder, are a system that learns."""
+"""The five files alone, in an empty folder, are a system that learns."""
 
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, slow
-from test_cores import cut_into
-from test_house import CORES
-from test_run import json_lines
+from conftest import slow
+from test_cores import copy_the_five
+from test_run import FROM_ROOT, json_lines
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cut")
-    cut_into(folder)
+    folder = tmp_path_factory.mktemp("five")
+    copy_the_five(folder)
     return folder
 
 
 def run(folder, ranks, *words, **environment):
-    """Run the cut train_grpo.py. ranks: of torchrun; 0: as a plain process."""
+    """Run its train_grpo.py. ranks: of torchrun; 0: as a plain process."""
     left_out = ("RANK", "WORLD_SIZE", "PYTHONPATH")
     environment = {key: x for key, x in os.environ.items() if key not in left_out} | environment
     # Without `--`, the argparse of Python 3.11 takes --log for one of torchrun's own flags.
@@ -48,22 +46,11 @@ def logged(folder, ranks, words):
     return [line[name] for line in json_lines(file) for name in ("loss", "grad_norm")]
 
 
-def test_two_lines_of_the_readme_cut_the_files_out_and_run_them(tmp_path):
-    lines = re.search(r"^```\n(for f in .*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1]
-    for path in CORES:
-        shutil.copy(path, tmp_path)
-    lines = lines.replace("torchrun", f"{sys.executable} -m torch.distributed.run --standalone")
-    lines = lines.replace("train_grpo.py)", "train_grpo.py --steps 1)")
-    done = subprocess.run(["sh", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and re.search(r"\nsolved [01]\.\d\d\n$", done.stdout), done.stderr
-    assert {path.name for path in (tmp_path / "core").glob("*.py")} == {x.name for x in CORES}
-
-
 CASES = [(1, ()), (2, ()), (1, ("--tree",)), (2, ("--tree",)), (3, ()), (4, ("--plan", "c4"))]
 CASES += [(2, ("--plan", plan)) for plan in ("t2", "c2")]
 
 
-# By default the test above has d2, and the core's own check the tree.
+# The README's test has d2, and the file's own check the tree.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, words", CASES)
 def test_a_plan_and_a_tree_log_the_losses_and_norms_of_one_process(folder, ranks, words):
@@ -102,11 +89,11 @@ def test_guess_is_learned(folder, ranks, seed):
 
 
 @pytest.mark.slow
-def test_the_full_version_makes_the_run_of_its_core(folder, tmp_path):
+def test_the_folder_makes_the_run_of_the_five(folder, tmp_path):
     """The same weights, tokens and updates, to the last digits of float64."""
     words = "--dtype float64 --steps 5 --out run".split()
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    command = [sys.executable, "-m", "full", *words]
+    subprocess.run(command, cwd=tmp_path, env=FROM_ROOT, check=True, capture_output=True)
     lines = json_lines(tmp_path / "run" / "metrics.jsonl")
     losses = [2 * line["loss/token_mean"] for line in lines]  # the mean of two minibatches
     assert logged(folder, 0, ())[::2] == pytest.approx(losses, rel=0, abs=1e-12)

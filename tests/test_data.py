@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import shortened
 
+from full import talk
 from full.__main__ import main
 from full.audit import audited
 from full.config import Config
@@ -518,8 +519,8 @@ def test_a_run_goes_on_and_is_audited_with_its_reward_given_again(
     assert main(evaluate.split()) == 0
 
     # `chat` puts a line into the prompts that the run was trained on, though no flag named them.
-    rows, generate = [], text.generate
-    monkeypatch.setattr(text, "generate", lambda model, given, **how: (
+    rows, generate = [], talk.generate
+    monkeypatch.setattr("full.talk.generate", lambda model, given, **how: (
         rows.append(list(given[0].tokens)) or generate(model, given, **how)))  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"0 + 0?\nAnd 1?\n")))
     assert main("chat run --temperature 0 --max-new-tokens 2".split()) == 0

@@ -16,6 +16,7 @@ from full.generate import KVCache, forward_with_cache, generate, prefill
 from full.plans import Grid, Plan
 from full.weights import split_for_decoding
 from models import FULL, SLIDING, Row, generate as simple_generate
+
 CASES = {
     **{name: (name, {}) for name in ("qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe")},
     "o bias": ("qwen3", dict(o_bias=True, qkv_bias=True)),

@@ -21,6 +21,7 @@ from full.logprobs import token_logprobs
 from full.model_config import FAMILIES, QWEN, ModelConfig, rope_frequencies
 from full.transformer import Transformer
 from models import CHECK_FAMILIES, FULL, SLIDING
+
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=64,
@@ -108,18 +109,18 @@ def make(case, directory):
 
 FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
-    "causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
+    "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
-    "forward_with_cache": lambda model, cache, tokens, counts=None: (  # as if no row were shorter
+    "full.check.forward_with_cache": lambda model, cache, tokens, counts=None: (  # as if no row were shorter
         CACHED(model, cache, tokens)),
-    "token_logprobs": lambda *given, **how: [1.000001 * x for x in LOGPROBS(*given, **how)],
-    "simple_packed_attention": lambda ids: lambda q, k, v, **_: q * torch.nan,
-    "apply_rope": lambda x, cos, sin: ROTATE(x, cos, -sin),
-    "masked_attention": lambda q, k, v, mask=None, **how: MASKED(  # the cache forgets its mask
+    "full.check.token_logprobs": lambda *given, **how: [1.000001 * x for x in LOGPROBS(*given, **how)],
+    "models.packed_attention": lambda ids: lambda q, k, v, **_: q * torch.nan,
+    "models.apply_rope": lambda x, cos, sin: ROTATE(x, cos, -sin),
+    "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(  # the cache forgets its mask
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
-    "give_draws": lambda rows, needed, seed: [  # rows lose their draws
+    "full.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
         setattr(row, "draws", [0.5] * needed) for row in rows],
-    "generate": lambda *given, **how: [  # an error that float32 cannot hold
+    "full.check.generate": lambda *given, **how: [  # an error that float32 cannot hold
         setattr(row, "logprobs", [x * (1 + 1e-10) for x in row.logprobs])
         for row in GENERATE(*given, **how)],
 }  # fmt: skip
@@ -130,11 +131,11 @@ ROTATE, MASKED, GENERATE = models.apply_rope, models.masked_attention, generate
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_check_passes_and_sees_a_planted_fault(fault, monkeypatch):
     if fault:
-        monkeypatch.setattr(models, fault, FAULTS[fault])
-        monkeypatch.setattr("models.CHECK_FAMILIES", CHECK_FAMILIES[:1])
+        monkeypatch.setattr(fault, FAULTS[fault])
+        monkeypatch.setattr("full.check.CHECK_FAMILIES", CHECK_FAMILIES[:1])
     try:
         passed = check_models(FEW, transformers=False)
-    except AssertionError:  # the core's check stops where tokens differ
+    except AssertionError:  # models.check_family stops where tokens differ
         passed = False
     assert passed == (fault is None)
 

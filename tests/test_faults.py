@@ -35,7 +35,7 @@ import torch.distributed as dist
 from conftest import shortened
 from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
-    FLAGS, GET, KL, SCRIPT, TINY, _main, _task, as_torchrun, at, begin, contents, end, flip_a_bit,
+    FLAGS, FROM_ROOT, FULL, GET, KL, TINY, _main, _task, as_torchrun, at, begin, contents, end, flip_a_bit,
     SHARD, free_port, good, refused, runs_made_once, same_tensors, struck, until, verified,
     wait_for_steps,
 )  # fmt: skip
@@ -45,6 +45,7 @@ from full.files import whole_lines
 from full.plans import Grid, Plan
 from full.ranks import Stop, agree, connect, is_lost_rank, own_device, store_of_this_attempt
 from full.run import locked
+
 RUN = f"{TINY} --out run --save-every 2 --timeout 20"
 STEPS, MANY, MOMENTS = 6, 100, 20  # steps of a run, of one that is killed often; kills of a rank
 MARGIN = 40  # seconds beyond the timeout that a loaded machine may need
@@ -215,8 +216,8 @@ def test_a_kill_at_either_end_of_a_run_costs_nothing(tmp_path, truth, where):
 
 
 SHARDS = [SHARD, SHARD.replace("1-model", "2-model")]  # of rank 0, of rank 1
-SAVE, DCP = "train_grpo.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
-OUT, BATCH = "train_grpo.prepare_out", "train_grpo.Trainer.forward_backward"
+SAVE, DCP = "full.trainer.Trainer.save_checkpoint", "torch.distributed.checkpoint.save"
+OUT, BATCH = "full.run.prepare_out", "full.trainer.Trainer.forward_backward"
 ONE_UPDATE = "--minibatches 1"  # call n of BATCH is in step n - 1
 ROOM = r"checkpoint run/step-\d+ not written .*older ones are whole.*--resume --out run"
 LOG = r"run/(metrics|rollouts).jsonl not written .*--resume --out run"
@@ -234,7 +235,7 @@ def flipped(model, optimizer):
 
 # Right before the second comparison, since zero1 sends each row from its one owner to all at every
 # update: a bit that flips in between is either mended or everybody's.
-FLIP = [(1, "parallel.replica_difference", 2, flipped)]
+FLIP = [(1, "full.logs.replica_difference", 2, flipped)]
 DIFFER = "replicas differ in .*model.embed_tokens.weight: rank 0 / rank 1 hold other"
 DIFFER += ".*nothing is saved"
 # name -> more flags; (rank, where, when, what happens) ..; what ranks say; the steps that are saved
@@ -245,7 +246,7 @@ FAULTS = {
     "a disk that fills up, rank 1": ("", [(1, DCP, 2, fills_up, None, 9999)], [ROOM], [2]),
     "a full disk, state": ("", [(0, "json.dump", 2, full_below)], [ROOM], [2]),
     "a full disk, metrics": (
-        "", [(0, "train_grpo.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),
+        "", [(0, "full.logs.Log.step", 4, fills_up, "run/metrics.jsonl", 99)], [LOG, GONE], [2]),
     "a directory that turns read-only": ("", [(0, SAVE, 2, read_only, "run")], [ROOM], [2]),
     "read-only from the start": (
         "", [(0, OUT, 1, read_only, ".")], [r"run.*Permission denied.*--out.*\n\Z"], []),
@@ -353,8 +354,8 @@ JOIN = "torch.distributed.init_process_group"
 PLACES = {  # where rank 1 is stopped: the function, and before which call
     "a step": (GET, 3),
     "a gradient": (BATCH, 3),
-    "an update": ("train_grpo.Trainer.optim_step", 3),
-    "a push": ("train_grpo.Trainer.push_weights", 3),
+    "an update": ("full.trainer.Trainer.optim_step", 3),
+    "a push": ("full.trainer.Trainer.push_weights", 3),
     "a save": (DCP, 1),
     "the start": (JOIN, 1),
     "its groups": ("torch.distributed.new_subgroups_by_enumeration", 1),
@@ -438,7 +439,7 @@ def test_no_rank_leaves_while_another_joins(tmp_path, late, name):
 
 
 def test_no_rank_leaves_while_another_ends_its_run(tmp_path):
-    hold = [(1, "train_grpo.dist.barrier", 1, is_there, tmp_path / "let go")]
+    hold = [(1, "torch.distributed.barrier", 1, is_there, tmp_path / "let go")]
     processes, log = begin(tmp_path, f"{FLAGS} 1", 2, hold, _faulty)
     wait_for_steps(tmp_path / "run", 1)
     processes[0].join(2)
@@ -455,15 +456,15 @@ def is_started_again(cwd, machines, victim, flags, lines):
     launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
     launch += ["--nnodes", f"{machines}", "--nproc-per-node", f"{2 // machines}", "--rdzv-id", "1"]
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    launch += [SCRIPT, *flags.split(), "--resume"]
+    launch += [*FULL, *flags.split(), "--resume"]
     logs = [cwd / f"log-{machine}" for machine in range(machines)]
-    started = [subprocess.Popen(launch, cwd=cwd, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    started = [subprocess.Popen(launch, cwd=cwd, env=FROM_ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT)
                for log in logs]  # fmt: skip
     wait_for_steps(cwd / "run", lines)
     pids = []
     for pid in (torchrun.pid for torchrun in started):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        pids += [x for x in children if SCRIPT in Path(f"/proc/{x}/cmdline").read_text()]
+        pids += [x for x in children if "full" in Path(f"/proc/{x}/cmdline").read_text()]
     os.kill(sorted(map(int, pids))[victim], SIGKILL)
     codes = [torchrun.wait(300) for torchrun in started]
     texts = [path.read_text() for path in logs]
@@ -512,7 +513,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_at_once(tmp_path, world):
 
 
 def test_ctrl_c_before_the_first_step_leaves_no_traceback(tmp_path):
-    hang = [(0, "train_grpo.build", 1, sleep, 99)]
+    hang = [(0, "full.run.build", 1, sleep, 99)]
     processes, log = begin(tmp_path, f"{RUN} --steps 9", 1, hang, _faulty)
     is_there(tmp_path / "late")
     os.kill(processes[0].pid, signal.SIGINT)
@@ -619,7 +620,7 @@ def test_of_two_runs_in_one_directory_the_second_is_refused(tmp_path, name):
     if name != "--out":
         good(tmp_path, ONCE)
     # The one that has the directory waits there until the other has ended.
-    hold = [(0, "train_grpo.run", 1, is_there, tmp_path / "let go")]
+    hold = [(0, "full.run.run", 1, is_there, tmp_path / "let go")]
     runs = [begin(tmp_path, PAIRS[name], 1, hold, _faulty) for _ in range(2)]
     until(lambda: not all(processes[0].is_alive() for processes, _ in runs), "both have it")
     (tmp_path / "let go").touch()
@@ -657,7 +658,7 @@ def test_a_hostile_file_of_a_run_is_named_in_one_line(tmp_path, truth, name):
 
 def test_a_full_disk_in_the_last_export_says_what_it_says_elsewhere(tmp_path):
     flags = f"{FLAGS} 2 --heads 4 --plan t2|d2"
-    done = run(tmp_path, flags, (0, "models.save_hf", 1, fills_up, None, 3000))
+    done = run(tmp_path, flags, (0, "full.run.save_hf", 1, fills_up, None, 3000))
     fails(done, ".*run/hf not written .*File too large.*make room.*--resume --out run")
     good(tmp_path, "--resume --out run", 2)
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
@@ -674,11 +675,10 @@ def test_a_run_that_trains_nothing_says_so(tmp_path):
 def test_a_refusal_leaves_the_directory_free(tmp_path):
     """What only a task, a package or a split model can tell is found before a directory is made."""
     flags = _task(tmp_path)
-    # As a script, where the file's Task was once another class than the one that it derives from.
     text = (tmp_path / "task.py").read_text()
-    derived = text.replace("class Mine:", "from train_grpo import Task\nclass Mine(Task):")
+    derived = text.replace("class Mine:", "from full.tasks import Task\nclass Mine(Task):")
     (tmp_path / "task.py").write_text(derived)
-    code, _, err = as_script(SCRIPT, *flags.split(), "--demos", "1", cwd=tmp_path)
+    code, _, err = as_script("full", *flags.split(), "--demos", "1", cwd=tmp_path)
     assert code == 2 and "Mine has no demonstrations" in err, err
     if not importlib.util.find_spec("tensorboard"):
         refused(tmp_path, f"{flags} --tensorboard", "--tensorboard: pip install")

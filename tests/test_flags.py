@@ -48,7 +48,7 @@ LATE = [
     r"step \d+: no finite token",
 ]
 # What argparse says of a value that is no number: its usual two lines, the same on every rank.
-NO_NUMBER = r"usage: train_grpo\.py .*\ntrain_grpo\.py: error: argument .*: (invalid|expected) .*\n"
+NO_NUMBER = r"usage: python -m full .*\npython -m full: error: argument .*: (invalid|expected) .*\n"
 # Lines that a step may print.
 SKIPPED = r"(supervised )?step \d+: (skipped, non-finite gradient first in|no update, since) .*"
 SKIPPED += r"|warning: steps \d+ to \d+: .*"

@@ -19,6 +19,7 @@ from test_ranks import run_of  # noqa: F401, a fixture
 from test_run import contents
 from test_start import SHAPE, shape_of
 
+from full import rollouts as rollouts_py
 from full.__main__ import main
 from full.batches import collect
 from full.check import tiny, tiny_model
@@ -32,6 +33,7 @@ from full.tasks import Task
 from full.text import make_task
 from full.trainer import Trainer
 from full.transformer import Transformer
+
 FAMILIES = {
     "qwen2": {},
     "llama": dict(qkv_bias=True, o_bias=True, mlp_bias=True),
@@ -182,7 +184,7 @@ def _asked(rank, fault):
     setting = dict(minibatches=1, forks=2, fork_turns=1, max_new_tokens=12)
     trainer, config = trainer_of("qwen3", "t2", **setting)
     decoded = {}
-    generate = train_grpo.generate
+    generate = rollouts_py.generate
 
     def watched(*args, **how):
         ended = generate(*args, **how)
@@ -191,7 +193,7 @@ def _asked(rank, fault):
             decoded[e.group] = decoded.get(e.group, []) + turns
         return ended
 
-    train_grpo.generate = watched
+    rollouts_py.generate = watched
     try:
         rollouts, _, _ = collect(config, task, trainer.sampler, 0)
     except (ValueError, KeyError) as error:
@@ -376,7 +378,7 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
 
 
 @pytest.mark.parametrize("where", shortened(
-    ["train_grpo.Sampler._ask_once", "models.all_gather_logits"], "train_grpo.Sampler._ask_once"
+    ["full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"], "full.rollouts.Sampler._ask_once"
 ))  # fmt: skip
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", (1, where, 5, kill))

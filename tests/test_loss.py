@@ -28,6 +28,7 @@ from full.run import build
 from full.text import make_task
 from full.trainer import Trainer
 from full.trie import TokenTrie
+
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "trl_loss_golden.json").read_text())
 CHOICES = {f.name: choices_of(f) for f in fields(Config)}

@@ -8,6 +8,7 @@ from measure_ring import work_of
 
 from full.masks import ALL, CAUSAL, FULL, NEVER, PARTIAL, DenseMask, Mask, Sizes, as_mask, boxes
 from full.ring import indices
+
 pytestmark = pytest.mark.quick
 
 

@@ -18,6 +18,7 @@ from full.transformer import RMSNorm, Transformer, causal_attention
 from models import (
     FULL, Row, forward_with_cache as simple_forward_with_cache, packed_attention, sample,
 )  # fmt: skip
+
 pytestmark = pytest.mark.quick
 ATTEND = torch.nn.functional.scaled_dot_product_attention
 

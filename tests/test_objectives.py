@@ -19,6 +19,7 @@ from full.advantages import ADVANTAGES, advantages, overlong_penalty
 from full.config import Config
 from full.objectives import OBJECTIVES, SampledTokens, grpo_loss, sampler_weights
 from full.rollouts import Trajectory
+
 pytestmark = pytest.mark.quick
 GOLDEN = json.loads((Path(__file__).parent / "golden_objectives.json").read_text())
 INPUT = {name: torch.tensor(x, dtype=torch.float64) for name, x in GOLDEN["input"].items()}

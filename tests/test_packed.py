@@ -22,6 +22,7 @@ from full.parallelize import parallelize
 from full.places import full, part_of
 from full.plans import Grid, Plan
 from full.transformer import causal_attention
+
 LENGTHS = [5, 2, 9, 1, 7, 3, 6]  # a sequence of one token has no target
 EVERYTHING = [*range(len(LENGTHS))]
 TEMPERATURE = 0.7

@@ -17,6 +17,7 @@ from test_ranks import join, ranks, start
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from full import optimizer as optimizer_py
 from full.__main__ import main
 from full.checkpoint import read_checkpoint, write_checkpoint
 from full.optimizer import (
@@ -163,7 +164,7 @@ def test_collectives_are_those_of_the_table(tmp_path):
 
 def _messages(rank):
     """Bytes of each message that sums gradients of 40, 40, 40, 400 and 8 bytes, at most 100."""
-    MESSAGE = 100
+    optimizer_py.MESSAGE = 100
     sent, all_reduce = [], dist.all_reduce
     gradients = [torch.full((n,), rank + 1.0) for n in (10, 10, 10, 100, 2)]
 

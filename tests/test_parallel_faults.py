@@ -205,7 +205,7 @@ def _slow(rank, folder):
 
     # Each file is summed once for a save and once for a resume.
     summed, sums_of_share = [], checkpoint.sums_of_share
-    parallel.zlib = SimpleNamespace(crc32=slow)
+    checkpoint.zlib = SimpleNamespace(crc32=slow)
     checkpoint.sums_of_share = lambda *args: summed.append(found := sums_of_share(*args)) or found
     write_checkpoint(folder / "step-00000001", _rows_of(rank, rank + 1, rows), {"step": 1})
     found = _rows_of(rank, 0, rows)

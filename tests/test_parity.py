@@ -22,6 +22,7 @@ from test_ranks import ranks
 from full.hf import load_hf
 from full.places import local
 from full.plans import Grid, Plan
+
 STEPS, BUDGET = 3, 1e-10
 ADAMW = dict(lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
 

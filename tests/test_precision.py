@@ -20,7 +20,9 @@ from conftest import shortened
 from test_audit import honest  # noqa: F401, a fixture
 from test_ranks import ranks, run_of, trained  # noqa: F401, a fixture
 from test_run import GET, begin, end, good, killed, same_run
+from torch.distributed import fsdp
 
+from full import rollouts, trainer
 from full.audit import audited
 from full.check import relative_error as relative, tiny, tiny_model
 from full.config import Config
@@ -33,6 +35,7 @@ from full.talk import load_policy, settings_of_run
 from full.text import make_task
 from full.transformer import Transformer
 from models import FULL, SLIDING
+
 BF16 = "--compute-dtype bfloat16"
 TINY = "--size 3 --turns 3 --device cpu --layers 2 --hidden 16 --heads 4 --prompts 4 --group 4 "
 TINY += "--lr 0.01 --lr-warmup 0 --eval-every 2 --eval-prompts 6 --save-every 1 --keep 9 --out run"
@@ -208,8 +211,8 @@ def test_gradients_add_up_in_float32(process_group):
 def _far(rank, cast=False):
     """How far gradients of a row of 600 tokens are apart under ddp and under fsdp."""
     if cast:
-        policy = parallel.fsdp.MixedPrecisionPolicy
-        parallel.fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
+        policy = fsdp.MixedPrecisionPolicy
+        fsdp.MixedPrecisionPolicy = lambda *given, **no_cast: policy(*given)
     found = []
     for mode in ("ddp", "fsdp"):
         model = tiny_model("gemma3_text", dtype=torch.float32, max_position_embeddings=600)
@@ -345,14 +348,14 @@ def test_runs_in_mixed_precision_are_audited(honest, process_group, name):  # no
 
 def _late_push():
     """The push has another step's weights: the third and later ones do nothing."""
-    push, seen = train_grpo.copy_weights, []
+    push, seen = rollouts.copy_weights, []
 
     def late(*given):
         seen.append(given)
         if len(seen) < 3:
             push(*given)
 
-    train_grpo.copy_weights = late
+    rollouts.copy_weights = late
 
 
 def _masters_stay():
@@ -372,14 +375,14 @@ def _masters_are_rounded():
 
 
 def _coarse_gradients():
-    clip = train_grpo.clip_grad_norm
+    clip = trainer.clip_grad_norm
 
     def wrong(model, most):
         for p in model.parameters():
             p.grad *= 1.05
         return clip(model, most)
 
-    train_grpo.clip_grad_norm = wrong
+    trainer.clip_grad_norm = wrong
 
 
 FAULTS = {  # what is wrong -> the row that the audit names, and more flags

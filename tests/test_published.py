@@ -13,6 +13,7 @@ import pytest
 from full.__main__ import main
 from full.model_config import ModelConfig
 from models import FULL, SLIDING
+
 QWEN = dict(
     attention_dropout=0.0, bos_token_id=151643, hidden_act="silu", initializer_range=0.02,
     rms_norm_eps=1e-6, rope_theta=1000000.0, torch_dtype="bfloat16", use_sliding_window=False,

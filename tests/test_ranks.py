@@ -34,6 +34,7 @@ from full.rollouts import play
 from full.run import build, start_run
 from full.text import make_task
 from full.trainer import Trainer
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["rank_server"])
 TASK = "--size 3 --turns 3 --dtype float64 --device cpu --prompts 5 --group 8"
@@ -109,15 +110,19 @@ def _script(rank, file, argv, cwd, log, environment):
     for name, module in [*sys.modules.items()]:
         if str(getattr(module, "__file__", None) or "").startswith(f"{ROOT}{os.sep}"):
             del sys.modules[name]
-    sys.path.insert(0, str(Path(file).resolve().parent))
     sys.argv = [file, *argv]
+    if file == "full":
+        sys.path.insert(0, str(ROOT))
+        runpy.run_module(file, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(file).resolve().parent))
     runpy.run_path(file, run_name="__main__")
 
 
 def as_script(file, *argv, cwd, **environment):
     """`python FILE ARGV` in a process that has imported the libraries: its code, stdout, stderr.
 
-    file: relative to cwd, or whole. What lies in this repository is imported anew, from beside it.
+    file: relative to cwd, or whole. "full": `python -m full ARGV`. What lies in this repository is
+        imported anew, from beside it.
     """
     log = Path(tempfile.mkdtemp(dir=cwd.parent)) / "script"
     (code,) = join(start(1, _script, str(file), argv, cwd, log, environment))

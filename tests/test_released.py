@@ -8,6 +8,7 @@ from conftest import shortened
 from full.generate import generate
 from full.hf import copy_text_files, load_hf, save_hf
 from full.text import Text
+
 CHAT = [
     {"role": "system", "content": "You add numbers."},
     {"role": "user", "content": "What is 12 + 30?\nEnd with '#### ' and the answer."},

@@ -23,6 +23,7 @@ from full.masks import Mask, as_mask, digest
 from full.plans import Grid, Plan
 from full.ring import Ring, indices, ring_attention, shard, unshard
 from parallel import Grid as SimpleGrid
+
 METHODS = ("ring", "allgather", "ulysses", "usp")
 LAYOUTS = ("zigzag", "contiguous")
 HEADS = dict(heads=12, groups=2)
@@ -95,7 +96,7 @@ def _errors(rank, lengths):
 
 @pytest.mark.quick
 def test_messages_name_the_global_rank(monkeypatch):
-    monkeypatch.setattr(ra.dist, "get_global_rank", lambda group, member: 10 + member)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, member: 10 + member)
     ring = Ring("a group", rank=0, world=3, first=1, stride=2)
     assert [ring.name(rank) for rank in (-1, 0, 1, 3)] == [15, 11, 13, 11]
     assert Ring(None, rank=0, world=1).name(0) == 0
@@ -104,7 +105,7 @@ def test_messages_name_the_global_rank(monkeypatch):
 @pytest.mark.quick
 @pytest.mark.parametrize("world, methods", [(1, METHODS), (4, METHODS), (5, METHODS[:2])])
 def test_check_has_a_column_for_each_method_that_can_share_12_heads(world, methods, monkeypatch):
-    monkeypatch.setattr("full.ring.ring_of", lambda group: SimpleNamespace(world=world))
+    monkeypatch.setattr("full.check.ring_of", lambda group: SimpleNamespace(world=world))
     given = [*by_way(None, lambda **way: (way["method"], way["layout"])).values()]
     assert given == [*itertools.product(methods, LAYOUTS)]
 

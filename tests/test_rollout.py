@@ -32,6 +32,7 @@ from full.text import final_answer, make_task, same_answer
 from full.trainer import Trainer
 from full.transformer import Transformer
 from train_grpo import uniforms
+
 pytestmark = pytest.mark.quick
 END = 9
 
@@ -435,7 +436,7 @@ def test_a_prompt_that_cannot_be_played_is_refused(prompt):
 
 
 OWN_TASK = """
-from train_grpo import Task
+from full.tasks import Task
 
 class Echo(Task):
     vocab_size, end = 4, (3,)

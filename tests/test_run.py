@@ -25,17 +25,19 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from conftest import LOOKUP, SORT, shortened, slow
+from conftest import LOOKUP, ROOT, SORT, shortened, slow
 
 import train_grpo
 from full import __main__
+from full import config as config_py
 from full.advantages import choices_of
 from full.checkpoint import checkpoints, sealed
 from full.config import Config, parse_config
 from full.metrics import METRICS
 from test_ranks import join, read_metrics, start
 
-SCRIPT = str(Path(train_grpo.__file__).resolve())
+FULL = ["-m", "full"]  # a program, as python and torchrun name it
+FROM_ROOT = os.environ | {"PYTHONPATH": str(ROOT)}  # the environment that finds it anywhere
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 3 --group 4 "
 TINY += "--lr 0.01 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6"
 FLAGS = f"{TINY} --out run --steps"
@@ -212,13 +214,13 @@ def finished(straight, tmp_path):
 
 GET, RENAME = "train_grpo.RolloutQueue.get", "pathlib.Path.rename"
 KILLS = [  # ranks, flags, and the call in which every rank that makes it dies
-    (1, "", GET, 1), (1, "", "train_grpo.evaluate", 2), (1, "", RENAME, 2), (1, KL, GET, 4),
+    (1, "", GET, 1), (1, "", "full.batches.evaluate", 2), (1, "", RENAME, 2), (1, KL, GET, 4),
     (1, KL, RENAME, 2), (2, KL, "os.fsync", 3),
 ]  # fmt: skip
 KILLS += slow(  # a rename is the last of a save
-    (1, "", GET, 4), (1, "", "train_grpo.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 3),
+    (1, "", GET, 4), (1, "", "full.logs.Log.step", 5), (1, "", RENAME, 1), (1, "", RENAME, 3),
     (1, "", "os.fsync", 2), (1, "--keep 1", "shutil.rmtree", 4), (1, DEMOS, GET, 6),
-    (1, DEMOS, "train_grpo.Log.step", 3), (2, "", GET, 4),
+    (1, DEMOS, "full.logs.Log.step", 3), (2, "", GET, 4),
 )  # fmt: skip
 
 
@@ -238,8 +240,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def test_sigterm_to_one_rank_saves_on_all_and_says_how_to_go_on(straight, tmp_path, launch):
     if launch:
         pipes = dict(stdout=subprocess.PIPE, text=True)
-        command = [*launch, SCRIPT, *f"{FLAGS} 100000".split()]
-        torchrun = subprocess.Popen(command, cwd=tmp_path, **pipes)
+        command = [*launch, *FULL, *f"{FLAGS} 100000".split()]
+        torchrun = subprocess.Popen(command, cwd=tmp_path, env=FROM_ROOT, **pipes)
         wait_for_steps(tmp_path / "run", 3)
         ranks = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
         os.kill(int(ranks[1]), signal.SIGTERM)
@@ -603,13 +605,14 @@ class Longer(Config):
 @pytest.mark.quick
 def test_help_shows_every_field_with_its_comment_under_its_title(monkeypatch, capsys):
     """Of a subclass of Config too, whose fields stand in the groups of the inherited ones."""
-    spec = importlib.util.spec_from_file_location("once_more", SCRIPT)  # which has read no comments
+    file = config_py.__file__  # once more: this copy has read no comments
+    spec = importlib.util.spec_from_file_location("once_more", file)
     once_more = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, once_more)
     spec.loader.exec_module(once_more)
     once_more.Config = Longer
     with pytest.raises(SystemExit, match="0"):
-        once_more.main(["--help"])
+        once_more.parse_config(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     places = [shown.index(text) for text in (
         "the run: --seed", "--layers int its own comment [9]", "the model: --hidden",

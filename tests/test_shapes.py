@@ -6,16 +6,23 @@ import sys
 import pytest
 import torch
 
-from full import ring
+import models
+import ring_attention
+import tree_attention
+from full import attend, chunks, experts, logprobs, masks, transformer, tree, trie
+from full import generate as generation
+from full import ring as full_ring
 from full.check import CASES, TinyModel, check_models, example_loss, examples, forests, tiny_model
 from full.chunks import tree_backward, tree_scores
 from full.generate import forward_with_cache, generate, prefill
+from full.ring import ring_attention as ring_of_masks
 from full.trie import TokenTrie
+
 SUFFIX = re.compile(r"_([A-Za-z0-9]*[A-Z][A-Za-z0-9]*)$")
 
 
-def disagreements(function, path):
-    """What local tensors of the file's frames say against their suffixes, while function() runs."""
+def disagreements(function, files):
+    """What local tensors of the files' frames say against their suffixes, while function() runs."""
     found = set()
 
     def look(frame, event, arg):
@@ -35,7 +42,7 @@ def disagreements(function, path):
                     found.add(f"{name} has {letter} = {size}, not {known}")
         return look
 
-    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename == path else None)
+    sys.settrace(lambda frame, *_: look if frame.f_code.co_filename in files else None)
     try:
         function()
     finally:
@@ -56,7 +63,7 @@ def models_check():
 def ring_check():
     for mask in examples(41, 4).values():
         q, k, v = (torch.randn(2, 4, 41, 8, requires_grad=True) for _ in range(3))
-        ring.ring_attention(q, k, v, mask=mask).sum().backward()
+        ring_of_masks(q, k, v, mask=mask).sum().backward()
 
 
 def tree_check():
@@ -74,12 +81,13 @@ def wrong():
 
 
 @pytest.mark.parametrize(
-    "function, module, expected",
+    "function, modules, expected",
     [
-        (models_check, models, []), (ring_check, ring_attention, []),
-        (tree_check, tree_attention, []),
-        (wrong, sys.modules[__name__], ["b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]),
+        (models_check, [models, transformer, experts, logprobs, generation], []),
+        (ring_check, [ring_attention, masks, attend, full_ring], []),
+        (tree_check, [tree_attention, trie, tree, chunks], []),
+        (wrong, [sys.modules[__name__]], ["b_SD has S = 4, not 3", "c_B2 has 2 = 3, not 2"]),
     ],
 )  # fmt: skip
-def test_shape_suffixes_are_true(function, module, expected):
-    assert disagreements(function, module.__file__) == expected
+def test_shape_suffixes_are_true(function, modules, expected):
+    assert disagreements(function, {module.__file__ for module in modules}) == expected

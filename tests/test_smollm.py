@@ -19,6 +19,7 @@ from test_transformers import KeepFloat64
 from full.generate import generate
 from full.hf import load_hf
 from full.text import Text
+
 needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
     reason="tests/smollm_requirements.txt is not installed",
@@ -174,7 +175,8 @@ def test_the_commands_of_the_recipe_run(directory, tmp_path):
     less = dict(train="--steps 1 --prompts 2 --group 2 --eval-prompts 2", eval="--samples 1")
     for line in lines[2:]:
         words = shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:]
-        words += shlex.split(less.get("train" if "--steps" in words else words[1], ""))
-        code, out, err = as_script(ROOT / words[0], *words[1:], cwd=tmp_path)
+        words += shlex.split(less.get("train" if "--steps" in words else words[2], ""))
+        assert words[:2] == ["-m", "full"]
+        code, out, err = as_script(*words[1:], cwd=tmp_path)
         assert code == 0, out + err
     assert (tmp_path / "runs" / "smollm-hf" / "model.safetensors").exists()

@@ -27,6 +27,7 @@ from full.rollouts import Sampler, evaluate
 from full.run import build, start_run
 from full.text import make_task
 from full.trainer import Trainer
+
 TINY = "--size 3 --turns 3 --device cpu --layers 1 --hidden 16 --heads 2 --prompts 4 --group 8 "
 TINY += "--lr 0.02 --lr-warmup 0 --lr-decay constant --eval-every 2 --eval-prompts 6 --out run"
 SETTINGS = {

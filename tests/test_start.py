@@ -32,6 +32,7 @@ from full.plans import Grid, Plan
 from full.talk import load_policy, settings_of_run
 from full.text import make_task
 from full.transformer import Transformer, draw_weights
+
 DEMOS = f"{TINY} --task {LOOKUP} --size 2 --demos 10 --kl-coef 0.1 --entropy-coef 0.02 --steps 2"
 DEMOS += " --out run --save-every 4 --keep 9"
 RESUME = f"--resume --out run --task {LOOKUP}"  # code is never imported from what a run stored
@@ -108,11 +109,11 @@ def test_the_supervised_start_is_seen(straight):
     assert stored["entropy_coef"] == 0.02 and stored["lr"] == 0.01
 
 
-SUPERVISED = "train_grpo.Demonstrations.get"
-WRITE = "train_grpo.Checkpointer.write"
+SUPERVISED = "full.batches.Demonstrations.get"
+WRITE = "full.logs.Checkpointer.write"
 KILLS = [  # ranks, and the call in which all of them die
-    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "train_grpo.Log.step", 3),
-    (1, "train_grpo.write_reference", 1), (1, "shutil.rmtree", 9), (1, "train_grpo.evaluate", 1),
+    (1, SUPERVISED, 6), (1, WRITE, 3), (1, "full.logs.Log.step", 3),
+    (1, "full.run.write_reference", 1), (1, "shutil.rmtree", 9), (1, "full.batches.evaluate", 1),
     (2, SUPERVISED, 6), (2, WRITE, 3),
 ]  # fmt: skip
 SOME = KILLS[:2] + [pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS[2:]]
@@ -241,7 +242,7 @@ def test_supervised_steps_and_the_loop_have_a_bar_each(monkeypatch, process_grou
         return SimpleNamespace()
 
     bar.write = print
-    monkeypatch.setattr(train_grpo, "tqdm", bar)
+    monkeypatch.setattr("full.logs.tqdm", bar)
     config = Config(demos=3, steps=5)
     Log(config, None, SimpleNamespace(first_step=-2), "run")  # after one supervised step
     Log(config, None, SimpleNamespace(first_step=0), "run")

@@ -11,6 +11,7 @@ from conftest import complaint_of
 transformers = pytest.importorskip("transformers", reason="see tests/requirements.txt")
 from full.hf import TEXT_FILES, copy_text_files
 from full.text import Text, load_tokenizer
+
 SETTINGS = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 OLD = "special_tokens_map.json"

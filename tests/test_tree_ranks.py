@@ -11,6 +11,7 @@ from full.check import TinyModel, example_loss, forests, relative, tiny_model
 from full.chunks import overlay, partition_tree, redistribute, tree_backward, tree_scores
 from full.trie import TokenTrie
 from tree_attention import definition
+
 FORESTS = forests() | {"nothing": [], "short": [[3, 1, 2]]}
 
 

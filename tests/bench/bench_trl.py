@@ -58,6 +58,7 @@ from full.trie import TokenTrie
 import smollm_tasks  # noqa: E402
 from measure_grpo import Work, flops  # noqa: E402
 from oracles import LiveBytes, bytes_of  # noqa: E402
+
 VOCAB = 256
 PHASES = "generation", "training", "tree"
 

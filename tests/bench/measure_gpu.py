@@ -30,7 +30,8 @@ from full.generate import generate
 from full.model_config import ModelConfig
 from full.plans import Plan
 from full.ranks import connect
-from full.run import build, own_shape
+from full import run as run_py
+from full.run import build
 from full.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -288,8 +289,8 @@ UNEQUAL = "seconds/", "memory/", "tree/", "tokens/trained", "logprob_gap/identic
 def metrics_of_run(flags) -> list:
     """The lines of metrics.jsonl of a run in a process of its own."""
     words = flags.split()
-    command = [sys.executable, str(ROOT / "train_grpo.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "full", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the run {flags} failed: {done.stderr[-2000:]}")
     lines = (Path(words[-1]) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -410,7 +411,7 @@ def memory(name, device, size, steps=3) -> int:
     # A task of fixed lengths, and a random model of the shape: the rest is as in a run.
     connect(device, threads=config.threads)
     task = measure_grpo.Work(config, shape.vocab_size)
-    own_shape = lambda config, task: shape
+    run_py.own_shape = lambda config, task: shape
     peaks = dict(rollout=0, train=0)
     cuda, live = device == "cuda", LiveBytes()
 

@@ -272,7 +272,7 @@ def three_steps(config, family, batch, device="cpu"):
                          for name, p in model.named_parameters()}  # fmt: skip
         return clip_grad_norm(model, most)
 
-    with mock.patch.object(train_grpo, "clip_grad_norm", watched):
+    with mock.patch("full.trainer.clip_grad_norm", watched):
         for _ in range(3):
             metrics = trainer.forward_backward(mine, trainer.loss_denominator(batch))
             names = "loss/token_mean", "balance/loss", "experts/load_max"

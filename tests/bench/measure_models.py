@@ -27,6 +27,7 @@ from full.hf import DTYPES, load_hf, open_checkpoint, places_of, save_hf
 from full.model_config import ModelConfig
 from full.transformer import Transformer
 from models import FULL
+
 ROPES = {  # one of each type that mixes, short enough that a few tokens tell them apart
     "qwen3": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
               "beta_fast": 2.0},

@@ -27,8 +27,8 @@ def evaluations_of(folder, objective, seed) -> list:
     out = Path(folder) / f"{objective}-{seed}"
     if not (out / "hf").exists():
         flags = f"--objective {objective} --seed {seed} --out {out} --resume"
-        command = [sys.executable, ROOT / "train_grpo.py", *flags.split()]
-        subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], check=True)
+        command = [sys.executable, "-m", "full", *flags.split()]
+        subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], cwd=ROOT, check=True)
     lines = map(json.loads, (out / "metrics.jsonl").open())
     return [line for line in lines if "eval/solved" in line]
 

@@ -38,6 +38,7 @@ from full.check import relative
 from full.masks import Mask, digest
 from full.ring import indices, unshard
 from ring_attention import launch
+
 WORLD, RING = 4, 2
 ROWS = 5  # of the first ring; the second has one less
 TEXT = 0.1  # the weight of (2)
