@@ -16,10 +16,6 @@
 How much better than others a rollout was, or with a critic, a tree or a teacher, a token of it. If
 you know GRPO's advantage, read the tables and skip the rest.
 
-DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated trajectory
-ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
-tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
-
 Letters:  P groups of G rollouts each   T positions of a padded trajectory   N sampled tokens
 """
 
@@ -33,6 +29,10 @@ import torch
 import train_grpo
 from full.objectives import AGGREGATIONS, OBJECTIVES, divergence, entry_of
 from full.ranks import summed
+
+# DEVIATES: group_std uses TRL's Bessel std and 1e-4 (the paper gives neither); a truncated
+# trajectory ends with value 0; `none_batch` has a biased variance (verl: unbiased). Pinned by
+# tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 # Each of these takes the float64 rewards (P, G) of the P groups of a step, and the number of
 # sampled tokens of each rollout. Rewards 1 0 0 1 and 0 0 0 1 of two groups:

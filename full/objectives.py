@@ -29,14 +29,6 @@ frozen reference, smp of the sampler; H_t the entropy, sg: no gradient:
 Pure functions. An objective, an aggregation and a metric are each one entry of a table. Arrays of N
 hold one number for each sampled token of a micro-batch, sequence after sequence.
 
-DEVIATES: without --proximal old is smp, or the current policy itself if a step has one update and
-its weights sampled, so that rounding cannot clip; the log-ratio of (2) is clamped to +-10 before
-exp; PPO's critic shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
-tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for all
-its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks stays
-in Z (verl's rejection takes it out). Pinned by
-tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
-
 Letters:  N sampled tokens   K sums   B sequences
 """
 
@@ -46,6 +38,14 @@ from types import SimpleNamespace
 import torch
 
 from full.metrics import measured
+
+# DEVIATES: without --proximal old is smp, or the current policy itself if a step has one update and
+# its weights sampled, so that rounding cannot clip; the log-ratio of (2) is clamped to +-10 before
+# exp; PPO's critic shares the policy's trunk. Not here: top-p, which biases every ratio. Pinned by
+# tests/test_loss.py::test_loss_and_gradient_are_trls. A ratio of a sequence has one gradient for
+# all its tokens (verl: each its own, which is another sum if A or x differ); a token that (4) masks
+# stays in Z (verl's rejection takes it out). Pinned by
+# tests/test_objectives.py::test_loss_and_gradient_are_the_sources.
 
 
 def ratio_of(d_N):

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from full.batches import SampledBatch
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in every subprocess
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +69,8 @@ def pytest_collection_modifyitems(config, items):
 
 def batch_of(groups):
     """Groups of trajectories as a batch of one minibatch, which policy version 0 has sampled."""
+    from full.batches import SampledBatch
+
     return SampledBatch(dict(enumerate(groups)), range(len(groups)), 1, sampled_by=0)
 
 

@@ -372,7 +372,8 @@ def test_what_the_audit_does_not_know_is_said_in_one_line(
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = audited(run, 2)
     assert report.wrong is None and report.intro[-1] == (
-        "the audit does not know new/metric: add the definition to `metrics_by_hand` in full/audit.py")
+        "the audit does not know new/metric: add the definition to `metrics_by_hand` in "
+        "full/audit.py")
     monkeypatch.delitem(OBJECTIVES, "clip")
     assert main(["audit", str(run), "--step", "2"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -585,7 +586,8 @@ FAULTS = {  # function, change(function, its arguments), ranks, flags, the first
     "a gradient doubled on one rank": (
         "full.trainer.Trainer.forward_backward", _doubled_gradient, 2, ONE, "grad_norm"),
     "old weights in the sampler": (  # of another dtype: else it has the policy's own memory
-        "full.trainer.Trainer.push_weights", _old_weights, 1, f"{RUN} --generator-dtype bfloat16", "sampling"),
+        "full.trainer.Trainer.push_weights", _old_weights, 1,
+        f"{RUN} --generator-dtype bfloat16", "sampling"),
 }  # fmt: skip
 
 

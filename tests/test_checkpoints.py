@@ -621,7 +621,7 @@ def test_a_closed_pipe_ends_inspect_quietly(tmp_path):
     end, start = os.pipe()
     os.close(end)  # `| head` that has gone already
     command = [sys.executable, "-m", "full", "inspect", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=start, stderr=subprocess.PIPE, text=True, timeout=120)  # fmt: skip
+    pipes = dict(stdout=start, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=ROOT, timeout=120, **pipes)
     os.close(start)
     assert done.returncode == 141 and done.stderr == ""

@@ -111,12 +111,15 @@ FEW = {name: check.CASES[name] for name in ("qwen3", "gemma3_text")}
 FAULTS = {
     "full.transformer.causal_attention": lambda *qkv, layer, scale, **_: models.masked_attention(
         *qkv, is_causal=True, scale=1.1 * scale),
-    "full.check.forward_with_cache": lambda model, cache, tokens, counts=None: (  # as if no row were shorter
+    "full.check.forward_with_cache": lambda model, cache, tokens, counts=None: (
+        # as if no row were shorter
         CACHED(model, cache, tokens)),
-    "full.check.token_logprobs": lambda *given, **how: [1.000001 * x for x in LOGPROBS(*given, **how)],
+    "full.check.token_logprobs": lambda *given, **how: [
+        1.000001 * x for x in LOGPROBS(*given, **how)],
     "models.packed_attention": lambda ids: lambda q, k, v, **_: q * torch.nan,
     "models.apply_rope": lambda x, cos, sin: ROTATE(x, cos, -sin),
-    "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(  # the cache forgets its mask
+    "models.masked_attention": lambda q, k, v, mask=None, **how: MASKED(
+        # the cache forgets its mask
         q, k, v, mask if q.shape[2] == k.shape[2] else None, **how),
     "full.generate.give_draws": lambda rows, needed, seed: [  # rows lose their draws
         setattr(row, "draws", [0.5] * needed) for row in rows],

@@ -35,7 +35,8 @@ import torch.distributed as dist
 from conftest import shortened
 from test_ranks import UNEQUAL, as_script, join, ranks, read_metrics, start
 from test_run import (
-    FLAGS, FROM_ROOT, FULL, GET, KL, TINY, _main, _task, as_torchrun, at, begin, contents, end, flip_a_bit,
+    FLAGS, FROM_ROOT, FULL, GET, KL, TINY, _main, _task, as_torchrun, at, begin, contents, end,
+    flip_a_bit,
     SHARD, free_port, good, refused, runs_made_once, same_tensors, struck, until, verified,
     wait_for_steps,
 )  # fmt: skip
@@ -458,8 +459,8 @@ def is_started_again(cwd, machines, victim, flags, lines):
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     launch += [*FULL, *flags.split(), "--resume"]
     logs = [cwd / f"log-{machine}" for machine in range(machines)]
-    started = [subprocess.Popen(launch, cwd=cwd, env=FROM_ROOT, stdout=log.open("w"), stderr=subprocess.STDOUT)
-               for log in logs]  # fmt: skip
+    how = dict(cwd=cwd, env=FROM_ROOT, stderr=subprocess.STDOUT)
+    started = [subprocess.Popen(launch, stdout=log.open("w"), **how) for log in logs]
     wait_for_steps(cwd / "run", lines)
     pids = []
     for pid in (torchrun.pid for torchrun in started):

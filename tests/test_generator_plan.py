@@ -377,9 +377,10 @@ def test_a_run_goes_on_with_another_generator_and_is_audited(
     assert not (out / "hf.tmp").exists()
 
 
-@pytest.mark.parametrize("where", shortened(
-    ["full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"], "full.rollouts.Sampler._ask_once"
-))  # fmt: skip
+ASKING, DECODING = "full.rollouts.Sampler._ask_once", "full.transformer.all_gather_logits"
+
+
+@pytest.mark.parametrize("where", shortened([ASKING, DECODING], ASKING))
 def test_a_rank_that_is_lost_while_others_decode_with_it_ends_the_run(tmp_path, where):
     done = run(tmp_path, f"{FLAGS} --out run --steps 3 --plan t2|d2", (1, where, 5, kill))
     fails(done, ".*another rank is gone.*go on with --resume --out run", None, codes=[2, -9])

@@ -22,8 +22,8 @@ NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 714}
 MOST_LINES |= {"train_grpo": 626}
 MOST_LINES_OF_FOLDER = 900
-OPTIONAL = {"fcntl", "jinja2", "matplotlib", "safetensors", "tensorboard", "tokenizers"}
-OPTIONAL |= {"torch", "transformers"}  # packages that a function may import; of torch slow parts
+OPTIONAL = {"fcntl", "jinja2", "matplotlib", "resource", "safetensors", "tensorboard"}
+OPTIONAL |= {"tokenizers", "torch", "transformers"}  # of torch what takes seconds to import
 CACHES = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache"}
 IN_THE_MODULES = {
     "float64 becomes float32": r"\.float\(\)",

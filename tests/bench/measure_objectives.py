@@ -28,7 +28,8 @@ def evaluations_of(folder, objective, seed) -> list:
     if not (out / "hf").exists():
         flags = f"--objective {objective} --seed {seed} --out {out} --resume"
         command = [sys.executable, "-m", "full", *flags.split()]
-        subprocess.run([*command, "--log-rollouts", "none", "--save-every", "0"], cwd=ROOT, check=True)
+        command += ["--log-rollouts", "none", "--save-every", "0"]
+        subprocess.run(command, cwd=ROOT, check=True)
     lines = map(json.loads, (out / "metrics.jsonl").open())
     return [line for line in lines if "eval/solved" in line]
 
