@@ -1,6 +1,6 @@
 """The pages: their commands run, at toy size; what they name exists; errors are those of `check`.
 
-The pages are the README, tests/RECIPES.md and tests/RESULTS.md. TABLE holds every command of them:
+The pages are the README, full/RECIPES.md and full/RESULTS.md. TABLE holds every command of them:
 more flags for it, which win over its own, or its test: FILE::NAME is tests/test_FILE.py::test_NAME.
 """
 
@@ -24,8 +24,8 @@ from test_run import cli
 from full.config import Config, parse_config
 
 README = (ROOT / "README.md").read_text()
-RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
-RESULTS = (ROOT / "tests" / "RESULTS.md").read_text()
+RECIPES = (ROOT / "full" / "RECIPES.md").read_text()
+RESULTS = (ROOT / "full" / "RESULTS.md").read_text()
 PAGES = "\n".join([README, RECIPES, RESULTS])
 FILES = ("train_grpo.py", "models.py", "parallel.py", "ring_attention.py", "tree_attention.py")
 SOURCES = {file: (ROOT / file).read_text() for file in (*FILES, "text.py")}

@@ -24,7 +24,7 @@ needs_packages = pytest.mark.skipif(
     not all(map(find_spec, (*smollm.PACKAGES, "transformers"))),
     reason="tests/smollm_requirements.txt is not installed",
 )
-RECIPES = (ROOT / "tests" / "RECIPES.md").read_text()
+RECIPES = (ROOT / "full" / "RECIPES.md").read_text()
 LETTERS = "Say  the words 'naïve' and 日本語 🙂, 12345 + 678.\n\n\tdef f(x): return x**2 <|im_end|>"
 
 

@@ -1,7 +1,7 @@
 """What tests/gpu.sh asks of a GPU: runs its commands, keeps what they print, writes the page.
 
     python tests/bench/measure_gpu.py record NAME -- COMMAND ..  runs a command and keeps its rows
-    python tests/bench/measure_gpu.py results NAME ..            the GPU section of tests/RESULTS.md
+    python tests/bench/measure_gpu.py results NAME ..            the GPU section of full/RESULTS.md
     python tests/bench/measure_gpu.py memory 0.6b | 8b           peaks of steps beside the plan's
     python FILE check --device cuda [--few]          each of the five files, on one device
 
@@ -484,7 +484,7 @@ def main(argv) -> int:
             return memory(options.names[0], device, size)
 
         # Only whole figures of a GPU go into the repository's page; others into a copy of it.
-        page = ROOT / "tests" / "RESULTS.md"
+        page = ROOT / "full" / "RESULTS.md"
         target = page if (device, size) == ("cuda", "full") else out / "RESULTS.md"
         write_results(page, target, newest(out, device, size), options.names)
         print(f"written: {target}")
