@@ -63,7 +63,7 @@ def record(name, command, out, device, size, limit=LIMIT) -> int:
 
     # `timeout` ends what the command has started (torchrun's ranks) with it, also at a Ctrl-C.
     watched = ["timeout", "--kill-after", "10", f"{limit:g}", *command]
-    with subprocess.Popen(watched, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(watched, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
