@@ -473,11 +473,11 @@ def add_flags(parser, fields):
 def parse_config(argv) -> Config:
     """Return the Config of a command line; with --resume, what the run stored is the default."""
     parser = argparse.ArgumentParser(
-        prog="python -m full", description=__doc__.split("\n")[0], allow_abbrev=False,
+        prog="python -m full", description="GRPO and its relatives, by any plan.", allow_abbrev=False,
         epilog=f"{PAPERS}\n{glossary()}\nThe letters of --plan\n\n{letters_table()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [--FLAG VALUE ...] | core | check [--all | --device D] | bench"
-        " | plot RUN .. | audit RUN | eval RUN_OR_DIR | chat RUN_OR_DIR | export RUN DIR | --help",
+        usage="%(prog)s [--FLAG VALUE ...] | plot RUN .. | audit RUN | eval RUN_OR_DIR"
+        " | chat RUN_OR_DIR | export RUN DIR | inspect DIR | plan PLAN | check | bench | --help",
     )  # fmt: skip
 
     # Fields of one title stand together in --help, also where a base class has some of them.

@@ -340,8 +340,7 @@ def read_reference(out, trainer):
 
 
 # Curves -----------------------------------------------------------------------------------------
-# `python -m full plot`: a picture of what runs wrote to metrics.jsonl. If you draw by other means,
-# skip this section.
+# `python -m full plot`: a picture of what runs wrote to metrics.jsonl.
 
 
 def plot(argv) -> int:

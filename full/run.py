@@ -176,7 +176,7 @@ def require_room(config, task, positions):
 
 
 # The run: resume, save, log ---------------------------------------------------------------------
-# What surrounds the core's loop so that it can be killed, resumed, watched and trusted. If you only
+# What surrounds the loop so that it can be killed, resumed, watched and trusted. If you only
 # want the algorithm, skip it; `run` and `Log` say what a run writes.
 
 
@@ -368,9 +368,8 @@ def policy_in(path, config, task, dtype, alone=False):
     return keep_states_wide(config, model.to(getattr(torch, dtype)).requires_grad_(False))
 
 
-# Commands: the run's directory, main ------------------------------------------------------------
-# Who may write where, how an error ends the process, and which command was meant. If you only run
-# the file, skip this section.
+# The run's directory -----------------------------------------------------------------------------
+# Who may write where, and how an error ends the process.
 
 
 @contextlib.contextmanager

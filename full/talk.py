@@ -26,7 +26,7 @@ from full.model_config import read_json
 from full.ranks import quietly
 from full.rollouts import Sampler, draw_prompts, evaluate, play
 from full.run import (
-    ERRORS, ONE_PROCESS, one_process, policy_in, report, require_room, require_rows, write_hf,
+    ONE_PROCESS, one_process, policy_in, require_room, require_rows, write_hf,
 )  # fmt: skip
 from full.tasks import asking
 from full.text import Jsonl, Text, make_task, plain_prompt, template_of
@@ -421,13 +421,6 @@ def export(argv) -> int:
 
 
 def main(argv) -> int:
-    """Run a command and return its exit code: 0; 2 after an error, which is named on stderr."""
-    # train_grpo.py hands its own commands of these names over, and nothing but their words.
+    """Run the command that argv begins with, and return its exit code, 0."""
     commands = dict(eval=evaluation, chat=chat, export=export)
-    if not argv or argv[0] not in commands:
-        print(f"usage: python text.py {' | '.join(commands)} ..", file=sys.stderr)
-        return 2
-    try:
-        return quietly(commands[argv[0]], argv[1:])
-    except ERRORS as error:
-        return report(error)
+    return quietly(commands[argv[0]], argv[1:])

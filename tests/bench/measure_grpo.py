@@ -431,7 +431,7 @@ def check(every=False) -> bool:
     ok = ok and all(x <= 1e-12 for x in rows.values())
     print(f"{len(exact)} cells, worst {max(exact):.1e}; mixed {len(lower)}, worst "
           f"{max(lower):.1e}; refused: {len(found) - len(numbers)}")  # fmt: skip
-    line = {"check": "train_grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
+    line = {"check": "grpo", "ok": ok, "cells": len(numbers), "mixed_error": max(lower)}
     print(json.dumps(line | {"max_error": max(*rows.values(), *exact)}))
     return ok
 
@@ -602,7 +602,7 @@ def bench(argv):
           f"peak MB, flat  tree")  # fmt: skip
     for name in options.shape or [name for name in SHAPES if name not in SLOW]:
         rows.append(measure(name, options.device, options.steps, options.peak_tflops))
-    print(json.dumps({"bench": "train_grpo", "device": options.device, "rows": rows}))
+    print(json.dumps({"bench": "grpo", "device": options.device, "rows": rows}))
     if not has_group:
         dist.destroy_process_group()
     return 0
