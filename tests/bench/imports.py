@@ -1,56 +1,44 @@
-"""Draw which file imports which, as text: a file imports only files on lines below its own.
+"""Draw which file imports which, as text: `python tests/bench/imports.py`. Exit with 1 on a circle.
 
-    python tests/bench/imports.py            # lines of each file, its name, and what it imports
-    python tests/bench/imports.py copying    # the manual's table: what a copied file needs with it
+A line has the lines of a file, its name, and what it imports: only files on lines below its own.
+A name that begins with a dot is a file of the folder.
 """
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = [*ROOT.glob("*.py"), *ROOT.glob("full/*.py")]
+PATHS = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("full/*.py"))]
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PATHS}
 
 
 def imported(path):
-    """Return the project's modules that a file imports: full.masks for `from full import masks`."""
+    """Return the modules of this project that a file imports. `from full import run`: full.run."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return sorted(names & {*FILES} - {"full"})
+    return names & {*FILES}
 
 
-def ordered(needs):
-    """Return the modules in an order in which each is imported only by modules before it."""
-    found = []
-    while len(found) < len(needs):
-        ready = [name for name in sorted(needs) if name not in found and {*needs[name]} <= {*found}]
+def graph():
+    """Return {module: the modules that it imports}, each module after all that import it."""
+    needs = {name: imported(path) for name, path in FILES.items()}
+    below = {}
+    while len(below) < len(needs):
+        ready = [name for name in needs if name not in below and needs[name] <= {*below}]
         if not ready:
-            sys.exit(f"a circle among {', '.join({*needs} - {*found})}")
-        found += ready
-    return found[::-1]
-
-
-def all_below(name, needs):
-    """Return all modules that a module imports, directly or through others."""
-    return set(needs[name]).union(*(all_below(below, needs) for below in needs[name]))
-
-
-def main(argv):
-    """Print the graph, or the table."""
-    needs = {name: imported(path) for name, path in FILES.items() if name != "full"}
-    for name in ordered(needs):
-        if argv == ["copying"]:
-            below = [file for file in ordered(needs) if file in all_below(name, needs)]
-            print(f"| `{name}` | {' '.join(below)} |")
-        else:
-            lines = FILES[name].read_text().count("\n")
-            print(f"{lines:5} {name:20} {' '.join(needs[name])}")
+            sys.exit(f"a circle among {', '.join({*needs} - {*below})}")
+        below[ready[0]] = needs[ready[0]]
+    return dict(reversed(below.items()))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    for name, needs in graph().items():
+        lines = len(FILES[name].read_text().splitlines())
+        line = f"{lines:5}  {name:20} {' '.join(sorted(needs)).replace('full.', '.')}"
+        print(textwrap.fill(line, 112, subsequent_indent=" " * 28))
