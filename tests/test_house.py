@@ -24,7 +24,7 @@ NOT_RUN = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef
 RULER = r"^# =+\n#.*The (?:core|step by hand) ends here"
 MOST_LINES = {"ring_attention": 420, "tree_attention": 420, "models": 624, "parallel": 710}
 MOST_LINES |= {"train_grpo": 624}  # 1.2 times the aim of each core; of train_grpo 1.4
-MOST_LINES |= {"audit": 300}  # of the step by hand
+MOST_LINES |= {"audit": 600}  # of the step by hand, in all settings
 CACHES = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".ruff_cache"}
 IN_THE_MODULES = {
     "float64 becomes float32": r"\.float\(\)",
