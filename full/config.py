@@ -56,6 +56,9 @@ Papers and their settings. The rest stays at its default, and each paper has its
   distillation, on-policy    --teacher DIR --objective reinforce --minibatches 1
 """
 
+TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
+MAX_STALENESS = 64  # steps, far more than learning bears
+
 # Choices that several fields share, or that are too long for the line of a field.
 Dtype = Literal["float32", "float64", "bfloat16"]
 
@@ -534,9 +537,3 @@ def resumed_config(path, given) -> Config:
             told += "; with this --lr-decay and --lr-warmup the rates depend on the last step"
         raise ValueError(f"--resume cannot change {told}; start a new run instead")
     return Config(**(stored | given))
-
-
-MAX_STALENESS = 64  # steps, far more than learning bears
-
-
-TASKS = "guess", "jsonl"  # values of --task that name no file: `make_task` of text.py
