@@ -543,7 +543,7 @@ class FullTraining:
 
     def __init__(self, model, text):
         plan, mode = text.split()
-        self.grid = Grid.make(Plan.parse(plan))
+        self.grid = Grid(Plan.parse(plan))
         options = dict(attention=lambda: None, mode=mode)  # here c ranks have rows of their own
         self.model = parallelize(model, self.grid.plan, device_mesh=self.grid, **options)
         make = functools.partial(torch.optim.AdamW, **ADAMW)

@@ -26,11 +26,12 @@ from oracles import LiveBytes
 from measure_models import QWEN3_06B
 
 import ring_attention as ring
-from full.audit import Case, Exact, groups_again, metrics_by_hand
+from full.audit import Case, groups_again
 from full.batches import RolloutQueue, SampledBatch, collect
 from full.check import tiny_model
 from full.checkpoint import write_checkpoint
 from full.config import Config
+from full.expected import Exact, metrics_by_hand
 from full.hf import save_hf
 from full.logs import do_step, rollout_line
 from full.model_config import ModelConfig
@@ -163,7 +164,6 @@ def step_error(device="cpu", **changes) -> float:
         files = SimpleNamespace(path=folder, config=alone)
         case = Case(files, task, 1, folder, lines, before=folder / "step-00000001")
         state = case.state(Exact, torch.float64)
-        state.room = folder
         groups = groups_again(config, task, 1, lines)
         truth = metrics_by_hand(config, groups, state, 1, batch.sampled_by)
     missing = found.keys() ^ truth.keys()
