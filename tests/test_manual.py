@@ -140,7 +140,7 @@ def test_a_command_runs_at_toy_size(folder, command):  # noqa: F811
     words = shlex.split(line.replace("tests/example_tasks", f"{ROOT}/tests/example_tasks"))
     flags = words[words.index("full") + 1 :]
     if not flags or flags[0].startswith("--"):
-        codes, out, err = cli(folder, shlex.join(flags), 2 if words[0] == "torchrun" else 1)
+        codes, out, err = cli(folder, " ".join(flags), 2 if words[0] == "torchrun" else 1)
         assert not any(codes), err
         out = "".join(out)  # one rank prints
         (run,) = (folder / "runs").iterdir()
