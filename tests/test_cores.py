@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from conftest import shortened
+from conftest import ROOT, shortened
 from test_house import FIVE
 from test_ranks import as_script
 
@@ -23,6 +23,12 @@ def test_a_file_runs_alone_and_prints_its_largest_error(path, tmp_path):
     assert code == 0, err
     assert float(out.split("\n")[0].split()[-1]) <= 1e-10
     assert out.count("\n") == (3 if path.stem == "train_grpo" else 1)  # a step, what is solved
+
+
+def test_parallel_alone_says_what_its_check_needs(tmp_path):
+    shutil.copy(ROOT / "parallel.py", tmp_path)
+    code, out, err = as_script("parallel.py", cwd=tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "models.py" in err
 
 
 SLIPS = [  # a line of a file, and a wrong one
