@@ -77,7 +77,7 @@ def test_the_table_of_letters_is_that_of_the_files():
 def test_the_files_are_as_long_as_it_says():
     assert tuple(FIGURES) == FIVE
     for name, (lines, _) in FIGURES.items():
-        assert abs((ROOT / f"{name}.py").read_text().count("\n") - lines) <= 5, name
+        assert abs((ROOT / f"{name}.py").read_text().count("\n") - lines) <= 10, name
 
 
 def test_the_main_job_prints_what_it_shows(tmp_path):
